@@ -1,0 +1,1 @@
+"""torchmars: pretraining of large models with the MARS family of optimizers."""

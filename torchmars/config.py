@@ -1,0 +1,305 @@
+"""Every knob of a run: one dataclass per section of the TOML file.
+
+`config_file.py` reads and writes them; each part of the stack takes its own section.
+A field set to None means "follows from the rest"; `Config.resolve` fills it in.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from torchmars.errors import UserError
+from torchmars.optim.param_groups import complete_settings
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `UserError(message)` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def require_range(section: object, name: str, low: float, high: float = float("inf"), *, open_low: bool = False,
+                  open_high: bool = False) -> None:
+    """Refuse a number outside [low, high] (either end exclusive on request); None passes, NaN does not."""
+    value = getattr(section, name)
+    if value is None:
+        return
+    inside = (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
+    bounds = f"{'more than' if open_low else 'at least'} {low:g}"
+    if high != float("inf"):
+        bounds += f" and {'less than' if open_high else 'at most'} {high:g}"
+    require(inside, f"{section.section}.{name} must be {bounds}, got {value}")
+
+
+@dataclass
+class RunConfig:
+    """What the run is called and where it lives."""
+
+    section = "run"
+    name: str = "quickstart"
+    """Name of the run; its folder is FOLDER/NAME. A run found there is continued."""
+    folder: str = "runs"
+    """Folder that holds all runs."""
+    seed: int = 0
+    """Seed of the initial weights and of the data order."""
+
+    def check(self) -> None:
+        require(self.name not in ("", ".", "..") and "/" not in self.name,
+                f"run.name must be one folder name, got {self.name!r}")
+        require_range(self, "seed", 0)
+
+
+@dataclass
+class ModelConfig:
+    """Which model is trained."""
+
+    section = "model"
+    name: Literal["gpt2"] = "gpt2"
+    """Model family."""
+    size: Literal["nano", "small", "medium", "large", "xl"] = "nano"
+    """Named size: nano (3M, for CPUs), small (124M), medium (354M), large (773M), xl (1.6B)."""
+    n_layer: int | None = None
+    """Number of blocks, instead of the named size's."""
+    n_head: int | None = None
+    """Attention heads per block, instead of the named size's."""
+    n_embd: int | None = None
+    """Width, instead of the named size's."""
+    vocab_size: int | None = None
+    """Rows of the token table; default: the tokenizer's vocabulary rounded up to a multiple of 64."""
+    scale_attn_by_inverse_layer_idx: bool = False
+    """Divide attention logits also by the block's number, counted from 1, as the published MARS runs did."""
+
+    def check(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
+            require_range(self, name, 1)
+
+
+@dataclass
+class DataConfig:
+    """Where the tokens come from."""
+
+    section = "data"
+    corpus: Literal["stdlib", "text"] = "stdlib"
+    """Text to train on: stdlib (the Python standard library's sources) or text (your own files)."""
+    files: list[str] = field(default_factory=list)
+    """For corpus "text": files, folders (every .txt and .md below) and globs. A line `<|endoftext|>` ends a document."""
+    tokenizer: Literal["bytes", "gpt2"] = "bytes"
+    """bytes (256 values and an end-of-text token) or gpt2 (BPE, 50257 tokens)."""
+    path: str | None = None
+    """Folder of the tokenised shards; default: data/CORPUS-TOKENIZER. Filled on the first run."""
+    validation_fraction: float = 0.01
+    """Share of the tokens kept for validation, by whole documents."""
+    num_workers: int = 1
+    """Processes per rank that read ahead; 0 reads in the training process."""
+
+    def check(self) -> None:
+        require_range(self, "validation_fraction", 0, 0.5, open_low=True)
+        require_range(self, "num_workers", 0)
+        require(self.corpus != "text" or bool(self.files) or self.path is not None,
+                'data.files is empty: name the files, folders or globs that data.corpus = "text" reads')
+        require(self.corpus == "text" or not self.files,
+                f'data.files has no meaning for data.corpus = "{self.corpus}": set data.corpus = "text"')
+
+
+@dataclass
+class TrainingConfig:
+    """How long, how large a batch, in which precision."""
+
+    section = "training"
+    steps: int = 300
+    """Optimizer steps of the whole run. Raise it to continue a finished run."""
+    global_batch_size: int = 16
+    """Sequences per optimizer step, over all ranks and accumulation steps."""
+    microbatch_size: int | None = None
+    """Sequences per forward pass on one rank; default: its whole share of the global batch. The gradient of the
+    rest is accumulated."""
+    seq_len: int = 256
+    """Tokens per sequence; also the model's context length."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient's global norm to this before the optimizer; 0 switches it off."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype. Master weights, gradient reduction and optimizer state are float32. auto: bfloat16 on GPU,
+    float32 on CPU."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+
+    def check(self) -> None:
+        for name in ("steps", "global_batch_size", "microbatch_size", "seq_len"):
+            require_range(self, name, 1)
+        require_range(self, "max_grad_norm", 0)
+
+    def microbatches(self, dp_size: int) -> tuple[int, int]:
+        """The microbatch size per rank and the number of accumulation steps on `dp_size` data-parallel ranks.
+
+        Raises `UserError` with the numbers where they do not divide.
+        """
+        require(self.global_batch_size % dp_size == 0,
+                f"training.global_batch_size = {self.global_batch_size} does not divide over {dp_size} data-parallel "
+                f"ranks: choose a multiple of {dp_size}")
+        per_rank = self.global_batch_size // dp_size
+        size = self.microbatch_size or per_rank
+        require(per_rank % size == 0,
+                f"training.microbatch_size = {size} does not divide the {per_rank} sequences of each rank "
+                f"(training.global_batch_size = {self.global_batch_size} over {dp_size} ranks): choose a divisor of {per_rank}")
+        return size, per_rank // size
+
+
+@dataclass
+class OptimizerConfig:
+    """Which update rule, with which settings. Defaults are the published ones for GPT-2 small."""
+
+    section = "optimizer"
+    name: Literal["mars-adamw", "adamw"] = "mars-adamw"
+    """mars-adamw (variance-reduced AdamW) or adamw (torch.optim.AdamW, fused)."""
+    lr: float | None = None
+    """Peak learning rate; default 6e-3 for mars-adamw, 6e-4 for adamw."""
+    betas: tuple[float, float] | None = None
+    """Momentum and second-moment decay; default 0.95 0.99 for mars-adamw, 0.9 0.95 for adamw."""
+    eps: float | None = None
+    """Added to the root of the second moment; default 1e-8."""
+    weight_decay: float | None = None
+    """Decoupled weight decay of matrices; default 0.01 for mars-adamw, 0.1 for adamw."""
+    gamma: float | None = None
+    """mars-*: strength of the variance reduction; default 0.025. 0.025 to 0.05 works best."""
+    clip: float | None = None
+    """mars-*: clip each tensor's corrected gradient to this norm; default 1, 0 switches it off."""
+    optimize_1d: bool | None = None
+    """mars-*: give vectors (norm weights, biases) MARS too, instead of AdamW; default false."""
+    lr_1d: float | None = None
+    """mars-*: learning rate of the vectors' AdamW; default lr / 2. It follows the schedule in proportion."""
+    betas_1d: tuple[float, float] | None = None
+    """mars-*: betas of the vectors' AdamW; default 0.9 0.95."""
+    weight_decay_1d: float | None = None
+    """mars-*: weight decay of the vectors' AdamW; default 0.1."""
+
+    def check(self) -> None:
+        """Check, and fill in the rule's defaults. Raises `UserError` for a value or a setting the rule cannot take."""
+        given = {knob.name: getattr(self, knob.name) for knob in fields(self) if knob.name != "name"}
+        try:
+            settings = complete_settings(self.name, **{k: v for k, v in given.items() if v is not None})
+        except ValueError as error:
+            raise UserError(f"optimizer.{error}") from None
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate as a function of the step."""
+
+    section = "schedule"
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """What follows the warmup: cosine or linear decay over the rest of the run, constant, or wsd (constant, then a
+    linear decay over the last decay_steps)."""
+    warmup_steps: int = 0
+    """Steps of linear warmup from 0."""
+    decay_steps: int | None = None
+    """wsd: steps of the final decay; default: a fifth of the run."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay, an absolute value."""
+
+    def check(self) -> None:
+        for name in ("warmup_steps", "decay_steps", "min_lr"):
+            require_range(self, name, 0)
+        require(self.name == "wsd" or self.decay_steps is None,
+                f'schedule.decay_steps has no meaning for schedule.name = "{self.name}": remove it')
+
+
+@dataclass
+class ParallelismConfig:
+    """How the ranks share the work. dp_replicate * dp_shard is the number of ranks."""
+
+    section = "parallelism"
+    dp_replicate: int = 1
+    """Copies of the model; with dp_shard > 1 this is HSDP."""
+    dp_shard: int = -1
+    """Ranks over which each copy is sharded (FSDP2); -1: all that remain."""
+
+    def check(self) -> None:
+        require_range(self, "dp_replicate", 1)
+        require(self.dp_shard == -1 or self.dp_shard >= 1,
+                f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}")
+
+    def degrees(self, world_size: int) -> tuple[int, int]:
+        """(dp_replicate, dp_shard) on `world_size` ranks; `UserError` with the numbers where they do not fit."""
+        shard = world_size // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
+        require(self.dp_replicate * shard == world_size,
+                f"parallelism.dp_replicate = {self.dp_replicate} times parallelism.dp_shard = {self.dp_shard} does not "
+                f"make {world_size} ranks: change them or the number of ranks (NGPU)")
+        return self.dp_replicate, shard
+
+
+@dataclass
+class CheckpointConfig:
+    """When the run is saved. It always is at the end; a run continues from its newest checkpoint."""
+
+    section = "checkpoint"
+    interval: int = 100
+    """Steps between checkpoints; 0: only at the end."""
+
+    def check(self) -> None:
+        require_range(self, "interval", 0)
+
+
+@dataclass
+class ValidationConfig:
+    """The held-out loss, always over the same windows of the validation split."""
+
+    section = "validation"
+    interval: int = 100
+    """Steps between validations, and one at the end; 0: never."""
+    windows: int = 64
+    """Sequences of training.seq_len tokens, spread evenly over the split."""
+    sample_tokens: int = 0
+    """Tokens of text to sample when the run is complete; 0: none."""
+    sample_prompt: str = "\n"
+    """Text that the sample continues."""
+
+    def check(self) -> None:
+        require_range(self, "interval", 0)
+        require_range(self, "windows", 1)
+        require_range(self, "sample_tokens", 0)
+
+
+@dataclass
+class MetricsConfig:
+    """What is reported. metrics.jsonl in the run folder is always written."""
+
+    section = "metrics"
+    log_interval: int = 10
+    """Steps between progress lines."""
+    tensorboard: bool = False
+    """Also write TensorBoard events to the run folder (pip install 'torchmars[tensorboard]')."""
+    wandb: bool = False
+    """Also log to Weights & Biases; WANDB_MODE=offline keeps it on this machine."""
+    wandb_project: str = "torchmars"
+    """W&B project."""
+
+    def check(self) -> None:
+        require_range(self, "log_interval", 1)
+
+
+@dataclass
+class Config:
+    """All settings of one run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def resolve(self) -> None:
+        """Check every section, then fill in what follows from the rest. Raises `UserError`."""
+        for section in fields(self):
+            getattr(self, section.name).check()
+        if self.data.path is None:
+            self.data.path = f"data/{self.data.corpus}-{self.data.tokenizer}"
+        if self.schedule.name == "wsd" and self.schedule.decay_steps is None:
+            self.schedule.decay_steps = self.training.steps // 5
+        require(self.schedule.min_lr <= self.optimizer.lr,
+                f"schedule.min_lr = {self.schedule.min_lr} is above optimizer.lr = {self.optimizer.lr}: lower it")

@@ -1,0 +1,140 @@
+"""The global order of the data: sample i of a run is one fixed window, whatever the layout."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchmars.data.shards import Split, count_windows
+
+
+class Windows(Dataset):
+    """The windows of a split: window w is tokens [w T, w T + T + 1) of its shards, end to end (T = `seq_len`).
+
+    The one token of overlap makes every token but the first a target once. Shards are memory-mapped, in each worker anew.
+    """
+
+    def __init__(self, folder: Path, split: Split, seq_len: int) -> None:
+        self.files = [folder / shard.file for shard in split.shards]
+        self.starts = np.cumsum([0] + [shard.tokens for shard in split.shards])
+        self.seq_len = seq_len
+        self._maps: list[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return count_windows(int(self.starts[-1]), self.seq_len)
+
+    def __getitem__(self, window: int) -> Tensor:
+        """Token ids [T + 1], int64."""
+        if self._maps is None:
+            self._maps = [np.memmap(file, dtype="<u2", mode="r") for file in self.files]
+        begin, end = window * self.seq_len, (window + 1) * self.seq_len + 1
+        parts = []
+        for shard in range(np.searchsorted(self.starts, begin, side="right") - 1, len(self._maps)):
+            if self.starts[shard] >= end:
+                break
+            parts.append(self._maps[shard][max(begin - self.starts[shard], 0):end - self.starts[shard]])
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_maps": None}
+
+
+def window_of_sample(sample: int, n_windows: int, seed: int) -> int:
+    """The window that sample number `sample` of a run reads: a seeded permutation of all windows in each epoch.
+
+    A pure function, without a table: a Feistel network over the next power of four permutes more numbers than there are
+    windows, and is applied again until it lands on one of them ("cycle walking", Black and Rogaway 2002).
+    """
+    epoch, number = divmod(sample, n_windows)
+    half = max(1, ((n_windows - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=64).digest()
+    round_keys = [int.from_bytes(key[place:place + 8], "big") for place in range(0, 64, 8)]
+    while True:
+        left, right = number >> half, number & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        number = left << half | right
+        if number < n_windows:
+            return number
+
+
+def _mix(x: int) -> int:
+    """A 64-bit hash of an integer (the finaliser of SplitMix64, Steele et al. 2014)."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return x ^ x >> 31
+
+
+class GlobalOrder(Sampler[list[int]]):
+    """This rank's microbatches of windows, step after step, from global sample `position` on, without end.
+
+    A step takes the next `global_batch_size` samples; rank r of R takes the r-th of R equal runs of them.
+    """
+
+    def __init__(self, n_windows: int, seed: int, position: int, global_batch_size: int, microbatch_size: int,
+                 rank: int, ranks: int) -> None:
+        self.n_windows, self.seed, self.position = n_windows, seed, position
+        self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
+        self.rank, self.ranks = rank, ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        share = self.global_batch_size // self.ranks
+        first = self.position + self.rank * share
+        while True:
+            for begin in range(first, first + share, self.microbatch_size):
+                yield [window_of_sample(sample, self.n_windows, self.seed)
+                       for sample in range(begin, begin + self.microbatch_size)]
+            first += self.global_batch_size
+
+
+class Loader:
+    """Batches of the training split in the global order. Its whole state is `position`: the samples consumed so far.
+
+    Each optimizer step takes one `step()`: the stream of this rank's microbatches, token ids [m, T + 1], int64.
+    """
+
+    def __init__(self, windows: Windows, *, seed: int, global_batch_size: int, microbatch_size: int, rank: int, ranks: int,
+                 num_workers: int, pin_memory: bool = False) -> None:
+        self.windows, self.seed = windows, seed
+        self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
+        self.rank, self.ranks = rank, ranks
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.position = 0
+        self._batches: Iterator[Tensor] | None = None
+
+    def seek(self, position: int) -> None:
+        """Go on from global sample number `position`, as a run on any layout left it."""
+        self.position = position
+        self._batches = None
+
+    def step(self) -> Iterator[Tensor]:
+        """This rank's microbatches of the next global batch; `position` moves on once the last one is taken."""
+        if self._batches is None:
+            order = GlobalOrder(len(self.windows), self.seed, self.position, self.global_batch_size, self.microbatch_size,
+                                self.rank, self.ranks)
+            self._batches = iter(StatefulDataLoader(self.windows, batch_sampler=order, num_workers=self.num_workers,
+                                                    pin_memory=self.pin_memory))
+        for _ in range(self.global_batch_size // self.ranks // self.microbatch_size):
+            yield next(self._batches)
+        self.position += self.global_batch_size
+
+
+def validation_batches(windows: Windows, count: int, batch_size: int, rank: int, ranks: int) -> Iterator[tuple[Tensor, int]]:
+    """This rank's share of `count` windows spread evenly over a split, as (token ids [batch_size, T + 1], how many count).
+
+    Every rank gets the same number of batches, since a sharded forward pass needs all of them: what is missing is
+    filled with repetitions that do not count. A split with fewer windows than `count` gives all it has.
+    """
+    count = min(count, len(windows))
+    chosen = [index * len(windows) // count for index in range(count)]
+    stride = batch_size * ranks
+    for begin in range(0, count, stride):
+        mine = chosen[begin + rank * batch_size:begin + (rank + 1) * batch_size]
+        padded = (mine + [chosen[0]] * batch_size)[:batch_size]
+        yield torch.stack([windows[window] for window in padded]), len(mine)

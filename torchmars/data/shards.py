@@ -1,0 +1,219 @@
+"""The on-disk format: shards of uint16 tokens beside a JSON manifest that says what they hold.
+
+A folder has `manifest.json` and, for each split, files `train-00000.bin`, `validation-00000.bin` of little-endian
+uint16 tokens without a header. The manifest is written last, so a folder without one is unfinished.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from torchmars.config import DataConfig
+from torchmars.data.tokenizer import Tokenizer
+from torchmars.errors import UserError
+
+FORMAT = "torchmars-shards-1"
+SPLITS = ("train", "validation")
+SHARD_TOKENS = 100_000_000
+
+
+@dataclass
+class Shard:
+    """One file: its name, number of tokens and SHA-256."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclass
+class Split:
+    """The shards of one split, in order, and what they hold."""
+
+    tokens: int = 0
+    documents: int = 0
+    max_token: int = 0
+    shards: list[Shard] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    """What a folder of shards holds and what it was made from."""
+
+    tokenizer: str
+    vocab_size: int
+    corpus: str
+    files: list[str]
+    splits: dict[str, Split]
+    format: str = FORMAT
+
+    def fingerprint(self) -> str:
+        """A hash of the training tokens and their order."""
+        return hashlib.sha256("".join(shard.sha256 for shard in self.splits["train"].shards).encode()).hexdigest()
+
+
+class ShardWriter:
+    """Writes the documents of one split into shards; `close` returns the split."""
+
+    def __init__(self, folder: Path, name: str, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
+        self.split = Split()
+        self.tokens = 0
+        self._buffer: list[np.ndarray] = []
+        self._buffered = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append one document, its end-of-text token included."""
+        self.split.documents += 1
+        self.split.max_token = max(self.split.max_token, int(tokens.max()))
+        self.tokens += len(tokens)
+        self._buffer.append(tokens)
+        self._buffered += len(tokens)
+        while self._buffered >= self.shard_tokens:
+            self._write(self.shard_tokens)
+
+    def close(self) -> Split:
+        if self._buffered:
+            self._write(self._buffered)
+        return self.split
+
+    def _write(self, count: int) -> None:
+        tokens = np.concatenate(self._buffer)
+        data = tokens[:count].astype("<u2").tobytes()
+        file = f"{self.name}-{len(self.split.shards):05d}.bin"
+        (self.folder / file).write_bytes(data)
+        self.split.shards.append(Shard(file, count, hashlib.sha256(data).hexdigest()))
+        self.split.tokens += count
+        self._buffer, self._buffered = [tokens[count:]], len(tokens) - count
+
+
+def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[str], folder: Path,
+                 shard_tokens: int = SHARD_TOKENS) -> Manifest:
+    """Tokenise `documents` into `folder`, which appears only once it is complete. Returns the manifest.
+
+    Whole documents go to validation whenever its share of the tokens has fallen below data.validation_fraction; a
+    corpus of a single document is cut near its end instead. Raises `UserError` for a corpus without text.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    train, validation = (ShardWriter(partial, name, shard_tokens) for name in SPLITS)
+    held: np.ndarray | None = None  # the first document, until a second one shows that it need not be cut
+    for tokens in _tokenised(tokenizer, documents):
+        if held is None and not train.tokens:
+            held = tokens
+            continue
+        if held is not None:
+            train.add(held)
+            held = None
+        share = validation.tokens / (train.tokens + validation.tokens)
+        (validation if share < config.validation_fraction else train).add(tokens)
+    if held is not None:
+        cut = len(held) - max(1, int(len(held) * config.validation_fraction))
+        train.add(held[:cut])
+        validation.add(held[cut:])
+    if not train.tokens:
+        raise UserError("the corpus has no text: check data.files")
+
+    manifest = Manifest(tokenizer.name, tokenizer.vocab_size, config.corpus, config.files,
+                        {"train": train.close(), "validation": validation.close()})
+    (partial / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1) + "\n")
+    if folder.exists():  # without a manifest, or this function would not have been called
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    return manifest
+
+
+def _tokenised(tokenizer: Tokenizer, documents: Iterator[str], batch_characters: int = 4_000_000) -> Iterator[np.ndarray]:
+    """Each non-empty document's tokens with end-of-text, tokenised in batches for speed."""
+    end = np.array([tokenizer.end_of_text], dtype=np.uint16)
+    batch: list[str] = []
+    size = 0
+    for document in documents:
+        if not document.strip():
+            continue
+        batch.append(document)
+        size += len(document)
+        if size >= batch_characters:
+            yield from (np.concatenate([tokens, end]) for tokens in tokenizer.encode_batch(batch))
+            batch, size = [], 0
+    yield from (np.concatenate([tokens, end]) for tokens in tokenizer.encode_batch(batch))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of `folder`. Raises `UserError` where it is not one that this version wrote."""
+    path = folder / "manifest.json"
+    try:
+        raw = json.loads(path.read_text())
+        if raw["format"] != FORMAT:
+            raise ValueError(f"format {raw['format']!r}")
+        splits = {name: Split(**split | {"shards": [Shard(**shard) for shard in split["shards"]]})
+                  for name, split in raw["splits"].items()}
+        if set(splits) != set(SPLITS):
+            raise ValueError("its splits are not train and validation")
+        return Manifest(**raw | {"splits": splits})
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}: prepare it with python -m torchmars.prepare") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no manifest of this version ({error}): remove the folder {folder} and prepare it anew") from None
+
+
+def check_manifest(manifest: Manifest, config: DataConfig, folder: Path) -> None:
+    """Raise `UserError` where `folder` was prepared from something other than the config asks for."""
+    for key, wanted in (("tokenizer", config.tokenizer), ("corpus", config.corpus), ("files", config.files)):
+        found = getattr(manifest, key)
+        if found != wanted and (key != "files" or config.files):
+            raise UserError(f"{folder} was prepared with data.{key} = {json.dumps(found)}, the config says {json.dumps(wanted)}: "
+                            f"set data.path to another folder, or remove this one to prepare it anew")
+
+
+def check_shards(manifest: Manifest, folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Raise `UserError` naming the first shard that is missing, truncated or altered.
+
+    Reads every byte; `parts` ranks can share the work, each taking the shards `part`, `part + parts`, ...
+    """
+    shards = [shard for split in manifest.splits.values() for shard in split.shards][part::parts]
+    remedy = f"restore it, or remove the folder {folder} to prepare it anew"
+
+    def check(shard: Shard) -> None:
+        path = folder / shard.file
+        if not path.is_file():
+            raise UserError(f"the shard {path} is missing: {remedy}")
+        if path.stat().st_size != 2 * shard.tokens:
+            raise UserError(f"the shard {path} has {path.stat().st_size} bytes, its manifest says {2 * shard.tokens}: {remedy}")
+        with path.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != shard.sha256:
+                raise UserError(f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}")
+
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        list(pool.map(check, shards))
+
+
+def check_vocabulary(manifest: Manifest, rows: int, folder: Path) -> None:
+    """Raise `UserError` where the shards hold a token id beyond a token table of `rows` rows."""
+    largest = max(split.max_token for split in manifest.splits.values())
+    if largest >= rows:
+        raise UserError(f"{folder} has token id {largest}, beyond model.vocab_size = {rows}: "
+                        f"set model.vocab_size to at least {manifest.vocab_size}, or leave it out")
+
+
+def check_size(manifest: Manifest, seq_len: int, global_batch_size: int) -> None:
+    """Raise `UserError` where the training split has not one global batch of windows, or the validation split no window."""
+    train, validation = (count_windows(manifest.splits[name].tokens, seq_len) for name in SPLITS)
+    if train < global_batch_size:
+        raise UserError(f"the corpus is too small for one global batch: {train} windows of training.seq_len = {seq_len} tokens, "
+                        f"training.global_batch_size = {global_batch_size}: lower one of the two or add text")
+    if validation < 1:
+        raise UserError(f"the validation split has {manifest.splits['validation'].tokens} tokens, less than one window of "
+                        f"training.seq_len = {seq_len}: prepare it anew with a higher data.validation_fraction")
+
+
+def count_windows(tokens: int, seq_len: int) -> int:
+    """How many windows of `seq_len` inputs, each with its next token as target, `tokens` tokens give."""
+    return max(0, tokens - 1) // seq_len

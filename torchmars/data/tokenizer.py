@@ -1,0 +1,63 @@
+"""Tokenizers: text to token ids below 2^16 and back."""
+
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from torchmars.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """What every tokenizer offers. `end_of_text` is the id that ends a document."""
+
+    name: str
+    vocab_size: int
+    end_of_text: int
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, uint16, without an end-of-text token."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids; ids that stand for no text (padding rows of the token table) give none."""
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte, and one that ends a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts]
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte-pair encoding, by tiktoken. The special token is never read out of text."""
+
+    name = "gpt2"
+    vocab_size = 50257
+    end_of_text = 50256
+
+    @cached_property
+    def _encoding(self):
+        import tiktoken
+
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except Exception as error:  # tiktoken passes on whatever its download raised
+            raise UserError("the gpt2 tokenizer needs its BPE files once from the network, or TIKTOKEN_CACHE_DIR at a "
+                            f"folder that has them ({type(error).__name__})") from None
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array(tokens, dtype=np.uint16) for tokens in self._encoding.encode_ordinary_batch(texts)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._encoding.decode([token for token in tokens if token < self.end_of_text])
+
+
+TOKENIZERS: dict[str, type[Tokenizer]] = {kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)}

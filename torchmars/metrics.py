@@ -1,0 +1,139 @@
+"""What a run reports: console line, metrics.jsonl, TensorBoard, W&B; throughput, MFU, memory."""
+
+import contextlib
+import json
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from torchmars.checkpoint import run_folder
+from torchmars.config import Config
+from torchmars.errors import UserError
+
+# Dense bfloat16 FLOP/s of one device, from the makers' data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12,
+              "L40S": 362e12, "A10G": 70e12, "L4": 121e12, "V100": 125e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak FLOP/s in bfloat16, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory this rank has held so far, in GiB: of the GPU, or of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Metrics:
+    """Writes the measurements of a run, on the first rank; on others it does nothing.
+
+    A run that continues from `step` drops what metrics.jsonl says of later steps: they are made again.
+    """
+
+    def __init__(self, config: Config, active: bool, step: int, device: torch.device, ranks: int, flops_per_token: int) -> None:
+        self.active = active
+        self.steps = config.training.steps
+        self.step = step
+        self.tokens_per_step = config.training.global_batch_size * config.training.seq_len
+        self.device = device
+        peak = peak_flops(device)
+        self.mfu_per_token_rate = flops_per_token / (peak * ranks) if peak else None
+        self.tensorboard = self.wandb = None
+        if not active:
+            return
+        folder = run_folder(config)
+        self.file = self._open(folder / "metrics.jsonl", step)
+        if config.metrics.tensorboard:
+            self.tensorboard = _tensorboard(folder / "tensorboard")
+        if config.metrics.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project=config.metrics.wandb_project, name=config.run.name, group=config.run.name,
+                                    dir=folder, config=asdict(config))
+        self.restart_clock()
+
+    @staticmethod
+    def _open(path: Path, step: int):
+        kept = []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # a line cut short by a crash
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+        path.write_text("".join(kept))
+        return path.open("a")
+
+    def restart_clock(self) -> None:
+        """Begin to measure the throughput of training anew."""
+        self.clock, self.clock_step = time.perf_counter(), self.step
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of the body out of the throughput."""
+        began = time.perf_counter()
+        yield
+        if self.active:
+            self.clock += time.perf_counter() - began
+
+    def train(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
+        """Report training step number `step`; speed is the mean since the last report."""
+        if not self.active:
+            return
+        self.step = step
+        seconds = (time.perf_counter() - self.clock) / max(step - self.clock_step, 1)
+        rate = self.tokens_per_step / seconds
+        values = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": step * self.tokens_per_step,
+                  "tokens_per_second": rate, "memory_gib": peak_memory(self.device)}
+        parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}", f"loss {loss:.4f}", f"lr {lr:.2e}",
+                 f"grad norm {grad_norm:.3f}", f"{rate:,.0f} tok/s"]
+        if self.mfu_per_token_rate:
+            values["mfu"] = rate * self.mfu_per_token_rate
+            parts.append(f"mfu {values['mfu']:.1%}")
+        eta = timedelta(seconds=round((self.steps - step) * seconds))
+        print(" | ".join(parts + [f"mem {values['memory_gib']:.2f} GiB", f"eta {eta}"]), flush=True)
+        self._write(step, "train", values)
+        self.restart_clock()
+
+    def validation(self, step: int, loss: float) -> None:
+        """Report the validation loss after step number `step`."""
+        if self.active:
+            print(f"step {step:>{len(str(self.steps))}}/{self.steps} | validation loss {loss:.4f}", flush=True)
+            self._write(step, "validation", {"loss": loss})
+
+    def _write(self, step: int, kind: str, values: dict[str, float]) -> None:
+        named = {f"{kind}/{name}": value for name, value in values.items()}
+        self.file.write(json.dumps({"step": step} | named) + "\n")
+        self.file.flush()
+        if self.tensorboard:
+            for name, value in named.items():
+                self.tensorboard.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(named, step=step)
+
+    def close(self) -> None:
+        """Flush and close every writer."""
+        if self.active:
+            self.file.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _tensorboard(folder: Path):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("metrics.tensorboard needs the tensorboard package: pip install 'torchmars[tensorboard]'") from None
+    return SummaryWriter(str(folder))

@@ -1,0 +1,7 @@
+"""The MARS optimizers and what belongs to them. Needs torch only; usable without the rest of torchmars."""
+
+from torchmars.optim.mars import MARS
+from torchmars.optim.param_groups import param_groups
+from torchmars.optim.schedules import lr_factor
+
+__all__ = ["MARS", "lr_factor", "param_groups"]

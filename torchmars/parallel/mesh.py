@@ -1,0 +1,98 @@
+"""The one authority for ranks: device, backend, process groups and the mesh of a run."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchmars.config import ParallelismConfig
+from torchmars.errors import UserError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """This process's number among all ranks, 0 when it was started alone. Known before `start`."""
+    return int(os.environ.get("RANK", 0))
+
+
+@dataclass
+class Layout:
+    """This rank's place: its device, the mesh of the data-parallel ranks and how many there are."""
+
+    device: torch.device
+    mesh: DeviceMesh
+    rank: int
+    size: int
+    control: dist.ProcessGroup
+    """CPU group for messages between ranks; it waits for days, since one rank may prepare data that long."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that talks and writes."""
+        return self.rank == 0
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return all ranks' results; a `UserError` on one rank is raised on every rank."""
+        try:
+            mine: tuple[T | None, str | None] = work(), None
+        except UserError as error:
+            mine = None, str(error)
+        everyone: list[tuple[T | None, str | None]] = [mine] * self.size
+        dist.all_gather_object(everyone, mine, group=self.control)
+        for _, error in everyone:
+            if error is not None:
+                raise UserError(error)
+        return [result for result, _ in everyone]
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on the first rank while the others wait; its result, or its `UserError`, on every rank."""
+        return self.agree(lambda: work() if self.first else None)[0]
+
+    def mean(self, value: torch.Tensor) -> float:
+        """The mean over the ranks of a scalar tensor. Waits for the device."""
+        value = value.detach().clone()
+        dist.all_reduce(value)
+        return value.item() / self.size
+
+    def describe(self) -> str:
+        """The layout in words, for the console."""
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        if self.mesh.ndim == 2:
+            return f"HSDP {self.mesh.size(0)} x {self.mesh.size(1)} over {ranks} ({self.device.type}, {backend})"
+        return f"FSDP over {ranks} ({self.device.type}, {backend})"
+
+
+def start(config: ParallelismConfig) -> Layout:
+    """Join the process group that torchrun announced (or a group of one) and lay out the mesh.
+
+    Raises `UserError` where the degrees do not make the number of ranks.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    replicate, shard = config.degrees(world_size)
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    if not dist.is_initialized():
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if replicate > 1:
+        mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    else:
+        mesh = init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
+    control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return Layout(device, mesh, rank(), world_size, control)
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,78 @@
+"""`python -m torchmars.prepare CONFIG.toml [--section.key value ...]`: all of a run that needs no ranks.
+
+Checks the config, tokenises its corpus into shards once, verifies the shards, and checks that the run can go on from
+the checkpoints it has. With `--ranks N` before the overrides, also that the batch divides over N ranks.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from torchmars import checkpoint
+from torchmars.config import Config, DataConfig
+from torchmars.config_file import load_config
+from torchmars.data import corpus, shards
+from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.errors import UserError, reported
+from torchmars.models import model_args
+
+
+def main() -> None:
+    with reported():
+        args, ranks = take_ranks(sys.argv[1:])
+        config = load_config(args, "python -m torchmars.prepare")
+        replicate, shard = config.parallelism.degrees(ranks)
+        config.training.microbatches(replicate * shard)
+        manifest = prepare_shards(config)
+        shards.check_shards(manifest, Path(config.data.path))
+        checkpoint.check_resume(config, manifest.fingerprint())
+        for name, split in manifest.splits.items():
+            print(f"{config.data.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens in {split.documents:,} documents")
+
+
+def take_ranks(args: list[str]) -> tuple[list[str], int]:
+    """Split `--ranks N` off a command line; 1 where it is not given."""
+    if "--ranks" not in args:
+        return args, 1
+    place = args.index("--ranks")
+    if not args[place + 1:place + 2] or not args[place + 1].isdigit() or int(args[place + 1]) < 1:
+        raise UserError("--ranks must be followed by a whole number of at least 1")
+    return args[:place] + args[place + 2:], int(args[place + 1])
+
+
+def prepare_shards(config: Config) -> shards.Manifest:
+    """The manifest of the config's shards, which are made first where there are none.
+
+    Raises `UserError` where they do not fit the config; their bytes are left to `check_shards`.
+    """
+    folder = Path(config.data.path)
+    if not (folder / "manifest.json").exists():
+        files = corpus.source_files(config.data)
+        tokenizer = TOKENIZERS[config.data.tokenizer]()
+        try:
+            shards.write_shards(config.data, tokenizer, read(config.data, files), folder)
+        except OSError as error:
+            raise UserError(f"cannot write the shards to {folder}: {error}: set data.path to a folder you can write") from None
+    manifest = shards.read_manifest(folder)
+    shards.check_manifest(manifest, config.data, folder)
+    args = model_args(config.model, manifest.vocab_size, config.training.seq_len)
+    shards.check_vocabulary(manifest, args.vocab_size, folder)
+    shards.check_size(manifest, config.training.seq_len, config.training.global_batch_size)
+    return manifest
+
+
+def read(config: DataConfig, files: list[Path]) -> Iterator[str]:
+    """All documents of `files`, with a progress bar."""
+    with tqdm(total=sum(file.stat().st_size for file in files), unit="B", unit_scale=True,
+              desc=f"tokenising {config.corpus} ({config.tokenizer})") as bar:
+        for file in files:
+            for document in corpus.documents(config, file):
+                yield document
+                bar.update(len(document))
+        bar.update(bar.total - bar.n)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""`python -m torchmars.train [CONFIG.toml] [--section.key value ...]`: train, or continue, the run of a config.
+
+Started by torchrun it is one rank of many; started alone it trains on one. `./run_train.sh` starts all ranks of a machine.
+"""
+
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from torchmars.config_file import load_config
+from torchmars.errors import reported
+from torchmars.parallel import mesh
+from torchmars.trainer import Trainer
+
+
+@record
+def main() -> None:
+    with reported(quiet=mesh.rank() != 0):
+        config = load_config(sys.argv[1:], "python -m torchmars.train")
+        layout = mesh.start(config.parallelism)
+        try:
+            Trainer(config, layout).run()
+        finally:
+            mesh.stop()
+
+
+if __name__ == "__main__":
+    main()
