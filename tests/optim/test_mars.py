@@ -1,0 +1,162 @@
+"""MARS on plain tensors: parity with float64 math and torch's AdamW, and manners of a torch.optim optimizer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.reference import gradients, mars_adamw
+from torchmars.optim import MARS
+
+SETTINGS = dict(lr=6e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0.1, gamma=0.025, clip=1.0)
+SHAPES = [(37, 11), (64,), (3, 5, 7), ()]
+
+
+def relative(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def run(optimizer, parameters, sequences):
+    """Take a step with each of the gradients, zeroing in place between them as many loops do."""
+    for step in range(len(sequences[0])):
+        for parameter, sequence in zip(parameters, sequences):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.copy_(sequence[step])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("settings", [{}, {"clip": None}, {"gamma": 0.2, "betas": (0.9, 0.95)}, {"clip": 0.4}, {"gamma": 0.0}])
+def test_parity_with_float64_reference(dtype, settings):
+    settings = SETTINGS | settings
+    starts = [torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+              for seed, shape in enumerate(SHAPES)]
+    sequences = [gradients(shape, 20, seed, dtype) for seed, shape in enumerate(SHAPES)]
+    parameters = [nn.Parameter(start.clone()) for start in starts]
+    run(MARS(parameters, **settings), parameters, sequences)
+    clipped = 0
+    for parameter, start, sequence in zip(parameters, starts, sequences):
+        expected, active = mars_adamw(start, sequence, **settings)
+        clipped += active
+        assert relative(parameter, expected) < (1e-6 if dtype == torch.float32 else 1e-7)
+    if settings["clip"] == 1.0:
+        assert 0 < clipped < 20 * len(SHAPES)
+
+
+@pytest.mark.parametrize("rule", [{"gamma": 0.0, "clip": None}, {"rule": "adamw"}])
+def test_equals_torch_adamw_without_correction(rule):
+    starts = [torch.randn(shape) for shape in SHAPES]
+    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
+    settings = {key: SETTINGS[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    run(MARS(ours, **settings, **rule), ours, sequences)
+    run(torch.optim.AdamW(theirs, **settings), theirs, sequences)
+    for mine, other in zip(ours, theirs):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+def test_correction_survives_in_place_zeroing():
+    """`last_grad` must not share memory with a gradient: the correction would vanish from step 2 on."""
+    parameter = nn.Parameter(torch.zeros(8))
+    optimizer = MARS([parameter], lr=1e-3)
+    parameter.grad = torch.arange(8.0)
+    optimizer.step()
+    last = optimizer.state[parameter]["last_grad"]
+    assert torch.equal(last, torch.arange(8.0))
+    assert torch.equal(parameter.grad, torch.arange(8.0))  # the step leaves the gradient as it was
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(last, torch.arange(8.0))
+
+
+def test_state_is_complete_before_the_first_step():
+    model = nn.Linear(4, 3)
+    optimizer = MARS(model.named_parameters())
+    for parameter in model.parameters():
+        assert set(optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq", "last_grad"}
+        assert all(torch.is_tensor(value) and not value.any() for value in optimizer.state[parameter].values())
+
+
+def test_state_dict_round_trip_continues_bit_for_bit():
+    sequence = gradients((6, 5), 20, seed=1)
+    straight, stopped = nn.Parameter(torch.ones(6, 5)), nn.Parameter(torch.ones(6, 5))
+    run(MARS([straight], **SETTINGS), [straight], [sequence])
+    optimizer = MARS([stopped], **SETTINGS)
+    run(optimizer, [stopped], [sequence[:7]])
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = nn.Parameter(stopped.detach().clone())
+    optimizer = MARS([resumed])  # its settings come with the state
+    optimizer.load_state_dict(saved)
+    run(optimizer, [resumed], [sequence[7:]])
+    assert torch.equal(straight, resumed)
+
+
+def test_closure_scheduler_and_missing_gradients():
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = MARS([used, unused], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = used.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert (used < 1).all()
+    assert torch.equal(unused, torch.ones(3))
+    assert optimizer.state[unused]["step"] == 0
+    before = used.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step(closure)
+    assert torch.equal(used, before)
+
+
+def test_groups_have_their_own_settings():
+    tensors = [nn.Parameter(torch.full((4,), 2.0)) for _ in range(3)]
+    optimizer = MARS([{"params": tensors[:1], "gamma": 0.3}, {"params": tensors[1:2], "rule": "adamw", "lr": 1e-2},
+                      {"params": tensors[2:], "clip": None}], lr=1e-3, weight_decay=0.0)
+    sequences = [gradients((4,), 5, seed=3)] * 3
+    run(optimizer, tensors, sequences)
+    for tensor, settings in zip(tensors, [{"gamma": 0.3}, {"gamma": 0.0, "clip": None, "lr": 1e-2}, {"clip": None}]):
+        expected, _ = mars_adamw(torch.full((4,), 2.0), sequences[0],
+                                 **(SETTINGS | {"lr": 1e-3, "weight_decay": 0.0} | settings))
+        assert relative(tensor, expected) < 1e-6
+    assert "last_grad" not in optimizer.state[tensors[1]]
+
+
+def test_gradient_laid_out_otherwise_than_the_parameter():
+    weight = torch.randn(8, 4, 3, 3)
+    plain, last = nn.Parameter(weight.clone()), nn.Parameter(weight.clone(memory_format=torch.channels_last))
+    sequence = gradients((8, 4, 3, 3), 5, seed=0)
+    for rule in ("mars-adamw", "adamw"):
+        run(MARS([plain], rule=rule), [plain], [sequence])
+        optimizer = MARS([last], rule=rule)
+        for gradient in sequence:
+            last.grad = gradient.clone()
+            optimizer.step()
+        torch.testing.assert_close(plain, last, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("argument,value", [
+    ("lr", -1.0), ("lr", float("nan")), ("betas", (1.0, 0.9)), ("betas", (0.9, -0.1)), ("eps", 0.0), ("weight_decay", -0.1),
+    ("gamma", -0.1), ("clip", 0.0), ("clip", -1.0), ("rule", "sgd")])
+def test_bad_hyperparameters_are_named(argument, value):
+    with pytest.raises(ValueError, match=argument):
+        MARS([nn.Parameter(torch.ones(2))], **{argument: value})
+
+
+def test_bad_parameters_are_refused():
+    with pytest.raises(ValueError, match="dense in memory"):
+        MARS([torch.ones(4, 4)[:, ::2].requires_grad_()])
+    with pytest.raises(ValueError, match="real floating-point"):
+        MARS([torch.ones(2, dtype=torch.complex64).requires_grad_()])
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = MARS(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()

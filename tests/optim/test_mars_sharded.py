@@ -1,0 +1,163 @@
+"""MARS on DTensor shards of every placement: the same as on whole tensors, with one all-reduce a step."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.optim.reference import gradients
+from tests.ranks import run_ranks
+from torchmars.optim import MARS
+
+SETTINGS = dict(lr=6e-3, weight_decay=0.1, gamma=0.025)
+SHAPES = [(10, 6), (7, 3), (2, 5), (1, 4), (9,), (3,)]  # over 4 ranks: uneven shards, and empty ones
+STEPS = 20
+
+
+def starts():
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(SHAPES)]
+
+
+def optimize(parameters, distribute=lambda gradient, parameter: gradient, steps=range(STEPS), optimizer=None):
+    """Take the steps with the gradients of each parameter; returns the optimizer."""
+    optimizer = optimizer or MARS(parameters, **SETTINGS)
+    sequences = [gradients(shape, STEPS, seed) for seed, shape in enumerate(SHAPES)]
+    for step in steps:
+        for parameter, sequence in zip(parameters, sequences):
+            parameter.grad = distribute(sequence[step], parameter)
+        optimizer.step()
+    return optimizer
+
+
+def unsharded():
+    parameters = [nn.Parameter(start) for start in starts()]
+    optimize(parameters)
+    return [parameter.detach() for parameter in parameters]
+
+
+def like(gradient, parameter):
+    return distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def on_mesh(shape, placements):
+    """The parameters after all steps on a mesh, made whole again, and the collectives of one step."""
+    mesh = init_device_mesh("cpu", shape)
+    parameters = [nn.Parameter(distribute_tensor(start, mesh, [p if not p.is_shard() or p.dim < start.ndim else Shard(0)
+                                                               for p in placements]))
+                  for start in starts()]
+    optimizer = optimize(parameters, like, range(STEPS - 1))
+    with CommDebugMode() as counted:
+        optimize(parameters, lambda gradient, parameter: like(gradient, parameter), range(STEPS - 1, STEPS), optimizer)
+    return [parameter.full_tensor().detach() for parameter in parameters], counted.get_total_counts()
+
+
+@pytest.mark.parametrize("shape,placements,all_reduces", [
+    ((2,), [Shard(0)], 1), ((4,), [Shard(0)], 1), ((4,), [Shard(1)], 1), ((4,), [Replicate()], 0),
+    ((2, 2), [Replicate(), Shard(0)], 1), ((2, 2), [Shard(0), Shard(0)], 1), ((2, 2), [Shard(1), Shard(0)], 1)])
+def test_every_placement_equals_whole_tensors(shape, placements, all_reduces):
+    expected = unsharded()
+    size = torch.Size(shape).numel()
+    for parameters, collectives in run_ranks(on_mesh, size, shape, placements):
+        assert collectives == all_reduces
+        for actual, whole in zip(parameters, expected):
+            torch.testing.assert_close(actual, whole, rtol=1e-6, atol=1e-7)
+
+
+class TwoLayers(nn.Module):
+    """Linear layers whose shards under FSDP x TP are strided."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def train_layers(model, optimizer, steps, gather=lambda tensor: tensor):
+    for step in steps:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (30 * model(x).square().mean()).backward()
+        optimizer.step()
+    return [gather(parameter).detach() for parameter in model.parameters()]
+
+
+def layers_fsdp_tp():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = TwoLayers()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    return train_layers(model, MARS(model.parameters(), **SETTINGS), range(5), DTensor.full_tensor)
+
+
+def layers_fsdp():
+    model = TwoLayers()
+    fully_shard(model)
+    return train_layers(model, MARS(model.parameters(), **SETTINGS), range(5), DTensor.full_tensor)
+
+
+def layers_ddp():
+    model = nn.parallel.DistributedDataParallel(TwoLayers(), gradient_as_bucket_view=True)
+    return train_layers(model, MARS(model.parameters(), **SETTINGS), range(5))
+
+
+@pytest.mark.parametrize("function,size", [(layers_fsdp_tp, 4), (layers_fsdp, 4), (layers_fsdp, 2), (layers_ddp, 2)])
+def test_wrapped_models_train_like_plain_ones(function, size):
+    model = TwoLayers()
+    expected = train_layers(model, MARS(model.parameters(), **SETTINGS), range(5))
+    for parameters in run_ranks(function, size):
+        for actual, whole in zip(parameters, expected):
+            torch.testing.assert_close(actual, whole, rtol=2e-6, atol=1e-6)
+
+
+def save_with_torch(folder):
+    """Two steps, a checkpoint by torch's own state-dict functions, three more steps."""
+    model = TwoLayers()
+    fully_shard(model)
+    optimizer = MARS(model.parameters(), **SETTINGS)
+    train_layers(model, optimizer, range(2))
+    dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    return train_layers(model, optimizer, range(2, 5), DTensor.full_tensor)
+
+
+def load_with_torch(folder):
+    model = TwoLayers()
+    fully_shard(model)
+    optimizer = MARS(model.parameters(), **SETTINGS)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return train_layers(model, optimizer, range(2, 5), DTensor.full_tensor)
+
+
+def test_torch_checkpoints_reshard(tmp_path):
+    expected = run_ranks(save_with_torch, 2, str(tmp_path))[0]
+    for actual, whole in zip(run_ranks(load_with_torch, 4, str(tmp_path))[0], expected):
+        torch.testing.assert_close(actual, whole, rtol=2e-6, atol=1e-6)
+
+
+def gradient_on_one_rank():
+    """Rank 0 has no gradient for the second parameter. The shapes that travel must agree all the same."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2)]
+    optimizer = MARS(parameters, **SETTINGS)
+    for parameter in parameters[:1 + dist.get_rank()]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return [parameter.to_local().detach() for parameter in parameters]
+
+
+def test_ranks_with_different_gradients_do_not_hang():
+    first, second = run_ranks(gradient_on_one_rank, 2, timeout=30)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], torch.ones(2)) and (second[1] < 1).all()

@@ -1,0 +1,64 @@
+"""A run small enough for tests: its config, its text, and training it on any number of ranks."""
+
+import json
+from pathlib import Path
+
+from tests.ranks import run_ranks
+from torchmars.config import Config
+from torchmars.config_file import config_from_tables
+from torchmars.parallel import mesh
+from torchmars.trainer import Trainer
+
+
+def write_text(folder: Path, documents: int = 40, words: int = 300) -> Path:
+    """A text file of `documents` documents of made-up but regular prose."""
+    text = []
+    for document in range(documents):
+        sentences = (f"The {('red', 'old', 'small')[(document + n) % 3]} fox number {document * n % 97} went over the hill. "
+                     for n in range(words // 10))
+        text.append("".join(sentences))
+    file = folder / "text.txt"
+    file.write_text("\n<|endoftext|>\n".join(text))
+    return file
+
+
+def tiny_tables(folder: Path, **overrides: dict) -> dict[str, dict]:
+    """The tables of a tiny config whose run, text and shards lie in `folder`; `overrides` replace keys of sections."""
+    tables = {
+        "run": {"name": "tiny", "folder": str(folder / "runs")},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32},
+        "data": {"corpus": "text", "files": [str(folder / "text.txt")], "path": str(folder / "shards"), "num_workers": 0,
+                 "validation_fraction": 0.05},
+        "training": {"steps": 20, "global_batch_size": 16, "seq_len": 32},
+        "optimizer": {"name": "mars-adamw"},
+        "schedule": {"warmup_steps": 5},
+        "checkpoint": {"interval": 0},
+        "validation": {"interval": 0},
+        "metrics": {"log_interval": 1},
+    }
+    for section, table in overrides.items():
+        tables[section] = tables.get(section, {}) | table
+    return tables
+
+
+def tiny_config(folder: Path, **overrides: dict) -> Config:
+    return config_from_tables(tiny_tables(folder, **overrides), "in a test")
+
+
+def train_here(*runs: dict[str, dict]) -> None:
+    """Train runs, given as tables, one after the other on the ranks of this process group."""
+    for tables in runs:
+        config = config_from_tables(tables, "in a test")
+        Trainer(config, mesh.start(config.parallelism)).run()
+
+
+def train(size: int, *runs: dict[str, dict]) -> None:
+    """Train runs, given as tables, one after the other on `size` ranks."""
+    run_ranks(train_here, size, *runs)
+
+
+def metrics(tables: dict[str, dict], name: str = "train/loss") -> dict[int, float]:
+    """What the run of `tables` reported under `name`, by step."""
+    path = Path(tables["run"]["folder"]) / tables["run"]["name"] / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
