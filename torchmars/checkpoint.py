@@ -16,12 +16,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from torchmars.config import Config
 from torchmars.errors import UserError
 from torchmars.parallel.mesh import Layout
 
 FORMAT = "torchmars-checkpoint-1"
+REMEDY = "move it away to go on from an older one"
 # What makes a run the same run: a checkpoint made with other values is another run's.
 IDENTITY = ("run.seed", "model.name", "model.size", "model.n_layer", "model.n_head", "model.n_embd", "model.vocab_size",
             "model.scale_attn_by_inverse_layer_idx", "data.tokenizer", "training.seq_len", "optimizer.name",
@@ -132,21 +134,23 @@ def load(folder: Path, meta: Meta, layout: Layout, model: nn.Module, optimizer: 
     state = training_state(layout, model, optimizer)
     if meta.world_size != layout.size:
         state = {name: value for name, value in state.items() if not name.startswith("rng.")}
+    layout.on_first(lambda: read_index(folder))  # DCP's own error for a bad index is a page of tracebacks
     try:
         dcp.load(state, storage_reader=_TensorReader(folder), process_group=layout.control)
     except CheckpointException as error:
-        raise UserError(f"cannot read the checkpoint {folder}: {_reason(error)}: move it away to go on from an older one") from None
+        raise UserError(f"cannot read the checkpoint {folder}: {_reason(error)}: {REMEDY}") from None
     if meta.world_size == layout.size:
         set_rng_state(state[f"rng.{layout.rank}"])
 
 
 def load_model(folder: Path, model: nn.Module) -> None:
     """Load the weights of the checkpoint `folder` into a model on this one process."""
+    read_index(folder)
     try:
         dcp.load({f"model.{name}": value for name, value in model.state_dict().items()},
                  storage_reader=_TensorReader(folder), no_dist=True)
     except CheckpointException as error:
-        raise UserError(f"cannot read the checkpoint {folder}: {_reason(error)}") from None
+        raise UserError(f"cannot read the checkpoint {folder}: {_reason(error)}: {REMEDY}") from None
 
 
 def training_state(layout: Layout, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -180,7 +184,7 @@ def _reason(error: CheckpointException) -> str:
     return f"{type(exception).__name__}: {exception}"
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):
     """Reads the index of a checkpoint and nothing else: loading must not run code that a checkpoint brings.
 
     The class of pickled Python objects is left out as well: DCP would unpickle those without restriction.
@@ -192,21 +196,33 @@ class _MetadataUnpickler(pickle.Unpickler):
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
         "collections": {"OrderedDict"},
+        "pathlib": {"PosixPath", "WindowsPath"},
+        "pathlib._local": {"PosixPath", "WindowsPath"},
         "torch": {"Size", "float64", "float32", "float16", "bfloat16", "uint8", "int64", "int32", "bool"},
     }
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"its index asks for {module}.{name}, which no checkpoint of ours holds")
+            raise pickle.UnpicklingError(f"its index asks for {module}.{name}, which no index holds")
         return super().find_class(module, name)
+
+
+def read_index(folder: Path) -> dcp.Metadata:
+    """DCP's index of the tensors in `folder`. Raises `UserError` where it is missing or not an index."""
+    try:
+        with (folder / ".metadata").open("rb") as stream:
+            return _IndexUnpickler(stream).load()
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {folder}: its index .metadata: {error.strerror}: {REMEDY}") from None
+    except Exception as error:  # whatever damaged bytes make of the unpickler
+        raise UserError(f"cannot read the checkpoint {folder}: its index .metadata is damaged ({error}): {REMEDY}") from None
 
 
 class _TensorReader(dcp.FileSystemReader):
     """DCP's reader with its unrestricted unpickling of the index replaced (torch 2.11 to 2.13)."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
-        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
+        metadata = read_index(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

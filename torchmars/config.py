@@ -17,17 +17,12 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def require_range(section: object, name: str, low: float, high: float = float("inf"), *, open_low: bool = False,
-                  open_high: bool = False) -> None:
-    """Refuse a number outside [low, high] (either end exclusive on request); None passes, NaN does not."""
+def require_range(section: object, name: str, low: float, high: float = float("inf"), *, open_low: bool = False) -> None:
+    """Refuse a number outside [low, high], `low` itself too if `open_low`; None passes, NaN does not."""
     value = getattr(section, name)
-    if value is None:
-        return
-    inside = (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
-    bounds = f"{'more than' if open_low else 'at least'} {low:g}"
-    if high != float("inf"):
-        bounds += f" and {'less than' if open_high else 'at most'} {high:g}"
-    require(inside, f"{section.section}.{name} must be {bounds}, got {value}")
+    if value is not None:
+        bounds = f"{'more than' if open_low else 'at least'} {low:g}" + ("" if high == float("inf") else f" and at most {high:g}")
+        require((value > low if open_low else value >= low) and value <= high, f"{section.section}.{name} must be {bounds}, got {value}")
 
 
 @dataclass
@@ -173,6 +168,7 @@ class OptimizerConfig:
 
     def check(self) -> None:
         """Check, and fill in the rule's defaults. Raises `UserError` for a value or a setting the rule cannot take."""
+        require_range(self, "lr", 0, open_low=True)
         given = {knob.name: getattr(self, knob.name) for knob in fields(self) if knob.name != "name"}
         try:
             settings = complete_settings(self.name, **{k: v for k, v in given.items() if v is not None})

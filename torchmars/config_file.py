@@ -51,7 +51,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(args: list[str]) -> dict[str, dict[str, Any]]:
-    """`--section.key value` and `--section.key=value` as nested tables; several values make a list, none means true."""
+    """`--section.key value ...` and `--section.key=value` as a table of words for each section."""
     tables: dict[str, dict[str, Any]] = {}
     position = 0
     while position < len(args):
@@ -60,16 +60,16 @@ def parse_overrides(args: list[str]) -> dict[str, dict[str, Any]]:
         section, dot, key = option.removeprefix("--").replace("-", "_").partition(".")
         if not (option.startswith("--") and dot and key):
             raise UserError(f"cannot read the argument {option!r}: overrides look like --section.key value, see --help")
-        values = [value] if equals else []
+        words = Words([value] if equals else [])
         while not equals and position < len(args) and not args[position].startswith("--"):
-            values.append(args[position])
+            words.append(args[position])
             position += 1
-        tables.setdefault(section, {})[key] = values or ["true"]
-    return {section: {key: Words(words) for key, words in table.items()} for section, table in tables.items()}
+        tables.setdefault(section, {})[key] = words
+    return tables
 
 
 class Words(list[str]):
-    """The words given for one option on the command line, not yet of the field's type."""
+    """What the command line gives for one option: words that are not yet of the field's type. None of them: a flag, true."""
 
 
 def fill(config: Config, tables: dict[str, Any], source: str) -> None:
@@ -97,42 +97,35 @@ def known(name: str, owner: object, kind: str, source: str) -> str:
 def convert(value: Any, hint: Any, name: str) -> Any:
     """`value`, from TOML or from the command line's words, as the field's type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # T | None
-        if isinstance(value, Words) and value == ["None"]:
+        if value == ["None"]:
             return None
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is list:
-        if isinstance(value, list):
-            return [convert(_word(item, value), args[0], name) for item in value]
-    elif origin is tuple:
-        if isinstance(value, list) and len(value) == len(args):
-            return tuple(convert(_word(item, value), each, name) for item, each in zip(value, args))
-    else:
-        plain = read_word(value, hint) if isinstance(value, Words) and len(value) == 1 else value
-        if origin is Literal:
-            if plain in args:
-                return plain
-        elif isinstance(plain, hint) and not (isinstance(plain, bool) and hint is not bool):
-            return plain
-        elif hint is float and isinstance(plain, int) and not isinstance(plain, bool):
-            return float(plain)
-    shown = " ".join(value) if isinstance(value, Words) else value
-    raise UserError(f"{name} must be {describe(hint)}, got {shown!r}")
+    if isinstance(value, Words):
+        if not value and hint is not bool:
+            raise UserError(f"{name} needs a value: it must be {describe(hint)}")
+        each = args[0] if origin in (list, tuple) else hint
+        words = [read_word(word, each) for word in value or ["true"]]
+        value = words if origin in (list, tuple) or len(words) > 1 else words[0]
+    if origin is list and isinstance(value, list):
+        return [convert(item, args[0], name) for item in value]
+    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
+        return tuple(convert(item, each, name) for item, each in zip(value, args))
+    if origin is Literal and value in args:
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if origin is None and type(value) is hint:
+        return value
+    raise UserError(f"{name} must be {describe(hint)}, got {value!r}")
 
 
-def _word(item: Any, whole: list) -> Any:
-    return Words([item]) if isinstance(whole, Words) else item
-
-
-def read_word(words: Words, hint: Any) -> Any:
-    """One word of the command line as a str, or as the bool or number it spells; the word itself where it spells none."""
-    word = words[0]
-    if hint is str or typing.get_origin(hint) is Literal:
-        return word
+def read_word(word: str, hint: Any) -> Any:
+    """A word of the command line as the bool or number that the field's type wants; the word itself where it is none."""
     if hint is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     try:
-        return int(word) if hint is int else float(word)
+        return hint(word) if hint in (int, float) else word
     except ValueError:
         return word
 

@@ -1,6 +1,7 @@
 """The global order of the data: sample i of a run is one fixed window, whatever the layout."""
 
 import hashlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,8 +119,10 @@ class Loader:
         if self._batches is None:
             order = GlobalOrder(len(self.windows), self.seed, self.position, self.global_batch_size, self.microbatch_size,
                                 self.rank, self.ranks)
-            self._batches = iter(StatefulDataLoader(self.windows, batch_sampler=order, num_workers=self.num_workers,
-                                                    pin_memory=self.pin_memory))
+            with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
+                warnings.filterwarnings("ignore", message=".*set_vital.*")
+                self._batches = iter(StatefulDataLoader(self.windows, batch_sampler=order, num_workers=self.num_workers,
+                                                        pin_memory=self.pin_memory))
         for _ in range(self.global_batch_size // self.ranks // self.microbatch_size):
             yield next(self._batches)
         self.position += self.global_batch_size

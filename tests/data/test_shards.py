@@ -1,0 +1,132 @@
+"""Text to shards and back: content, split, and one clear error for everything that can be wrong with a folder."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.tiny import tiny_config, write_text
+from torchmars.data import shards
+from torchmars.data.tokenizer import ByteTokenizer
+from torchmars.errors import UserError
+from torchmars.prepare import prepare_shards
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    write_text(tmp_path)
+    config = tiny_config(tmp_path)
+    return config, tmp_path / "shards", prepare_shards(config)
+
+
+def tokens_of(folder, split):
+    return np.concatenate([np.fromfile(folder / shard.file, dtype="<u2") for shard in split.shards])
+
+
+def test_shards_hold_the_documents_split_whole(prepared, tmp_path):
+    config, folder, manifest = prepared
+    documents = (tmp_path / "text.txt").read_text().split("<|endoftext|>")
+    found = []
+    for split in manifest.splits.values():
+        tokens = tokens_of(folder, split)
+        assert len(tokens) == split.tokens and tokens.max() == split.max_token == 256
+        ends = np.flatnonzero(tokens == 256)
+        assert len(ends) == split.documents and ends[-1] == len(tokens) - 1
+        found += [ByteTokenizer().decode(part.tolist()) for part in np.split(tokens, ends + 1)[:-1]]
+    assert sorted(text.strip() for text in found) == sorted(text.strip() for text in documents)
+    validation, train = manifest.splits["validation"], manifest.splits["train"]
+    assert 0.03 < validation.tokens / (validation.tokens + train.tokens) < 0.1
+    assert prepare_shards(config) == manifest == shards.read_manifest(folder)
+
+
+def test_many_shards_hold_the_same_stream(prepared, tmp_path):
+    config, folder, manifest = prepared
+    documents = [str(n) * 50 for n in range(100)]
+    one = shards.write_shards(config.data, ByteTokenizer(), iter(documents), tmp_path / "one")
+    many = shards.write_shards(config.data, ByteTokenizer(), iter(documents), tmp_path / "many", shard_tokens=333)
+    assert len(one.splits["train"].shards) == 1 and len(many.splits["train"].shards) > 5
+    for name in shards.SPLITS:
+        assert np.array_equal(tokens_of(tmp_path / "one", one.splits[name]), tokens_of(tmp_path / "many", many.splits[name]))
+    shards.check_shards(many, tmp_path / "many")
+
+
+def test_a_single_document_is_cut_near_its_end(tmp_path):
+    (tmp_path / "text.txt").write_text("abcde" * 1000)
+    manifest = prepare_shards(tiny_config(tmp_path))
+    assert manifest.splits["train"].tokens == 4751 and manifest.splits["validation"].tokens == 250
+
+
+def break_file(path, change):
+    data = bytearray(path.read_bytes())
+    path.write_bytes(change(data))
+
+
+def flipped(data):
+    data[100] ^= 1
+    return data
+
+
+@pytest.mark.parametrize("change,message", [
+    (lambda data: data[:-2], r"train-00000.bin has \d+ bytes, its manifest says \d+"),
+    (lambda data: data + b"xx", r"train-00000.bin has \d+ bytes"),
+    (flipped, "train-00000.bin was altered"),
+])
+def test_damaged_shards_are_named(prepared, change, message):
+    _, folder, manifest = prepared
+    break_file(folder / "train-00000.bin", change)
+    with pytest.raises(UserError, match=message):
+        shards.check_shards(manifest, folder)
+
+
+def test_missing_shard_is_named(prepared):
+    _, folder, manifest = prepared
+    (folder / "validation-00000.bin").unlink()
+    with pytest.raises(UserError, match="validation-00000.bin is missing"):
+        shards.check_shards(manifest, folder)
+
+
+def test_ranks_share_the_check(prepared):
+    _, folder, manifest = prepared
+    break_file(folder / "validation-00000.bin", flipped)
+    shards.check_shards(manifest, folder, part=0, parts=2)
+    with pytest.raises(UserError, match="validation-00000.bin was altered"):
+        shards.check_shards(manifest, folder, part=1, parts=2)
+
+
+@pytest.mark.parametrize("change,message", [
+    (lambda m: "{", "is no manifest of this version"),
+    (lambda m: m | {"format": "other"}, "is no manifest of this version .*other"),
+    (lambda m: {k: v for k, v in m.items() if k != "splits"}, "is no manifest of this version"),
+    (lambda m: m | {"splits": {"train": m["splits"]["train"]}}, "is no manifest of this version"),
+    (lambda m: m | {"tokenizer": "gpt2"}, 'prepared with data.tokenizer = "gpt2", the config says "bytes"'),
+    (lambda m: m | {"corpus": "stdlib"}, 'prepared with data.corpus = "stdlib"'),
+    (lambda m: m | {"files": ["other.txt"]}, "prepared with data.files"),
+])
+def test_a_manifest_that_does_not_fit_is_refused(prepared, change, message):
+    config, folder, _ = prepared
+    path = folder / "manifest.json"
+    changed = change(json.loads(path.read_text()))
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    with pytest.raises(UserError, match=message):
+        prepare_shards(config)
+
+
+@pytest.mark.parametrize("overrides,message", [
+    ({"training": {"global_batch_size": 10_000}}, r"too small for one global batch: \d+ windows of training.seq_len = 32"),
+    ({"training": {"seq_len": 5000, "global_batch_size": 1}}, r"validation split has \d+ tokens, less than one window"),
+    ({"model": {"vocab_size": 200}}, "token id 256, beyond model.vocab_size = 200"),
+    ({"model": {"n_head": 3}}, "n_embd = 32 does not divide into model.n_head = 3"),
+])
+def test_data_that_does_not_fit_the_run_is_refused(prepared, tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        prepare_shards(tiny_config(tmp_path, **overrides))
+
+
+def test_text_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"good\n\xff\xfe bad")
+    with pytest.raises(UserError, match="text.txt is not UTF-8"):
+        prepare_shards(tiny_config(tmp_path))
+    assert not (tmp_path / "shards").exists()
+    (tmp_path / "text.txt").write_text(" \n")
+    with pytest.raises(UserError, match="no text"):
+        prepare_shards(tiny_config(tmp_path))

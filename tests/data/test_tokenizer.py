@@ -1,0 +1,41 @@
+"""Tokens of known texts, and round trips."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from torchmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
+from torchmars.errors import UserError
+
+BPE = Path(__file__).parents[3] / "shared" / "data" / "tiktoken_cache"
+
+
+def test_bytes():
+    tokenizer = ByteTokenizer()
+    (tokens,) = tokenizer.encode_batch(["aé\n"])
+    assert tokens.tolist() == [97, 195, 169, 10]
+    assert tokenizer.decode(tokens.tolist() + [256, 300]) == "aé\n"
+
+
+@pytest.mark.skipif(not BPE.is_dir(), reason="needs GPT-2's BPE files")
+def test_gpt2_known_ids(tmp_path, monkeypatch):
+    shutil.copytree(BPE, tmp_path / "bpe")  # tiktoken may delete from its cache
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
+    tokenizer = GPT2Tokenizer()
+    texts = ["Hello world", "Hello, world!", "The quick brown fox jumps over the lazy dog"]
+    assert [tokens.tolist() for tokens in tokenizer.encode_batch(texts)] == [
+        [15496, 995], [15496, 11, 995, 0], [464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290]]
+    assert [tokenizer.decode(tokens.tolist()) for tokens in tokenizer.encode_batch(texts)] == texts
+    assert 50256 not in tokenizer.encode_batch(["<|endoftext|>"])[0]
+
+
+def test_gpt2_without_its_files_says_what_to_do(tmp_path, monkeypatch):
+    import tiktoken
+
+    def unreachable(name):
+        raise ConnectionError(name)
+
+    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
+        GPT2Tokenizer().encode_batch(["a"])
