@@ -1,5 +1,7 @@
-"""What all tests share: one thread per process, and real distributed runs on gloo."""
+"""What all tests share: CPU only, and one thread per process."""
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks would fight over the cores
+# Before torch: the layouts under test are of gloo ranks, also on a machine with GPUs, and ranks would fight over the cores.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("OMP_NUM_THREADS", "1")

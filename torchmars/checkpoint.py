@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,10 @@ def load_model(folder: Path, model: nn.Module) -> None:
     """Load the weights of the checkpoint `folder` into a model on this one process."""
     read_index(folder)
     try:
-        dcp.load({f"model.{name}": value for name, value in model.state_dict().items()},
-                 storage_reader=_TensorReader(folder), no_dist=True)
+        with warnings.catch_warnings():  # that this is a single process is on purpose
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            dcp.load({f"model.{name}": value for name, value in model.state_dict().items()},
+                     storage_reader=_TensorReader(folder), no_dist=True)
     except CheckpointException as error:
         raise UserError(f"cannot read the checkpoint {folder}: {_reason(error)}: {REMEDY}") from None
 

@@ -134,7 +134,8 @@ class Trainer:
         """The cross-entropy of each target in windows [batch, T + 1]: float32 [batch, T]."""
         tokens = tokens.to(self.layout.device, non_blocking=True)
         logits = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
+        targets = tokens[:, 1:]
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
     @torch.no_grad()
     def validate(self) -> float:

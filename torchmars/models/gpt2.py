@@ -34,19 +34,18 @@ class GPT2Args:
 class Attention(nn.Module):
     """Causal self-attention with fused query, key and value projections."""
 
-    def __init__(self, args: GPT2Args, layer: int) -> None:
+    def __init__(self, args: GPT2Args) -> None:
         super().__init__()
         self.n_head = args.n_head
-        self.scale = 1 / math.sqrt(args.n_embd // args.n_head)
-        if args.scale_attn_by_inverse_layer_idx:
-            self.scale /= layer + 1
         self.qkv = nn.Linear(args.n_embd, 3 * args.n_embd, bias=False)
         self.proj = nn.Linear(args.n_embd, args.n_embd, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, logit_divisor: Tensor | None) -> Tensor:
         batch, length, width = x.shape
         q, k, v = (part.view(batch, length, self.n_head, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        if logit_divisor is not None:
+            q = q / logit_divisor
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -65,15 +64,15 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention, then MLP, each on a normalised copy of the residual stream."""
 
-    def __init__(self, args: GPT2Args, layer: int) -> None:
+    def __init__(self, args: GPT2Args) -> None:
         super().__init__()
         self.attn_norm = nn.LayerNorm(args.n_embd, bias=False)
-        self.attn = Attention(args, layer)
+        self.attn = Attention(args)
         self.mlp_norm = nn.LayerNorm(args.n_embd, bias=False)
         self.mlp = MLP(args)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.attn_norm(x))
+    def forward(self, x: Tensor, logit_divisor: Tensor | None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), logit_divisor)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -85,14 +84,18 @@ class GPT2(nn.Module):
         self.args = args
         self.tok_embed = nn.Embedding(args.vocab_size, args.n_embd)
         self.pos_embed = nn.Embedding(args.seq_len, args.n_embd)
-        self.blocks = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
+        self.blocks = nn.ModuleList(Block(args) for _ in range(args.n_layer))
         self.norm = nn.LayerNorm(args.n_embd, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tok_embed(tokens) + self.pos_embed(positions)
-        for block in self.blocks:
-            x = block(x)
+        divisors: list[Tensor | None] = [None] * len(self.blocks)
+        if self.args.scale_attn_by_inverse_layer_idx:
+            # Tensors, so that compiled blocks share one graph; integers, which mixed precision leaves as they are.
+            divisors = torch.arange(1, len(self.blocks) + 1, device=tokens.device).unbind()
+        for block, divisor in zip(self.blocks, divisors):
+            x = block(x, divisor)
         return F.linear(self.norm(x), self.tok_embed.weight)
 
     def init_std(self, name: str) -> float | None:
