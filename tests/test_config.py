@@ -53,11 +53,44 @@ def test_help_documents_every_field(capsys):
         load_config(["--help"], "test")
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for section in dataclasses.fields(Config):
-        for knob in dataclasses.fields(section.default_factory):
-            assert re.search(rf"--{section.name}\.{knob.name}\b", text)
+    names = list(leaves(Config))
+    for name in names:
+        assert re.search(rf"--{re.escape(name)}\b", text), name
+    assert text.count("(default:") == len(names) and "[[optimizer.groups]]" in text
     assert "Optimizer steps of the whole run" in text and "(default: 300)" in text
-    assert text.count("(default:") == sum(len(dataclasses.fields(s.default_factory)) for s in dataclasses.fields(Config))
+
+
+def leaves(owner, prefix=""):
+    """Names of all fields but optimizer.groups, which is a TOML array of tables."""
+    for knob in dataclasses.fields(owner):
+        if dataclasses.is_dataclass(knob.default_factory):
+            yield from leaves(knob.default_factory, f"{prefix}{knob.name}.")
+        elif f"{prefix}{knob.name}" != "optimizer.groups":
+            yield f"{prefix}{knob.name}"
+
+
+GROUPS = """
+[optimizer]
+name = "mars-m"
+[optimizer.embedding]
+lr = 1e-3
+[[optimizer.groups]]
+pattern = "*.qkv.weight"
+split = 3
+[[optimizer.groups]]
+pattern = "*.proj.weight"
+rule = "muon"
+lr = 2e-3
+"""
+
+
+def test_groups_of_the_optimizer(tmp_path):
+    config = load(tmp_path, GROUPS, "--optimizer.vector.betas", "0.8", "0.9", "--optimizer.head.rule", "lion")
+    settings = config.optimizer.settings()
+    assert settings["by_role"] == {"embedding": {"lr": 1e-3}, "vector": {"betas": (0.8, 0.9)}, "head": {"rule": "lion"}}
+    assert settings["by_pattern"] == [("*.qkv.weight", {"split": 3}), ("*.proj.weight", {"rule": "muon", "lr": 2e-3})]
+    write_config(config, tmp_path / "resolved.toml")
+    assert load_config([str(tmp_path / "resolved.toml")], "test") == config
 
 
 @pytest.mark.parametrize("args,message", [
@@ -104,6 +137,14 @@ def test_mistakes_are_named(args, message, capsys):
     ("[optimizer]\nlearning_rate = 3", "unknown key optimizer.learning_rate in .*config.toml: did you mean"),
     ("[data]\nfiles = 'a'", "data.files must be a list of strings"),
     ("[run]\nname = 3", "run.name must be a string, got 3"),
+    ("[optimizer.embeding]\nlr = 1", "unknown key optimizer.embeding in .*: did you mean optimizer.embedding?"),
+    ("[optimizer.head]\nlearn = 1", "unknown key optimizer.head.learn in .*: did you mean optimizer.head.lr?"),
+    ("[optimizer.head]\nlr = -1.0", "optimizer.head.lr must be at least 0"),
+    ("[optimizer.vector]\ngamma = 0.1", 'optimizer.vector.gamma has no meaning for "adamw"'),
+    ("[[optimizer.groups]]\nlr = 1.0", "optimizer.groups needs a pattern"),
+    ("[[optimizer.groups]]\npattern = 'a'\nrule = 'sgd'", "optimizer.groups.rule must be one of"),
+    ("[optimizer]\nname = 'muon'\nmode = 'exact'", "optimizer.mode has no meaning"),
+    ("[schedule]\ngamma = 'linear'", "schedule.final_gamma goes with"),
 ])
 def test_mistakes_in_the_file_are_named(tmp_path, toml, message):
     with pytest.raises(UserError, match=message):

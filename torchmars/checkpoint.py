@@ -28,7 +28,7 @@ REMEDY = "move it away to go on from an older one"
 # What makes a run the same run: a checkpoint made with other values is another run's.
 IDENTITY = ("run.seed", "model.name", "model.size", "model.n_layer", "model.n_head", "model.n_embd", "model.vocab_size",
             "model.scale_attn_by_inverse_layer_idx", "data.tokenizer", "training.seq_len", "optimizer.name",
-            "optimizer.optimize_1d")
+            "optimizer.optimize_1d", "optimizer.mode", "optimizer.last_grad_dtype")
 
 
 @dataclass

@@ -5,10 +5,14 @@ A field set to None means "follows from the rest"; `Config.resolve` fills it in.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from torchmars.errors import UserError
-from torchmars.optim.param_groups import complete_settings
+from torchmars.optim.param_groups import check_groups, complete_settings
+
+Rule = Literal["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "lion", "muon"]
+MARS_RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
+OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "gamma", "clip", "optimize_1d", "lr_1d", "betas_1d", "weight_decay_1d")
 
 
 def require(condition: bool, message: str) -> None:
@@ -23,6 +27,11 @@ def require_range(section: object, name: str, low: float, high: float = float("i
     if value is not None:
         bounds = f"{'more than' if open_low else 'at least'} {low:g}" + ("" if high == float("inf") else f" and at most {high:g}")
         require((value > low if open_low else value >= low) and value <= high, f"{section.section}.{name} must be {bounds}, got {value}")
+
+
+def set_fields(section: object) -> dict[str, Any]:
+    """The fields of a section that are not None."""
+    return {each.name: getattr(section, each.name) for each in fields(section) if getattr(section, each.name) is not None}
 
 
 @dataclass
@@ -139,43 +148,99 @@ class TrainingConfig:
 
 
 @dataclass
+class GroupConfig:
+    """Settings of one group of parameters, in place of the optimizer's. What is not set follows from optimizer.name."""
+
+    rule: Rule | None = None
+    """Update rule: mars-adamw, mars-lion, mars-shampoo, mars-m, adamw, lion or muon."""
+    lr: float | None = None
+    """Learning rate; it follows the schedule in proportion."""
+    betas: tuple[float, float] | None = None
+    """Decay of the momentum and of the second moment."""
+    weight_decay: float | None = None
+    """Decoupled weight decay."""
+    gamma: float | None = None
+    """mars-*: strength of the variance reduction."""
+    clip: float | None = None
+    """mars-*: clip each tensor's corrected gradient to this norm; 0 switches it off."""
+    split: int | None = None
+    """Matrix rules: parts that a matrix is cut into by rows before it is orthogonalised (3 for a fused QKV)."""
+
+
+@dataclass
+class PatternConfig(GroupConfig):
+    """A group of the parameters whose name matches a pattern."""
+
+    pattern: str = ""
+    """Pattern of parameter names, as a shell's: "blocks.*.attn.qkv.weight"."""
+
+
+@dataclass
 class OptimizerConfig:
-    """Which update rule, with which settings. Defaults are the published ones for GPT-2 small."""
+    """Which update rule, with which settings. Defaults are the published ones for GPT-2 small, where there are any."""
 
     section = "optimizer"
-    name: Literal["mars-adamw", "adamw"] = "mars-adamw"
-    """mars-adamw (variance-reduced AdamW) or adamw (torch.optim.AdamW, fused)."""
+    name: Rule = "mars-adamw"
+    """mars-adamw, mars-lion, mars-shampoo, mars-m: variance-reduced AdamW, Lion, Shampoo and Muon; adamw, lion, muon: the same
+    without the reduction. What embeddings and vectors get is printed at the start of a run."""
     lr: float | None = None
-    """Peak learning rate; default 6e-3 for mars-adamw, 6e-4 for adamw."""
+    """Peak learning rate of the matrices; default 6e-3 for mars-adamw, mars-m and muon, 2e-2 for mars-shampoo, 6e-4 for mars-lion and
+    adamw, 1e-4 for lion."""
     betas: tuple[float, float] | None = None
-    """Momentum and second-moment decay; default 0.95 0.99 for mars-adamw, 0.9 0.95 for adamw."""
+    """Momentum and second-moment decay; default 0.95 0.99 for mars-* and muon, 0.9 0.95 for adamw, 0.9 0.99 for lion."""
     eps: float | None = None
     """Added to the root of the second moment; default 1e-8."""
     weight_decay: float | None = None
-    """Decoupled weight decay of matrices; default 0.01 for mars-adamw, 0.1 for adamw."""
+    """Decoupled weight decay; default 0.01 for mars-adamw and mars-shampoo, 0.5 for lion, 0.1 for the others."""
     gamma: float | None = None
-    """mars-*: strength of the variance reduction; default 0.025. 0.025 to 0.05 works best."""
+    """mars-*: strength of the variance reduction; default 0.025. 0.025 to 0.05 works best. A schedule: schedule.gamma."""
     clip: float | None = None
-    """mars-*: clip each tensor's corrected gradient to this norm; default 1, 0 switches it off."""
+    """mars-*: clip each tensor's corrected gradient to this norm; default 1, 0 switches it off. Without it the rules other than mars-adamw
+    keep one buffer per parameter."""
+    mode: Literal["approx", "exact"] = "approx"
+    """mars-*: correct by the last step's gradient (approx), or by this batch's gradient at the last weights (exact), which costs
+    a second forward and backward pass."""
+    last_grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """mars-*: what the last gradient is kept in."""
+    overlap: bool = True
+    """Matrix rules: let the transfers of matrices overlap with the work on others."""
     optimize_1d: bool | None = None
-    """mars-*: give vectors (norm weights, biases) MARS too, instead of AdamW; default false."""
+    """mars-adamw, mars-lion, mars-shampoo: give vectors (norm weights, biases) MARS too, instead of AdamW; default false."""
     lr_1d: float | None = None
-    """mars-*: learning rate of the vectors' AdamW; default lr / 2. It follows the schedule in proportion."""
+    """Those three: learning rate of the vectors' AdamW; default lr / 2, 3e-3 for mars-shampoo. It follows the schedule in proportion."""
     betas_1d: tuple[float, float] | None = None
-    """mars-*: betas of the vectors' AdamW; default 0.9 0.95."""
+    """mars-*, muon: betas of AdamW, for vectors and (mars-m, muon) embeddings; default 0.9 0.95."""
     weight_decay_1d: float | None = None
-    """mars-*: weight decay of the vectors' AdamW; default 0.1."""
+    """mars-adamw, mars-lion, mars-shampoo: weight decay of the vectors' AdamW; default 0.1."""
+    matrix: GroupConfig = field(default_factory=GroupConfig)
+    """Hidden matrices."""
+    embedding: GroupConfig = field(default_factory=GroupConfig)
+    """Token and position embeddings."""
+    head: GroupConfig = field(default_factory=GroupConfig)
+    """An output layer of its own."""
+    vector: GroupConfig = field(default_factory=GroupConfig)
+    """Norm weights and biases."""
+    groups: list[PatternConfig] = field(default_factory=list)
+    """[[optimizer.groups]] tables: parameters by name; the first pattern that matches claims them. In TOML only."""
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `param_groups` but the model."""
+        own = {key: getattr(self, key) for key in OPTIMIZER_SETTINGS if getattr(self, key) is not None}
+        by_role = {role: set_fields(getattr(self, role)) for role in ("matrix", "embedding", "head", "vector")}
+        by_pattern = [(group.pattern, {key: value for key, value in set_fields(group).items() if key != "pattern"}) for group in self.groups]
+        return own | {"name": self.name, "by_role": {role: given for role, given in by_role.items() if given}, "by_pattern": by_pattern}
 
     def check(self) -> None:
         """Check, and fill in the rule's defaults. Raises `UserError` for a value or a setting the rule cannot take."""
         require_range(self, "lr", 0, open_low=True)
-        given = {knob.name: getattr(self, knob.name) for knob in fields(self) if knob.name != "name"}
+        require(self.name in MARS_RULES or self.mode == "approx", f'optimizer.mode has no meaning for optimizer.name = "{self.name}"')
+        given = {key: getattr(self, key) for key in OPTIMIZER_SETTINGS if getattr(self, key) is not None}
         try:
-            settings = complete_settings(self.name, **{k: v for k, v in given.items() if v is not None})
+            for name, value in complete_settings(self.name, **given).items():
+                setattr(self, name, value)
+            check_groups(**self.settings())
         except ValueError as error:
             raise UserError(f"optimizer.{error}") from None
-        for name, value in settings.items():
-            setattr(self, name, value)
 
 
 @dataclass
@@ -192,9 +257,15 @@ class ScheduleConfig:
     """wsd: steps of the final decay; default: a fifth of the run."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay, an absolute value."""
+    gamma: Literal["constant", "linear", "cosine"] = "constant"
+    """How MARS's gamma goes from optimizer.gamma to final_gamma over the run."""
+    final_gamma: float | None = None
+    """gamma at the last step, for a linear or cosine schedule of it."""
 
     def check(self) -> None:
-        for name in ("warmup_steps", "decay_steps", "min_lr"):
+        require((self.gamma == "constant") == (self.final_gamma is None),
+                'schedule.final_gamma goes with schedule.gamma = "linear" or "cosine": set both or neither')
+        for name in ("warmup_steps", "decay_steps", "min_lr", "final_gamma"):
             require_range(self, name, 0)
         require(self.name == "wsd" or self.decay_steps is None,
                 f'schedule.decay_steps has no meaning for schedule.name = "{self.name}": remove it')
@@ -297,5 +368,7 @@ class Config:
             self.data.path = f"data/{self.data.corpus}-{self.data.tokenizer}"
         if self.schedule.name == "wsd" and self.schedule.decay_steps is None:
             self.schedule.decay_steps = self.training.steps // 5
+        require(self.schedule.final_gamma is None or self.optimizer.name in MARS_RULES,
+                f'schedule.gamma has no meaning for optimizer.name = "{self.optimizer.name}": remove it')
         require(self.schedule.min_lr <= self.optimizer.lr,
                 f"schedule.min_lr = {self.schedule.min_lr} is above optimizer.lr = {self.optimizer.lr}: lower it")

@@ -34,10 +34,17 @@ def load_config(args: list[str], prog: str) -> Config:
 def config_from_tables(tables: dict[str, Any], source: str) -> Config:
     """The resolved config of a table per section, such as a checkpoint keeps; `source` says in errors where it is from."""
     config = Config()
-    fill(config, {section: {key: value for key, value in table.items() if value is not None}
-                  for section, table in tables.items()}, source)
+    fill(config, without_none(tables), source)
     config.resolve()
     return config
+
+
+def without_none(value: Any) -> Any:
+    """Nested tables without the keys that are None and without tables that are empty."""
+    if isinstance(value, dict):
+        kept = {key: without_none(item) for key, item in value.items() if item is not None}
+        return {key: item for key, item in kept.items() if item != {}}
+    return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -50,21 +57,24 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid TOML: {error}") from None
 
 
-def parse_overrides(args: list[str]) -> dict[str, dict[str, Any]]:
-    """`--section.key value ...` and `--section.key=value` as a table of words for each section."""
-    tables: dict[str, dict[str, Any]] = {}
+def parse_overrides(args: list[str]) -> dict[str, Any]:
+    """`--section.key value ...` and `--section.key=value` as nested tables of words."""
+    tables: dict[str, Any] = {}
     position = 0
     while position < len(args):
         option, equals, value = args[position].partition("=")
         position += 1
-        section, dot, key = option.removeprefix("--").replace("-", "_").partition(".")
-        if not (option.startswith("--") and dot and key):
+        *path, key = option.removeprefix("--").replace("-", "_").split(".")
+        if not (option.startswith("--") and path and key):
             raise UserError(f"cannot read the argument {option!r}: overrides look like --section.key value, see --help")
         words = Words([value] if equals else [])
         while not equals and position < len(args) and not args[position].startswith("--"):
             words.append(args[position])
             position += 1
-        tables.setdefault(section, {})[key] = words
+        table = tables
+        for name in path:
+            table = table.setdefault(name, {})
+        table[key] = words
     return tables
 
 
@@ -72,29 +82,23 @@ class Words(list[str]):
     """What the command line gives for one option: words that are not yet of the field's type. None of them: a flag, true."""
 
 
-def fill(config: Config, tables: dict[str, Any], source: str) -> None:
-    """Set the fields that `tables` names. Raises `UserError` for unknown names and wrong types."""
-    for section_name, table in tables.items():
-        section = getattr(config, known(section_name, config, "section", source))
-        if not isinstance(table, dict):
-            raise UserError(f"{section_name} {source} must be a table [{section_name}], got {table!r}")
-        hints = typing.get_type_hints(type(section))
-        for key, value in table.items():
-            known(key, section, f"key {section_name}.", source)
-            setattr(section, key, convert(value, hints[key], f"{section_name}.{key}"))
+def fill(owner: Any, tables: dict[str, Any], source: str, prefix: str = "") -> None:
+    """Set the fields of a config, a section or a group that `tables` names. Raises `UserError` for unknown names and wrong types."""
+    hints = typing.get_type_hints(type(owner))
+    for key, value in tables.items():
+        name = f"{prefix}{key}"
+        if key not in hints or key not in owner.__dataclass_fields__:
+            nearest = difflib.get_close_matches(key, owner.__dataclass_fields__, n=1, cutoff=0)[0]
+            raise UserError(f"unknown {'key' if prefix else 'section'} {name} {source}: did you mean {prefix}{nearest}?")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, dict):
+                raise UserError(f"{name} {source} must be a table [{name}], got {value!r}")
+            fill(getattr(owner, key), value, source, f"{name}.")
+        else:
+            setattr(owner, key, convert(value, hints[key], name, source))
 
 
-def known(name: str, owner: object, kind: str, source: str) -> str:
-    """`name` if `owner` has such a field; else a `UserError` that names the nearest one."""
-    names = [field.name for field in dataclasses.fields(owner)]
-    if name in names:
-        return name
-    prefix = kind[4:] if kind.startswith("key ") else ""
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
-    raise UserError(f"unknown {kind.split()[0]} {prefix}{name} {source}: did you mean {prefix}{nearest}?")
-
-
-def convert(value: Any, hint: Any, name: str) -> Any:
+def convert(value: Any, hint: Any, name: str, source: str) -> Any:
     """`value`, from TOML or from the command line's words, as the field's type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # T | None
         if value == ["None"]:
@@ -107,10 +111,14 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         each = args[0] if origin in (list, tuple) else hint
         words = [read_word(word, each) for word in value or ["true"]]
         value = words if origin in (list, tuple) or len(words) > 1 else words[0]
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        table = hint()
+        fill(table, value, source, f"{name}.")
+        return table
     if origin is list and isinstance(value, list):
-        return [convert(item, args[0], name) for item in value]
+        return [convert(item, args[0], name, source) for item in value]
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
-        return tuple(convert(item, each, name) for item, each in zip(value, args))
+        return tuple(convert(item, each, name, source) for item, each in zip(value, args))
     if origin is Literal and value in args:
         return value
     if hint is float and type(value) is int:
@@ -138,20 +146,20 @@ def describe(hint: Any) -> str:
     if origin is tuple:
         return f"{len(args)} numbers"
     if origin is list:
-        return "a list of strings"
+        return "a list of strings" if args[0] is str else "an array of tables"
+    if dataclasses.is_dataclass(hint):
+        return "a table"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
 
 
 def write_config(config: Config, path: Path) -> None:
     """Write `config` as TOML; fields that are None are left out, so that reading it gives the same config."""
-    tables = {section: {key: list(value) if isinstance(value, tuple) else value
-                        for key, value in table.items() if value is not None}
-              for section, table in dataclasses.asdict(config).items()}
-    path.write_text(tomli_w.dumps(tables), encoding="utf-8")
+    path.write_text(tomli_w.dumps(without_none(dataclasses.asdict(config))), encoding="utf-8")
 
 
 def print_help(prog: str) -> None:
     """Print every section and field with its docstring and default, then exit with 0."""
     tyro.cli(Config, args=["--help"], prog=f"{prog} CONFIG.toml", use_underscores=True,
-             description="Settings come from the TOML file; --section.key value overrides one of them.",
+             description="Settings come from the TOML file; --section.key value overrides one of them. [[optimizer.groups]] tables, in TOML "
+             'only, claim parameters by name: pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix].',
              config=(tyro.conf.FlagConversionOff,))

@@ -35,6 +35,23 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+class Stopwatch:
+    """Times a block of device work without waiting for it: `with stopwatch: ...`, and later `milliseconds()`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        self.began = self.events[0].record() if self.events else time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.ended = self.events[1].record() if self.events else time.perf_counter()
+
+    def milliseconds(self) -> float:
+        """The time of the last block. On a GPU its work must have ended."""
+        return self.events[0].elapsed_time(self.events[1]) if self.events else (self.ended - self.began) * 1e3
+
+
 class Metrics:
     """Writes the measurements of a run, on the first rank; on others it does nothing.
 
@@ -86,17 +103,19 @@ class Metrics:
         if self.active:
             self.clock += time.perf_counter() - began
 
-    def train(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
-        """Report training step number `step`; speed is the mean since the last report."""
+    def train(self, step: int, loss: float, lr: float, told: dict[str, float]) -> None:
+        """Report training step number `step` and what the optimizer told of it; speed is the mean since the last report."""
         if not self.active:
             return
         self.step = step
         seconds = (time.perf_counter() - self.clock) / max(step - self.clock_step, 1)
         rate = self.tokens_per_step / seconds
-        values = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": step * self.tokens_per_step,
-                  "tokens_per_second": rate, "memory_gib": peak_memory(self.device)}
+        values = {"loss": loss, "lr": lr, "tokens": step * self.tokens_per_step, "tokens_per_second": rate,
+                  "memory_gib": peak_memory(self.device)} | told
         parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}", f"loss {loss:.4f}", f"lr {lr:.2e}",
-                 f"grad norm {grad_norm:.3f}", f"{rate:,.0f} tok/s"]
+                 f"grad norm {told['grad_norm']:.3f}", f"{rate:,.0f} tok/s"]
+        if told.get("skipped_steps"):
+            parts.append(f"skipped {told['skipped_steps']:.0f}")
         if self.mfu_per_token_rate:
             values["mfu"] = rate * self.mfu_per_token_rate
             parts.append(f"mfu {values['mfu']:.1%}")

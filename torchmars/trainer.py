@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchmars import checkpoint
 from torchmars.config import Config
@@ -16,14 +15,16 @@ from torchmars.data.shards import check_shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import UserError
 from torchmars.generate import sample_text
-from torchmars.metrics import Metrics
+from torchmars.metrics import Metrics, Stopwatch
 from torchmars.models import build_model, model_args
 from torchmars.models.initialize import init_weights
 from torchmars.models.parallelize import parallelize, reduce_gradients
-from torchmars.optim import lr_factor
-from torchmars.optim.build import build_optimizer
+from torchmars.optim import MARS, between, lr_factor, param_groups
 from torchmars.parallel.mesh import Layout
 from torchmars.prepare import prepare_shards
+
+
+MAX_SKIPPED_IN_A_ROW = 10
 
 
 class Trainer:
@@ -54,12 +55,24 @@ class Trainer:
         parallelize(self.model, layout.mesh, self.compute_dtype(), training.compile)
         self.model.to_empty(device=layout.device)
         init_weights(self.model, config.run.seed)
-        self.optimizer = build_optimizer(self.model, **asdict_without_none(config.optimizer))
+        self.optimizer = self.build_optimizer()
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.base_gammas = [group["gamma"] for group in self.optimizer.param_groups]
+        self.stopwatch = Stopwatch(layout.device)
 
         self.step = 0
         torch.manual_seed(config.run.seed + layout.rank)
         self.resumed_from = self.resume()
+
+    def build_optimizer(self) -> MARS:
+        """The optimizer of the config over the sharded model. Raises `UserError` for a pattern that claims nothing."""
+        config = self.config.optimizer
+        try:
+            groups = param_groups(self.model, **config.settings())
+        except ValueError as error:
+            raise UserError(f"optimizer.{error}") from None
+        return MARS(groups, max_grad_norm=self.config.training.max_grad_norm or None, exact=config.mode == "exact",
+                    last_grad_dtype=getattr(torch, config.last_grad_dtype), overlap=config.overlap)
 
     def compute_dtype(self) -> torch.dtype:
         """training.dtype, with "auto" resolved for the device."""
@@ -88,10 +101,12 @@ class Trainer:
         metrics = Metrics(config, self.layout.first, self.step, self.layout.device, self.layout.size, self.flops_per_token)
 
         while self.step < last:
-            loss, grad_norm, lr = self.train_step()
+            loss, lr = self.train_step()
             self.step += 1
             if due(self.step, config.metrics.log_interval, last) or self.step == began_at + 1:
-                metrics.train(self.step, self.layout.mean(loss), lr, whole(grad_norm).item())
+                told = self.optimizer.telemetry()
+                metrics.train(self.step, self.layout.mean(loss), lr, told | {"optimizer_ms": self.stopwatch.milliseconds()})
+                self.refuse_to_go_on_skipping(told)
             with metrics.paused():
                 if config.validation.interval and due(self.step, config.validation.interval, last):
                     metrics.validation(self.step, self.validate())
@@ -102,32 +117,47 @@ class Trainer:
             self.say("sample:\n" + self.sample())
         metrics.close()
 
-    def train_step(self) -> tuple[Tensor, Tensor | DTensor, float]:
-        """One optimizer step: this rank's mean loss, the gradient norm before the clip, and the learning rate."""
-        lr = self.set_lr()
+    def train_step(self) -> tuple[Tensor, float]:
+        """One optimizer step: this rank's mean loss and the learning rate."""
+        lr = self.set_hyperparameters()
+        batch = self.loader.step()
+        if self.optimizer.exact:  # the next batch's gradient at these weights corrects the next step
+            self.backward(self.loader.peek())
+            self.optimizer.look_ahead()
+            self.optimizer.zero_grad()
+        loss = self.backward(batch)
+        with self.stopwatch:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, lr
+
+    def backward(self, batch: list[Tensor]) -> Tensor:
+        """Accumulate the gradient of the mean loss over a global batch, of which `batch` are this rank's microbatches; this rank's loss."""
         loss = torch.zeros((), device=self.layout.device)
-        for microbatch, tokens in enumerate(self.loader.step(), start=1):
+        for microbatch, tokens in enumerate(batch, start=1):
             reduce_gradients(self.model, last=microbatch == self.accumulation_steps)
             # All microbatches are of one size, so the mean of their means is the mean over the global batch's tokens.
             part = self.token_losses(tokens).mean() / self.accumulation_steps
             part.backward()
             loss += part.detach()
+        return loss
 
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-        if self.config.training.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.training.max_grad_norm, grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss, grad_norm, lr
+    def refuse_to_go_on_skipping(self, told: dict[str, float]) -> None:
+        """Raise `UserError` once every one of the last steps was skipped for a gradient that is not finite."""
+        if told["skipped_in_a_row"] >= MAX_SKIPPED_IN_A_ROW:
+            raise UserError(f"the last {told['skipped_in_a_row']:.0f} steps up to {self.step} were skipped, since their gradients were not finite: "
+                            f"lower optimizer.lr, or go on from the newest checkpoint with another setting")
 
-    def set_lr(self) -> float:
-        """Set every group's learning rate for the step to come; returns the matrices' one."""
-        schedule, base = self.config.schedule, self.config.optimizer.lr
-        factor = lr_factor(self.step + 1, self.config.training.steps, name=schedule.name, floor=schedule.min_lr / base,
+    def set_hyperparameters(self) -> float:
+        """Set every group's learning rate and gamma for the step to come; returns the matrices' learning rate."""
+        schedule, base, total = self.config.schedule, self.config.optimizer.lr, self.config.training.steps
+        factor = lr_factor(self.step + 1, total, name=schedule.name, floor=schedule.min_lr / base,
                            warmup_steps=schedule.warmup_steps, decay_steps=schedule.decay_steps)
-        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs):
+        for group, base_lr, gamma in zip(self.optimizer.param_groups, self.base_lrs, self.base_gammas):
             group["lr"] = base_lr * factor
+            if schedule.final_gamma is not None:
+                group["gamma"], group["gamma_next"] = (between(step, total, gamma, schedule.final_gamma, schedule.gamma)
+                                                       for step in (self.step + 1, self.step + 2))
         return base * factor
 
     def token_losses(self, tokens: Tensor) -> Tensor:
@@ -173,8 +203,6 @@ class Trainer:
         """Say what this run is about to do."""
         config, training, args = self.config, self.config.training, self.model.args
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        groups = ", ".join(f"{group['role']} {sum(p.numel() for p in group['params']):,} ({group.get('rule', 'adamw')}, lr {lr:g})"
-                           for group, lr in zip(self.optimizer.param_groups, self.base_lrs))
         tokens = self.manifest.splits["train"].tokens
         per_step = training.global_batch_size * training.seq_len
         self.say(f"run       {checkpoint.run_folder(config)}, seed {config.run.seed}")
@@ -183,7 +211,9 @@ class Trainer:
         self.say(f"layout    {self.layout.describe()}, {str(self.compute_dtype()).removeprefix('torch.')} compute")
         self.say(f"batch     {training.global_batch_size} x {training.seq_len} tokens a step: {self.layout.size} ranks x "
                  f"{self.accumulation_steps} accumulation steps x {self.microbatch_size} sequences")
-        self.say(f"optimizer {config.optimizer.name}: {groups}")
+        self.say(f"optimizer {config.optimizer.name}, {config.optimizer.mode}")
+        for line in group_table(self.optimizer.param_groups):
+            self.say(f"          {line}")
         self.say(f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "
                  f"{training.steps * per_step:,} ({training.steps * per_step / tokens:.2f} epochs)")
         if self.step >= training.steps:
@@ -202,11 +232,13 @@ def due(step: int, interval: int, last: int) -> bool:
     return step == last or (interval > 0 and step % interval == 0)
 
 
-def whole(value: Tensor) -> Tensor:
-    """The value of a scalar that may still be a DTensor of partial sums. Collective if it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def asdict_without_none(section: object) -> dict:
-    """The fields of a section that are set."""
-    return {key: value for key, value in asdict(section).items() if value is not None}
+def group_table(groups: list[dict]) -> list[str]:
+    """The optimizer's groups as lines of a table: whose parameters, how many, under which rule and settings."""
+    rows = [("group", "rule", "tensors", "parameters", "lr", "betas", "weight decay", "gamma", "clip")]
+    for group in groups:
+        mars = group["rule"].startswith("mars-")
+        rows.append((group["role"], group["rule"], str(len(group["params"])), f"{sum(p.numel() for p in group['params']):,}", f"{group['lr']:g}",
+                     " ".join(f"{beta:g}" for beta in group["betas"]), f"{group['weight_decay']:g}", f"{group['gamma']:g}" if mars else "-",
+                     f"{group['clip'] or 'off'}" if mars else "-"))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -61,7 +61,9 @@ def global_batches(windows, steps, *, ranks=1, microbatch=None, workers=0, posit
                         num_workers=workers)
         loader.seek(position)
         for step in range(steps):
-            microbatches = list(loader.step())
+            ahead = loader.peek()
+            microbatches = loader.step()
+            assert ahead is microbatches  # looking ahead takes nothing
             assert all(tokens.shape == (microbatch or share, T + 1) for tokens in microbatches)
             result[step] += torch.cat(microbatches).tolist()
         assert loader.position == position + steps * batch

@@ -1,26 +1,73 @@
-"""MARS in float64, one tensor at a time, written from the update rule and not from the code under test."""
+"""The MARS family in float64, one tensor at a time, written from the update rules and not from the code under test."""
 
 import torch
 from torch import Tensor
 
 
-def mars_adamw(x: Tensor, gradients: list[Tensor], *, lr, betas, eps, weight_decay, gamma, clip) -> tuple[Tensor, int]:
-    """The parameter after the steps, in float64, and the number of steps on which the clip was active."""
+def newton_schulz(x: Tensor) -> Tensor:
+    """Five steps of the quintic on one float64 matrix."""
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
+    x = x / (x.pow(2).sum().sqrt() + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def direction(rule: str, m: Tensor) -> Tensor:
+    """What Lion, Shampoo and Muon make of a momentum."""
+    if "lion" in rule:
+        return m.sign()
+    rows, cols = m.shape
+    return newton_schulz(m) * (max(1.0, rows / cols) ** 0.5 if rule == "mars-shampoo" else 0.2 * max(rows, cols) ** 0.5)
+
+
+def mars(x: Tensor, gradients: list[Tensor], *, rule="mars-adamw", lr=6e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0.1, gamma=0.025,
+         clip=1.0, last=None) -> tuple[Tensor, int]:
+    """The parameter after the steps, in float64, and the number of steps on which the clip was active.
+
+    `gamma` may be a list, one for each step; `last` a list of the h of each step (exact mode) after the first.
+    """
     x, (b1, b2) = x.double(), betas
     m, v, h, clipped = torch.zeros_like(x), torch.zeros_like(x), None, 0
-    kappa = gamma * b1 / (1 - b1)
     for t, g in enumerate((g.double() for g in gradients), start=1):
+        gamma_t = gamma[t - 1] if isinstance(gamma, list) else gamma
+        kappa = gamma_t * b1 / (1 - b1)
+        if t > 1 and last is not None:
+            h = last[t - 1].double()
         h = g if h is None else h
         c = g + kappa * (g - h)
         norm = float(c.pow(2).sum()) ** 0.5
         if clip is not None and norm > clip:
             c, clipped = c * (clip / norm), clipped + 1
         m = b1 * m + (1 - b1) * c
-        v = b2 * v + (1 - b2) * c**2
-        m_hat, v_hat = m / (1 - b1**t), v / (1 - b2**t)
-        x = x - lr * (m_hat / (v_hat.sqrt() + eps) + weight_decay * x)
+        if rule == "mars-adamw":
+            v = b2 * v + (1 - b2) * c**2
+            update = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps)
+        else:
+            update = direction(rule, m)
+        x = x - lr * (update + weight_decay * x)
         h = g
     return x, clipped
+
+
+def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay) -> Tensor:
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", algorithm 2."""
+    x, m, (b1, b2) = x.double(), torch.zeros_like(x.double()), betas
+    for g in (g.double() for g in gradients):
+        x = x - lr * ((b1 * m + (1 - b1) * g).sign() + weight_decay * x)
+        m = b2 * m + (1 - b2) * g
+    return x
+
+
+def muon(x: Tensor, gradients: list[Tensor], *, lr, momentum, weight_decay) -> Tensor:
+    """Muon with Nesterov momentum and Moonlight's scale (Liu et al., arXiv 2502.16982)."""
+    x, buffer = x.double(), torch.zeros_like(x.double())
+    for g in (g.double() for g in gradients):
+        buffer = momentum * buffer + g
+        x = x - lr * (direction("muon", g + momentum * buffer) + weight_decay * x)
+    return x
 
 
 def gradients(shape: tuple[int, ...], steps: int, seed: int, dtype=torch.float32) -> list[Tensor]:

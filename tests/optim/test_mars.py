@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.reference import gradients, mars_adamw
+from tests.optim.reference import gradients, mars
 from torchmars.optim import MARS
 
 SETTINGS = dict(lr=6e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0.1, gamma=0.025, clip=1.0)
@@ -39,7 +39,7 @@ def test_parity_with_float64_reference(dtype, settings):
     run(MARS(parameters, **settings), parameters, sequences)
     clipped = 0
     for parameter, start, sequence in zip(parameters, starts, sequences):
-        expected, active = mars_adamw(start, sequence, **settings)
+        expected, active = mars(start, sequence, **settings)
         clipped += active
         assert relative(parameter, expected) < (1e-6 if dtype == torch.float32 else 1e-7)
     if settings["clip"] == 1.0:
@@ -48,14 +48,14 @@ def test_parity_with_float64_reference(dtype, settings):
 
 @pytest.mark.parametrize("rule", [{"gamma": 0.0, "clip": None}, {"rule": "adamw"}])
 def test_equals_torch_adamw_without_correction(rule):
-    starts = [torch.randn(shape) for shape in SHAPES]
+    starts = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(SHAPES)]
     sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
     settings = {key: SETTINGS[key] for key in ("lr", "betas", "eps", "weight_decay")}
     ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
     run(MARS(ours, **settings, **rule), ours, sequences)
     run(torch.optim.AdamW(theirs, **settings), theirs, sequences)
     for mine, other in zip(ours, theirs):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+        assert relative(mine, other) < 1e-6
 
 
 def test_correction_survives_in_place_zeroing():
@@ -76,7 +76,7 @@ def test_state_is_complete_before_the_first_step():
     optimizer = MARS(model.named_parameters())
     for parameter in model.parameters():
         assert set(optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq", "last_grad"}
-        assert all(torch.is_tensor(value) and not value.any() for value in optimizer.state[parameter].values())
+        assert all(torch.is_tensor(value) for value in optimizer.state[parameter].values())
 
 
 def test_state_dict_round_trip_continues_bit_for_bit():
@@ -123,7 +123,7 @@ def test_groups_have_their_own_settings():
     sequences = [gradients((4,), 5, seed=3)] * 3
     run(optimizer, tensors, sequences)
     for tensor, settings in zip(tensors, [{"gamma": 0.3}, {"gamma": 0.0, "clip": None, "lr": 1e-2}, {"clip": None}]):
-        expected, _ = mars_adamw(torch.full((4,), 2.0), sequences[0],
+        expected, _ = mars(torch.full((4,), 2.0), sequences[0],
                                  **(SETTINGS | {"lr": 1e-3, "weight_decay": 0.0} | settings))
         assert relative(tensor, expected) < 1e-6
     assert "last_grad" not in optimizer.state[tensors[1]]

@@ -97,7 +97,7 @@ class GlobalOrder(Sampler[list[int]]):
 class Loader:
     """Batches of the training split in the global order. Its whole state is `position`: the samples consumed so far.
 
-    Each optimizer step takes one `step()`: the stream of this rank's microbatches, token ids [m, T + 1], int64.
+    Each optimizer step takes one `step()`: this rank's microbatches, token ids [m, T + 1], int64.
     """
 
     def __init__(self, windows: Windows, *, seed: int, global_batch_size: int, microbatch_size: int, rank: int, ranks: int,
@@ -108,14 +108,28 @@ class Loader:
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.position = 0
         self._batches: Iterator[Tensor] | None = None
+        self._peeked: list[Tensor] | None = None
 
     def seek(self, position: int) -> None:
         """Go on from global sample number `position`, as a run on any layout left it."""
         self.position = position
-        self._batches = None
+        self._batches = self._peeked = None
 
-    def step(self) -> Iterator[Tensor]:
-        """This rank's microbatches of the next global batch; `position` moves on once the last one is taken."""
+    def step(self) -> list[Tensor]:
+        """This rank's microbatches of the next global batch; `position` moves on past it."""
+        batch = self.peek()
+        self._peeked = None
+        self.position += self.global_batch_size
+        return batch
+
+    def peek(self) -> list[Tensor]:
+        """The microbatches that the next `step` will return."""
+        if self._peeked is None:
+            count = self.global_batch_size // self.ranks // self.microbatch_size
+            self._peeked = [next(self._stream()) for _ in range(count)]
+        return self._peeked
+
+    def _stream(self) -> Iterator[Tensor]:
         if self._batches is None:
             order = GlobalOrder(len(self.windows), self.seed, self.position, self.global_batch_size, self.microbatch_size,
                                 self.rank, self.ranks)
@@ -123,9 +137,7 @@ class Loader:
                 warnings.filterwarnings("ignore", message=".*set_vital.*")
                 self._batches = iter(StatefulDataLoader(self.windows, batch_sampler=order, num_workers=self.num_workers,
                                                         pin_memory=self.pin_memory))
-        for _ in range(self.global_batch_size // self.ranks // self.microbatch_size):
-            yield next(self._batches)
-        self.position += self.global_batch_size
+        return self._batches
 
 
 def validation_batches(windows: Windows, count: int, batch_size: int, rank: int, ranks: int) -> Iterator[tuple[Tensor, int]]:

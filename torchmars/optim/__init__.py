@@ -2,6 +2,6 @@
 
 from torchmars.optim.mars import MARS
 from torchmars.optim.param_groups import param_groups
-from torchmars.optim.schedules import lr_factor
+from torchmars.optim.schedules import between, lr_factor
 
-__all__ = ["MARS", "lr_factor", "param_groups"]
+__all__ = ["MARS", "between", "lr_factor", "param_groups"]

@@ -1,7 +1,7 @@
-"""MARS: AdamW on a clipped, variance-reduced gradient, on whole tensors or on shards of them.
+"""The MARS family: groups, state, and the order of a step, on whole tensors or on shards of them.
 
-Source: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training Large Models", ICML 2025,
-arXiv 2411.10438, algorithm 2 (approximate form).
+Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training Large Models", ICML 2025, arXiv
+2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,167 +9,269 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
-from torchmars.optim.elementwise import adamw_, clip_divisors, correct_, squared_norms
-from torchmars.optim.norms import ShardSum
+from torchmars.optim import exchange
+from torchmars.optim.elementwise import adamw_, can_compile, inner_products, lean_momentum_, momentum_, run_pass, sign_, squared_norm
+from torchmars.optim.norms import ShardSum, sharding_key
+from torchmars.optim.owners import MatrixShape
+from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
+from torchmars.optim.update import GroupUpdate, Summary, flat, local_part
 
-RULES = ("mars-adamw", "adamw")
-
-
-def check_hyperparameters(suffix: str = "", **values: Any) -> None:
-    """Raise `ValueError`, naming the argument (with `suffix`), for a hyperparameter out of its range.
-
-    Knows lr, eps (> 0), weight_decay, gamma (>= 0), betas (two numbers in [0, 1)) and clip (> 0 or None).
-    """
-    for name, value in values.items():
-        if name == "betas":
-            good, wanted = len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"
-        elif name == "eps":
-            good, wanted = value > 0, "more than 0"
-        elif name == "clip":
-            good, wanted = value is None or value > 0, "more than 0, or None for no clip"
-        else:
-            good, wanted = 0 <= value < float("inf"), "at least 0"
-        if not good:
-            raise ValueError(f"{name}{suffix} must be {wanted}, got {value}")
+COMPILE_FROM = 2**22  # local elements of all parameters: smaller models are faster than their compilation
 
 
 class MARS(torch.optim.Optimizer):
-    """AdamW on the gradient corrected by its change since the last step.
+    """Variance-reduced AdamW, Lion, Shampoo and Muon, and the same without the reduction.
 
     For each parameter x with gradient g, last gradient h (h = g at the first step) and kappa = gamma b1 / (1 - b1):
 
-        c = g + kappa (g - h);   c <- c min(1, clip / ||c||)
-        m = b1 m + (1 - b1) c;   v = b2 v + (1 - b2) c^2
-        x <- x - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay x)
+        c = g + kappa (g - h);   c <- c min(1, clip / ||c||);   m = b1 m + (1 - b1) c
 
-    `||c||` is the norm of the whole tensor. Parameters may be plain tensors, replicas (DDP) or DTensors of any mesh and
-    placement: a step makes one all-reduce for each distinct set of mesh dimensions that parameters are sharded over,
-    and never waits for the device. Creating the optimizer is then collective too. State is created here, not at the first
-    step: "step", "exp_avg", "exp_avg_sq" and "last_grad" (which never shares memory with a gradient).
+    "mars-adamw" goes on with AdamW's second moment of c, "mars-lion" with sign(m), "mars-shampoo" and "mars-m" with the
+    orthogonalised matrix m, times max(1, rows / cols)^(1/2) or 0.2 max(rows, cols)^(1/2). "adamw", "lion" and "muon" (Nesterov, the scale
+    of mars-m; momentum is betas[0]) use g itself, without clip. Weight decay is decoupled, multiplied by lr.
+
+    Parameters may be plain tensors, replicas (DDP) or DTensors of any mesh and placement. `||c||` is the norm of the whole
+    tensor and a sharded matrix is orthogonalised whole, on the rank that owns it. A step makes one all-reduce for each distinct set
+    of mesh dimensions that parameters are sharded over, two all-to-alls for each bucket of sharded matrices (with replicas an all-gather
+    too), and never waits for the device. Creating the optimizer is then collective. State is created here, not at the first step.
 
     Args:
-        params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`. A group may set each
-            of the arguments below.
+        params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`. A group may set each of the
+            arguments from `lr` to `split`, and a name for itself, `role`.
         lr: learning rate.
-        betas: decay of the momentum and of the second moment.
+        betas: decay of the momentum and of the second moment (for "lion": of the update and of the momentum).
         eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay, multiplied by lr.
+        weight_decay: decoupled weight decay.
+        rule: one of the seven above.
         gamma: strength of the variance reduction; 0 leaves the gradient as it is.
-        clip: norm to which each tensor's corrected gradient is clipped; None switches it off.
-        rule: "mars-adamw", or "adamw" for plain AdamW without correction, clip and last gradient.
+        gamma_next: gamma of the step after this one, where it follows a schedule; None: the same.
+        clip: norm to which each tensor's corrected gradient is clipped; None switches it off, and then the rules other than
+            mars-adamw need no last gradient: one buffer is enough.
+        flatten: matrix rules: see three-dimensional parameters as one matrix [out, -1] (convolutions), not as a batch (experts).
+        split: matrix rules: number of parts, or their rows, that a matrix is cut into before it is orthogonalised (fused QKV).
+        max_grad_norm: clip the global norm of all gradients first; None switches it off. `grad_norm` holds the norm before.
+        exact: take h from `look_ahead` instead of the last step: this batch's gradient at the last weights.
+        last_grad_dtype: dtype to keep the last gradient in; None: the parameter's. torch.bfloat16 halves it.
+        matrix_dtype: dtype in which matrices travel and are orthogonalised.
+        overlap: let transfers of matrices overlap with the work on others. The result is the same without.
+        compile: fuse each pass over a tensor into one kernel by torch.compile; None: for large models, where a compiler is found.
 
-    Raises `ValueError`, naming the argument, for a value out of range.
+    A step whose gradients are not all finite changes nothing (in exact mode the last gradient is still replaced); `telemetry` counts
+    such steps. Raises `ValueError`, naming the argument, for a value out of range.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 6e-3, betas: tuple[float, float] = (0.95, 0.99),
-                 eps: float = 1e-8, weight_decay: float = 0.0, *, gamma: float = 0.025, clip: float | None = 1.0,
-                 rule: str = "mars-adamw") -> None:
+    def __init__(self, params: Iterable[Any], lr: float = 6e-3, betas: tuple[float, float] = (0.95, 0.99), eps: float = 1e-8,
+                 weight_decay: float = 0.0, *, rule: str = "mars-adamw", gamma: float = 0.025, gamma_next: float | None = None,
+                 clip: float | None = 1.0, flatten: bool = False, split: int | tuple[int, ...] = 1,
+                 max_grad_norm: float | None = None, exact: bool = False, last_grad_dtype: torch.dtype | None = None,
+                 matrix_dtype: torch.dtype = torch.bfloat16, overlap: bool = True, compile: bool | None = None) -> None:
+        check_hyperparameters(max_grad_norm=max_grad_norm)
+        self.max_grad_norm, self.exact, self.last_grad_dtype = max_grad_norm, exact, last_grad_dtype
+        self.matrix_dtype, self.overlap = matrix_dtype, overlap
         self._shard_sum = ShardSum()
-        self._places: dict[Tensor, int] = {}  # parameter of a MARS group -> its place among the norms
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, gamma=gamma, clip=clip,
-                                      rule=rule))
+        self._places: dict[Tensor, int] = {}  # parameter -> its place among the reduced products
+        self._shardings: list[exchange.Sharding] = []
+        self._loads: dict[int, int] = {}  # global rank -> FLOPs of the matrices it owns
+        self._ahead: dict[Tensor, Tensor] = {}  # exact mode: parameter -> the next step's last gradient
+        self._looked_ahead = False
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma,
+                                      gamma_next=gamma_next, clip=clip, flatten=flatten, split=split))
+        first = local_part(self.param_groups[0]["params"][0])
+        elements = sum(local_part(p).numel() for p in self._places)
+        self.compile = compile if compile is not None else elements >= COMPILE_FROM and can_compile(first.device)
+        self.grad_norm = torch.zeros((), dtype=torch.float64, device=first.device)
+        self._skipped = torch.zeros(2, dtype=torch.int64, device=first.device)  # in all, in a row
+        self._last: list[tuple[str, Summary]] = []  # of the last step, by role
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with state for each of its parameters. Collective for sharded parameters, as the constructor."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["rule"] not in RULES:
-            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {group['rule']!r}")
-        check_hyperparameters(**{key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "gamma", "clip")})
+        check_hyperparameters(**{key: group[key] for key in ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "clip")})
+        if group["rule"] == "lion" and group["betas"][1] == 0:
+            raise ValueError(f"betas must have a second number above 0 for lion, got {group['betas']}")
         for parameter in group["params"]:
-            if not parameter.is_floating_point():
-                raise ValueError(f"params must be real floating-point tensors, got one of {parameter.dtype}")
-            local = _local(parameter)
-            if not torch.empty_like(local).stride() == local.stride():
-                raise ValueError(f"params must be dense in memory, got one of strides {local.stride()}")
-            self.state[parameter] = self._new_state(parameter, group["rule"])
-        if group["rule"] == "mars-adamw":
+            check_parameter(parameter, local_part(parameter), group["rule"])
+            self.state[parameter] = self._new_state(parameter, group)
+            self._places[parameter] = len(self._places)
+            self._shard_sum.add(parameter)
+        if RULES[group["rule"]].kind == "matrix":
+            together: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
-                self._places[parameter] = len(self._places)
-                self._shard_sum.add(parameter)
+                together.setdefault(sharding_key(parameter), []).append(parameter)
+            for parameters in together.values():
+                shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"]) for p in parameters]
+                self._shardings.append(exchange.Sharding(parameters, shapes, self._loads))
 
-    @staticmethod
-    def _new_state(parameter: Tensor, rule: str) -> dict[str, Tensor]:
-        buffers = ["exp_avg", "exp_avg_sq"] + (["last_grad"] if rule == "mars-adamw" else [])
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         # The count lives beside the parameter: the kernels read it there, and the host never needs it.
-        step = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
-        return {"step": step} | {name: torch.zeros_like(parameter).detach() for name in buffers}
+        state = {"step": torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)}
+        for name in RULES[group["rule"]].buffers(is_lean(group, self.exact)):
+            dtype = self.last_grad_dtype if name == "last_grad" else None
+            state[name] = torch.zeros_like(parameter, dtype=dtype).detach()
+        if "last_grad" in state and self.exact:
+            self._ahead[parameter] = torch.zeros_like(state["last_grad"])
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Raises `ValueError` where its groups do not fit these."""
+        """Load what `state_dict` returned. Raises `ValueError` where it is not of these rules and forms."""
+        dtypes = {parameter: {key: value.dtype for key, value in state.items()} for parameter, state in self.state.items()}
+        rules = [group["rule"] for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for parameter, state in self.state.items():
-            state["step"] = state["step"].to(device=_local(parameter).device, dtype=torch.float32)
+        if [group["rule"] for group in self.param_groups] != rules:
+            raise ValueError(f"state_dict is of the rules {[group['rule'] for group in self.param_groups]}, these groups have {rules}")
+        for parameter, wanted in dtypes.items():
+            state = self.state[parameter]
+            if set(state) != set(wanted):
+                raise ValueError(f"state_dict has {sorted(state)} for a parameter that needs {sorted(wanted)}")
+            for key, dtype in wanted.items():  # torch casts to the parameter's dtype, and leaves step where it was saved
+                state[key] = state[key].to(device=local_part(parameter).device, dtype=dtype)
+
+    @torch.no_grad()
+    def look_ahead(self) -> None:
+        """Exact mode, before each step: take the gradients of the *next* step's batch at the weights of now.
+
+        They get the same global clip as those of a step, and become the next step's h. Call it before the backward pass of this
+        step's own batch.
+        """
+        if not self.exact:
+            raise RuntimeError("look_ahead needs MARS(..., exact=True)")
+        updates = self._gather()
+        scale, _, _ = self._reduce(updates, with_last=False)
+        for update in updates:
+            for parameter, gradient in zip(update.parameters, update.grads):
+                if parameter in self._ahead:
+                    flat(local_part(self._ahead[parameter])).copy_(gradient * scale.to(gradient.dtype))
+        self._looked_ahead = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; gradients stay as they are. Returns what `closure` returned."""
+        """Update every parameter that has a gradient. Returns what `closure` returned.
+
+        Gradients stay as they are, but for those of plain adamw groups, which the global clip scales in place.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = [_Update(group, self.state) for group in self.param_groups]
-        mars = [update for update in updates if update.group["rule"] == "mars-adamw" and update.parameters]
+        if self.exact and not self._looked_ahead:
+            raise RuntimeError("exact mode needs look_ahead() before each step()")
 
-        for update in mars:  # last_grads hold c from here on
-            beta1, _ = update.group["betas"]
-            steps = [state["step"] for state in update.states]
-            correct_(update.last_grads, update.grads, steps, update.group["gamma"] * beta1 / (1 - beta1))
-        squared = self._whole_squared_norms([update for update in mars if update.group["clip"] is not None])
-
+        updates = self._gather()
+        scale, ok, products = self._reduce(updates, with_last=True)
         for update in updates:
-            gradients, divisors = update.grads, None
-            if update in mars:
-                gradients = update.last_grads
-                if update.group["clip"] is not None:
-                    norms = torch.stack([squared[self._places[owner]] for owner in update.owners])
-                    divisors = clip_divisors(norms, update.group["clip"])
-            adamw_(update.parameters, gradients, update.states, divisors,
-                   **{key: update.group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+            update.set_factors(scale, ok, [products[self._places[p]] for p in update.parameters])
 
-        for update in mars:  # a copy: the next backward may write into the gradient's memory
-            torch._foreach_copy_(update.last_grads, update.grads)
+        matrix, others = ([u for u in updates if (u.rule.kind == "matrix") == wanted] for wanted in (True, False))
+        for update in matrix:
+            self._update_momentum(update)
+        pieces = {parameter: (update, number) for update in matrix for number, parameter in enumerate(update.parameters)}
+
+        def read(sharding: exchange.Sharding, number: int, piece: exchange.Piece) -> Tensor:
+            update, place = pieces.get(sharding.parameters[number], (None, 0))
+            return sharding.zeros(piece) if update is None else update.matrix_input(place, sharding.shapes[number], piece.local)
+
+        def write(sharding: exchange.Sharding, number: int, piece: exchange.Piece, direction: Tensor) -> None:
+            update, place = pieces.get(sharding.parameters[number], (None, 0))
+            if update is not None:
+                scale = update.rule.matrix_scale(piece.unit.rows, piece.unit.cols)
+                update.apply_matrix(place, sharding.shapes[number], piece.local, direction, scale)
+
+        def meanwhile() -> None:
+            for update in others:
+                self._update_elementwise(update)
+
+        exchange.run(self._shardings, read, write, meanwhile, dtype=self.matrix_dtype, overlap=self.overlap)
+        self._finish(updates, ok)
         return loss
 
-    def _whole_squared_norms(self, updates: list["_Update"]) -> list[Tensor]:
-        """The squared norm of each corrected gradient, at its parameter's place; 0 for parameters not in `updates`.
+    def _gather(self) -> list[GroupUpdate]:
+        """The parameters that have a gradient: an update for each group and dtype."""
+        return [GroupUpdate(group, [p for p in group["params"] if p.grad is not None and p.dtype == dtype], self.state, self.exact)
+                for group in self.param_groups for dtype in dict.fromkeys(p.dtype for p in group["params"] if p.grad is not None)]
+
+    def _reduce(self, updates: list[GroupUpdate], with_last: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The first pass and the step's one reduction: (global clip factor, whether all is finite, the products by place).
 
         Every rank reduces all places, also those whose parameters have no gradient on this one.
         """
-        partial: list[Tensor | None] = [None] * len(self._places)
+        zeros = torch.zeros(3, dtype=torch.float64, device=self.grad_norm.device)
+        partial = [zeros] * len(self._places)
         for update in updates:
-            for owner, norm in zip(update.owners, squared_norms(update.last_grads).unbind()):
-                partial[self._places[owner]] = norm
-        if not self._shard_sum.groups:
-            return partial
-        zero = torch.zeros((), dtype=torch.float32, device=_local(next(iter(self._places))).device)
-        return self._shard_sum.sum([zero if norm is None else norm for norm in partial])
+            if with_last and update.last_grads:
+                values = run_pass(inner_products, list(zip(update.grads, update.last_grads)), [{}] * len(update.grads), self.compile)
+            else:
+                values = [squared_norm(gradient) for gradient in update.grads]
+            for parameter, value in zip(update.parameters, values):
+                partial[self._places[parameter]] = value
+        products = self._shard_sum.sum(partial)
+        total = torch.stack(products).sum(0)
+        norm = total[0].sqrt()
+        ok = torch.isfinite(total).all()
+        scale = torch.ones_like(norm)
+        if self.max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
+            scale = torch.where(ok, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        if with_last:
+            self.grad_norm = norm
+        return scale, ok, products
 
+    def _update_momentum(self, update: GroupUpdate) -> None:
+        """The second pass of rules that use a momentum only, up to the momentum."""
+        if update.lean:
+            run_pass(lean_momentum_, list(zip(update.grads, update.momenta)), update.lean_factors(), self.compile)
+        else:
+            factors = [each | {"rate1": update.rate1, "keep": not self.exact} for each in update.correction_factors()]
+            run_pass(momentum_, list(zip(update.grads, update.last_grads, update.momenta)), factors, self.compile)
 
-class _Update:
-    """The parameters of a group that have a gradient, and their gradients and state as local tensors."""
+    def _update_elementwise(self, update: GroupUpdate) -> None:
+        """The second pass of the rules that work element by element."""
+        if update.rule.kind == "sign":
+            self._update_momentum(update)
+            run_pass(sign_, list(zip(update.locals, update.momenta, update.grads)), update.sign_factors(), self.compile)
+        elif update.rule.corrected:
+            factors = [a | b | {"keep": not self.exact} for a, b in zip(update.correction_factors(), update.adamw_factors())]
+            run_pass(adamw_, list(zip(update.locals, update.grads, update.last_grads, update.momenta, update.squares)), factors,
+                     self.compile)
+        else:
+            # torch's own fused kernel, which takes many tensors at once. It raises the step counts itself.
+            adamw(update.locals, update.grads, update.momenta, update.squares, [], update.steps, fused=True,
+                  grad_scale=None if self.max_grad_norm is None else (1 / update.scale).float(), found_inf=(~update.ok).float(),
+                  amsgrad=False, maximize=False, beta1=update.group["betas"][0], beta2=update.group["betas"][1],
+                  **{key: update.group[key] for key in ("lr", "eps", "weight_decay")})
 
-    def __init__(self, group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> None:
-        self.group = group
-        self.owners = [parameter for parameter in group["params"] if parameter.grad is not None]
-        self.parameters = [_local(parameter) for parameter in self.owners]
-        self.grads = [_local_gradient(parameter) for parameter in self.owners]
-        self.states = [{key: _local(value) for key, value in state[parameter].items()} for parameter in self.owners]
-        self.last_grads = [local["last_grad"] for local in self.states if "last_grad" in local]
+    def _finish(self, updates: list[GroupUpdate], ok: Tensor) -> None:
+        """Count the step, and in exact mode make the look-ahead the last gradient."""
+        for update in updates:
+            if update.rule.kind != "adamw" or update.rule.corrected:
+                torch._foreach_add_(update.steps, ok.float())
+        for parameter, ahead in self._ahead.items():
+            state = self.state[parameter]
+            state["last_grad"], self._ahead[parameter] = ahead, state["last_grad"]
+        self._looked_ahead = False
+        self._skipped = torch.stack([self._skipped[0] + ~ok, (self._skipped[1] + 1) * ~ok])
+        self._last = [(update.group.get("role", update.group["rule"]), update.summary()) for update in updates]
 
+    def telemetry(self) -> dict[str, float]:
+        """What the last step's reductions tell, as numbers. Waits for the device once.
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    """This rank's part of a gradient, laid out in memory like its part of the parameter, as the kernels need it."""
-    gradient = parameter.grad
-    if gradient.is_sparse:
-        raise ValueError("params must have dense gradients, got a sparse one")
-    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    local, like = _local(gradient), _local(parameter)
-    return local if local.stride() == like.stride() else torch.empty_like(like).copy_(local)
+        "grad_norm" before the clip, "skipped_steps" in all and "skipped_in_a_row"; and for each role of a MARS group
+        "ROLE/grad_norm", "ROLE/clipped" (the fraction of its tensors whose corrected gradient was clipped), "ROLE/correction" (the size of the
+        correction relative to the gradient) and "ROLE/cosine" (of the gradient and the last one).
+        """
+        values = {"grad_norm": self.grad_norm, "skipped_steps": self._skipped[0], "skipped_in_a_row": self._skipped[1]}
+        by_role: dict[str, list[Summary]] = {}
+        for role, summary in self._last:
+            by_role.setdefault(role, []).append(summary)
+        for role, summaries in by_role.items():
+            values[f"{role}/grad_norm"] = torch.cat([each.products for each in summaries])[:, 0].sum().sqrt()
+            kept = [each for each in summaries if each.clip is not None]
+            if kept:
+                gg, gh, hh = torch.cat([each.products for each in kept]).sum(0)
+                scale, kappa = kept[0].scale, kept[0].kappa[0]
+                difference = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0).sqrt()
+                values[f"{role}/clipped"] = (torch.cat([each.clip for each in kept]) < 1).double().mean()
+                values[f"{role}/correction"] = kappa * difference / (scale * gg.sqrt())
+                values[f"{role}/cosine"] = gh / (gg * hh).sqrt()
+        return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist()))

@@ -13,7 +13,7 @@ Sharding = tuple[DeviceMesh, tuple[int, ...]]  # a mesh and those of its dimensi
 
 
 class ShardSum:
-    """Adds one number per tensor over the ranks that hold that tensor's shards.
+    """Adds numbers per tensor over the ranks that hold that tensor's shards.
 
     Tensors are told apart by the set of mesh dimensions they are sharded over; each set costs one all-reduce, however
     many tensors it has. Replicated and plain tensors need none. Creating one is collective when a tensor is
@@ -32,7 +32,7 @@ class ShardSum:
             self.groups[sharding] = group_over(*sharding)
 
     def sum(self, partial: list[Tensor]) -> list[Tensor]:
-        """The sums over the shards of `partial`: a 0-d tensor for each added parameter, in order."""
+        """The sums over the shards of `partial`, a tensor of one shape for each added parameter, in order."""
         whole = list(partial)
         for sharding, group in self.groups.items():
             places = [place for place, other in enumerate(self.shardings) if other == sharding]
@@ -51,6 +51,13 @@ def sharded_dims(parameter: Tensor) -> Sharding | None:
     dims = tuple(dim for dim, placement in enumerate(parameter.placements)
                  if not placement.is_replicate() and mesh.size(dim) > 1)
     return (mesh, dims) if dims else None
+
+
+def sharding_key(parameter: Tensor) -> object:
+    """Equal for parameters that lie alike on the same mesh; None for plain tensors."""
+    if not isinstance(parameter, DTensor):
+        return None
+    return parameter.device_mesh, (sharded_dims(parameter) or (None, ()))[1]
 
 
 def group_over(mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""Learning rate and gamma as pure functions of the step."""
 
 import math
 from typing import Literal
@@ -13,9 +13,14 @@ def lr_factor(step: int, total_steps: int, *, name: Literal["cosine", "linear", 
     """
     if step < warmup_steps:
         return step / warmup_steps
-    if name == "constant":
-        return 1.0
     start = max(warmup_steps, total_steps - decay_steps) if name == "wsd" else warmup_steps
-    progress = min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
+    return between(step - start, total_steps - start, 1.0, floor, "linear" if name == "wsd" else name)
+
+
+def between(step: int, total_steps: int, first: float, last: float, name: Literal["cosine", "linear", "constant"]) -> float:
+    """A value that goes from `first` at step 0 to `last` at `total_steps` along a line or half a cosine; constant: `first`."""
+    progress = min(max(step / max(total_steps, 1), 0.0), 1.0)
+    if name == "constant":
+        return first
     remaining = (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1 - progress
-    return floor + (1 - floor) * remaining
+    return last + (first - last) * remaining

@@ -1,0 +1,261 @@
+"""Every rule, mode and form against float64 math, and the identities between them."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.reference import direction, gradients, lion, mars, muon, newton_schulz
+from tests.optim.test_mars import relative, run
+from torchmars.optim import MARS
+from torchmars.optim.orthogonalize import newton_schulz_flops, orthogonalize
+
+SHAPES = [(12, 20), (20, 12), (7, 7), (1, 5)]
+BASE = dict(lr=6e-3, weight_decay=0.1)
+MARS_RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
+
+
+def starts(dtype=torch.float32):
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+            for seed, shape in enumerate(SHAPES)]
+
+
+def train(rule, dtype=torch.float32, steps=20, before=None, **settings):
+    """Parameters after `steps` steps, and the optimizer. Matrices are orthogonalised in the parameters' dtype."""
+    parameters = [nn.Parameter(start) for start in starts(dtype)]
+    optimizer = MARS(parameters, rule=rule, matrix_dtype=dtype, **BASE | settings)
+    sequences = [gradients(shape, steps, seed, dtype) for seed, shape in enumerate(SHAPES)]
+    for step in range(steps):
+        if before:
+            before(optimizer, step)
+        for parameter, sequence in zip(parameters, sequences):
+            parameter.grad = sequence[step].clone()
+        optimizer.step()
+    return parameters, optimizer
+
+
+def compare(parameters, reference, dtype, tolerance, **settings):
+    """The largest relative error against `reference`, and the steps on which its clip was active."""
+    clipped = 0
+    for seed, (parameter, start) in enumerate(zip(parameters, starts(dtype))):
+        expected = reference(start, gradients(start.shape, 20, seed, dtype), **settings)
+        if isinstance(expected, tuple):
+            expected, active = expected
+            clipped += active
+        assert relative(parameter, expected) < tolerance
+    return clipped
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", MARS_RULES)
+@pytest.mark.parametrize("settings", [{}, {"clip": None}, {"gamma": 0.2, "betas": (0.9, 0.95)}, {"clip": None, "gamma": 0.1}, {"gamma": 0.0}])
+def test_mars_rules_in_approximate_form(rule, dtype, settings):
+    parameters, optimizer = train(rule, dtype, **settings)
+    matrix = rule in ("mars-shampoo", "mars-m")
+    tolerance = {torch.float64: 1e-7, torch.float32: 1e-5 if matrix else 1e-6}[dtype]
+    clipped = compare(parameters, mars, dtype, tolerance, rule=rule, **settings)
+    assert (clipped > 0) == (settings.get("clip", 1.0) is not None)
+    lean = settings.get("clip", 1.0) is None and rule != "mars-adamw"
+    buffers = {name for name in optimizer.state[parameters[0]] if name != "step"}
+    assert buffers == ({"momentum"} if lean else {"exp_avg", "last_grad"} | ({"exp_avg_sq"} if rule == "mars-adamw" else set()))
+
+
+@pytest.mark.parametrize("rule", MARS_RULES)
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_gamma_may_follow_a_schedule(rule, clip):
+    gammas = [0.1 - 0.004 * step for step in range(21)]
+
+    def schedule(optimizer, step):
+        optimizer.param_groups[0] |= {"gamma": gammas[step], "gamma_next": gammas[step + 1]}
+
+    parameters, _ = train(rule, torch.float64, before=schedule, clip=clip)
+    compare(parameters, mars, torch.float64, 1e-7, rule=rule, clip=clip, gamma=gammas)
+
+
+@pytest.mark.parametrize("rule", MARS_RULES)
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_exact_mode(rule, clip):
+    lasts = [gradients(shape, 21, seed + 50, torch.float64) for seed, shape in enumerate(SHAPES)]
+
+    def look_ahead(optimizer, step):
+        for parameter, last in zip(optimizer.param_groups[0]["params"], lasts):
+            parameter.grad = last[step + 1].clone() if step < 20 else None
+        optimizer.look_ahead()
+
+    parameters, optimizer = train(rule, torch.float64, before=look_ahead, clip=clip, exact=True)
+    for seed, (parameter, start) in enumerate(zip(parameters, starts(torch.float64))):
+        expected, _ = mars(start, gradients(start.shape, 20, seed, torch.float64), rule=rule, clip=clip, last=lasts[seed])
+        assert relative(parameter, expected) < 1e-7
+    with pytest.raises(RuntimeError, match="look_ahead"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("settings", [{}, {"betas": (0.95, 0.98)}])
+def test_lion(settings):
+    settings = {"betas": (0.9, 0.99)} | settings
+    parameters, _ = train("lion", torch.float64, **settings)
+    compare(parameters, lion, torch.float64, 1e-9, **BASE, **settings)
+
+
+def test_lion_is_mars_lion_with_another_gamma():
+    """Lion(b1, b2) is mars-lion with beta b2, gamma 1 - b1 / b2, from h_1 = 0: m_1 = (1 - b1) g_1 there, (1 - b2) g_1 here."""
+    parameters, _ = train("lion", torch.float64, steps=20, betas=(0.9, 0.99))
+    others = [nn.Parameter(start) for start in starts(torch.float64)]
+    optimizer = MARS(others, rule="mars-lion", clip=None, betas=(0.99, 0.0), gamma=1 - 0.9 / 0.99, **BASE)
+    for state in optimizer.state.values():
+        state["step"].fill_(1)  # as if a step with a zero gradient had been made: h_1 = 0
+    run(optimizer, others, [gradients(shape, 20, seed, torch.float64) for seed, shape in enumerate(SHAPES)])
+    for one, other in zip(parameters, others):
+        assert relative(one, other) < 1e-9
+
+
+def test_muon():
+    parameters, _ = train("muon", torch.float64)
+    compare(parameters, muon, torch.float64, 1e-7, momentum=0.95, **BASE)
+
+
+def test_muon_equals_torch():
+    """In bfloat16, where a last bit may differ: torch divides by the norm in place, and without eps."""
+    ours = [nn.Parameter(start) for start in starts()]
+    theirs = [nn.Parameter(start) for start in starts()]
+    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
+    run(MARS(ours, rule="muon", **BASE), ours, sequences)
+    run(torch.optim.Muon(theirs, momentum=0.95, adjust_lr_fn="match_rms_adamw", **BASE), theirs, sequences)
+    for one, other, start in zip(ours, theirs, starts()):
+        assert relative(one - start, other - start) < 2e-2
+
+
+def test_shampoo_without_reduction_is_muon_with_plain_momentum():
+    parameters, _ = train("mars-shampoo", torch.float64, gamma=0.0, clip=None)
+    for seed, (parameter, start) in enumerate(zip(parameters, starts(torch.float64))):
+        x, m = start.clone(), torch.zeros_like(start)
+        for g in gradients(start.shape, 20, seed, torch.float64):
+            m = 0.95 * m + 0.05 * g
+            x = x - BASE["lr"] * (direction("mars-shampoo", m) + BASE["weight_decay"] * x)
+        assert relative(parameter, x) < 1e-7
+
+
+def test_exact_on_one_batch_is_approximate():
+    """On a deterministic objective both take the gradient at the last weights."""
+    target = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def trained(exact):
+        x = nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))
+        optimizer = MARS([x], lr=0.05, gamma=0.3, exact=exact)
+        for _ in range(15):
+            for ahead in (True, False) if exact else (False,):
+                optimizer.zero_grad()
+                (x - target).pow(2).sum().backward()
+                optimizer.look_ahead() if ahead else optimizer.step()
+        return x
+
+    assert relative(trained(True), trained(False)) < 1e-12
+
+
+@pytest.mark.parametrize("rule", MARS_RULES)
+def test_last_grad_in_bfloat16(rule):
+    parameters, optimizer = train(rule, last_grad_dtype=torch.bfloat16)
+    full, _ = train(rule)
+    for parameter, other in zip(parameters, full):
+        assert optimizer.state[parameter]["last_grad"].dtype == torch.bfloat16
+        assert relative(parameter, other) < (0.1 if rule == "mars-lion" else 1e-2)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[parameters[0]]["last_grad"].dtype == torch.bfloat16
+
+
+def test_global_clip_inside_equals_clip_grad_norm():
+    inside, outside = ([nn.Parameter(start) for start in starts()] for _ in range(2))
+    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
+    first = MARS([{"params": inside[:2]}, {"params": inside[2:], "rule": "adamw"}], max_grad_norm=0.7, **BASE)
+    second = MARS([{"params": outside[:2]}, {"params": outside[2:], "rule": "adamw"}], **BASE)
+    for step in range(20):
+        for parameters in (inside, outside):
+            for parameter, sequence in zip(parameters, sequences):
+                parameter.grad = sequence[step].clone()
+        norm = torch.nn.utils.clip_grad_norm_(outside, 0.7)
+        first.step()
+        second.step()
+        assert first.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    for one, other in zip(inside, outside):
+        assert relative(one, other) < 1e-6
+
+
+@pytest.mark.parametrize("rule", [*MARS_RULES, "adamw", "lion", "muon"])
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_with_a_non_finite_gradient_changes_nothing(rule, clip, bad):
+    clean, _ = train(rule, clip=clip, max_grad_norm=1.0)
+    parameters = [nn.Parameter(start) for start in starts()]
+    optimizer = MARS(parameters, rule=rule, clip=clip, max_grad_norm=1.0, matrix_dtype=torch.float32, **BASE)
+    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
+    for step in range(20):
+        for broken in (True, False) if step in (0, 7, 8) else (False,):
+            for parameter, sequence in zip(parameters, sequences):
+                parameter.grad = sequence[step].clone()
+            if broken:
+                parameters[1].grad[0, 0] = bad
+            optimizer.step()
+            assert optimizer.telemetry()["skipped_in_a_row"] == broken
+    assert optimizer.telemetry()["skipped_steps"] == 3
+    for parameter, other in zip(parameters, clean):
+        assert torch.equal(parameter, other)
+
+
+def test_telemetry():
+    parameters = [nn.Parameter(start) for start in starts(torch.float64)]
+    optimizer = MARS([{"params": parameters, "role": "matrix"}], gamma=0.1)
+    sequences = [gradients(shape, 20, seed, torch.float64) for seed, shape in enumerate(SHAPES)]
+    run(optimizer, parameters, [sequence[:6] for sequence in sequences])
+    told = optimizer.telemetry()
+    g, h = (torch.cat([sequence[step].flatten() for sequence in sequences]) for step in (5, 4))
+    kappa = 0.1 * 0.95 / 0.05
+    norms = [(sequence[5] + kappa * (sequence[5] - sequence[4])).norm() for sequence in sequences]
+    assert told["grad_norm"] == pytest.approx(g.norm().item())
+    assert told["matrix/grad_norm"] == pytest.approx(g.norm().item())
+    assert told["matrix/cosine"] == pytest.approx((g @ h / g.norm() / h.norm()).item())
+    assert told["matrix/correction"] == pytest.approx((kappa * (g - h).norm() / g.norm()).item())
+    assert told["matrix/clipped"] == sum(norm > 1 for norm in norms) / len(norms)
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo", "muon"])
+def test_batches_flattening_and_splits_are_separate_matrices(rule):
+    """Experts, a convolution and a fused QKV weight against the same matrices as parameters of their own."""
+    whole = {"experts": torch.randn(3, 6, 4), "conv": torch.randn(6, 4, 3, 3), "qkv": torch.randn(12, 6), "uneven": torch.randn(10, 6)}
+    sequences = {name: gradients(tuple(value.shape), 5, seed) for seed, (name, value) in enumerate(whole.items())}
+    options = {"experts": {}, "conv": {"flatten": True}, "qkv": {"split": 3}, "uneven": {"split": (6, 2, 2)}}
+    cut = {"experts": lambda x: list(x), "conv": lambda x: [x.flatten(1)], "qkv": lambda x: list(x.chunk(3)),
+           "uneven": lambda x: list(x.split((6, 2, 2)))}
+    settings = dict(rule=rule, clip=None, matrix_dtype=torch.float32, **BASE)
+    for name, value in whole.items():
+        together = nn.Parameter(value.clone())
+        parts = [nn.Parameter(part.clone()) for part in cut[name](value)]
+        run(MARS([{"params": [together], **options[name]}], **settings), [together], [sequences[name]])
+        run(MARS(parts, **settings), parts, list(zip(*(cut[name](g) for g in sequences[name]))))
+        for one, other in zip(cut[name](together), parts):
+            assert torch.equal(one, other)
+
+
+def test_newton_schulz():
+    matrices = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    result = orthogonalize(matrices)
+    for matrix, one in zip(matrices, result):
+        torch.testing.assert_close(one, newton_schulz(matrix))
+    singular = torch.linalg.svdvals(result)
+    assert (singular > 0.5).all() and (singular < 1.3).all()
+    torch.testing.assert_close(orthogonalize(matrices.mT), result.mT)
+    assert not orthogonalize(torch.zeros(1, 3, 4)).any()
+    bfloat16 = matrices.bfloat16()
+    assert all(torch.equal(orthogonalize(bfloat16[i:i + 1])[0], orthogonalize(bfloat16)[i]) for i in range(3))
+    assert newton_schulz_flops(8, 20) == newton_schulz_flops(20, 8) == 5 * (4 * 64 * 20 + 2 * 512)
+
+
+def test_bad_matrix_arguments_are_named():
+    with pytest.raises(ValueError, match="at least two dimensions"):
+        MARS([nn.Parameter(torch.ones(4))], rule="mars-m")
+    for split in (0, 3, (2, 3)):
+        with pytest.raises(ValueError, match="split"):
+            MARS([nn.Parameter(torch.ones(4, 4))], rule="mars-m", split=split)
+    with pytest.raises(ValueError, match="contiguous"):
+        MARS([torch.ones(4, 6).T.requires_grad_()], rule="muon")
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        MARS([nn.Parameter(torch.ones(4, 4))], max_grad_norm=-1.0)

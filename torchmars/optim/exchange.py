@@ -1,0 +1,236 @@
+"""Shards to owners and back: carries out the plan of `owners.py`.
+
+The blocks of a bucket's matrices travel to their owners in one all-to-all, are orthogonalised there, and the results
+travel back in another; under HSDP each replica does its share and an all-gather passes the results on to the others.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchmars.optim.norms import group_over, sharded_dims
+from torchmars.optim.orthogonalize import orthogonalize
+from torchmars.optim.owners import Block, MatrixShape, Unit, plan_buckets
+
+
+@dataclass
+class Piece:
+    """A rank's part of one unit: where it lies in the local shard and how long it is."""
+
+    unit: Unit
+    local: tuple[slice, slice, slice]
+    """Within the local shard, seen as [batch, rows, cols]."""
+    in_unit: tuple[slice, slice]
+    """Within the unit's matrix."""
+    numel: int
+
+
+def piece_of(unit: Unit, block: Block) -> Piece | None:
+    """The piece of `unit` in a rank's `block`, or None."""
+    part = unit.overlap(block)
+    if part is None:
+        return None
+    local = tuple(slice(start - block[dim][0], stop - block[dim][0]) for dim, (start, stop) in enumerate(part))
+    (r0, r1), (c0, c1) = part[1:]
+    return Piece(unit, local, (slice(r0 - unit.row, r1 - unit.row), slice(c0, c1)), (r1 - r0) * (c1 - c0))
+
+
+@dataclass
+class Bucket:
+    """What this rank sends, receives and computes for one bucket."""
+
+    outgoing: list[list[Piece]]
+    """To each rank of the shard group: my pieces of the units it owns."""
+    incoming: list[list[Piece]]
+    """From each rank of the shard group: its pieces of the units I own."""
+    by_replica: list[list[Piece]]
+    """My pieces of the units that each replica owns, in the order in which they come back."""
+    owned: list[Unit]
+
+    parameters: list[int] = field(default_factory=list)
+    """Numbers of the parameters that have units here."""
+
+
+class Sharding:
+    """The matrix parameters that share a mesh and sharded dimensions: their plan and their traffic.
+
+    Creating one is collective over the ranks of the mesh. Plain tensors share a mesh of one rank: this one.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[MatrixShape], loads: dict[int, int]) -> None:
+        self.parameters, self.shapes = parameters, shapes
+        first = parameters[0]
+        self.device = (first.to_local() if isinstance(first, DTensor) else first).device
+        if isinstance(first, DTensor):
+            mesh = first.device_mesh
+            dims = (sharded_dims(first) or (mesh, ()))[1]
+            others = tuple(dim for dim in range(mesh.ndim) if dim not in dims)
+            coordinate, mesh_shape = mesh.get_coordinate(), tuple(mesh.shape)
+            grid = mesh.mesh.permute(*others, *dims).reshape(-1, _product(mesh_shape, dims))  # [replicas, shards]
+            me = grid.eq(dist.get_rank()).nonzero()[0]
+            self.replica, self.shard = int(me[0]), int(me[1])
+            self.shard_group = group_over(mesh, dims) if grid.shape[1] > 1 else None
+            self.replica_group = group_over(mesh, others) if grid.shape[0] > 1 else None
+            coordinates = [mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in grid[self.replica]]
+            ranks = grid.flatten().tolist()
+            for group, wanted in ((self.shard_group, grid[self.replica]), (self.replica_group, grid[:, self.shard])):
+                if group is not None and dist.get_process_group_ranks(group) != wanted.tolist():
+                    raise ValueError("the ranks of a mesh must ascend along its dimensions")
+        else:
+            coordinate, mesh_shape, coordinates, ranks = (), (), [()], [0]
+            self.replica = self.shard = 0
+            self.shard_group = self.replica_group = None
+        self.shards, self.replicas = len(coordinates), len(ranks) // len(coordinates)
+        self.buckets = []
+        placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
+        plan = plan_buckets(shapes, ranks, loads)
+        for assigned in plan:
+            self.buckets.append(self._bucket(assigned, mesh_shape, placements, coordinate, coordinates))
+        self._check_same_plan(plan)
+
+    def _bucket(self, assigned: list[tuple[Unit, int]], mesh_shape, placements, coordinate, coordinates) -> Bucket:
+        bucket = Bucket([[] for _ in range(self.shards)], [[] for _ in range(self.shards)], [[] for _ in range(self.replicas)], [])
+        bucket.parameters = sorted({unit.parameter for unit, _ in assigned})
+        mine = {number: self.shapes[number].block(mesh_shape, placements[number], coordinate) for number in bucket.parameters}
+        back: list[list[list[Piece]]] = [[[] for _ in range(self.shards)] for _ in range(self.replicas)]
+        for unit, owner in assigned:
+            replica, shard = divmod(owner, self.shards)
+            piece = piece_of(unit, mine[unit.parameter])
+            if piece is not None:
+                back[replica][shard].append(piece)
+            if (replica, shard) == (self.replica, self.shard):
+                bucket.owned.append(unit)
+                for source, other in enumerate(coordinates):
+                    theirs = piece_of(unit, self.shapes[unit.parameter].block(mesh_shape, placements[unit.parameter], other))
+                    if theirs is not None:
+                        bucket.incoming[source].append(theirs)
+        bucket.outgoing = back[self.replica]
+        bucket.by_replica = [[piece for pieces in shards for piece in pieces] for shards in back]
+        return bucket
+
+    def _check_same_plan(self, plan: list[list[tuple[Unit, int]]]) -> None:
+        """Ranks that planned differently would hang in the first step; say so at once."""
+        digest = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
+        for group in (self.shard_group, self.replica_group):
+            if group is not None:
+                low_high = torch.tensor([digest, -digest], device=self.device)
+                dist.all_reduce(low_high, op=dist.ReduceOp.MIN, group=group)
+                if low_high[0] != -low_high[1]:
+                    raise RuntimeError("the ranks do not hold the same parameters in the same order")
+
+    def zeros(self, piece: Piece) -> Tensor:
+        """What a parameter without a gradient sends."""
+        return torch.zeros((), device=self.device).expand([part.stop - part.start for part in piece.local])
+
+    def start(self, bucket: Bucket, read: Callable[[int, Piece], Tensor], dtype: torch.dtype) -> "Transfer":
+        """Send my pieces of the Newton–Schulz input, which `read(parameter, piece)` gives, to their owners."""
+        pieces = [piece for pieces in bucket.outgoing for piece in pieces]
+        packed = torch.empty(sum(piece.numel for piece in pieces), dtype=dtype, device=self.device)
+        for part, piece in zip(packed.split([piece.numel for piece in pieces]), pieces):
+            values = read(piece.unit.parameter, piece)
+            part.view(values.shape).copy_(values)
+        return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
+
+    def compute(self, bucket: Bucket, arrived: Tensor) -> "Transfer":
+        """Orthogonalise the units this rank owns, equal shapes in one batch, and send the results back."""
+        incoming = [piece for pieces in bucket.incoming for piece in pieces]
+        sizes = [piece.numel for piece in incoming]
+        by_shape: dict[tuple[int, int], list[Unit]] = {}
+        for unit in bucket.owned:
+            by_shape.setdefault((unit.rows, unit.cols), []).append(unit)
+        batches = {shape: arrived.new_empty(len(units), *shape) for shape, units in by_shape.items()}
+        matrices = {unit: matrix for shape, units in by_shape.items() for unit, matrix in zip(units, batches[shape])}
+        for part, piece in zip(arrived.split(sizes), incoming):
+            matrix = matrices[piece.unit][piece.in_unit]
+            matrix.copy_(part.view(matrix.shape))
+        for batch in batches.values():
+            batch.copy_(orthogonalize(batch))
+        for part, piece in zip(arrived.split(sizes), incoming):  # what arrived has been read: its memory takes the results
+            part.view(matrices[piece.unit][piece.in_unit].shape).copy_(matrices[piece.unit][piece.in_unit])
+        return self._all_to_all(arrived, bucket.incoming, bucket.outgoing)
+
+    def finish(self, bucket: Bucket, returned: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Pass the results on to the other replicas; then my pieces of every unit's result, [1, rows, cols] each."""
+        counts = [sum(piece.numel for piece in pieces) for pieces in bucket.by_replica]
+        gathered = [returned]
+        if self.replica_group is not None:
+            padded = returned.new_zeros(max(counts))
+            padded[:len(returned)] = returned
+            everyone = returned.new_empty(self.replicas * max(counts))
+            dist.all_gather_into_tensor(everyone, padded, group=self.replica_group)
+            gathered = [part[:count] for part, count in zip(everyone.split(max(counts)) if max(counts) else [everyone] * len(counts), counts)]
+        for values, pieces in zip(gathered, bucket.by_replica):
+            for part, piece in zip(values.split([piece.numel for piece in pieces]), pieces):
+                rows, cols = piece.local[1], piece.local[2]
+                yield piece, part.view(1, rows.stop - rows.start, cols.stop - cols.start)
+
+    def _all_to_all(self, packed: Tensor, outgoing: list[list[Piece]], incoming: list[list[Piece]]) -> "Transfer":
+        if self.shard_group is None:
+            return Transfer(packed, None, packed)
+        sent, received = ([sum(piece.numel for piece in pieces) for pieces in side] for side in (outgoing, incoming))
+        arriving = packed.new_empty(sum(received))
+        work = dist.all_to_all_single(arriving, packed, received, sent, group=self.shard_group, async_op=True)
+        return Transfer(arriving, work, packed)
+
+
+@dataclass
+class Transfer:
+    """Values under way, and the buffer they were sent from, which must live until they have arrived."""
+
+    values: Tensor
+    work: dist.Work | None
+    sent_from: Tensor
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.values
+
+
+def run(shardings: Sequence[Sharding], read: Callable[[Sharding, int, Piece], Tensor],
+        write: Callable[[Sharding, int, Piece, Tensor], None], meanwhile: Callable[[], None], *, dtype: torch.dtype,
+        overlap: bool = True) -> None:
+    """Orthogonalise every matrix of `shardings`, bucket by bucket.
+
+    While bucket k is computed, bucket k + 1 travels in and k - 1 out; `meanwhile` runs while the first one travels.
+    `read(sharding, parameter, piece)` gives the input [1, rows, cols] of a piece of this rank's shards, and `write` takes the
+    result of one. Without `overlap` every transfer is waited for as soon as it has started; the results are the same.
+    """
+    def under_way(transfer: Transfer) -> Transfer:
+        if not overlap:
+            transfer.wait()
+        return transfer
+
+    def start(job: tuple[Sharding, Bucket]) -> Transfer:
+        sharding, bucket = job
+        return under_way(sharding.start(bucket, lambda number, piece: read(sharding, number, piece), dtype))
+
+    def finish(job: tuple[Sharding, Bucket], transfer: Transfer) -> None:
+        sharding, bucket = job
+        for piece, values in sharding.finish(bucket, transfer.wait()):
+            write(sharding, piece.unit.parameter, piece, values)
+
+    jobs = [(sharding, bucket) for sharding in shardings for bucket in sharding.buckets]
+    arriving = start(jobs[0]) if jobs else None
+    meanwhile()
+    returning: Transfer | None = None
+    for number, (sharding, bucket) in enumerate(jobs):
+        following = start(jobs[number + 1]) if number + 1 < len(jobs) else None
+        computed = under_way(sharding.compute(bucket, arriving.wait()))
+        if returning is not None:
+            finish(jobs[number - 1], returning)
+        arriving, returning = following, computed
+    if returning is not None:
+        finish(jobs[-1], returning)
+
+
+def _product(sizes: Sequence[int], dims: Sequence[int]) -> int:
+    result = 1
+    for dim in dims:
+        result *= sizes[dim]
+    return result

@@ -1,0 +1,150 @@
+"""Which rank owns which matrix.
+
+A matrix that is sharded over several ranks is orthogonalised whole, on one of them. Everything here follows from static
+facts (shapes, mesh, placements), so every rank makes the same plan on its own; `exchange.py` carries it out.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor.placement_types import Placement
+
+from torchmars.optim.orthogonalize import newton_schulz_flops
+
+# A bucket travels in one all-to-all: small enough to overlap with the work on others, of work for every rank.
+BUCKET_ELEMENTS = 2**26
+
+Interval = tuple[int, int]
+Block = tuple[Interval, Interval, Interval]  # the part [batch, rows, cols] of a matrix parameter that a rank holds
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """A parameter seen as a batch of matrices [batch, rows, cols], each cut by rows into `parts`.
+
+    Two dimensions are one matrix, three a batch (experts); with `flatten`, or from four dimensions on, all but the first are
+    flattened into the columns (convolutions). `parts` are row counts: a fused QKV weight is (q, k, v).
+    """
+
+    shape: tuple[int, ...]
+    flatten: bool = False
+    split: int | tuple[int, ...] = 1
+
+    def __post_init__(self) -> None:
+        if len(self.shape) < 2:
+            raise ValueError(f"a matrix rule needs parameters of at least two dimensions, got one of shape {self.shape}")
+        if sum(self.parts) != self.matrix[1]:
+            raise ValueError(f"split = {self.split} does not divide the {self.matrix[1]} rows of a parameter of shape {self.shape}")
+
+    @property
+    def flattened(self) -> bool:
+        return self.flatten or len(self.shape) > 3
+
+    @property
+    def matrix(self) -> tuple[int, int, int]:
+        """The whole parameter, as [batch, rows, cols]."""
+        return self.local(self.shape)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The rows of each matrix of the batch after the split."""
+        rows = self.matrix[1]
+        if isinstance(self.split, int):
+            return (rows // self.split,) * self.split if self.split > 0 and rows % self.split == 0 else (-1,)
+        return tuple(self.split)
+
+    def local(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """A rank's part of `shape`, seen as [batch, rows, cols]."""
+        if self.flattened:
+            return 1, shape[0], math.prod(shape[1:])
+        return (1, *shape) if len(shape) == 2 else tuple(shape)
+
+    def block(self, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]) -> Block:
+        """What the rank at `coordinate` of the mesh holds, as intervals of [batch, rows, cols]."""
+        held = intervals(self.shape, mesh_shape, placements, coordinate)
+        if self.flattened:
+            if any(interval != (0, size) for interval, size in zip(held[2:], self.shape[2:])):
+                raise ValueError(f"a parameter of shape {self.shape} that is flattened to a matrix can be sharded over its first two "
+                                 "dimensions only")
+            inner = math.prod(self.shape[2:])
+            return (0, 1), held[0], (held[1][0] * inner, held[1][1] * inner)
+        return ((0, 1), *held) if len(self.shape) == 2 else held
+
+
+def intervals(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement],
+              coordinate: Sequence[int]) -> tuple[Interval, ...]:
+    """The part of a tensor that the rank at `coordinate` holds, an interval for each dimension.
+
+    Shards are as `torch.chunk` cuts them: pieces of ceil(size / n), the last ones shorter or empty. A strided shard (FSDP
+    over tensor parallel) is cut after the plain ones of its dimension.
+    """
+    held = [(0, size) for size in shape]
+    sharding = [(dim, placement) for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    for mesh_dim, placement in sorted(sharding, key=lambda item: hasattr(item[1], "split_factor")):
+        start, stop = held[placement.dim]
+        piece = -(-(stop - start) // mesh_shape[mesh_dim])
+        begin = min(start + piece * coordinate[mesh_dim], stop)
+        held[placement.dim] = begin, min(begin + piece, stop)
+    return tuple(held)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One matrix to orthogonalise: rows [row, row + rows) of entry `batch` of parameter number `parameter`."""
+
+    parameter: int
+    batch: int
+    row: int
+    rows: int
+    cols: int
+
+    @property
+    def flops(self) -> int:
+        return newton_schulz_flops(self.rows, self.cols)
+
+    def overlap(self, block: Block) -> Block | None:
+        """The part of `block` that belongs to this unit, as intervals of the parameter's [batch, rows, cols]; None if none does."""
+        (b0, b1), (r0, r1), (c0, c1) = block
+        first, last = max(r0, self.row), min(r1, self.row + self.rows)
+        if not (b0 <= self.batch < b1 and first < last and c0 < c1):
+            return None
+        return (self.batch, self.batch + 1), (first, last), (c0, c1)
+
+
+def units_of(parameter: int, shape: MatrixShape) -> list[Unit]:
+    """The matrices of parameter number `parameter`, in order."""
+    batch, _, cols = shape.matrix
+    starts = [sum(shape.parts[:part]) for part in range(len(shape.parts))]
+    return [Unit(parameter, entry, row, rows, cols) for entry in range(batch) for row, rows in zip(starts, shape.parts)]
+
+
+def plan_buckets(shapes: Sequence[MatrixShape], ranks: Sequence[int], loads: dict[int, int]) -> list[list[tuple[Unit, int]]]:
+    """Units with their owners, bucket by bucket. Owners are indices into `ranks`.
+
+    Parameters go into buckets by falling cost, so that equal shapes meet in one; each bucket is dealt out longest first to
+    the rank with the least work so far ("longest processing time", Graham 1969). `loads` is the work of each global rank in
+    FLOPs, carried on from bucket to bucket and updated.
+    """
+    units = [units_of(number, shape) for number, shape in enumerate(shapes)]
+    order = sorted(range(len(shapes)), key=lambda number: (-sum(unit.flops for unit in units[number]), shapes[number].shape, number))
+    elements = sum(math.prod(shape.shape) for shape in shapes)
+    count = max(1, min(-(-elements // BUCKET_ELEMENTS), sum(map(len, units)) // len(ranks)))
+
+    buckets: list[list[tuple[Unit, int]]] = [[] for _ in range(count)]
+    filled = 0
+    for number in order:
+        buckets[min(filled * count // elements, count - 1)] += [(unit, -1) for unit in units[number]]
+        filled += math.prod(shapes[number].shape)
+    buckets = [bucket for bucket in buckets if bucket]
+    heap = [(loads.get(rank, 0), owner) for owner, rank in enumerate(ranks)]
+    heapq.heapify(heap)
+    for bucket in buckets:
+        for place in sorted(range(len(bucket)), key=lambda place: -bucket[place][0].flops):
+            unit = bucket[place][0]
+            load, owner = heapq.heappop(heap)
+            bucket[place] = unit, owner
+            heapq.heappush(heap, (load + unit.flops, owner))
+    loads |= {ranks[owner]: load for load, owner in heap}
+    return buckets
