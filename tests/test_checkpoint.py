@@ -17,11 +17,12 @@ from torchmars.errors import UserError
 from torchmars.parallel import mesh
 from torchmars.trainer import Trainer
 
-NAMES = ("mars-adamw", "adamw")
+NAMES = ("mars-adamw", "adamw", "mars-m", "exact")  # exact: mars-adamw in exact mode
 
 
 def tables_of(folder, run, name, **overrides):
-    return tiny_tables(folder, run={"name": f"{run}-{name}"}, optimizer={"name": name, "lr": 6e-3},
+    optimizer = {"name": "mars-adamw", "mode": "exact"} if name == "exact" else {"name": name}
+    return tiny_tables(folder, run={"name": f"{run}-{name}"}, optimizer=optimizer | {"lr": 6e-3},
                        data={"num_workers": 1}, checkpoint={"interval": 8}, **overrides)
 
 
@@ -60,7 +61,8 @@ def test_resumed_losses(folder, size, tolerance):
     for name in NAMES:
         expected, actual = metrics(straight[name]), metrics(resumed[name])
         assert list(actual) == list(range(1, 21))  # what came after the checkpoint was made again, once
-        assert all(actual[step] == pytest.approx(expected[step], rel=tolerance, abs=0) for step in actual)
+        loosely = 1e-3 if name == "mars-m" and tolerance else tolerance  # rounding may pick another bfloat16
+        assert all(actual[step] == pytest.approx(expected[step], rel=loosely, abs=0) for step in actual)
 
 
 def test_a_finished_run_goes_on_with_more_steps(folder):

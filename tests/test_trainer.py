@@ -2,11 +2,16 @@
 
 import pytest
 
-from tests.tiny import metrics, tiny_tables, train, write_text
+from tests.ranks import run_ranks
+from tests.tiny import metrics, tiny_tables, train, train_here, write_text
+from torchmars.errors import UserError
+from torchmars.trainer import Trainer
 
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2}),
            "replicas": (2, {"dp_replicate": 2})}
+MATRIX_RULES = ("mars-shampoo", "mars-m", "muon")
 VARIANTS = [(name, microbatch) for name in ("mars-adamw", "adamw") for microbatch in (None, 2)]
+VARIANTS += [(name, 2) for name in ("mars-lion", "lion", *MATRIX_RULES)]
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +21,7 @@ def losses(tmp_path_factory):
     write_text(folder)
     result = {}
     for layout, (size, parallelism) in LAYOUTS.items():
-        runs = [tiny_tables(folder, run={"name": f"{layout}-{name}-{microbatch}"}, optimizer={"name": name, "lr": 6e-3},
+        runs = [tiny_tables(folder, run={"name": f"{layout}-{name}-{microbatch}"}, optimizer={"name": name, "lr": 1e-3 if "lion" in name else 6e-3},
                             training={} if microbatch is None else {"microbatch_size": microbatch}, parallelism=parallelism,
                             validation={"interval": 10, "windows": 7})
                 for name, microbatch in VARIANTS]
@@ -29,12 +34,14 @@ def losses(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name,microbatch", VARIANTS)
 def test_same_losses_on_every_layout(losses, layout, name, microbatch):
-    expected, expected_validation = losses["one", name, None]
+    expected, expected_validation = losses["one", name, None if ("one", name, None) in losses else 2]
     actual, validation = losses[layout, name, microbatch]
     assert list(actual) == list(range(1, 21))
-    assert actual == pytest.approx(expected, rel=1e-5)
+    # Rounding decides between two bfloat16 inputs of an orthogonalisation, and between the signs of an entry near 0.
+    tolerance = 1e-5 if "adamw" in name else 1e-3
+    assert actual == pytest.approx(expected, rel=tolerance)
     assert sorted(validation) == [10, 20]
-    assert validation == pytest.approx(expected_validation, rel=1e-5)
+    assert validation == pytest.approx(expected_validation, rel=tolerance)
 
 
 def test_loss_falls(losses):
@@ -44,3 +51,48 @@ def test_loss_falls(losses):
 
 def test_optimizers_differ(losses):
     assert losses["one", "mars-adamw", None][0][20] != pytest.approx(losses["one", "adamw", None][0][20], rel=1e-3)
+
+
+def fails(tables):
+    try:
+        train_here(tables)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def broken_from_step_3(tables):
+    """Every gradient from step 3 on is not finite."""
+    original = Trainer.backward
+
+    def backward(self, batch):
+        loss = original(self, batch)
+        if self.step >= 2:
+            next(self.model.parameters()).grad.to_local().fill_(float("nan"))
+        return loss
+
+    Trainer.backward = backward
+    return fails(tables)
+
+
+def test_a_run_that_only_skips_stops(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, metrics={"log_interval": 4})
+    errors = run_ranks(broken_from_step_3, 2, tables, timeout=60)
+    assert errors[0] == errors[1] and "the last 10 steps up to 12 were skipped" in errors[0]
+    assert metrics(tables, "train/skipped_steps") == {1: 0, 4: 2, 8: 6, 12: 10}
+
+
+def test_telemetry_is_in_the_metrics(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, training={"steps": 3}, optimizer={"name": "mars-m"})
+    train(2, tables)
+    for name in ("grad_norm", "optimizer_ms", "skipped_steps", "matrix/clipped", "matrix/correction", "matrix/cosine", "embedding/grad_norm",
+                 "vector/grad_norm"):
+        assert list(metrics(tables, f"train/{name}")) == [1, 2, 3]
+
+
+def test_a_pattern_that_claims_nothing_is_refused(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, optimizer={"groups": [{"pattern": "*.nothing"}]})
+    assert "'*.nothing' claims no parameter" in run_ranks(fails, 1, tables)[0]

@@ -1,0 +1,238 @@
+"""Every rule on shards of every kind: the same as on whole tensors, with no more communication than the plan says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.optim.reference import gradients
+from tests.ranks import run_ranks
+from torchmars.optim import MARS, owners
+
+ELEMENTWISE = ("mars-adamw", "mars-lion", "adamw", "lion")
+MATRIX = ("mars-shampoo", "mars-m", "muon")
+SHAPES = [(10, 6), (7, 12), (2, 5), (1, 4), (5, 6, 3), (8, 8), (8, 8)]  # over 4 ranks: uneven and empty shards, fewer rows than ranks
+STEPS = 6
+
+
+def starts():
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(SHAPES)]
+
+
+def whole(values):
+    return [value.full_tensor().detach() if isinstance(value, DTensor) else value.detach() for value in values]
+
+
+def steps(parameters, rule, distribute, number=STEPS, **settings):
+    """Take `number` steps with gradients given whole and laid out by `distribute`."""
+    optimizer = MARS(parameters, rule=rule, weight_decay=0.1, **settings)
+    sequences = [gradients(shape, STEPS, seed) for seed, shape in enumerate(SHAPES)]
+    for step in range(number):
+        for parameter, sequence in zip(parameters, sequences):
+            parameter.grad = distribute(sequence[step])
+        optimizer.step()
+    return optimizer
+
+
+def unsharded(rule, **settings):
+    parameters = [nn.Parameter(start) for start in starts()]
+    steps(parameters, rule, lambda gradient: gradient.clone(), **settings)
+    return whole(parameters)
+
+
+def on_mesh(shape, placements, rules, settings):
+    mesh = init_device_mesh("cpu", shape)
+    result = {}
+    for rule in rules:
+        parameters = [nn.Parameter(distribute_tensor(start, mesh, placements)) for start in starts()]
+        steps(parameters, rule, lambda gradient: distribute_tensor(gradient, mesh, placements), **settings)
+        result[rule] = whole(parameters)
+    return result
+
+
+LAYOUTS = [((2,), [Shard(0)]), ((4,), [Shard(0)]), ((4,), [Shard(1)]), ((4,), [Replicate()]), ((2, 2), [Replicate(), Shard(0)]),
+           ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Shard(0), Shard(0)])]
+
+
+@pytest.mark.parametrize("shape,placements", LAYOUTS)
+def test_every_rule_equals_whole_tensors(shape, placements):
+    """To rounding, and for matrix rules with momenta that are the same bit for bit (no clip: no norm is summed in parts) exactly."""
+    ranks = torch.Size(shape).numel()
+    expected = {rule: unsharded(rule, max_grad_norm=1.0) for rule in ELEMENTWISE + MATRIX}
+    for result in run_ranks(on_mesh, ranks, shape, placements, ELEMENTWISE + MATRIX, {"max_grad_norm": 1.0}):
+        for rule in ELEMENTWISE:
+            for one, other in zip(result[rule], expected[rule]):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        for rule in MATRIX:  # a momentum that differs in its last bit may round to another bfloat16
+            for one, other in zip(result[rule], expected[rule]):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    expected = {rule: unsharded(rule, clip=None) for rule in MATRIX}
+    for result in run_ranks(on_mesh, ranks, shape, placements, MATRIX, {"clip": None}):
+        for rule in MATRIX:
+            assert all(torch.equal(one, other) for one, other in zip(result[rule], expected[rule]))
+
+
+class Layers(nn.Module):
+    """Column- and row-wise parallel layers: under FSDP x TP the first has strided shards."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False)
+
+
+def on_fsdp_tp(rules, settings):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    result = {}
+    for rule in rules:
+        model = Layers()
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        result[rule] = train_layers(model, rule, settings)
+    strided = [type(placement).__name__ for placement in model.up.weight.placements]
+    return result, strided
+
+
+def train_layers(model, rule, settings):
+    parameters = list(model.parameters())
+    optimizer = MARS(parameters, rule=rule, weight_decay=0.1, **settings)
+    sequences = [gradients(tuple(parameter.shape), STEPS, seed) for seed, parameter in enumerate(parameters)]
+    for step in range(STEPS):
+        for parameter, sequence in zip(parameters, sequences):
+            gradient = sequence[step].clone()
+            if isinstance(parameter, DTensor):
+                block = owners.intervals(parameter.shape, parameter.device_mesh.shape, parameter.placements, parameter.device_mesh.get_coordinate())
+                local = gradient[tuple(slice(*interval) for interval in block)].contiguous()
+                gradient = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                                              stride=parameter.stride())
+            parameter.grad = gradient
+        optimizer.step()
+    return whole(parameters)
+
+
+def test_fsdp_over_tensor_parallel():
+    rules = ELEMENTWISE + MATRIX
+    exact = {"clip": None, "max_grad_norm": None}
+    results = run_ranks(on_fsdp_tp, 4, rules, exact)
+    expected = {rule: train_layers(Layers(), rule, exact) for rule in rules}
+    for result, strided in results:
+        assert "_StridedShard" in strided
+        for rule in MATRIX:
+            assert all(torch.equal(one, other) for one, other in zip(result[rule], expected[rule])), rule
+        for rule in ELEMENTWISE:
+            for one, other in zip(result[rule], expected[rule]):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def counted(shape, placements, rule):
+    """One step's collectives by name, bytes this rank sent to others in all-to-alls, full_tensor calls, and the buckets."""
+    mesh = init_device_mesh("cpu", shape)
+    parameters = [nn.Parameter(distribute_tensor(start, mesh, placements)) for start in starts()]
+    optimizer = steps(parameters, rule, lambda gradient: distribute_tensor(gradient, mesh, placements), 1, max_grad_norm=1.0)
+    sent, original = [], dist.all_to_all_single
+
+    def spy(output, input, output_sizes, input_sizes, group=None, **options):
+        mine = dist.get_rank(group)
+        sent.append(sum(size for rank, size in enumerate(input_sizes) if rank != mine) * input.element_size())
+        return original(output, input, output_sizes, input_sizes, group=group, **options)
+
+    calls = []
+    dist.all_to_all_single, DTensor.full_tensor = spy, lambda self: calls.append(self)
+    with CommDebugMode() as mode:
+        optimizer.step()
+    names = {str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()}
+    return names, sent, len(calls), sum(len(sharding.buckets) for sharding in optimizer._shardings)
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "mars-adamw"])
+@pytest.mark.parametrize("shape,placements", [((2,), [Shard(0)]), ((4,), [Shard(0)]), ((2, 2), [Replicate(), Shard(0)])])
+def test_collectives_and_bytes_of_a_step(shape, placements, rule):
+    results = run_ranks(counted, torch.Size(shape).numel(), shape, placements, rule)
+    elements = sum(torch.Size(each).numel() for each in SHAPES)
+    shards, replicas = shape[-1], torch.Size(shape[:-1]).numel()
+    for names, sent, full_tensors, buckets in results:
+        assert full_tensors == 0
+        expected = {"allreduce": 1}
+        if rule == "mars-m":
+            expected |= {"alltoall_base": 2 * buckets} | ({"allgather_base": buckets} if replicas > 1 else {})
+        assert names == expected
+    if rule == "mars-m":
+        assert buckets >= 1
+        # 2 N / W (W - 1) / W bytes in bfloat16 each way for each of W ranks on average, shared out over the replicas; here the
+        # shards are uneven and owners hold whole matrices, so the bound is on the sum: what an owner holds itself does not travel.
+        total = sum(sum(sent) for _, sent, _, _ in results)
+        assert 0 < total <= 2 * 2 * elements
+        if shards == 2 and replicas == 1:
+            assert total == pytest.approx(2 * 2 * elements * (shards - 1) / shards, rel=0.25)
+
+
+def even_bytes():
+    """Bytes sent by this rank in a step over eight equal matrices that divide evenly."""
+    mesh = init_device_mesh("cpu", (4,))
+    parameters = [nn.Parameter(distribute_tensor(torch.randn(16, 8), mesh, [Shard(0)])) for _ in range(8)]
+    optimizer = MARS(parameters, rule="mars-m")
+    sent, original = [], dist.all_to_all_single
+
+    def spy(output, input, output_sizes, input_sizes, group=None, **options):
+        sent.append(2 * sum(size for rank, size in enumerate(input_sizes) if rank != dist.get_rank()))
+        return original(output, input, output_sizes, input_sizes, group=group, **options)
+
+    dist.all_to_all_single = spy
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return sum(sent)
+
+
+def test_bytes_are_the_formula_where_shards_are_even():
+    """2 N / W (W - 1) / W each way (design: whole matrices on owning ranks), N = 1024 elements here, W = 4."""
+    assert run_ranks(even_bytes, 4) == [2 * (2 * 1024 / 4 * 3 / 4)] * 4
+
+
+def overlapped(overlap):
+    owners.BUCKET_ELEMENTS = 100  # several buckets
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])) for start in starts()]
+    optimizer = steps(parameters, "mars-m", lambda gradient: distribute_tensor(gradient, mesh, [Shard(0)]), overlap=overlap)
+    assert len(optimizer._shardings[0].buckets) > 2
+    return whole(parameters)
+
+
+def test_overlap_changes_nothing():
+    with_overlap, without = run_ranks(overlapped, 2, True)[0], run_ranks(overlapped, 2, False)[0]
+    assert all(torch.equal(one, other) for one, other in zip(with_overlap, without))
+
+
+def different_plans():
+    mesh = init_device_mesh("cpu", (2,))
+    sizes = [(8, 4), (4, 4)] if dist.get_rank() == 0 else [(4, 4), (8, 4)]
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(size), mesh, [Shard(0)], src_data_rank=None)) for size in sizes]
+    try:
+        MARS(parameters, rule="mars-m")
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_that_plan_differently_say_so():
+    assert run_ranks(different_plans, 2, timeout=30) == ["the ranks do not hold the same parameters in the same order"] * 2
+
+
+def exchanged_pieces(shape, placements):
+    """What this rank's plan says it holds of each parameter, against DTensor's own word."""
+    mesh = init_device_mesh("cpu", shape)
+    for start in starts():
+        parameter = distribute_tensor(start, mesh, placements)
+        block = owners.intervals(parameter.shape, mesh.shape, parameter.placements, mesh.get_coordinate())
+        if not torch.equal(start[tuple(slice(*interval) for interval in block)], parameter.to_local()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("shape,placements", LAYOUTS)
+def test_blocks_are_those_of_dtensor(shape, placements):
+    assert all(run_ranks(exchanged_pieces, torch.Size(shape).numel(), shape, placements))
