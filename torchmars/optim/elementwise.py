@@ -1,8 +1,8 @@
-"""The passes of a step that work element by element, each on the flat local part of one tensor.
+"""The passes of a step that work element by element, on the flat local parts of tensors.
 
 Two passes make a step: `inner_products` reads gradient and last gradient once for all norms, an update reads everything
-once more and writes it. Both are plain torch; `compiled` fuses one into a single kernel, on CPU and GPU alike. Nothing waits
-for the device: every factor is a 0-d tensor, in the dtype of the computation.
+once more and writes it. Both are plain torch on lists; `run_pass` has them fused into kernels, on CPU and GPU alike. Nothing
+waits for the device: every factor is a 0-d tensor, in the dtype of the computation.
 
 Names: g gradient, h last gradient, m and v moments, u the one buffer of a lean momentum; `scale` the factor of the global clip,
 `clip` that of the tensor's own, `kappa` the strength of the correction, `ok` whether all gradients are finite (where it is false
@@ -21,30 +21,29 @@ from torch import Tensor
 COMPILE_FROM = 2**16  # elements; for less a kernel of its own does not pay
 TOGETHER = 4  # tensors of one size in a call: calls cost time, and so does compiling long ones
 
+Tensors = Sequence[tuple[Tensor, ...]]
+Factors = Sequence[dict[str, Any]]
 
-def run_pass(function: Callable, tensors: Sequence[tuple[Tensor, ...]], factors: Sequence[dict[str, Any]], compile: bool) -> list[Any]:
-    """`function(*tensors[i], **factors[i])` for each i; its results. With `compile`, large tensors go through fused kernels."""
+
+def run_pass(function: Callable[[Tensors, Factors], Any], tensors: Tensors, factors: Factors, compile: bool) -> list[Any]:
+    """`function` on all `tensors` with their `factors`; its results. With `compile`, large tensors go through fused kernels."""
     results: list[Any] = [None] * len(tensors)
     by_size: dict[int, list[int]] = {}
     for number, (first, *_) in enumerate(tensors):
-        by_size.setdefault(first.numel() if compile else 0, []).append(number)
+        by_size.setdefault(first.numel() if compile and first.numel() >= COMPILE_FROM else 0, []).append(number)
     for size, numbers in by_size.items():
-        together = 1 if size < COMPILE_FROM or len(numbers) < TOGETHER else TOGETHER
+        call = _compiled(function) if size else function
         while numbers:
-            now, numbers = (numbers[:together], numbers[together:]) if len(numbers) >= together else (numbers[:1], numbers[1:])
-            call = _compiled(function) if size >= COMPILE_FROM else _each(function)
-            for number, result in zip(now, call([tensors[i] for i in now], [factors[i] for i in now])):
+            together = TOGETHER if len(numbers) >= TOGETHER else 1
+            now, numbers = numbers[:together], numbers[together:]
+            for number, result in zip(now, call([tensors[i] for i in now], [factors[i] for i in now]) or ()):
                 results[number] = result
     return results
 
 
-def _each(function: Callable) -> Callable:
-    return lambda tensors, factors: [function(*these, **their) for these, their in zip(tensors, factors)]
-
-
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    return torch.compile(_each(function), dynamic=True)
+    return torch.compile(function, dynamic=True)
 
 
 def can_compile(device: torch.device) -> bool:
@@ -52,10 +51,13 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cuda" or any(shutil.which(compiler) for compiler in ("g++", "c++", "clang++"))
 
 
-def inner_products(g: Tensor, h: Tensor) -> Tensor:
-    """[<g, g>, <g, h>, <h, h>] in float64, since the norm that follows from them cancels when kappa is large."""
-    g, h = g.double(), h.double()
-    return torch.stack([(g * g).sum(), (g * h).sum(), (h * h).sum()])
+def inner_products(tensors: Tensors, factors: Factors) -> list[Tensor]:
+    """[<g, g>, <g, h>, <h, h>] of each (g, h), in float64, since the norm that follows from them cancels when kappa is large."""
+    result = []
+    for g, h in tensors:
+        g, h = g.double(), h.double()
+        result.append(torch.stack([(g * g).sum(), (g * h).sum(), (h * h).sum()]))
+    return result
 
 
 def squared_norm(g: Tensor) -> Tensor:
@@ -70,44 +72,65 @@ def corrected_squared_norms(products: Tensor, scale: Tensor, kappa: Tensor) -> T
     return (((1 + kappa) * scale) ** 2 * gg - 2 * kappa * (1 + kappa) * scale * gh + kappa**2 * hh).clamp(min=0.0)
 
 
-def adamw_(p: Tensor, g: Tensor, h: Tensor, m: Tensor, v: Tensor, scale: Tensor, clip: Tensor, kappa: Tensor, ok: Tensor,
-           lr: Tensor, rate1: Tensor, rate2: Tensor, unbias1: Tensor, unbias2: Tensor, eps: Tensor, weight_decay: Tensor, keep: bool) -> None:
-    """MARS-AdamW in place; `unbias` are the factors of the bias corrections. With `keep`, h becomes the gradient just used."""
-    used, c = _correct(g, h, scale, clip, kappa)
-    new_m, new_v = m + rate1 * (c - m), v + rate2 * (c * c - v)
-    direction = new_m * unbias1 / ((new_v * unbias2).sqrt() + eps)
-    x = p.to(c.dtype)
-    _set(p, x - lr * (direction + weight_decay * x), ok)
-    _set(m, new_m, ok)
-    _set(v, new_v, ok)
-    if keep:
-        _set(h, used, ok)
+def adamw_(tensors: Tensors, factors: Factors) -> None:
+    """MARS-AdamW on each (p, g, h, m, v) in place; `unbias` are the factors of the bias corrections. With `keep`, h becomes the
+    gradient just used."""
+    for (p, g, h, m, v), f in zip(tensors, factors):
+        used, c = _correct(g, h, f)
+        new_m, new_v = m + f["rate1"] * (c - m), v + f["rate2"] * (c * c - v)
+        direction = new_m * f["unbias1"] / ((new_v * f["unbias2"]).sqrt() + f["eps"])
+        x = p.to(c.dtype)
+        _set(p, x - f["lr"] * (direction + f["weight_decay"] * x), f["ok"])
+        _set(m, new_m, f["ok"])
+        _set(v, new_v, f["ok"])
+        if f["keep"]:
+            _set(h, used, f["ok"])
 
 
-def momentum_(g: Tensor, h: Tensor, m: Tensor, scale: Tensor, clip: Tensor, kappa: Tensor, ok: Tensor, rate1: Tensor,
-              keep: bool) -> None:
-    """The first moment of the corrected gradient, in place. With `keep`, h becomes the gradient just used."""
-    used, c = _correct(g, h, scale, clip, kappa)
-    _set(m, m + rate1 * (c - m), ok)
-    if keep:
-        _set(h, used, ok)
+def momentum_(tensors: Tensors, factors: Factors) -> None:
+    """The first moment of the corrected gradient, on each (m, g, h) in place. With `keep`, h becomes the gradient just used."""
+    for (m, g, h), f in zip(tensors, factors):
+        used, c = _correct(g, h, f)
+        _set(m, m + f["rate1"] * (c - m), f["ok"])
+        if f["keep"]:
+            _set(h, used, f["ok"])
 
 
-def lean_momentum_(g: Tensor, u: Tensor, scale: Tensor, ok: Tensor, decay: Tensor, weight: Tensor) -> None:
-    """u <- decay u + weight g, in place: see `lean_coefficients`."""
-    _set(u, decay * u.to(scale.dtype) + weight * (g * scale), ok)
+def lion_(tensors: Tensors, factors: Factors) -> None:
+    """MARS-Lion on each (p, g, h, m) in place: `momentum_`, then x <- x - lr (sign(m) + weight_decay x)."""
+    for (p, g, h, m), f in zip(tensors, factors):
+        used, c = _correct(g, h, f)
+        new_m = m + f["rate1"] * (c - m)
+        _sign(p, new_m, f)
+        _set(m, new_m, f["ok"])
+        if f["keep"]:
+            _set(h, used, f["ok"])
 
 
-def sign_(p: Tensor, m: Tensor, g: Tensor, out: Tensor, ok: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
-    """Lion's update in place: x <- x - lr (sign(m + out g) + weight_decay x); `out` is 0 for a full momentum m and holds the global clip's factor."""
-    x = p.to(out.dtype)
-    _set(p, x - lr * (torch.sign(m + out * g) + weight_decay * x), ok)
+def lean_momentum_(tensors: Tensors, factors: Factors) -> None:
+    """u <- decay u + weight g on each (u, g), in place: see `lean_coefficients`."""
+    for (u, g), f in zip(tensors, factors):
+        _set(u, f["decay"] * u.to(f["scale"].dtype) + f["weight"] * (g * f["scale"]), f["ok"])
 
 
-def _correct(g: Tensor, h: Tensor, scale: Tensor, clip: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
+def lean_lion_(tensors: Tensors, factors: Factors) -> None:
+    """Lion on each (p, u, g) in place: `lean_momentum_`, then the sign of u + out g."""
+    for (p, u, g), f in zip(tensors, factors):
+        used = g.to(f["scale"].dtype) * f["scale"]
+        new_u = f["decay"] * u + f["weight"] * used
+        _sign(p, new_u + f["out"] * used, f)
+        _set(u, new_u, f["ok"])
+
+
+def _sign(p: Tensor, momentum: Tensor, f: dict[str, Any]) -> None:
+    x = p.to(momentum.dtype)
+    _set(p, x - f["lr"] * (torch.sign(momentum) + f["weight_decay"] * x), f["ok"])
+
+
+def _correct(g: Tensor, h: Tensor, f: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The gradient after the global clip, and its clipped correction (MARS, arXiv 2411.10438, equation 4.2)."""
-    used = g.to(scale.dtype) * scale
-    return used, (used + kappa * (used - h.to(used.dtype))) * clip
+    used = g.to(f["scale"].dtype) * f["scale"]
+    return used, (used + f["kappa"] * (used - h.to(used.dtype))) * f["clip"]
 
 
 def _set(old: Tensor, new: Tensor, ok: Tensor) -> None:

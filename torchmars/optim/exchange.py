@@ -5,17 +5,22 @@ travel back in another; under HSDP each replica does its share and an all-gather
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from torchmars.optim.norms import group_over, sharded_dims
 from torchmars.optim.orthogonalize import orthogonalize
 from torchmars.optim.owners import Block, MatrixShape, Unit, plan_buckets
+
+
+BATCH_ELEMENTS = 2**24  # orthogonalised at once: enough to fill a device, little beside the model
 
 
 @dataclass
@@ -52,8 +57,31 @@ class Bucket:
     """My pieces of the units that each replica owns, in the order in which they come back."""
     owned: list[Unit]
 
-    parameters: list[int] = field(default_factory=list)
-    """Numbers of the parameters that have units here."""
+
+def rank_bucket(assigned: Sequence[tuple[Unit, int]], shapes: Sequence[MatrixShape], placements: Sequence[Sequence[Placement]],
+                mesh_shape: Sequence[int], coordinates: Sequence[Sequence[int]], replica: int, shard: int, replicas: int) -> Bucket:
+    """What the rank number `shard` of replica number `replica` has to do with a bucket of units and their owners.
+
+    `coordinates` are those of the ranks of its replica. Linear in the bucket's units, and in its own units times ranks.
+    """
+    shards = len(coordinates)
+    held = {number: shapes[number].block(mesh_shape, placements[number], coordinates[shard])
+            for number in {unit.parameter for unit, _ in assigned}}
+    bucket = Bucket([], [[] for _ in range(shards)], [], [])
+    pieces: list[list[list[Piece]]] = [[[] for _ in range(shards)] for _ in range(replicas)]  # mine, by owner
+    for unit, owner in assigned:
+        piece = piece_of(unit, held[unit.parameter])
+        if piece is not None:
+            pieces[owner // shards][owner % shards].append(piece)
+        if (owner // shards, owner % shards) == (replica, shard):
+            bucket.owned.append(unit)
+            for source, coordinate in enumerate(coordinates):
+                theirs = piece_of(unit, shapes[unit.parameter].block(mesh_shape, placements[unit.parameter], coordinate))
+                if theirs is not None:
+                    bucket.incoming[source].append(theirs)
+    bucket.outgoing = pieces[replica]
+    bucket.by_replica = [[piece for owned in by_owner for piece in owned] for by_owner in pieces]
+    return bucket
 
 
 class Sharding:
@@ -70,8 +98,8 @@ class Sharding:
             mesh = first.device_mesh
             dims = (sharded_dims(first) or (mesh, ()))[1]
             others = tuple(dim for dim in range(mesh.ndim) if dim not in dims)
-            coordinate, mesh_shape = mesh.get_coordinate(), tuple(mesh.shape)
-            grid = mesh.mesh.permute(*others, *dims).reshape(-1, _product(mesh_shape, dims))  # [replicas, shards]
+            mesh_shape = tuple(mesh.shape)
+            grid = mesh.mesh.permute(*others, *dims).reshape(-1, math.prod(mesh_shape[dim] for dim in dims))  # [replicas, shards]
             me = grid.eq(dist.get_rank()).nonzero()[0]
             self.replica, self.shard = int(me[0]), int(me[1])
             self.shard_group = group_over(mesh, dims) if grid.shape[1] > 1 else None
@@ -82,36 +110,15 @@ class Sharding:
                 if group is not None and dist.get_process_group_ranks(group) != wanted.tolist():
                     raise ValueError("the ranks of a mesh must ascend along its dimensions")
         else:
-            coordinate, mesh_shape, coordinates, ranks = (), (), [()], [0]
+            mesh_shape, coordinates, ranks = (), [()], [0]
             self.replica = self.shard = 0
             self.shard_group = self.replica_group = None
         self.shards, self.replicas = len(coordinates), len(ranks) // len(coordinates)
-        self.buckets = []
         placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
         plan = plan_buckets(shapes, ranks, loads)
-        for assigned in plan:
-            self.buckets.append(self._bucket(assigned, mesh_shape, placements, coordinate, coordinates))
+        self.buckets = [rank_bucket(assigned, shapes, placements, mesh_shape, coordinates, self.replica, self.shard, self.replicas)
+                        for assigned in plan]
         self._check_same_plan(plan)
-
-    def _bucket(self, assigned: list[tuple[Unit, int]], mesh_shape, placements, coordinate, coordinates) -> Bucket:
-        bucket = Bucket([[] for _ in range(self.shards)], [[] for _ in range(self.shards)], [[] for _ in range(self.replicas)], [])
-        bucket.parameters = sorted({unit.parameter for unit, _ in assigned})
-        mine = {number: self.shapes[number].block(mesh_shape, placements[number], coordinate) for number in bucket.parameters}
-        back: list[list[list[Piece]]] = [[[] for _ in range(self.shards)] for _ in range(self.replicas)]
-        for unit, owner in assigned:
-            replica, shard = divmod(owner, self.shards)
-            piece = piece_of(unit, mine[unit.parameter])
-            if piece is not None:
-                back[replica][shard].append(piece)
-            if (replica, shard) == (self.replica, self.shard):
-                bucket.owned.append(unit)
-                for source, other in enumerate(coordinates):
-                    theirs = piece_of(unit, self.shapes[unit.parameter].block(mesh_shape, placements[unit.parameter], other))
-                    if theirs is not None:
-                        bucket.incoming[source].append(theirs)
-        bucket.outgoing = back[self.replica]
-        bucket.by_replica = [[piece for pieces in shards for piece in pieces] for shards in back]
-        return bucket
 
     def _check_same_plan(self, plan: list[list[tuple[Unit, int]]]) -> None:
         """Ranks that planned differently would hang in the first step; say so at once."""
@@ -137,21 +144,21 @@ class Sharding:
         return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
 
     def compute(self, bucket: Bucket, arrived: Tensor) -> "Transfer":
-        """Orthogonalise the units this rank owns, equal shapes in one batch, and send the results back."""
+        """Orthogonalise the units this rank owns, equal shapes in batches, and send the results back."""
         incoming = [piece for pieces in bucket.incoming for piece in pieces]
-        sizes = [piece.numel for piece in incoming]
-        by_shape: dict[tuple[int, int], list[Unit]] = {}
-        for unit in bucket.owned:
-            by_shape.setdefault((unit.rows, unit.cols), []).append(unit)
-        batches = {shape: arrived.new_empty(len(units), *shape) for shape, units in by_shape.items()}
-        matrices = {unit: matrix for shape, units in by_shape.items() for unit, matrix in zip(units, batches[shape])}
-        for part, piece in zip(arrived.split(sizes), incoming):
-            matrix = matrices[piece.unit][piece.in_unit]
-            matrix.copy_(part.view(matrix.shape))
-        for batch in batches.values():
-            batch.copy_(orthogonalize(batch))
-        for part, piece in zip(arrived.split(sizes), incoming):  # what arrived has been read: its memory takes the results
-            part.view(matrices[piece.unit][piece.in_unit].shape).copy_(matrices[piece.unit][piece.in_unit])
+        parts: dict[Unit, list[tuple[Piece, Tensor]]] = {}
+        for piece, part in zip(incoming, arrived.split([piece.numel for piece in incoming])):
+            parts.setdefault(piece.unit, []).append((piece, part))
+        for units in batches(bucket.owned):
+            matrices = arrived.new_empty(len(units), units[0].rows, units[0].cols)
+            for unit, matrix in zip(units, matrices):
+                for piece, part in parts[unit]:
+                    place = matrix[piece.in_unit]
+                    place.copy_(part.view(place.shape))
+            for unit, matrix in zip(units, orthogonalize(matrices)):
+                for piece, part in parts[unit]:  # what arrived has been read: its memory takes the result
+                    place = matrix[piece.in_unit]
+                    part.view(place.shape).copy_(place)
         return self._all_to_all(arrived, bucket.incoming, bucket.outgoing)
 
     def finish(self, bucket: Bucket, returned: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -176,6 +183,17 @@ class Sharding:
         arriving = packed.new_empty(sum(received))
         work = dist.all_to_all_single(arriving, packed, received, sent, group=self.shard_group, async_op=True)
         return Transfer(arriving, work, packed)
+
+
+def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Units of equal shape together, of BATCH_ELEMENTS at most."""
+    by_shape: dict[tuple[int, int], list[Unit]] = {}
+    for unit in units:
+        by_shape.setdefault((unit.rows, unit.cols), []).append(unit)
+    for (rows, cols), alike in by_shape.items():
+        size = max(1, BATCH_ELEMENTS // (rows * cols))
+        for first in range(0, len(alike), size):
+            yield alike[first:first + size]
 
 
 @dataclass
@@ -227,10 +245,3 @@ def run(shardings: Sequence[Sharding], read: Callable[[Sharding, int, Piece], Te
         arriving, returning = following, computed
     if returning is not None:
         finish(jobs[-1], returning)
-
-
-def _product(sizes: Sequence[int], dims: Sequence[int]) -> int:
-    result = 1
-    for dim in dims:
-        result *= sizes[dim]
-    return result

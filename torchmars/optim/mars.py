@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchmars.optim import exchange
-from torchmars.optim.elementwise import adamw_, can_compile, inner_products, lean_momentum_, momentum_, run_pass, sign_, squared_norm
+from torchmars.optim.elementwise import (
+    adamw_, can_compile, inner_products, lean_lion_, lean_momentum_, lion_, momentum_, run_pass, squared_norm)
 from torchmars.optim.norms import ShardSum, sharding_key
 from torchmars.optim.owners import MatrixShape
 from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
@@ -218,22 +219,22 @@ class MARS(torch.optim.Optimizer):
         return scale, ok, products
 
     def _update_momentum(self, update: GroupUpdate) -> None:
-        """The second pass of rules that use a momentum only, up to the momentum."""
+        """The second pass of matrix rules, up to the momentum."""
         if update.lean:
-            run_pass(lean_momentum_, list(zip(update.grads, update.momenta)), update.lean_factors(), self.compile)
+            run_pass(lean_momentum_, list(zip(update.momenta, update.grads)), update.lean_factors(), self.compile)
         else:
-            factors = [each | {"rate1": update.rate1, "keep": not self.exact} for each in update.correction_factors()]
-            run_pass(momentum_, list(zip(update.grads, update.last_grads, update.momenta)), factors, self.compile)
+            run_pass(momentum_, list(zip(update.momenta, update.grads, update.last_grads)), update.correction_factors(), self.compile)
 
     def _update_elementwise(self, update: GroupUpdate) -> None:
         """The second pass of the rules that work element by element."""
-        if update.rule.kind == "sign":
-            self._update_momentum(update)
-            run_pass(sign_, list(zip(update.locals, update.momenta, update.grads)), update.sign_factors(), self.compile)
-        elif update.rule.corrected:
-            factors = [a | b | {"keep": not self.exact} for a, b in zip(update.correction_factors(), update.adamw_factors())]
-            run_pass(adamw_, list(zip(update.locals, update.grads, update.last_grads, update.momenta, update.squares)), factors,
+        if update.rule.kind == "sign" and update.lean:
+            run_pass(lean_lion_, list(zip(update.locals, update.momenta, update.grads)), update.lean_factors(), self.compile)
+        elif update.rule.kind == "sign":
+            run_pass(lion_, list(zip(update.locals, update.grads, update.last_grads, update.momenta)), update.correction_factors(),
                      self.compile)
+        elif update.rule.corrected:
+            run_pass(adamw_, list(zip(update.locals, update.grads, update.last_grads, update.momenta, update.squares)),
+                     update.adamw_factors(), self.compile)
         else:
             # torch's own fused kernel, which takes many tensors at once. It raises the step counts itself.
             adamw(update.locals, update.grads, update.momenta, update.squares, [], update.steps, fused=True,

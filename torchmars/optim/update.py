@@ -20,8 +20,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in the order of its memory, as one dimension that shares it."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    """A dense tensor's elements in the order of its memory, as one dimension that shares it.
+
+    No view of the tensor: torch.compile would make kernels for every shape that a view comes from.
+    """
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
 
 
 @dataclass
@@ -42,7 +45,8 @@ class GroupUpdate:
     """
 
     def __init__(self, group: dict[str, Any], parameters: list[Tensor], state: dict[Tensor, dict[str, Tensor]], exact: bool) -> None:
-        self.group, self.rule, self.lean = group, RULES[group["rule"]], is_lean(group, exact)
+        self.group, self.exact = group, exact
+        self.rule, self.lean = RULES[group["rule"]], is_lean(group, exact)
         self.parameters = parameters
         self.locals = [flat(local_part(parameter)) for parameter in parameters]
         self.grads = [flat(_local_gradient(parameter)) for parameter in parameters]
@@ -79,26 +83,28 @@ class GroupUpdate:
         if self.lean and self.rule.kind != "adamw":
             gamma_next = self.group["gamma"] if self.group["gamma_next"] is None else self.group["gamma_next"]
             decay, weight, out, first = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"], gamma_next)
-            self.decay, self.out = self._scalar(decay), out * self.scale
+            self.decay, self.out = self._scalar(decay), self._scalar(out)
             self.weights = torch.where(counts > 0, weight, weight + first).to(self.dtype).unbind()
 
     def summary(self) -> Summary:
         return Summary(self.products, self.scale, self.clip, self.kappa)
 
-    def correction_factors(self) -> list[dict[str, Tensor]]:
-        return [{"scale": self.scale, "clip": clip, "kappa": kappa, "ok": self.ok}
-                for clip, kappa in zip(self.clip.unbind(), self.kappa.unbind())]
+    def correction_factors(self) -> list[dict[str, Any]]:
+        """For each parameter, what the passes over a corrected gradient need."""
+        shared = self._shared() | {"rate1": self.rate1, "keep": not self.exact}
+        return [shared | {"clip": clip, "kappa": kappa} for clip, kappa in zip(self.clip.unbind(), self.kappa.unbind())]
 
-    def adamw_factors(self) -> list[dict[str, Tensor]]:
-        return [{"lr": self.lr, "rate1": self.rate1, "rate2": self.rate2, "unbias1": unbias1, "unbias2": unbias2, "eps": self.eps,
-                 "weight_decay": self.weight_decay} for unbias1, unbias2 in zip(*self.unbias)]
+    def adamw_factors(self) -> list[dict[str, Any]]:
+        """The same for MARS-AdamW."""
+        return [each | {"rate2": self.rate2, "eps": self.eps, "unbias1": unbias1, "unbias2": unbias2}
+                for each, unbias1, unbias2 in zip(self.correction_factors(), *self.unbias)]
 
-    def lean_factors(self) -> list[dict[str, Tensor]]:
-        return [{"scale": self.scale, "ok": self.ok, "decay": self.decay, "weight": weight} for weight in self.weights]
+    def lean_factors(self) -> list[dict[str, Any]]:
+        """For each parameter, what the passes over a lean momentum need."""
+        return [self._shared() | {"decay": self.decay, "out": self.out, "weight": weight} for weight in self.weights]
 
-    def sign_factors(self) -> list[dict[str, Tensor]]:
-        out = self.out if self.lean else torch.zeros_like(self.scale)
-        return [{"out": out, "ok": self.ok, "lr": self.lr, "weight_decay": self.weight_decay}] * len(self.parameters)
+    def _shared(self) -> dict[str, Any]:
+        return {"scale": self.scale, "ok": self.ok, "lr": self.lr, "weight_decay": self.weight_decay}
 
     def matrix_input(self, number: int, shape: MatrixShape, place: Slices) -> Tensor:
         """The part `place` of what is to be orthogonalised, within the local [batch, rows, cols]."""
@@ -106,7 +112,7 @@ class GroupUpdate:
         if not self.lean:
             return momentum
         gradient = self._matrix(self.grads[number], number, shape)[place]
-        return momentum + self.out * torch.where(self.ok, gradient, 0)
+        return momentum + self.out * self.scale * torch.where(self.ok, gradient, 0)
 
     def apply_matrix(self, number: int, shape: MatrixShape, place: Slices, direction: Tensor, scale: float) -> None:
         """x <- x - lr (scale direction + weight_decay x) for the part `place` of the parameter, if the step counts."""

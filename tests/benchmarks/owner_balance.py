@@ -1,0 +1,55 @@
+"""How evenly whole matrices are dealt out over ranks, from the plan alone: `python tests/benchmarks/owner_balance.py`.
+
+For each model and number of FSDP ranks: the largest over the mean Newton–Schulz work of a rank, and the seconds that one rank
+needs to plan. Shapes only; no model is built and no process is started.
+"""
+
+import time
+
+from torch.distributed.tensor import Shard
+
+from torchmars.optim.exchange import rank_bucket
+from torchmars.optim.orthogonalize import newton_schulz_flops
+from torchmars.optim.owners import MatrixShape, plan_buckets
+
+RANKS = (2, 8, 64, 512)
+
+
+def gpt2(layers: int, width: int, split: bool) -> list[MatrixShape]:
+    qkv = MatrixShape((3 * width, width), split=3 if split else 1)
+    return [qkv, *map(MatrixShape, ((width, width), (4 * width, width), (width, 4 * width)))] * layers
+
+
+def llama3(layers: int, width: int, inner: int, split: bool) -> list[MatrixShape]:
+    """Eight key-value heads of 128; query, key and value as one fused weight, which `split` cuts."""
+    parts = (width, 1024, 1024)
+    qkv = MatrixShape((sum(parts), width), split=parts if split else 1)
+    return [qkv, *map(MatrixShape, ((width, width), (inner, width), (inner, width), (width, inner)))] * layers
+
+
+def main() -> None:
+    models = {"GPT-2 small": (gpt2, 12, 768), "GPT-2 XL": (gpt2, 48, 1600), "Llama-3 8B": (llama3, 32, 4096, 14336),
+              "Llama-3 70B": (llama3, 80, 8192, 28672)}
+    print("| model | QKV | units | " + " | ".join(f"{ranks} ranks" for ranks in RANKS) + " | floor at 512 | s to plan at 512 |")
+    print("|---" * (len(RANKS) + 5) + "|")
+    for name, (build, *arguments) in models.items():
+        for split in (False, True):
+            shapes = build(*arguments, split)
+            cells = []
+            for ranks in RANKS:
+                began = time.perf_counter()
+                loads: dict[int, int] = {}
+                plan = plan_buckets(shapes, range(ranks), loads)
+                coordinates = [(rank,) for rank in range(ranks)]
+                for assigned in plan:
+                    rank_bucket(assigned, shapes, [(Shard(0),)] * len(shapes), (ranks,), coordinates, 0, 0, 1)
+                seconds = time.perf_counter() - began
+                cells.append(f"{max(loads.values()) * ranks / sum(loads.values()):.2f}")
+            units = [unit for assigned in plan for unit, _ in assigned]
+            # No plan is better than the largest unit on a rank of its own.
+            floor = max(unit.flops for unit in units) * ranks / sum(newton_schulz_flops(unit.rows, unit.cols) for unit in units)
+            print(f"| {name} | {'split' if split else 'fused'} | {len(units)} | " + " | ".join(cells) + f" | {max(floor, 1):.2f} | {seconds:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
