@@ -11,7 +11,12 @@ LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"
            "replicas": (2, {"dp_replicate": 2})}
 MATRIX_RULES = ("mars-shampoo", "mars-m", "muon")
 VARIANTS = [(name, microbatch) for name in ("mars-adamw", "adamw") for microbatch in (None, 2)]
-VARIANTS += [(name, 2) for name in ("mars-lion", "lion", *MATRIX_RULES)]
+VARIANTS += [(name, 2) for name in ("mars-lion", "lion", *MATRIX_RULES, "mars-adamw exact")]
+
+
+def optimizer(name):
+    name, _, mode = name.partition(" ")
+    return {"name": name, "mode": mode or "approx", "lr": 1e-3 if "lion" in name else 6e-3}
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +26,7 @@ def losses(tmp_path_factory):
     write_text(folder)
     result = {}
     for layout, (size, parallelism) in LAYOUTS.items():
-        runs = [tiny_tables(folder, run={"name": f"{layout}-{name}-{microbatch}"}, optimizer={"name": name, "lr": 1e-3 if "lion" in name else 6e-3},
+        runs = [tiny_tables(folder, run={"name": f"{layout}-{name}-{microbatch}"}, optimizer=optimizer(name),
                             training={} if microbatch is None else {"microbatch_size": microbatch}, parallelism=parallelism,
                             validation={"interval": 10, "windows": 7})
                 for name, microbatch in VARIANTS]
@@ -96,3 +101,12 @@ def test_a_pattern_that_claims_nothing_is_refused(tmp_path):
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, optimizer={"groups": [{"pattern": "*.nothing"}]})
     assert "'*.nothing' claims no parameter" in run_ranks(fails, 1, tables)[0]
+
+
+def test_gamma_follows_its_schedule(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, training={"steps": 6}, optimizer={"gamma": 0.1}, schedule={"gamma": "linear", "final_gamma": 0.0})
+    train(1, tables)
+    corrections = metrics(tables, "train/matrix/correction")
+    assert corrections[1] == 0 and corrections[6] == 0  # no last gradient yet; gamma 0
+    assert all(corrections[step] > 0 for step in range(2, 6))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import resource
 import time
 from collections.abc import Iterator
@@ -132,7 +133,7 @@ class Metrics:
 
     def _write(self, step: int, kind: str, values: dict[str, float]) -> None:
         named = {f"{kind}/{name}": value for name, value in values.items()}
-        self.file.write(json.dumps({"step": step} | named) + "\n")
+        self.file.write(json.dumps({"step": step} | {name: value if math.isfinite(value) else None for name, value in named.items()}) + "\n")
         self.file.flush()
         if self.tensorboard:
             for name, value in named.items():

@@ -259,3 +259,28 @@ def test_bad_matrix_arguments_are_named():
         MARS([torch.ones(4, 6).T.requires_grad_()], rule="muon")
     with pytest.raises(ValueError, match="max_grad_norm"):
         MARS([nn.Parameter(torch.ones(4, 4))], max_grad_norm=-1.0)
+
+
+@pytest.mark.parametrize("settings,wanted", [
+    ({"rule": "adamw"}, 8), ({"rule": "mars-adamw"}, 12), ({"rule": "mars-adamw", "exact": True}, 16),
+    ({"rule": "mars-adamw", "last_grad_dtype": torch.bfloat16}, 10), ({"rule": "lion"}, 4), ({"rule": "muon"}, 4)]
+    + [({"rule": rule, "clip": clip}, wanted) for rule in ("mars-lion", "mars-shampoo", "mars-m") for clip, wanted in ((1.0, 8), (None, 4))])
+def test_bytes_of_state_per_parameter(settings, wanted):
+    parameter = nn.Parameter(torch.zeros(100, 100))
+    optimizer = MARS([parameter], **settings)
+    kept = [*optimizer.state[parameter].values(), *optimizer._ahead.values()]
+    assert sum(value.numel() * value.element_size() for value in kept if value.ndim) == wanted * parameter.numel()
+
+
+def test_compiled_passes_equal_plain_ones():
+    """Tensors large enough to be compiled, alone and together, against the same step without compilation."""
+    shapes = [(300, 300)] * 5 + [(70_000,), (3,)]
+    for rule in ("mars-adamw", "mars-lion", "lion"):
+        results = []
+        for compile in (True, False):
+            parameters = [nn.Parameter(torch.full(shape, 0.5)) for shape in shapes]
+            optimizer = MARS(parameters, rule=rule, compile=compile, max_grad_norm=1.0)
+            run(optimizer, parameters, [gradients(shape, 4, seed) for seed, shape in enumerate(shapes)])
+            results.append(parameters)
+        for one, other in zip(*results):
+            assert relative(one, other) < (1e-6 if rule == "mars-adamw" else 1e-4)

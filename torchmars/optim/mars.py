@@ -273,6 +273,7 @@ class MARS(torch.optim.Optimizer):
                 scale, kappa = kept[0].scale, kept[0].kappa[0]
                 difference = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0).sqrt()
                 values[f"{role}/clipped"] = (torch.cat([each.clip for each in kept]) < 1).double().mean()
-                values[f"{role}/correction"] = kappa * difference / (scale * gg.sqrt())
-                values[f"{role}/cosine"] = gh / (gg * hh).sqrt()
+                # The first step has no last gradient, and tells 0.
+                values[f"{role}/correction"] = torch.where(gg > 0, kappa * difference / (scale * gg.sqrt()), 0.0)
+                values[f"{role}/cosine"] = torch.where(gg * hh > 0, gh / (gg * hh).sqrt(), 0.0)
         return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist()))
