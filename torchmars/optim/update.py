@@ -70,8 +70,9 @@ class GroupUpdate:
         self.weight_decay = self._scalar(self.group["weight_decay"])
         self.clip = self.kappa = None
         counts = torch.stack(self.steps).double()
+        first_step = (counts == 0).double()
         if self.last_grads:
-            kappa = torch.where(counts > 0, self.group["gamma"] * beta1 / (1 - beta1), 0.0).double()
+            kappa = (1 - first_step) * (self.group["gamma"] * beta1 / (1 - beta1))
             clip = torch.ones_like(kappa)
             if self.group["clip"] is not None:
                 norms = corrected_squared_norms(self.products, scale, kappa).sqrt()
@@ -84,7 +85,7 @@ class GroupUpdate:
             gamma_next = self.group["gamma"] if self.group["gamma_next"] is None else self.group["gamma_next"]
             decay, weight, out, first = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"], gamma_next)
             self.decay, self.out = self._scalar(decay), self._scalar(out)
-            self.weights = torch.where(counts > 0, weight, weight + first).to(self.dtype).unbind()
+            self.weights = (weight + first * first_step).to(self.dtype).unbind()
 
     def summary(self) -> Summary:
         return Summary(self.products, self.scale, self.clip, self.kappa)
