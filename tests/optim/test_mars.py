@@ -160,3 +160,57 @@ def test_bad_parameters_are_refused():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse"):
         optimizer.step()
+
+
+def test_a_copy_and_a_bad_group_and_no_rows():
+    parameter = nn.Parameter(torch.ones(4, 4))
+    optimizer = MARS([{"params": []}, {"params": [parameter], "rule": "mars-m"}, {"params": [nn.Parameter(torch.ones(0, 4))], "rule": "muon"}])
+    twin = copy.deepcopy(optimizer)
+    for each in (optimizer, twin):
+        (tensor,) = each.param_groups[1]["params"]
+        tensor.grad = torch.eye(4)
+        each.step()
+    assert torch.equal(parameter, twin.param_groups[1]["params"][0]) and twin.param_groups[1]["params"][0] is not parameter
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": -1.0})
+    assert len(optimizer.param_groups) == 3
+
+
+def test_huge_gradients_are_finite():
+    for rule in ("adamw", "mars-adamw", "lion"):
+        parameter = nn.Parameter(torch.ones(4))
+        optimizer = MARS([parameter], rule=rule, lr=0.1, max_grad_norm=1.0)
+        parameter.grad = torch.full((4,), 1e20)
+        optimizer.step()
+        assert optimizer.grad_norm.item() == pytest.approx(2e20) and (parameter < 1).all()
+
+
+def test_bfloat16_matrices_decay():
+    decayed = {}
+    for weight_decay in (0.0, 0.1):
+        parameter = nn.Parameter(torch.linspace(1, 2, 4096).reshape(64, 64).bfloat16())
+        optimizer = MARS([parameter], rule="muon", lr=6e-2, weight_decay=weight_decay)
+        for _ in range(20):
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        decayed[weight_decay] = parameter.float().mean().item()
+    assert decayed[0.1] < 0.97 * decayed[0.0]
+
+
+def test_last_grad_wider_than_the_parameter_survives_loading():
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = MARS([parameter], last_grad_dtype=torch.float32)
+    optimizer.state[parameter]["last_grad"].fill_(0.35401)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(optimizer.state[parameter]["last_grad"], torch.full((3,), 0.35401))
+
+
+def test_exact_mode_forgets_a_parameter_without_a_look_ahead_gradient():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = MARS([parameter], exact=True)
+    for ahead in (5.0, 7.0, None):
+        parameter.grad = None if ahead is None else torch.full((3,), ahead)
+        optimizer.look_ahead()
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+    assert not optimizer.state[parameter]["last_grad"].any()

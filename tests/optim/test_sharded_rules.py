@@ -236,3 +236,18 @@ def exchanged_pieces(shape, placements):
 @pytest.mark.parametrize("shape,placements", LAYOUTS)
 def test_blocks_are_those_of_dtensor(shape, placements):
     assert all(run_ranks(exchanged_pieces, torch.Size(shape).numel(), shape, placements))
+
+
+def norm_on_half_of_the_world():
+    """A mesh that is one of two parts of the world, as pipeline stages have."""
+    stages = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "a", "b"))
+    mesh, stage = stages["a", "b"], stages.get_local_rank("pp")
+    parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(1)], src_data_rank=None))
+    optimizer = MARS([parameter], rule="mars-m")
+    parameter.grad = torch.full_like(parameter, 1.0 + stage)
+    optimizer.step()
+    return stage, optimizer.grad_norm.item()
+
+
+def test_a_mesh_may_be_a_part_of_the_world():
+    assert run_ranks(norm_on_half_of_the_world, 8) == [(0, 8.0)] * 4 + [(1, 16.0)] * 4

@@ -33,11 +33,11 @@ def source_files(config: DataConfig) -> list[Path]:
 
 def documents(config: DataConfig, file: Path) -> Iterator[str]:
     """The documents of one file of the corpus. Raises `UserError` for a text file that is not UTF-8."""
-    if config.corpus == "stdlib":
-        yield file.read_text(encoding="utf-8", errors="replace")
-        return
     lines: list[str] = []
     try:
+        if config.corpus == "stdlib":
+            yield file.read_text(encoding="utf-8", errors="replace")
+            return
         with file.open(encoding="utf-8") as stream:
             for line in stream:
                 if line.strip() == SEPARATOR:
@@ -48,7 +48,7 @@ def documents(config: DataConfig, file: Path) -> Iterator[str]:
     except UnicodeDecodeError as error:
         raise UserError(f"data.files: {file} is not UTF-8 text (byte {error.start}): convert it or leave it out") from None
     except OSError as error:
-        raise UserError(f"data.files: cannot read {file}: {error.strerror}") from None
+        raise UserError(f"cannot read {file} of the corpus: {error.strerror}") from None
     yield "".join(lines)
 
 

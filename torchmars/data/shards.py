@@ -98,8 +98,12 @@ def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[s
     """Tokenise `documents` into `folder`, which appears only once it is complete. Returns the manifest.
 
     Whole documents go to validation whenever its share of the tokens has fallen below data.validation_fraction; a
-    corpus of a single document is cut near its end instead. Raises `UserError` for a corpus without text.
+    corpus of a single document is cut near its end instead. Raises `UserError` for a corpus without text and for a
+    `folder` that holds other files.
     """
+    folder = folder.resolve()
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} holds files but no manifest.json: set data.path to a new or empty folder")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -124,8 +128,8 @@ def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[s
     manifest = Manifest(tokenizer.name, tokenizer.vocab_size, config.corpus, config.files,
                         {"train": train.close(), "validation": validation.close()})
     (partial / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1) + "\n")
-    if folder.exists():  # without a manifest, or this function would not have been called
-        shutil.rmtree(folder)
+    if folder.exists():
+        folder.rmdir()
     partial.rename(folder)
     return manifest
 

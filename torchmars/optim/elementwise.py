@@ -10,7 +10,9 @@ nothing changes), `rate` one minus a beta.
 """
 
 import functools
+import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,8 +49,10 @@ def _compiled(function: Callable) -> Callable:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile has what it needs: Triton on GPU, a C++ compiler on CPU."""
-    return device.type == "cuda" or any(shutil.which(compiler) for compiler in ("g++", "c++", "clang++"))
+    """Whether torch.compile has what it needs: a compiler, and the headers of Python on CPU or a GPU that Triton knows."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (7, 0) and any(map(shutil.which, ("gcc", "cc", "clang")))
+    return os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) and any(map(shutil.which, ("g++", "c++", "clang++")))
 
 
 def inner_products(tensors: Tensors, factors: Factors) -> list[Tensor]:
@@ -60,10 +64,9 @@ def inner_products(tensors: Tensors, factors: Factors) -> list[Tensor]:
     return result
 
 
-def squared_norm(g: Tensor) -> Tensor:
-    """[<g, g>, 0, 0] in float64: what `inner_products` gives without a last gradient."""
-    squared = torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).double().square()
-    return F.pad(squared[None], (0, 2))
+def squared_norms(tensors: Tensors, factors: Factors) -> list[Tensor]:
+    """[<g, g>, 0, 0] of each (g,) in float64: what `inner_products` gives without a last gradient."""
+    return [F.pad(torch.linalg.vector_norm(g, dtype=torch.float64).square()[None], (0, 2)) for g, in tensors]
 
 
 def corrected_squared_norms(products: Tensor, scale: Tensor, kappa: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ travel back in another; under HSDP each replica does its share and an all-gather
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torchmars.optim.norms import group_over, sharded_dims
+from torchmars.optim.norms import MeshGroups, ranks_along, sharded_dims
 from torchmars.optim.orthogonalize import orthogonalize
 from torchmars.optim.owners import Block, MatrixShape, Unit, plan_buckets
 
@@ -90,7 +89,8 @@ class Sharding:
     Creating one is collective over the ranks of the mesh. Plain tensors share a mesh of one rank: this one.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[MatrixShape], loads: dict[int, int]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[MatrixShape], loads: dict[int, int],
+                 groups: MeshGroups) -> None:
         self.parameters, self.shapes = parameters, shapes
         first = parameters[0]
         self.device = (first.to_local() if isinstance(first, DTensor) else first).device
@@ -99,11 +99,11 @@ class Sharding:
             dims = (sharded_dims(first) or (mesh, ()))[1]
             others = tuple(dim for dim in range(mesh.ndim) if dim not in dims)
             mesh_shape = tuple(mesh.shape)
-            grid = mesh.mesh.permute(*others, *dims).reshape(-1, math.prod(mesh_shape[dim] for dim in dims))  # [replicas, shards]
+            grid = torch.tensor(ranks_along(mesh, dims))  # [replicas, shards]
             me = grid.eq(dist.get_rank()).nonzero()[0]
             self.replica, self.shard = int(me[0]), int(me[1])
-            self.shard_group = group_over(mesh, dims) if grid.shape[1] > 1 else None
-            self.replica_group = group_over(mesh, others) if grid.shape[0] > 1 else None
+            self.shard_group = groups.over(mesh, dims) if grid.shape[1] > 1 else None
+            self.replica_group = groups.over(mesh, others) if grid.shape[0] > 1 else None
             coordinates = [mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in grid[self.replica]]
             ranks = grid.flatten().tolist()
             for group, wanted in ((self.shard_group, grid[self.replica]), (self.replica_group, grid[:, self.shard])):

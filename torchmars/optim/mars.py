@@ -13,8 +13,8 @@ from torch.optim.adamw import adamw
 
 from torchmars.optim import exchange
 from torchmars.optim.elementwise import (
-    adamw_, can_compile, inner_products, lean_lion_, lean_momentum_, lion_, momentum_, run_pass, squared_norm)
-from torchmars.optim.norms import ShardSum, sharding_key
+    adamw_, can_compile, inner_products, lean_lion_, lean_momentum_, lion_, momentum_, run_pass, squared_norms)
+from torchmars.optim.norms import MeshGroups, ShardSum, sharding_key
 from torchmars.optim.owners import MatrixShape
 from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
 from torchmars.optim.update import GroupUpdate, Summary, flat, local_part
@@ -71,7 +71,8 @@ class MARS(torch.optim.Optimizer):
         check_hyperparameters(max_grad_norm=max_grad_norm)
         self.max_grad_norm, self.exact, self.last_grad_dtype = max_grad_norm, exact, last_grad_dtype
         self.matrix_dtype, self.overlap = matrix_dtype, overlap
-        self._shard_sum = ShardSum()
+        self._groups = MeshGroups()
+        self._shard_sum = ShardSum(self._groups)
         self._places: dict[Tensor, int] = {}  # parameter -> its place among the reduced products
         self._shardings: list[exchange.Sharding] = []
         self._loads: dict[int, int] = {}  # global rank -> FLOPs of the matrices it owns
@@ -79,20 +80,21 @@ class MARS(torch.optim.Optimizer):
         self._looked_ahead = False
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma,
                                       gamma_next=gamma_next, clip=clip, flatten=flatten, split=split))
-        first = local_part(self.param_groups[0]["params"][0])
+        first = local_part(next(iter(self._places)))
         elements = sum(local_part(p).numel() for p in self._places)
         self.compile = compile if compile is not None else elements >= COMPILE_FROM and can_compile(first.device)
         self.grad_norm = torch.zeros((), dtype=torch.float64, device=first.device)
-        self._skipped = torch.zeros(2, dtype=torch.int64, device=first.device)  # in all, in a row
+        self._skipped = torch.zeros(3, dtype=torch.int64, device=first.device)  # in all, in a row now, longest row told
         self._last: list[tuple[str, Summary]] = []  # of the last step, by role
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with state for each of its parameters. Collective for sharded parameters, as the constructor."""
+        merged = self.defaults | param_group
+        check_hyperparameters(**{key: merged[key] for key in ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip")})
+        if merged["rule"] == "lion" and merged["betas"][1] == 0:
+            raise ValueError(f"betas must have a second number above 0 for lion, got {merged['betas']}")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        check_hyperparameters(**{key: group[key] for key in ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "clip")})
-        if group["rule"] == "lion" and group["betas"][1] == 0:
-            raise ValueError(f"betas must have a second number above 0 for lion, got {group['betas']}")
         for parameter in group["params"]:
             check_parameter(parameter, local_part(parameter), group["rule"])
             self.state[parameter] = self._new_state(parameter, group)
@@ -104,7 +106,7 @@ class MARS(torch.optim.Optimizer):
                 together.setdefault(sharding_key(parameter), []).append(parameter)
             for parameters in together.values():
                 shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"]) for p in parameters]
-                self._shardings.append(exchange.Sharding(parameters, shapes, self._loads))
+                self._shardings.append(exchange.Sharding(parameters, shapes, self._loads, self._groups))
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         # The count lives beside the parameter: the kernels read it there, and the host never needs it.
@@ -123,12 +125,17 @@ class MARS(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         if [group["rule"] for group in self.param_groups] != rules:
             raise ValueError(f"state_dict is of the rules {[group['rule'] for group in self.param_groups]}, these groups have {rules}")
-        for parameter, wanted in dtypes.items():
-            state = self.state[parameter]
-            if set(state) != set(wanted):
-                raise ValueError(f"state_dict has {sorted(state)} for a parameter that needs {sorted(wanted)}")
-            for key, dtype in wanted.items():  # torch casts to the parameter's dtype, and leaves step where it was saved
-                state[key] = state[key].to(device=local_part(parameter).device, dtype=dtype)
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for number, parameter in zip(numbers, (p for group in self.param_groups for p in group["params"])):
+            saved, wanted = state_dict["state"].get(number, {}), dtypes[parameter]
+            if set(saved) != set(wanted):
+                raise ValueError(f"state_dict has {sorted(saved)} for a parameter that needs {sorted(wanted)}")
+            # torch has cast everything to the parameter's dtype, and left step where it was saved.
+            self.state[parameter] = {key: saved[key].detach().clone().to(device=local_part(parameter).device, dtype=dtype)
+                                     for key, dtype in wanted.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()  # all of it: a copy must be able to step
 
     @torch.no_grad()
     def look_ahead(self) -> None:
@@ -141,10 +148,12 @@ class MARS(torch.optim.Optimizer):
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
         updates = self._gather()
         scale, _, _ = self._reduce(updates, with_last=False)
-        for update in updates:
-            for parameter, gradient in zip(update.parameters, update.grads):
-                if parameter in self._ahead:
-                    flat(local_part(self._ahead[parameter])).copy_(gradient * scale.to(gradient.dtype))
+        seen = {parameter: gradient for update in updates for parameter, gradient in zip(update.parameters, update.grads)}
+        for parameter, ahead in self._ahead.items():
+            if parameter in seen:
+                flat(local_part(ahead)).copy_(seen[parameter] * scale.to(seen[parameter].dtype))
+            else:
+                ahead.zero_()
         self._looked_ahead = True
 
     @torch.no_grad()
@@ -204,7 +213,7 @@ class MARS(torch.optim.Optimizer):
             if with_last and update.last_grads:
                 values = run_pass(inner_products, list(zip(update.grads, update.last_grads)), [{}] * len(update.grads), self.compile)
             else:
-                values = [squared_norm(gradient) for gradient in update.grads]
+                values = run_pass(squared_norms, [(gradient,) for gradient in update.grads], [{}] * len(update.grads), self.compile)
             for parameter, value in zip(update.parameters, values):
                 partial[self._places[parameter]] = value
         products = self._shard_sum.sum(partial)
@@ -251,17 +260,21 @@ class MARS(torch.optim.Optimizer):
             state = self.state[parameter]
             state["last_grad"], self._ahead[parameter] = ahead, state["last_grad"]
         self._looked_ahead = False
-        self._skipped = torch.stack([self._skipped[0] + ~ok, (self._skipped[1] + 1) * ~ok])
+        total, row, longest = self._skipped.unbind()
+        row = (row + 1) * ~ok
+        self._skipped = torch.stack([total + ~ok, row, torch.maximum(longest, row)])
         self._last = [(update.group.get("role", update.group["rule"]), update.summary()) for update in updates]
 
     def telemetry(self) -> dict[str, float]:
         """What the last step's reductions tell, as numbers. Waits for the device once.
 
-        "grad_norm" before the clip, "skipped_steps" in all and "skipped_in_a_row"; and for each role of a MARS group
+        "grad_norm" before the clip, "skipped_steps" in all and "skipped_in_a_row", the longest row since this was last asked; and for each role of a MARS group
         "ROLE/grad_norm", "ROLE/clipped" (the fraction of its tensors whose corrected gradient was clipped), "ROLE/correction" (the size of the
         correction relative to the gradient) and "ROLE/cosine" (of the gradient and the last one).
         """
-        values = {"grad_norm": self.grad_norm, "skipped_steps": self._skipped[0], "skipped_in_a_row": self._skipped[1]}
+        total, row, longest = self._skipped.unbind()
+        values = {"grad_norm": self.grad_norm, "skipped_steps": total, "skipped_in_a_row": longest}
+        self._skipped = torch.stack([total, row, torch.zeros_like(row)])
         by_role: dict[str, list[Summary]] = {}
         for role, summary in self._last:
             by_role.setdefault(role, []).append(summary)

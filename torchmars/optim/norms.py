@@ -16,11 +16,12 @@ class ShardSum:
     """Adds numbers per tensor over the ranks that hold that tensor's shards.
 
     Tensors are told apart by the set of mesh dimensions they are sharded over; each set costs one all-reduce, however
-    many tensors it has. Replicated and plain tensors need none. Creating one is collective when a tensor is
-    sharded over more than one mesh dimension: every rank must create it, with the same parameters in the same order.
+    many tensors it has. Replicated and plain tensors need none. Adding a tensor is collective when a tensor is
+    sharded over more than one mesh dimension: the ranks of the mesh must add the same parameters in the same order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: "MeshGroups") -> None:
+        self._mesh_groups = groups
         self.groups: dict[Sharding, dist.ProcessGroup] = {}
         self.shardings: list[Sharding | None] = []
 
@@ -29,7 +30,7 @@ class ShardSum:
         sharding = sharded_dims(parameter)
         self.shardings.append(sharding)
         if sharding is not None and sharding not in self.groups:
-            self.groups[sharding] = group_over(*sharding)
+            self.groups[sharding] = self._mesh_groups.over(*sharding)
 
     def sum(self, partial: list[Tensor]) -> list[Tensor]:
         """The sums over the shards of `partial`, a tensor of one shape for each added parameter, in order."""
@@ -60,11 +61,24 @@ def sharding_key(parameter: Tensor) -> object:
     return parameter.device_mesh, (sharded_dims(parameter) or (None, ()))[1]
 
 
-def group_over(mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of the ranks that differ from this one in the mesh dimensions `dims` only."""
-    if len(dims) == 1:
-        return mesh.get_group(dims[0])
+def ranks_along(mesh: DeviceMesh, dims: tuple[int, ...]) -> list[list[int]]:
+    """Global ranks in rows: the ranks of a row differ in the mesh dimensions `dims` only."""
     others = [dim for dim in range(mesh.ndim) if dim not in dims]
-    rows = mesh.mesh.permute(*others, *dims).reshape(-1, math.prod(mesh.size(dim) for dim in dims))
-    group, _ = dist.new_subgroups_by_enumeration(rows.tolist())
-    return group
+    return mesh.mesh.permute(*others, *dims).reshape(-1, math.prod(mesh.size(dim) for dim in dims)).tolist()
+
+
+class MeshGroups:
+    """Process groups over sets of mesh dimensions, each made once. Making one is collective over its ranks."""
+
+    def __init__(self) -> None:
+        self._made: dict[Sharding, dist.ProcessGroup] = {}
+
+    def over(self, mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one in the mesh dimensions `dims` only."""
+        if len(dims) == 1:
+            return mesh.get_group(dims[0])
+        if (mesh, dims) not in self._made:
+            mine = next(row for row in ranks_along(mesh, dims) if dist.get_rank() in row)
+            # Among its own ranks only: the mesh may be a part of the world.
+            self._made[mesh, dims] = dist.new_group(mine, use_local_synchronization=True)
+        return self._made[mesh, dims]

@@ -117,7 +117,8 @@ def units_of(parameter: int, shape: MatrixShape) -> list[Unit]:
     """The matrices of parameter number `parameter`, in order."""
     batch, _, cols = shape.matrix
     starts = [sum(shape.parts[:part]) for part in range(len(shape.parts))]
-    return [Unit(parameter, entry, row, rows, cols) for entry in range(batch) for row, rows in zip(starts, shape.parts)]
+    return [Unit(parameter, entry, row, rows, cols) for entry in range(batch) for row, rows in zip(starts, shape.parts)
+            if rows * cols]
 
 
 def plan_buckets(shapes: Sequence[MatrixShape], ranks: Sequence[int], loads: dict[int, int]) -> list[list[tuple[Unit, int]]]:
@@ -129,7 +130,7 @@ def plan_buckets(shapes: Sequence[MatrixShape], ranks: Sequence[int], loads: dic
     """
     units = [units_of(number, shape) for number, shape in enumerate(shapes)]
     order = sorted(range(len(shapes)), key=lambda number: (-sum(unit.flops for unit in units[number]), shapes[number].shape, number))
-    elements = sum(math.prod(shape.shape) for shape in shapes)
+    elements = max(1, sum(math.prod(shape.shape) for shape in shapes))
     count = max(1, min(-(-elements // BUCKET_ELEMENTS), sum(map(len, units)) // len(ranks)))
 
     buckets: list[list[tuple[Unit, int]]] = [[] for _ in range(count)]

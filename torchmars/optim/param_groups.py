@@ -60,12 +60,12 @@ def roles(model: nn.Module) -> dict[str, str]:
     """
     result = {}
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)
-              if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)}
+              if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd)}
     for name, parameter in model.named_parameters():
         module = owners.get(id(parameter))
         if not parameter.requires_grad:
             continue
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             result[name] = "embedding"
         elif parameter.ndim < 2:
             result[name] = "vector"

@@ -51,7 +51,7 @@ def is_lean(group: dict[str, Any], exact: bool) -> bool:
 def check_hyperparameters(suffix: str = "", **values: Any) -> None:
     """Raise `ValueError`, naming the argument (with `suffix`), for a hyperparameter out of its range.
 
-    Knows rule, lr, eps (> 0), weight_decay, gamma (>= 0), betas (two numbers in [0, 1)), clip and max_grad_norm (> 0 or None).
+    Knows rule, lr, eps (> 0), weight_decay, gamma, gamma_next (>= 0), betas (two numbers in [0, 1)), clip and max_grad_norm (> 0 or None).
     """
     for name, value in values.items():
         if name == "rule":
@@ -63,7 +63,7 @@ def check_hyperparameters(suffix: str = "", **values: Any) -> None:
         elif name in ("clip", "max_grad_norm"):
             good, wanted = value is None or value > 0, "more than 0, or None for no clip"
         else:
-            good, wanted = 0 <= value < float("inf"), "at least 0"
+            good, wanted = value is None and name == "gamma_next" or 0 <= value < float("inf"), "at least 0"
         if not good:
             raise ValueError(f"{name}{suffix} must be {wanted}, got {value}")
 

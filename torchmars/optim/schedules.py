@@ -6,7 +6,7 @@ from typing import Literal
 
 def lr_factor(step: int, total_steps: int, *, name: Literal["cosine", "linear", "constant", "wsd"] = "cosine",
               warmup_steps: int = 0, decay_steps: int | None = None, floor: float = 0.0) -> float:
-    """The factor in [floor, 1] that multiplies the peak learning rate for update number `step` = 1 ... total_steps.
+    """The factor that multiplies the peak learning rate for update number `step` = 1 ... total_steps.
 
     Warmup is linear from 0: step / warmup_steps. Then cosine and linear fall to `floor` (the lowest learning rate over
     the peak) at `total_steps`, constant stays at 1, and wsd stays at 1 until a linear fall over the last `decay_steps`.

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchmars.optim.elementwise import corrected_squared_norms, lean_coefficients
 from torchmars.optim.owners import MatrixShape
-from torchmars.optim.rules import RULES, is_lean
+from torchmars.optim.rules import RULES
 
 Slices = tuple[slice, slice, slice]
 
@@ -45,8 +45,7 @@ class GroupUpdate:
     """
 
     def __init__(self, group: dict[str, Any], parameters: list[Tensor], state: dict[Tensor, dict[str, Tensor]], exact: bool) -> None:
-        self.group, self.exact = group, exact
-        self.rule, self.lean = RULES[group["rule"]], is_lean(group, exact)
+        self.group, self.exact, self.rule = group, exact, RULES[group["rule"]]
         self.parameters = parameters
         self.locals = [flat(local_part(parameter)) for parameter in parameters]
         self.grads = [flat(_local_gradient(parameter)) for parameter in parameters]
@@ -58,7 +57,8 @@ class GroupUpdate:
 
         self.momenta = buffers("momentum") or buffers("exp_avg")
         self.squares, self.last_grads = buffers("exp_avg_sq"), buffers("last_grad")
-        if self.rule.corrected and not self.lean and not self.last_grads:
+        self.lean = not self.last_grads and self.rule.kind != "adamw"  # by the state there is, whatever clip says by now
+        if self.rule.corrected and self.lean and group["clip"] is not None:
             raise ValueError("clip cannot be switched on after the optimizer was created without it: no last gradient was kept")
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
 
@@ -81,7 +81,7 @@ class GroupUpdate:
         if self.rule.kind == "adamw" and self.rule.corrected:
             self.rate2, self.eps = self._scalar(1 - beta2), self._scalar(self.group["eps"])
             self.unbias = [(1 / (1 - beta ** (counts + 1))).to(self.dtype).unbind() for beta in (beta1, beta2)]
-        if self.lean and self.rule.kind != "adamw":
+        if self.lean:
             gamma_next = self.group["gamma"] if self.group["gamma_next"] is None else self.group["gamma_next"]
             decay, weight, out, first = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"], gamma_next)
             self.decay, self.out = self._scalar(decay), self._scalar(out)
@@ -119,7 +119,8 @@ class GroupUpdate:
         """x <- x - lr (scale direction + weight_decay x) for the part `place` of the parameter, if the step counts."""
         lr = self.lr * self.ok
         x = self._matrix(self.locals[number], number, shape)[place]
-        x.mul_((1 - lr * self.weight_decay).to(x.dtype)).addcmul_(direction.to(x.dtype), (lr * scale).to(x.dtype), value=-1)
+        wide = x.to(self.dtype)  # x itself, but for a bfloat16 parameter, which is rounded once
+        x.copy_(wide.mul_(1 - lr * self.weight_decay).addcmul_(direction.to(self.dtype), lr * scale, value=-1))
 
     def _matrix(self, values: Tensor, number: int, shape: MatrixShape) -> Tensor:
         return values.view(shape.local(local_part(self.parameters[number]).shape))
