@@ -11,8 +11,10 @@ import torch
 from tests.ranks import run_ranks
 from tests.tiny import metrics, tiny_tables, train, write_text
 from torchmars import checkpoint
+from torchmars.build import build_meta_model, build_optimizer
 from torchmars.config_file import config_from_tables
 from torchmars.data.loader import Windows
+from torchmars.data.shards import read_manifest
 from torchmars.errors import UserError
 from torchmars.parallel import mesh
 from torchmars.trainer import Trainer
@@ -102,6 +104,7 @@ def test_the_same_windows_are_read_each_once(folder):
     ({"model": {"n_layer": 3}}, "made with model.n_layer = 2, the config says 3"),
     ({"training": {"seq_len": 64}}, "made with training.seq_len = 32, the config says 64"),
     ({"optimizer": {"name": "adamw"}}, "made with optimizer.name = mars-adamw, the config says adamw"),
+    ({"optimizer": {"matrix": {"rule": "mars-lion", "clip": 0.0}}}, r"rule and state \(mars-adamw .*\(mars-lion momentum step\)"),
 ])
 def test_another_run_does_not_continue_this_one(folder, overrides, message):
     tables = tables_of(folder, "straight", "mars-adamw")
@@ -110,9 +113,15 @@ def test_another_run_does_not_continue_this_one(folder, overrides, message):
     config = config_from_tables(tables, "in a test")
     data = checkpoint.read_meta(checkpoint.latest(config)).data
     with pytest.raises(UserError, match=message):
-        checkpoint.check_resume(config, data)
+        checkpoint.check_resume(config, data, meta_optimizer(config))
+    config = config_from_tables(tables_of(folder, "straight", "mars-adamw"), "in a test")
     with pytest.raises(UserError, match="trained on other tokens"):
-        checkpoint.check_resume(config_from_tables(tables_of(folder, "straight", "mars-adamw"), "in a test"), "other")
+        checkpoint.check_resume(config, "other", meta_optimizer(config))
+    assert checkpoint.check_resume(config, data, meta_optimizer(config))[1].step == 20
+
+
+def meta_optimizer(config):
+    return build_optimizer(config, build_meta_model(config, read_manifest(Path(config.data.path))))
 
 
 def errors_of_trainer(tables):
@@ -155,7 +164,7 @@ def test_an_unfinished_checkpoint_is_not_the_latest(folder):
 
 def test_random_numbers_go_on():
     torch.manual_seed(3)
-    state = checkpoint.rng_state()
+    state = checkpoint.rng_state(0)
     expected = torch.rand(3)
     checkpoint.set_rng_state(state)
     assert torch.equal(torch.rand(3), expected)

@@ -18,6 +18,7 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path):
     lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 6)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "tra')
     writer = metrics.Metrics(config, True, 3, torch.device("cpu"), 1, 100)
+    writer.open()
     writer.train(4, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
     writer.close()
     written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -29,6 +30,7 @@ def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     writer = metrics.Metrics(tiny_config(tmp_path), True, 0, torch.device("cpu"), 1, 100)
+    writer.open()
     now[0] += 4
     with writer.paused():
         now[0] += 50
@@ -43,6 +45,7 @@ def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     writer = metrics.Metrics(tiny_config(tmp_path), True, 0, torch.device("cpu"), 2, flops_per_token=1000)
+    writer.open()
     now[0] = 1.0
     writer.train(1, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
     assert "mfu 25.6%" in capsys.readouterr().out  # 512 tokens/s x 1000 FLOP of 2 x 10^6

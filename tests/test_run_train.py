@@ -52,7 +52,7 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
     code, out, err = finish(config)
     assert code == 0, err
     for part in ("2 layers, 2 heads, width 32", "FSDP over 2 ranks (cpu, gloo), float32 compute", "16 x 32 tokens a step",
-                 "mars-adamw: matrix", "bytes tokens; 4 steps read 2,048", "step 4/4 | loss", "grad norm", "tok/s", "GiB",
+                 "mars-adamw, approx", "embedding  mars-adamw", "bytes tokens; 4 steps read 2,048", "step 4/4 | loss", "grad norm", "tok/s", "GiB",
                  "validation loss", "checkpoint ", "sample:"):
         assert part in out
     assert out.count("step 4/4 | loss") == 1  # one rank speaks
@@ -74,6 +74,8 @@ def altered(tmp_path):
     (["--training.global_batch_size", "7"], None, "training.global_batch_size = 7 does not divide over 2"),
     (["--parallelism.dp_shard", "3"], None, "does not make 2 ranks"),
     ([], altered, "train-00000.bin has"),
+    (["--optimizer.matrix.rule", "mars-m", "--optimizer.matrix.split", "5"], None, "split = 5 does not divide the 96 rows"),
+    (["--optimizer.vector.rule", "muon"], None, "a matrix rule needs parameters of at least two dimensions"),
 ])
 def test_mistakes_end_with_one_line_and_code_2(config, tmp_path, args, damage, message):
     if damage:
@@ -81,7 +83,7 @@ def test_mistakes_end_with_one_line_and_code_2(config, tmp_path, args, damage, m
         damage(tmp_path)
     code, out, err = finish(config, *args)
     assert code == 2 and message in err and out == ""
-    assert [line for line in err.splitlines() if not line.startswith("tokenising")] == err.splitlines()[-1:]
+    assert [line for line in err.splitlines() if line and not line.startswith("tokenising")] == err.splitlines()[-1:]
 
 
 def test_without_the_script_a_mistake_still_ends_every_rank(config, tmp_path):

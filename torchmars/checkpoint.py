@@ -28,7 +28,7 @@ REMEDY = "move it away to go on from an older one"
 # What makes a run the same run: a checkpoint made with other values is another run's.
 IDENTITY = ("run.seed", "model.name", "model.size", "model.n_layer", "model.n_head", "model.n_embd", "model.vocab_size",
             "model.scale_attn_by_inverse_layer_idx", "data.tokenizer", "training.seq_len", "optimizer.name",
-            "optimizer.optimize_1d", "optimizer.mode", "optimizer.last_grad_dtype")
+            "optimizer.mode", "optimizer.last_grad_dtype")
 
 
 @dataclass
@@ -44,6 +44,8 @@ class Meta:
     """Fingerprint of the training tokens."""
     vocab_size: int
     """The tokenizer's vocabulary, without padding."""
+    optimizer: dict[str, str]
+    """The rule and the state tensors of each parameter."""
     config: dict[str, Any]
     """The resolved config, a table per section."""
     format: str = FORMAT
@@ -78,8 +80,17 @@ def read_meta(folder: Path) -> Meta:
         raise UserError(f"{folder}/meta.json is not of this version ({error}): move the checkpoint away") from None
 
 
-def check_resume(config: Config, data: str) -> Meta | None:
-    """The newest checkpoint's meta data, or None; `UserError` where it belongs to another run than `config`'s on `data`."""
+def optimizer_state_names(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """For each parameter by name, its rule and the names of its state tensors."""
+    return {name: " ".join([group["rule"], *sorted(optimizer.state[parameter])])
+            for group in optimizer.param_groups for name, parameter in zip(group["param_names"], group["params"])}
+
+
+def check_resume(config: Config, data: str, optimizer: torch.optim.Optimizer) -> tuple[Path, Meta] | None:
+    """The newest checkpoint and its meta data, or None; `UserError` where it belongs to another run than `config`'s on `data`.
+
+    `optimizer` is the one the run would go on with; its parameters may be on the meta device.
+    """
     folder = latest(config)
     if folder is None:
         return None
@@ -94,7 +105,12 @@ def check_resume(config: Config, data: str) -> Meta | None:
     if meta.data != data:
         raise UserError(f"{folder} was trained on other tokens than those in {config.data.path}: "
                         f"restore the shards or choose another run.name")
-    return meta
+    for name, now in optimizer_state_names(optimizer).items():
+        was = meta.optimizer.get(name)
+        if was != now:
+            raise UserError(f"{folder} has for {name} the rule and state ({was}), the config's optimizer ({now}): "
+                            "set optimizer.clip, the roles' and groups' rules back, or choose another run.name")
+    return folder, meta
 
 
 def save(config: Config, layout: Layout, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Meta) -> Path:
@@ -110,12 +126,10 @@ def save(config: Config, layout: Layout, model: nn.Module, optimizer: torch.opti
             raise UserError(f"cannot write the checkpoint {partial}: {error.strerror}: check run.folder") from None
 
     def finish() -> None:
-        (partial / "meta.json").write_text(json.dumps(asdict(meta), indent=1) + "\n")
+        write_durably(partial / "meta.json", json.dumps(asdict(meta), indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        descriptor = os.open(folder.parent, os.O_RDONLY)  # makes the rename itself durable
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync_folder(folder.parent)
 
     layout.on_first(begin)
     try:
@@ -132,16 +146,16 @@ def load(folder: Path, meta: Meta, layout: Layout, model: nn.Module, optimizer: 
 
     The random number generators are restored where the number of ranks is still the same.
     """
+    saved = layout.agree(lambda: set(read_index(folder).state_dict_metadata))[0]  # DCP's own error is a page of tracebacks
     state = training_state(layout, model, optimizer)
     if meta.world_size != layout.size:
-        state = {name: value for name, value in state.items() if not name.startswith("rng.")}
-    layout.on_first(lambda: read_index(folder))  # DCP's own error for a bad index is a page of tracebacks
+        saved = {name for name in saved if not name.startswith("rng.")}
+    state = {name: value for name, value in state.items() if name in saved or not name.startswith("rng.")}
     try:
         dcp.load(state, storage_reader=_TensorReader(folder), process_group=layout.control)
     except CheckpointException as error:
         raise UserError(f"cannot read the checkpoint {folder}: {_reason(error)}: {REMEDY}") from None
-    if meta.world_size == layout.size:
-        set_rng_state(state[f"rng.{layout.rank}"])
+    set_rng_state({name: value for name, value in state.items() if name.startswith("rng.")})
 
 
 def load_model(folder: Path, model: nn.Module) -> None:
@@ -165,21 +179,37 @@ def training_state(layout: Layout, model: nn.Module, optimizer: torch.optim.Opti
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):
             state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return state | {f"rng.{layout.rank}": rng_state()}
+    return state | rng_state(layout.rank)
 
 
-def rng_state() -> Tensor:
-    """The state of this process's default generators, CPU then GPU (if any), as bytes."""
-    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])
-    return torch.cat(states)
+def rng_state(rank: int) -> dict[str, Tensor]:
+    """The state of this process's default generators, of the CPU and of the GPU if there is one, as bytes."""
+    gpu = {f"rng.cuda.{rank}": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {f"rng.cpu.{rank}": torch.get_rng_state()} | gpu
 
 
-def set_rng_state(state: Tensor) -> None:
-    """Restore what `rng_state` returned."""
-    cpu = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:cpu])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state[cpu:])
+def set_rng_state(state: dict[str, Tensor]) -> None:
+    """Restore what there is of what `rng_state` returned."""
+    for name, value in state.items():
+        (torch.cuda if ".cuda." in name else torch).set_rng_state(value)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file so that a crash leaves the old one or the new one, whole."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _reason(error: CheckpointException) -> str:

@@ -184,8 +184,8 @@ class OptimizerConfig:
     """mars-adamw, mars-lion, mars-shampoo, mars-m: variance-reduced AdamW, Lion, Shampoo and Muon; adamw, lion, muon: the same
     without the reduction. What embeddings and vectors get is printed at the start of a run."""
     lr: float | None = None
-    """Peak learning rate of the matrices; default 6e-3 for mars-adamw, mars-m and muon, 2e-2 for mars-shampoo, 6e-4 for mars-lion and
-    adamw, 1e-4 for lion."""
+    """Peak learning rate of the matrices; default 6e-3 for mars-adamw, mars-m and muon, 2e-2 for mars-shampoo (its embeddings get 0.3
+    of it), 6e-4 for mars-lion and adamw, 1e-4 for lion."""
     betas: tuple[float, float] | None = None
     """Momentum and second-moment decay; default 0.95 0.99 for mars-* and muon, 0.9 0.95 for adamw, 0.9 0.99 for lion."""
     eps: float | None = None

@@ -74,6 +74,8 @@ def parse_overrides(args: list[str]) -> dict[str, Any]:
         table = tables
         for name in path:
             table = table.setdefault(name, {})
+            if isinstance(table, Words):
+                raise UserError(f"{option} cannot be given beside --{'.'.join(path)}: that is a table")
         table[key] = words
     return tables
 

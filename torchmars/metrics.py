@@ -1,6 +1,7 @@
 """What a run reports: console line, metrics.jsonl, TensorBoard, W&B; throughput, MFU, memory."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import resource
@@ -8,12 +9,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
-from torchmars.checkpoint import run_folder
-from torchmars.config import Config
+from torchmars.checkpoint import run_folder, write_durably
+from torchmars.config import Config, MetricsConfig
 from torchmars.errors import UserError
 
 # Dense bfloat16 FLOP/s of one device, from the makers' data sheets.
@@ -68,29 +68,31 @@ class Metrics:
         peak = peak_flops(device)
         self.mfu_per_token_rate = flops_per_token / (peak * ranks) if peak else None
         self.tensorboard = self.wandb = None
-        if not active:
-            return
-        folder = run_folder(config)
-        self.file = self._open(folder / "metrics.jsonl", step)
+        self.config = config
+        self.restart_clock()
+
+    def open(self) -> None:
+        """Open the writers. For the rank that reports only."""
+        config, folder = self.config, run_folder(self.config)
+        path, kept = folder / "metrics.jsonl", []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # a line cut short by a crash
+                    if json.loads(line)["step"] <= self.step:
+                        kept.append(line + "\n")
+        write_durably(path, "".join(kept))
+        self.file = path.open("a")
+        check_writers(config.metrics)
         if config.metrics.tensorboard:
-            self.tensorboard = _tensorboard(folder / "tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(folder / "tensorboard"))
         if config.metrics.wandb:
             import wandb
 
             self.wandb = wandb.init(project=config.metrics.wandb_project, name=config.run.name, group=config.run.name,
                                     dir=folder, config=asdict(config))
         self.restart_clock()
-
-    @staticmethod
-    def _open(path: Path, step: int):
-        kept = []
-        if path.exists():
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # a line cut short by a crash
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line + "\n")
-        path.write_text("".join(kept))
-        return path.open("a")
 
     def restart_clock(self) -> None:
         """Begin to measure the throughput of training anew."""
@@ -151,9 +153,10 @@ class Metrics:
             self.wandb.finish()
 
 
-def _tensorboard(folder: Path):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError("metrics.tensorboard needs the tensorboard package: pip install 'torchmars[tensorboard]'") from None
-    return SummaryWriter(str(folder))
+
+def check_writers(config: MetricsConfig) -> None:
+    """Raise `UserError` where a writer that the config asks for is not installed."""
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UserError("metrics.tensorboard needs the tensorboard package: pip install 'torchmars[tensorboard]'")
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError("metrics.wandb needs the wandb package: pip install wandb")

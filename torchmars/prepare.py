@@ -11,23 +11,28 @@ from pathlib import Path
 from tqdm import tqdm
 
 from torchmars import checkpoint
+from torchmars.build import build_meta_model, build_optimizer
 from torchmars.config import Config, DataConfig
 from torchmars.config_file import load_config
 from torchmars.data import corpus, shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import UserError, reported
+from torchmars.metrics import check_writers
 from torchmars.models import model_args
+from torchmars.parallel import mesh
 
 
 def main() -> None:
     with reported():
         args, ranks = take_ranks(sys.argv[1:])
-        config = load_config(args, "python -m torchmars.prepare")
+        config = load_config(args, "python -m torchmars.prepare [--ranks N]")
+        mesh.check_devices(ranks)
         replicate, shard = config.parallelism.degrees(ranks)
         config.training.microbatches(replicate * shard)
+        check_writers(config.metrics)
         manifest = prepare_shards(config)
         shards.check_shards(manifest, Path(config.data.path))
-        checkpoint.check_resume(config, manifest.fingerprint())
+        checkpoint.check_resume(config, manifest.fingerprint(), build_optimizer(config, build_meta_model(config, manifest)))
         for name, split in manifest.splits.items():
             print(f"{config.data.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens in {split.documents:,} documents")
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchmars import checkpoint
+from torchmars.build import build_meta_model, build_optimizer
 from torchmars.config import Config
 from torchmars.config_file import write_config
 from torchmars.data.loader import Loader, Windows, validation_batches
@@ -16,10 +17,9 @@ from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import UserError
 from torchmars.generate import sample_text
 from torchmars.metrics import Metrics, Stopwatch
-from torchmars.models import build_model, model_args
 from torchmars.models.initialize import init_weights
 from torchmars.models.parallelize import parallelize, reduce_gradients
-from torchmars.optim import MARS, between, lr_factor, param_groups
+from torchmars.optim import between, lr_factor
 from torchmars.parallel.mesh import Layout
 from torchmars.prepare import prepare_shards
 
@@ -48,14 +48,12 @@ class Trainer:
                              pin_memory=layout.device.type == "cuda")
         self.validation_windows = Windows(folder, self.manifest.splits["validation"], training.seq_len)
 
-        args = model_args(config.model, self.manifest.vocab_size, training.seq_len)
-        with torch.device("meta"):
-            self.model = build_model(args)
+        self.model = build_meta_model(config, self.manifest)
         self.flops_per_token = self.model.flops_per_token()
         parallelize(self.model, layout.mesh, self.compute_dtype(), training.compile)
         self.model.to_empty(device=layout.device)
         init_weights(self.model, config.run.seed)
-        self.optimizer = self.build_optimizer()
+        self.optimizer = build_optimizer(config, self.model)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.base_gammas = [group["gamma"] for group in self.optimizer.param_groups]
         self.stopwatch = Stopwatch(layout.device)
@@ -64,16 +62,6 @@ class Trainer:
         torch.manual_seed(config.run.seed + layout.rank)
         self.resumed_from = self.resume()
 
-    def build_optimizer(self) -> MARS:
-        """The optimizer of the config over the sharded model. Raises `UserError` for a pattern that claims nothing."""
-        config = self.config.optimizer
-        try:
-            groups = param_groups(self.model, **config.settings())
-        except ValueError as error:
-            raise UserError(f"optimizer.{error}") from None
-        return MARS(groups, max_grad_norm=self.config.training.max_grad_norm or None, exact=config.mode == "exact",
-                    last_grad_dtype=getattr(torch, config.last_grad_dtype), overlap=config.overlap)
-
     def compute_dtype(self) -> torch.dtype:
         """training.dtype, with "auto" resolved for the device."""
         name = self.config.training.dtype
@@ -81,10 +69,10 @@ class Trainer:
 
     def resume(self) -> Path | None:
         """Go on from the run's newest checkpoint, if it has one; returns its folder."""
-        meta = self.layout.on_first(lambda: checkpoint.check_resume(self.config, self.data))
-        if meta is None:
+        found = self.layout.on_first(lambda: checkpoint.check_resume(self.config, self.data, self.optimizer))
+        if found is None:
             return None
-        folder = checkpoint.latest(self.config)
+        folder, meta = found
         checkpoint.load(folder, meta, self.layout, self.model, self.optimizer)
         self.step = meta.step
         self.loader.seek(meta.position)
@@ -99,6 +87,7 @@ class Trainer:
         began_at = self.step
         self.layout.on_first(self.write_resolved_config)
         metrics = Metrics(config, self.layout.first, self.step, self.layout.device, self.layout.size, self.flops_per_token)
+        self.layout.on_first(metrics.open)
 
         while self.step < last:
             loss, lr = self.train_step()
@@ -181,7 +170,8 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the step just made."""
         meta = checkpoint.Meta(step=self.step, position=self.loader.position, world_size=self.layout.size, data=self.data,
-                               vocab_size=self.manifest.vocab_size, config=asdict(self.config))
+                               vocab_size=self.manifest.vocab_size, optimizer=checkpoint.optimizer_state_names(self.optimizer),
+                               config=asdict(self.config))
         return checkpoint.save(self.config, self.layout, self.model, self.optimizer, meta)
 
     def sample(self) -> str:

@@ -130,3 +130,13 @@ def test_text_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "text.txt").write_text(" \n")
     with pytest.raises(UserError, match="no text"):
         prepare_shards(tiny_config(tmp_path))
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path):
+    write_text(tmp_path)
+    for path in (tmp_path, tmp_path / "mine"):
+        path.mkdir(exist_ok=True)
+        (path / "precious.pdf").write_text("x")
+        with pytest.raises(UserError, match="holds files but no manifest.json"):
+            prepare_shards(tiny_config(tmp_path, data={"path": str(path)}))
+        assert (path / "precious.pdf").exists()

@@ -38,17 +38,23 @@ class Layout:
         return self.rank == 0
 
     def agree(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all ranks' results; a `UserError` on one rank is raised on every rank."""
+        """Run `work` on every rank and return all ranks' results. An exception on one rank ends all: a `UserError` is raised on
+        every rank, another one where it happened, and as a RuntimeError on the others.
+        """
+        mine, failure = None, None
         try:
-            mine: tuple[T | None, str | None] = work(), None
-        except UserError as error:
-            mine = None, str(error)
-        everyone: list[tuple[T | None, str | None]] = [mine] * self.size
-        dist.all_gather_object(everyone, mine, group=self.control)
-        for _, error in everyone:
+            mine = work()
+        except Exception as error:
+            failure = error
+        everyone: list[tuple[T | None, bool, str | None]] = [None] * self.size
+        said = None if failure is None else f"{failure}" if isinstance(failure, UserError) else f"rank {self.rank}: {failure!r}"
+        dist.all_gather_object(everyone, (mine, isinstance(failure, UserError), said), group=self.control)
+        if failure is not None:
+            raise failure
+        for _, by_user, error in everyone:
             if error is not None:
-                raise UserError(error)
-        return [result for result, _ in everyone]
+                raise UserError(error) if by_user else RuntimeError(error)
+        return [result for result, _, _ in everyone]
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank while the others wait; its result, or its `UserError`, on every rank."""
@@ -69,6 +75,13 @@ class Layout:
         return f"FSDP over {ranks} ({self.device.type}, {backend})"
 
 
+def check_devices(local_ranks: int) -> None:
+    """Raise `UserError` where this machine has GPUs, but fewer than ranks."""
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < local_ranks:
+        raise UserError(f"{local_ranks} ranks need as many GPUs, this machine has {gpus}: set NGPU to at most {gpus}")
+
+
 def start(config: ParallelismConfig) -> Layout:
     """Join the process group that torchrun announced (or a group of one) and lay out the mesh.
 
@@ -76,6 +89,7 @@ def start(config: ParallelismConfig) -> Layout:
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     replicate, shard = config.degrees(world_size)
+    check_devices(int(os.environ.get("LOCAL_RANK", 0)) + 1)
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)

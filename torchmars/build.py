@@ -1,0 +1,26 @@
+"""From a config to the model and optimizer it asks for, on any device, the meta device included."""
+
+import torch
+from torch import nn
+
+from torchmars.config import Config
+from torchmars.data.shards import Manifest
+from torchmars.errors import UserError
+from torchmars.models import GPT2, build_model, model_args
+from torchmars.optim import MARS, param_groups
+
+
+def build_meta_model(config: Config, manifest: Manifest) -> GPT2:
+    """The model without memory: its shapes and names. Raises `UserError` for a shape that cannot be built."""
+    with torch.device("meta"):
+        return build_model(model_args(config.model, manifest.vocab_size, config.training.seq_len))
+
+
+def build_optimizer(config: Config, model: nn.Module) -> MARS:
+    """The optimizer over `model`'s parameters. Raises `UserError` for groups that do not fit them."""
+    optimizer = config.optimizer
+    try:
+        return MARS(param_groups(model, **optimizer.settings()), max_grad_norm=config.training.max_grad_norm or None,
+                    exact=optimizer.mode == "exact", last_grad_dtype=getattr(torch, optimizer.last_grad_dtype), overlap=optimizer.overlap)
+    except ValueError as error:
+        raise UserError(f"optimizer: {error}") from None
