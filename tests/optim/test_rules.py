@@ -124,13 +124,14 @@ def test_muon_equals_torch():
         assert relative(one - start, other - start) < 2e-2
 
 
-def test_shampoo_without_reduction_is_muon_with_plain_momentum():
-    parameters, _ = train("mars-shampoo", torch.float64, gamma=0.0, clip=None)
+@pytest.mark.parametrize("rule", ["mars-shampoo", "mars-m"])
+def test_without_reduction_it_is_muon_with_plain_momentum(rule):
+    parameters, _ = train(rule, torch.float64, gamma=0.0, clip=None)
     for seed, (parameter, start) in enumerate(zip(parameters, starts(torch.float64))):
         x, m = start.clone(), torch.zeros_like(start)
         for g in gradients(start.shape, 20, seed, torch.float64):
             m = 0.95 * m + 0.05 * g
-            x = x - BASE["lr"] * (direction("mars-shampoo", m) + BASE["weight_decay"] * x)
+            x = x - BASE["lr"] * (direction(rule, m) + BASE["weight_decay"] * x)
         assert relative(parameter, x) < 1e-7
 
 

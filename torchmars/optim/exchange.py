@@ -4,6 +4,7 @@ The blocks of a bucket's matrices travel to their owners in one all-to-all, are 
 travel back in another; under HSDP each replica does its share and an all-gather passes the results on to the others.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,17 @@ class Sharding:
         """What a parameter without a gradient sends."""
         return torch.zeros((), device=self.device).expand([part.stop - part.start for part in piece.local])
 
+    def compute_here(self, bucket: Bucket, read: Callable[[int, Piece], Tensor], write: Callable[[int, Piece, Tensor], None],
+                     dtype: torch.dtype) -> None:
+        """Orthogonalise a bucket of whole matrices where they are: with one shard and one replica nothing travels."""
+        pieces = {piece.unit: piece for piece in bucket.incoming[0]}
+        for units in batches(bucket.owned):
+            matrices = torch.empty(len(units), units[0].rows, units[0].cols, dtype=dtype, device=self.device)
+            for unit, matrix in zip(units, matrices):
+                matrix.copy_(read(unit.parameter, pieces[unit])[0])
+            for unit, matrix in zip(units, orthogonalize(matrices)):
+                write(unit.parameter, pieces[unit], matrix[None])
+
     def start(self, bucket: Bucket, read: Callable[[int, Piece], Tensor], dtype: torch.dtype) -> "Transfer":
         """Send my pieces of the Newton–Schulz input, which `read(parameter, piece)` gives, to their owners."""
         pieces = [piece for pieces in bucket.outgoing for piece in pieces]
@@ -226,14 +238,20 @@ def run(shardings: Sequence[Sharding], read: Callable[[Sharding, int, Piece], Te
 
     def start(job: tuple[Sharding, Bucket]) -> Transfer:
         sharding, bucket = job
-        return under_way(sharding.start(bucket, lambda number, piece: read(sharding, number, piece), dtype))
+        return under_way(sharding.start(bucket, functools.partial(read, sharding), dtype))
 
     def finish(job: tuple[Sharding, Bucket], transfer: Transfer) -> None:
         sharding, bucket = job
         for piece, values in sharding.finish(bucket, transfer.wait()):
             write(sharding, piece.unit.parameter, piece, values)
 
-    jobs = [(sharding, bucket) for sharding in shardings for bucket in sharding.buckets]
+    jobs = []
+    for sharding in shardings:
+        if sharding.shards * sharding.replicas > 1:
+            jobs += [(sharding, bucket) for bucket in sharding.buckets]
+            continue
+        for bucket in sharding.buckets:
+            sharding.compute_here(bucket, functools.partial(read, sharding), functools.partial(write, sharding), dtype)
     arriving = start(jobs[0]) if jobs else None
     meanwhile()
     returning: Transfer | None = None
