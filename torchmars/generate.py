@@ -1,7 +1,6 @@
 """`python -m torchmars.generate RUN_OR_CHECKPOINT --prompt TEXT`: sample text from a checkpoint."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
