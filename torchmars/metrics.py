@@ -103,8 +103,7 @@ class Metrics:
         """Leave the time of the body out of the throughput."""
         began = time.perf_counter()
         yield
-        if self.active:
-            self.clock += time.perf_counter() - began
+        self.clock += time.perf_counter() - began
 
     def train(self, step: int, loss: float, lr: float, told: dict[str, float]) -> None:
         """Report training step number `step` and what the optimizer told of it; speed is the mean since the last report."""
