@@ -4,8 +4,10 @@
 #   NGPU         ranks to start (default: one for each GPU; 2 on a machine without)
 #   CONFIG_FILE  the config (default: train_configs/quickstart.toml)
 #   LOG_RANK     ranks whose output is shown, separated by commas (default: 0)
+#   MAX_RESTARTS times that all ranks are started again, from the newest checkpoint, after one has died (default: 0)
 #
-# Exit code 2: a mistake in the config or the data, found before any rank was started.
+# Ctrl-C, SIGTERM and SIGUSR1 save the run and end it; the same command goes on. Exit codes: 0 complete; 2 a mistake in the config or
+# the data; 75 stopped by a signal and saved; 70 a rank hung; 128 + n ended by signal n; anything else: a crash.
 set -euo pipefail
 
 CONFIG_FILE=${CONFIG_FILE:-"$(dirname "$0")/train_configs/quickstart.toml"}
@@ -24,5 +26,5 @@ python -m torchmars.prepare "$CONFIG_FILE" --ranks "$NGPU" "$@"
 
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
-exec torchrun --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-    --local-ranks-filter "$LOG_RANK" -m torchmars.train "$CONFIG_FILE" "$@"
+exec python -m torchmars.launch --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+    --max-restarts "${MAX_RESTARTS:-0}" --local-ranks-filter "$LOG_RANK" -m torchmars.train "$CONFIG_FILE" "$@"

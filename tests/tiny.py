@@ -57,8 +57,12 @@ def train(size: int, *runs: dict[str, dict]) -> None:
     run_ranks(train_here, size, *runs)
 
 
+def run_folder_of(tables: dict[str, dict]) -> Path:
+    """The folder of the run that `tables` describe."""
+    return Path(tables["run"]["folder"]) / tables["run"]["name"]
+
+
 def metrics(tables: dict[str, dict], name: str = "train/loss") -> dict[int, float]:
     """What the run of `tables` reported under `name`, by step."""
-    path = Path(tables["run"]["folder"]) / tables["run"]["name"] / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[name] for line in lines if name in line}

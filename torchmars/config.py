@@ -71,8 +71,11 @@ class ModelConfig:
     """Rows of the token table; default: the tokenizer's vocabulary rounded up to a multiple of 64."""
     scale_attn_by_inverse_layer_idx: bool = False
     """Divide attention logits also by the block's number, counted from 1, as the published MARS runs did."""
+    dropout: float = 0.0
+    """Probability of dropout on embeddings, attention and both outputs of a block, while training."""
 
     def check(self) -> None:
+        require_range(self, "dropout", 0, 0.99)
         for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
             require_range(self, name, 1)
 
@@ -297,14 +300,56 @@ class ParallelismConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When the run is saved. It always is at the end; a run continues from its newest checkpoint."""
+    """When the run is saved and what is kept. It always is saved at the end; a run continues from its newest good checkpoint."""
 
     section = "checkpoint"
     interval: int = 100
     """Steps between checkpoints; 0: only at the end."""
+    interval_minutes: float = 0.0
+    """Also save once this many minutes have passed since the last save; 0: never."""
+    async_save: bool = True
+    """Train on while a checkpoint is written. Takes memory for a copy of weights and optimizer state on the host."""
+    max_failures: int = 3
+    """Checkpoints in a row that may fail to be written before the run ends."""
+    keep_last: int = 10
+    """Newest checkpoints to keep; 0: all."""
+    keep_every: int = 0
+    """Keep the checkpoints of every such step for good; 0: none."""
+    keep_best: bool = True
+    """Keep the checkpoint of the lowest validation loss."""
+    verify: Literal["full", "size", "off"] = "full"
+    """What is checked of a checkpoint before it is loaded: size and SHA-256 of every file, sizes only, or nothing."""
+    init_from: str | None = None
+    """Start from the weights of another run, of one checkpoint, or of a file made by torchmars.export. Has no effect once the run has
+    a checkpoint of its own."""
+    init_optimizer: bool = False
+    """Take the optimizer's state from init_from too, as far as this optimizer has use for it."""
 
     def check(self) -> None:
-        require_range(self, "interval", 0)
+        for name in ("interval", "interval_minutes", "keep_last", "keep_every"):
+            require_range(self, name, 0)
+        require_range(self, "max_failures", 1)
+        require(self.init_from is not None or not self.init_optimizer,
+                "checkpoint.init_optimizer has no meaning without checkpoint.init_from: set that too")
+
+
+@dataclass
+class GuardsConfig:
+    """What is watched while a run trains. A gradient that is not finite always skips its step."""
+
+    section = "guards"
+    loss_spike: Literal["off", "skip", "rollback"] = "off"
+    """What to do with a batch whose loss stands out: leave its step out (skip), or go back to the newest checkpoint and on with the
+    data after that batch (rollback). Both wait for the loss at every step."""
+    spike_sigmas: float = 6.0
+    """A loss stands out when it is this many standard deviations above the mean of the last 64."""
+    hang_seconds: float = 600.0
+    """Seconds without a step after which a rank is taken to hang: every rank tells where it stands, and the run ends. Must be more
+    than the longest step, compilation, validation or synchronous save. 0: never."""
+
+    def check(self) -> None:
+        require_range(self, "spike_sigmas", 0, open_low=True)
+        require_range(self, "hang_seconds", 0)
 
 
 @dataclass
@@ -357,6 +402,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 

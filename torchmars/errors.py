@@ -5,6 +5,11 @@ import sys
 from collections.abc import Iterator
 
 
+EXIT_MISTAKE = 2
+EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to go on
+
+
 class UserError(Exception):
     """A mistake in a config, a file or a command line.
 
@@ -23,6 +28,6 @@ def reported(quiet: bool = False) -> Iterator[None]:
     except UserError as error:
         if not quiet:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        raise SystemExit(EXIT_MISTAKE) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

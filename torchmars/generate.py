@@ -1,13 +1,16 @@
 """`python -m torchmars.generate RUN_OR_CHECKPOINT --prompt TEXT`: sample text from a checkpoint."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from torchmars import checkpoint
+from torchmars.checkpoint.manifest import NAME
+from torchmars.checkpoint.resume import open_newest
+from torchmars.checkpoint.state import model_state, read_index, read_tensors
 from torchmars.config import Config
 from torchmars.config_file import config_from_tables
 from torchmars.data.tokenizer import TOKENIZERS, Tokenizer
@@ -52,16 +55,12 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int,
 
 
 def load(folder: Path) -> tuple[nn.Module, Tokenizer, Config]:
-    """The model of a checkpoint (or of a run's newest one) on the CPU, its tokenizer and its config."""
-    if not (folder / "meta.json").exists():
-        found = checkpoint.complete(folder / "checkpoints")
-        if not found:
-            raise UserError(f"{folder} is neither a checkpoint nor a run with one")
-        folder = found[-1]
-    meta = checkpoint.read_meta(folder)
-    config = config_from_tables(meta.config, f"in {folder}/meta.json")
-    model = build_model(model_args(config.model, meta.vocab_size, config.training.seq_len))
-    checkpoint.load_model(folder, model)
+    """The model of a checkpoint (or of a run's newest good one) on the CPU, its tokenizer and its config."""
+    folder, manifest = open_newest(folder, warn=lambda text: print(text, file=sys.stderr))
+    config = config_from_tables(manifest.config, f"in {folder}/{NAME}")
+    model = build_model(model_args(config.model, manifest.vocab_size, config.training.seq_len)).eval()
+    read_index(folder)  # its own error is clearer than DCP's
+    read_tensors(folder, model_state(model), group=None)
     return model, TOKENIZERS[config.data.tokenizer](), config
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import json
 import math
 import resource
 import time
@@ -12,9 +11,10 @@ from datetime import timedelta
 
 import torch
 
-from torchmars.checkpoint import run_folder, write_durably
+from torchmars.checkpoint.folder import run_folder
 from torchmars.config import Config, MetricsConfig
 from torchmars.errors import UserError
+from torchmars.journal import Journal
 
 # Dense bfloat16 FLOP/s of one device, from the makers' data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12,
@@ -74,14 +74,7 @@ class Metrics:
     def open(self) -> None:
         """Open the writers. For the rank that reports only."""
         config, folder = self.config, run_folder(self.config)
-        path, kept = folder / "metrics.jsonl", []
-        if path.exists():
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # a line cut short by a crash
-                    if json.loads(line)["step"] <= self.step:
-                        kept.append(line + "\n")
-        write_durably(path, "".join(kept))
-        self.file = path.open("a")
+        self.journal = Journal(folder / "metrics.jsonl", self.step)
         check_writers(config.metrics)
         if config.metrics.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -92,6 +85,13 @@ class Metrics:
 
             self.wandb = wandb.init(project=config.metrics.wandb_project, name=config.run.name, group=config.run.name,
                                     dir=folder, config=asdict(config))
+        self.restart_clock()
+
+    def rewind(self, step: int) -> None:
+        """Go back to `step`: what came after is made again."""
+        self.step = step
+        if self.active:
+            self.journal.rewind(step)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -112,7 +112,7 @@ class Metrics:
         self.step = step
         seconds = (time.perf_counter() - self.clock) / max(step - self.clock_step, 1)
         rate = self.tokens_per_step / seconds
-        values = {"loss": loss, "lr": lr, "tokens": step * self.tokens_per_step, "tokens_per_second": rate,
+        values = {"loss": loss, "lr": lr, "tokens_per_second": rate,
                   "memory_gib": peak_memory(self.device)} | told
         parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}", f"loss {loss:.4f}", f"lr {lr:.2e}",
                  f"grad norm {told['grad_norm']:.3f}", f"{rate:,.0f} tok/s"]
@@ -132,10 +132,14 @@ class Metrics:
             print(f"step {step:>{len(str(self.steps))}}/{self.steps} | validation loss {loss:.4f}", flush=True)
             self._write(step, "validation", {"loss": loss})
 
+    def stall(self, step: int, seconds: float) -> None:
+        """Report how long training waited for the checkpoint of step number `step`."""
+        if self.active:
+            self._write(step, "checkpoint", {"stall_ms": 1e3 * seconds})
+
     def _write(self, step: int, kind: str, values: dict[str, float]) -> None:
         named = {f"{kind}/{name}": value for name, value in values.items()}
-        self.file.write(json.dumps({"step": step} | {name: value if math.isfinite(value) else None for name, value in named.items()}) + "\n")
-        self.file.flush()
+        self.journal.write({"step": step} | {name: value if math.isfinite(value) else None for name, value in named.items()})
         if self.tensorboard:
             for name, value in named.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -145,12 +149,11 @@ class Metrics:
     def close(self) -> None:
         """Flush and close every writer."""
         if self.active:
-            self.file.close()
+            self.journal.close()
         if self.tensorboard:
             self.tensorboard.close()
         if self.wandb:
             self.wandb.finish()
-
 
 
 def check_writers(config: MetricsConfig) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from torchmars import checkpoint
 from torchmars.build import build_meta_model, build_optimizer
+from torchmars.checkpoint.folder import checkpoints, checkpoints_folder
+from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.config import Config, DataConfig
 from torchmars.config_file import load_config
 from torchmars.data import corpus, shards
@@ -32,9 +33,18 @@ def main() -> None:
         check_writers(config.metrics)
         manifest = prepare_shards(config)
         shards.check_shards(manifest, Path(config.data.path))
-        checkpoint.check_resume(config, manifest.fingerprint(), build_optimizer(config, build_meta_model(config, manifest)))
+        check_resume(config, manifest)
         for name, split in manifest.splits.items():
             print(f"{config.data.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens in {split.documents:,} documents")
+
+
+def check_resume(config: Config, manifest: shards.Manifest) -> None:
+    """Raise `UserError` where the run has checkpoints, but cannot go on from the newest good one. Their bytes are left to the ranks."""
+    level = "off" if config.checkpoint.verify == "off" else "size"
+    found = newest_good(checkpoints(checkpoints_folder(config)), lambda path: opened(path, level), warn=lambda text: None)
+    optimizer = build_optimizer(config, build_meta_model(config, manifest))
+    if found:
+        check_same_run(*found, config, manifest.fingerprint(), optimizer)
 
 
 def take_ranks(args: list[str]) -> tuple[list[str], int]:

@@ -1,5 +1,6 @@
 """The training loop, in time order."""
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -7,24 +8,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars import checkpoint
 from torchmars.build import build_meta_model, build_optimizer
+from torchmars.checkpoint import manifest as manifests
+from torchmars.checkpoint import state
+from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, run_folder, step_folder
+from torchmars.checkpoint.initial import init_from
+from torchmars.checkpoint.manifest import Manifest
+from torchmars.checkpoint.resume import check_same_run, newest_good
+from torchmars.checkpoint.saver import Saver
 from torchmars.config import Config
 from torchmars.config_file import write_config
 from torchmars.data.loader import Loader, Windows, validation_batches
 from torchmars.data.shards import check_shards
 from torchmars.data.tokenizer import TOKENIZERS
-from torchmars.errors import UserError
+from torchmars.errors import EXIT_STOPPED, UserError
 from torchmars.generate import sample_text
+from torchmars.guards import SpikeGuard
 from torchmars.metrics import Metrics, Stopwatch
 from torchmars.models.initialize import init_weights
 from torchmars.models.parallelize import parallelize, reduce_gradients
 from torchmars.optim import between, lr_factor
 from torchmars.parallel.mesh import Layout
 from torchmars.prepare import prepare_shards
-
+from torchmars.signals import StopSignals
+from torchmars.watchdog import Watchdog
 
 MAX_SKIPPED_IN_A_ROW = 10
+MAX_ROLLBACKS = 3  # to one checkpoint
 
 
 class Trainer:
@@ -58,56 +68,121 @@ class Trainer:
         self.base_gammas = [group["gamma"] for group in self.optimizer.param_groups]
         self.stopwatch = Stopwatch(layout.device)
 
+        self.saver = Saver(config, layout)
+        self.spikes = SpikeGuard(config.guards)
+        self.rollbacks: Counter[int] = Counter()  # by the checkpoint's step
+
         self.step = 0
-        torch.manual_seed(config.run.seed + layout.rank)
-        self.resumed_from = self.resume()
+        self.validation_loss: float | None = None  # at this step
+        self.changes: list[str] = []  # of the config, since the checkpoint
+        self.without_last_grad: list[Tensor] = []  # what starts from state of another optimizer or other data
+        state.seed_rng(config.run.seed, 0, layout.rank)
+        self.origin = self.resume()
 
     def compute_dtype(self) -> torch.dtype:
         """training.dtype, with "auto" resolved for the device."""
         name = self.config.training.dtype
         return getattr(torch, {"cuda": "bfloat16", "cpu": "float32"}[self.layout.device.type] if name == "auto" else name)
 
-    def resume(self) -> Path | None:
-        """Go on from the run's newest checkpoint, if it has one; returns its folder."""
-        found = self.layout.on_first(lambda: checkpoint.check_resume(self.config, self.data, self.optimizer))
-        if found is None:
+    def resume(self) -> str | None:
+        """Go on from the run's newest good checkpoint, or start from checkpoint.init_from; where the run comes from, in words."""
+        settings = self.config.checkpoint
+        folder = self.load_newest()
+        if folder is not None:
+            return f"from step {self.step}: {folder}"
+        if settings.init_from is None:
             return None
-        folder, meta = found
-        checkpoint.load(folder, meta, self.layout, self.model, self.optimizer)
-        self.step = meta.step
-        self.loader.seek(meta.position)
-        return folder
+        said, self.without_last_grad = init_from(Path(settings.init_from), settings.init_optimizer, self.layout, self.model, self.optimizer)
+        return f"from the {said}"
 
-    def run(self) -> None:
-        """Train from the step reached to training.steps; validate, save and report on the way."""
-        config, last = self.config, self.config.training.steps
+    def load_newest(self) -> Path | None:
+        """Load the run's newest good checkpoint and return its folder; None where the run has no checkpoint."""
+        self.saver.wait()
+        found = newest_good(self.layout.on_first(lambda: checkpoints(checkpoints_folder(self.config))), self.load, warn=self.say)
+        return found and found[0]
+
+    def load(self, folder: Path) -> Manifest:
+        """Verify the checkpoint `folder` and load it. Raises `DamagedCheckpoint` or, where it is another run's, `UserError`, on every rank."""
+        layout, config = self.layout, self.config
+        manifest = layout.on_first(lambda: manifests.read(folder))
+        layout.agree(lambda: manifests.verify(folder, manifest, config.checkpoint.verify, layout.rank, layout.size))
+        self.changes = layout.on_first(lambda: check_same_run(folder, manifest, config, self.data, self.optimizer))
+        state.load(folder, manifest, layout, self.model, self.optimizer)
+        if manifest.world_size != layout.size:
+            self.changes.append(f"ranks {manifest.world_size} -> {layout.size}")
+        self.step, self.validation_loss = manifest.step, manifest.validation_loss
+        self.loader.seek(manifest.position)
+        self.spikes.recent.clear()
+        self.spikes.recent.extend(manifest.recent_losses)
+        if manifest.config["training"]["global_batch_size"] != config.training.global_batch_size:
+            self.forget_the_look_ahead()
+        return manifest
+
+    def forget_the_look_ahead(self) -> None:
+        """Exact mode: the last gradient is not of the batch that comes next."""
+        if self.optimizer.exact:
+            self.without_last_grad = list(self.optimizer.state)
+
+    def run(self) -> int:
+        """Train from the step reached to training.steps; validate, save and report on the way. The exit code: 0, or 75 when stopped by a signal."""
+        config = self.config
         self.announce()
-        if self.step >= last:
-            return
-        began_at = self.step
+        if self.step >= config.training.steps:
+            return 0
         self.layout.on_first(self.write_resolved_config)
-        metrics = Metrics(config, self.layout.first, self.step, self.layout.device, self.layout.size, self.flops_per_token)
-        self.layout.on_first(metrics.open)
-
-        while self.step < last:
-            loss, lr = self.train_step()
-            self.step += 1
-            if due(self.step, config.metrics.log_interval, last) or self.step == began_at + 1:
-                told = self.optimizer.telemetry()
-                metrics.train(self.step, self.layout.mean(loss), lr, told | {"optimizer_ms": self.stopwatch.milliseconds()})
-                self.refuse_to_go_on_skipping(told)
-            with metrics.paused():
-                if config.validation.interval and due(self.step, config.validation.interval, last):
-                    metrics.validation(self.step, self.validate())
-                if due(self.step, config.checkpoint.interval, last):
-                    self.say(f"checkpoint {self.save()}")
-
-        if config.validation.sample_tokens:
+        self.metrics = Metrics(config, self.layout.first, self.step, self.layout.device, self.layout.size, self.flops_per_token)
+        self.layout.on_first(self.metrics.open)
+        hang = run_folder(config) / "hang"
+        with StopSignals() as self.signals, Watchdog(hang, self.layout, config.guards.hang_seconds) as self.watchdog:
+            try:
+                complete = self.train()
+            finally:
+                self.saver.close()
+        if complete and config.validation.sample_tokens:
             self.say("sample:\n" + self.sample())
-        metrics.close()
+        self.metrics.close()
+        return 0 if complete else EXIT_STOPPED
 
-    def train_step(self) -> tuple[Tensor, float]:
-        """One optimizer step: this rank's mean loss and the learning rate."""
+    def train(self) -> bool:
+        """The steps that are left; whether all were made, or a signal ended them early."""
+        config, last, epoch = self.config, self.config.training.steps, self.loader.epoch
+        if self.step and self.validation_loss is None and self.validation_due():  # stopped by a signal before it could
+            self.validate()
+        while self.step < last:
+            made = self.train_step()
+            if made is None:
+                self.roll_back()
+                continue
+            self.step, self.validation_loss = self.step + 1, None
+            if due(self.step, config.metrics.log_interval, last) or self.step == 1:
+                self.report(*made)
+            if self.loader.epoch != epoch:
+                epoch = self.loader.epoch
+                self.say(f"epoch {epoch + 1} begins: the data has been read {epoch} times, and is read again in another order")
+            stop, overdue = self.layout.any(self.signals.received is not None, self.saver.overdue())
+            stop = stop and self.step < last
+            with self.metrics.paused():
+                if self.validation_due() and not stop:
+                    self.validate()
+                if stop or overdue or due(self.step, config.checkpoint.interval, last):
+                    self.save()
+            self.watchdog.beat(f"step {self.step + 1}")
+            if stop:
+                break
+        self.saver.finish()
+        if self.step < last:
+            self.say(f"stopped   by {self.signals.received or 'a signal to another rank'} after step {self.step}, saved; the same command goes on")
+        return self.step == last
+
+    def report(self, loss: Tensor, lr: float) -> None:
+        """Report the step just made. Waits for the device."""
+        told = self.optimizer.telemetry()
+        tokens = self.loader.position * self.config.training.seq_len
+        self.metrics.train(self.step, self.layout.mean(loss), lr, told | {"tokens": tokens, "optimizer_ms": self.stopwatch.milliseconds()})
+        self.refuse_to_go_on_skipping(told)
+
+    def train_step(self) -> tuple[Tensor, float] | None:
+        """One optimizer step: this rank's mean loss and the learning rate; None where the loss stands out and the run is to go back."""
         lr = self.set_hyperparameters()
         batch = self.loader.step()
         if self.optimizer.exact:  # the next batch's gradient at these weights corrects the next step
@@ -115,10 +190,41 @@ class Trainer:
             self.optimizer.look_ahead()
             self.optimizer.zero_grad()
         loss = self.backward(batch)
+        stands_out = self.spikes.active and self.stands_out(loss)
+        if stands_out and self.config.guards.loss_spike == "rollback":
+            self.optimizer.zero_grad()
+            return None
+        if self.without_last_grad:
+            self.optimizer.start_last_grads(self.without_last_grad)
+            self.without_last_grad = []
         with self.stopwatch:
-            self.optimizer.step()
+            self.optimizer.skip() if stands_out else self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, lr
+
+    def stands_out(self, loss: Tensor) -> bool:
+        """Whether the loss of the step under way is a spike; says so."""
+        mean = self.layout.mean(loss)
+        if not self.spikes.stands_out(mean):
+            return False
+        self.say(f"spike     loss {mean:.4f} at step {self.step + 1}, samples {self.loader.position - self.config.training.global_batch_size} to "
+                 f"{self.loader.position - 1}: guards.loss_spike = {self.config.guards.loss_spike}")
+        return True
+
+    def roll_back(self) -> None:
+        """Go back to the newest checkpoint, and on with the data after the batch that made the loss stand out."""
+        position, reached = self.loader.position, self.step
+        folder = self.load_newest()
+        if folder is None:
+            raise UserError(f"the loss stood out at step {reached + 1}, and there is no checkpoint to go back to: lower optimizer.lr, raise "
+                            "guards.spike_sigmas, or lower checkpoint.interval")
+        self.rollbacks[self.step] += 1
+        if self.rollbacks[self.step] > MAX_ROLLBACKS:
+            raise UserError(f"the loss stood out after each of {MAX_ROLLBACKS} returns to {folder}: lower optimizer.lr or raise guards.spike_sigmas")
+        self.loader.seek(position)
+        self.forget_the_look_ahead()
+        self.layout.on_first(lambda: self.metrics.rewind(self.step))
+        self.say(f"rollback  to step {self.step}: {folder}; the data goes on at sample {position}")
 
     def backward(self, batch: list[Tensor]) -> Tensor:
         """Accumulate the gradient of the mean loss over a global batch, of which `batch` are this rank's microbatches; this rank's loss."""
@@ -156,33 +262,48 @@ class Trainer:
         targets = tokens[:, 1:]
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
+    def validation_due(self) -> bool:
+        """Whether the validation loss is to be measured at this step."""
+        interval = self.config.validation.interval
+        return interval > 0 and due(self.step, interval, self.config.training.steps)
+
+    def validate(self) -> None:
+        """Measure and report the validation loss."""
+        self.watchdog.beat(f"the validation after step {self.step}")
+        self.validation_loss = self.mean_validation_loss()
+        self.metrics.validation(self.step, self.validation_loss)
+
     @torch.no_grad()
-    def validate(self) -> float:
+    def mean_validation_loss(self) -> float:
         """The mean loss over the validation windows, the same ones on every layout."""
         total = torch.zeros(2, dtype=torch.float64, device=self.layout.device)  # sum of losses, targets
+        self.model.eval()
         for tokens, count in validation_batches(self.validation_windows, self.config.validation.windows,
                                                 self.microbatch_size, self.layout.rank, self.layout.size):
             losses = self.token_losses(tokens)[:count]
             total += torch.tensor([losses.double().sum(), losses.numel()], device=total.device)
+        self.model.train()
         mean_sum, mean_count = (self.layout.mean(part) for part in total)
         return mean_sum / mean_count
 
-    def save(self) -> Path:
-        """Write a checkpoint of the step just made."""
-        meta = checkpoint.Meta(step=self.step, position=self.loader.position, world_size=self.layout.size, data=self.data,
-                               vocab_size=self.manifest.vocab_size, optimizer=checkpoint.optimizer_state_names(self.optimizer),
-                               config=asdict(self.config))
-        return checkpoint.save(self.config, self.layout, self.model, self.optimizer, meta)
+    def save(self) -> None:
+        """Save the step just made, or begin to."""
+        self.watchdog.beat(f"saving step {self.step}")
+        manifest = Manifest(step=self.step, position=self.loader.position, world_size=self.layout.size, data=self.data,
+                            vocab_size=self.manifest.vocab_size, optimizer=state.optimizer_state_names(self.optimizer),
+                            config=asdict(self.config), validation_loss=self.validation_loss, recent_losses=list(self.spikes.recent))
+        self.metrics.stall(self.step, self.saver.save(manifest, state.training_state(self.layout, self.model, self.optimizer)))
 
     def sample(self) -> str:
         """A text by the model as it is now. Every rank takes part."""
+        self.model.eval()
         with torch.compiler.set_stance("force_eager"):  # every length of context would be compiled anew
             return sample_text(self.model, TOKENIZERS[self.config.data.tokenizer](), self.config.validation.sample_prompt,
                                self.config.validation.sample_tokens, temperature=0.8, device=self.layout.device)
 
     def write_resolved_config(self) -> None:
         """Leave the settings that this run has in its folder, as a config that reproduces it."""
-        folder = checkpoint.run_folder(self.config)
+        folder = run_folder(self.config)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_config(self.config, folder / "config.toml")
@@ -195,7 +316,7 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         tokens = self.manifest.splits["train"].tokens
         per_step = training.global_batch_size * training.seq_len
-        self.say(f"run       {checkpoint.run_folder(config)}, seed {config.run.seed}")
+        self.say(f"run       {run_folder(config)}, seed {config.run.seed}")
         self.say(f"model     {config.model.name} {config.model.size}: {parameters:,} parameters, {args.n_layer} layers, {args.n_head} "
                  f"heads, width {args.n_embd}, vocabulary {args.vocab_size}")
         self.say(f"layout    {self.layout.describe()}, {str(self.compute_dtype()).removeprefix('torch.')} compute")
@@ -207,10 +328,12 @@ class Trainer:
         self.say(f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "
                  f"{training.steps * per_step:,} ({training.steps * per_step / tokens:.2f} epochs)")
         if self.step >= training.steps:
-            self.say(f"complete  all {training.steps} steps are done: {self.resumed_from}. "
+            self.say(f"complete  all {training.steps} steps are done: {step_folder(checkpoints_folder(config), self.step)}. "
                      f"To go on: --training.steps {self.step + training.steps}")
-        elif self.resumed_from:
-            self.say(f"continue  from step {self.step}: {self.resumed_from}")
+        elif self.origin:
+            for change in self.changes:
+                self.say(f"changed   {change}")
+            self.say(f"continue  {self.origin}")
 
     def say(self, text: str) -> None:
         if self.layout.first:

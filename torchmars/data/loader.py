@@ -110,6 +110,11 @@ class Loader:
         self._batches: Iterator[Tensor] | None = None
         self._peeked: list[Tensor] | None = None
 
+    @property
+    def epoch(self) -> int:
+        """How many times all windows have been read."""
+        return self.position // len(self.windows)
+
     def seek(self, position: int) -> None:
         """Go on from global sample number `position`, as a run on any layout left it."""
         self.position = position
@@ -135,8 +140,9 @@ class Loader:
                                 self.rank, self.ranks)
             with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
                 warnings.filterwarnings("ignore", message=".*set_vital.*")
+                # A generator of its own: otherwise every start of the loader draws from that of dropout.
                 self._batches = iter(StatefulDataLoader(self.windows, batch_sampler=order, num_workers=self.num_workers,
-                                                        pin_memory=self.pin_memory))
+                                                        pin_memory=self.pin_memory, generator=torch.Generator()))
         return self._batches
 
 

@@ -18,7 +18,7 @@ def model_args(config: ModelConfig, vocab_size: int, seq_len: int) -> GPT2Args:
                         f"choose a multiple of {n_head}")
     rows = config.vocab_size or -(-vocab_size // 64) * 64
     return GPT2Args(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=rows, seq_len=seq_len,
-                    scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx)
+                    scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx, dropout=config.dropout)
 
 
 def build_model(args: GPT2Args) -> GPT2:

@@ -1,4 +1,4 @@
-"""GPT-2 as the published MARS runs trained it: no biases, no dropout, tied embeddings, pre-norm blocks.
+"""GPT-2 as the published MARS runs trained it: no biases, tied embeddings, pre-norm blocks; dropout where it is asked for.
 
 Source: Radford et al. 2019 for the architecture; Yuan et al. (arXiv 2411.10438) for the settings.
 """
@@ -29,6 +29,7 @@ class GPT2Args:
     vocab_size: int
     seq_len: int
     scale_attn_by_inverse_layer_idx: bool = False
+    dropout: float = 0.0
 
 
 class Attention(nn.Module):
@@ -36,7 +37,7 @@ class Attention(nn.Module):
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
-        self.n_head = args.n_head
+        self.n_head, self.dropout = args.n_head, args.dropout
         self.qkv = nn.Linear(args.n_embd, 3 * args.n_embd, bias=False)
         self.proj = nn.Linear(args.n_embd, args.n_embd, bias=False)
 
@@ -45,8 +46,8 @@ class Attention(nn.Module):
         q, k, v = (part.view(batch, length, self.n_head, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         if logit_divisor is not None:
             q = q / logit_divisor
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(batch, length, width))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        return F.dropout(self.proj(y.transpose(1, 2).reshape(batch, length, width)), self.dropout, self.training)
 
 
 class MLP(nn.Module):
@@ -54,11 +55,12 @@ class MLP(nn.Module):
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
+        self.dropout = args.dropout
         self.up = nn.Linear(args.n_embd, 4 * args.n_embd, bias=False)
         self.proj = nn.Linear(4 * args.n_embd, args.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(F.gelu(self.up(x)))
+        return F.dropout(self.proj(F.gelu(self.up(x))), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -89,7 +91,7 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tok_embed(tokens) + self.pos_embed(positions)
+        x = F.dropout(self.tok_embed(tokens) + self.pos_embed(positions), self.args.dropout, self.training)
         divisors: list[Tensor | None] = [None] * len(self.blocks)
         if self.args.scale_attn_by_inverse_layer_idx:
             # Tensors, so that compiled blocks share one graph; integers, which mixed precision leaves as they are.

@@ -84,7 +84,7 @@ class MARS(torch.optim.Optimizer):
         elements = sum(local_part(p).numel() for p in self._places)
         self.compile = compile if compile is not None else elements >= COMPILE_FROM and can_compile(first.device)
         self.grad_norm = torch.zeros((), dtype=torch.float64, device=first.device)
-        self._skipped = torch.zeros(3, dtype=torch.int64, device=first.device)  # in all, in a row now, longest row told
+        self.skipped = torch.zeros(3, dtype=torch.int64, device=first.device)  # in all, in a row now, longest row since telemetry
         self._last: list[tuple[str, Summary]] = []  # of the last step, by role
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -146,15 +146,32 @@ class MARS(torch.optim.Optimizer):
         """
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
+        self._take_gradients(self._ahead)
+        self._looked_ahead = True
+
+    @torch.no_grad()
+    def start_last_grads(self, parameters: Iterable[Tensor]) -> None:
+        """Before a step: let its own gradients be the last ones of `parameters`, as in a first step (h_1 = g_1: no correction).
+
+        For state that was loaded without a last gradient, such as AdamW's, or with one of other data.
+        """
+        self._take_gradients({parameter: self.state[parameter]["last_grad"] for parameter in parameters if "last_grad" in self.state[parameter]})
+
+    def _take_gradients(self, targets: dict[Tensor, Tensor]) -> None:
+        """Copy the gradients of now, after the global clip, to `targets`, by parameter; zeros where there is none."""
         updates = self._gather()
         scale, _, _ = self._reduce(updates, with_last=False)
         seen = {parameter: gradient for update in updates for parameter, gradient in zip(update.parameters, update.grads)}
-        for parameter, ahead in self._ahead.items():
+        for parameter, target in targets.items():
             if parameter in seen:
-                flat(local_part(ahead)).copy_(seen[parameter] * scale.to(seen[parameter].dtype))
+                flat(local_part(target)).copy_(seen[parameter] * scale.to(seen[parameter].dtype))
             else:
-                ahead.zero_()
-        self._looked_ahead = True
+                target.zero_()
+
+    @torch.no_grad()
+    def skip(self) -> None:
+        """Leave a step out and count it as skipped, as `step` does where a gradient is not finite."""
+        self._finish([], torch.zeros((), dtype=torch.bool, device=self.grad_norm.device))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -260,9 +277,9 @@ class MARS(torch.optim.Optimizer):
             state = self.state[parameter]
             state["last_grad"], self._ahead[parameter] = ahead, state["last_grad"]
         self._looked_ahead = False
-        total, row, longest = self._skipped.unbind()
+        total, row, longest = self.skipped.unbind()
         row = (row + 1) * ~ok
-        self._skipped = torch.stack([total + ~ok, row, torch.maximum(longest, row)])
+        self.skipped = torch.stack([total + ~ok, row, torch.maximum(longest, row)])
         self._last = [(update.group.get("role", update.group["rule"]), update.summary()) for update in updates]
 
     def telemetry(self) -> dict[str, float]:
@@ -272,9 +289,9 @@ class MARS(torch.optim.Optimizer):
         "ROLE/grad_norm", "ROLE/clipped" (the fraction of its tensors whose corrected gradient was clipped), "ROLE/correction" (the size of the
         correction relative to the gradient) and "ROLE/cosine" (of the gradient and the last one).
         """
-        total, row, longest = self._skipped.unbind()
+        total, row, longest = self.skipped.unbind()
         values = {"grad_norm": self.grad_norm, "skipped_steps": total, "skipped_in_a_row": longest}
-        self._skipped = torch.stack([total, row, torch.zeros_like(row)])
+        self.skipped = torch.stack([total, row, torch.zeros_like(row)])
         by_role: dict[str, list[Summary]] = {}
         for role, summary in self._last:
             by_role.setdefault(role, []).append(summary)

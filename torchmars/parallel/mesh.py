@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -41,24 +41,35 @@ class Layout:
         """Run `work` on every rank and return all ranks' results. An exception on one rank ends all: a `UserError` is raised on
         every rank, another one where it happened, and as a RuntimeError on the others.
         """
-        mine, failure = None, None
+        mine, failure, told = None, None, None
         try:
             mine = work()
         except Exception as error:
-            failure = error
-        everyone: list[tuple[T | None, bool, str | None]] = [None] * self.size
-        said = None if failure is None else f"{failure}" if isinstance(failure, UserError) else f"rank {self.rank}: {failure!r}"
-        dist.all_gather_object(everyone, (mine, isinstance(failure, UserError), said), group=self.control)
+            failure = told = error
+            if not isinstance(error, UserError):
+                told = RuntimeError(f"rank {self.rank}: {error!r}")
+        everyone: list[tuple[T | None, Exception | None]] = [(None, None)] * self.size
+        dist.all_gather_object(everyone, (mine, told), group=self.control)
         if failure is not None:
             raise failure
-        for _, by_user, error in everyone:
+        for _, error in everyone:
             if error is not None:
-                raise UserError(error) if by_user else RuntimeError(error)
-        return [result for result, _, _ in everyone]
+                raise error
+        return [result for result, _ in everyone]
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank while the others wait; its result, or its `UserError`, on every rank."""
         return self.agree(lambda: work() if self.first else None)[0]
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any rank."""
+        values = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.control)
+        return values.bool().tolist()
+
+    def aside(self) -> "Layout":
+        """The same ranks with a control group of their own, for a thread beside the training. Collective."""
+        return replace(self, control=control_group())
 
     def mean(self, value: torch.Tensor) -> float:
         """The mean over the ranks of a scalar tensor. Waits for the device."""
@@ -95,6 +106,7 @@ def start(config: ParallelismConfig) -> Layout:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps, for the watchdog to name
     if not dist.is_initialized():
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
@@ -102,8 +114,12 @@ def start(config: ParallelismConfig) -> Layout:
         mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
     else:
         mesh = init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
-    control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    return Layout(device, mesh, rank(), world_size, control)
+    return Layout(device, mesh, rank(), world_size, control_group())
+
+
+def control_group() -> dist.ProcessGroup:
+    """A new CPU group over all ranks."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 def stop() -> None:

@@ -1,0 +1,120 @@
+"""What a checkpoint is and holds: `manifest.json`, with the size and SHA-256 of every file beside it."""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torchmars.checkpoint.folder import write_durably
+from torchmars.errors import UserError
+
+FORMAT = "torchmars-checkpoint-2"
+NAME = "manifest.json"
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that cannot be trusted. The message names the file and what is wrong with it."""
+
+
+@dataclass
+class File:
+    """A file of a checkpoint: its size in bytes and SHA-256."""
+
+    size: int
+    sha256: str
+
+
+@dataclass
+class Manifest:
+    """All that is known of a checkpoint without its tensors."""
+
+    step: int
+    """Optimizer steps made."""
+    position: int
+    """Samples of the global data order consumed."""
+    world_size: int
+    data: str
+    """Fingerprint of the training tokens."""
+    vocab_size: int
+    """The tokenizer's vocabulary, without padding."""
+    optimizer: dict[str, str]
+    """The rule and the state tensors of each parameter."""
+    config: dict[str, Any]
+    """The resolved config, a table per section."""
+    validation_loss: float | None = None
+    """The validation loss at this step, if it was measured."""
+    recent_losses: list[float] = field(default_factory=list)
+    """What the guard against loss spikes has seen."""
+    files: dict[str, File] = field(default_factory=dict)
+    format: str = FORMAT
+
+    def text(self) -> str:
+        """The content of manifest.json, whose last entry is the SHA-256 of the others."""
+        entries = asdict(self)
+        digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
+        return json.dumps(entries | {"sha256": digest}, indent=1) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Make it durable in `folder`."""
+        write_durably(folder / NAME, self.text())
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size for file in self.files.values())
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of the checkpoint `folder`. Raises `DamagedCheckpoint` where a single byte of it is not as it was written."""
+    path = folder / NAME
+    try:
+        text = path.read_bytes().decode()
+        raw = json.loads(text)
+        if raw["format"] != FORMAT:
+            raise DamagedCheckpoint(f"{path} is of format {raw['format']!r}, not of this version's {FORMAT!r}")
+        del raw["sha256"]
+        manifest = Manifest(**raw | {"files": {name: File(**file) for name, file in raw["files"].items()}})
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged ({type(error).__name__}: {error})") from None
+    if manifest.text() != text:
+        raise DamagedCheckpoint(f"{path} was altered: it does not match its own checksum")
+    return manifest
+
+
+def describe(path: Path) -> File:
+    """The size and checksum of a file as it is now."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return File(stream.tell(), digest)
+
+
+def verify(folder: Path, manifest: Manifest, level: Literal["full", "size", "off"], part: int = 0, parts: int = 1) -> None:
+    """Raise `DamagedCheckpoint` naming the first file of `folder` that is missing, foreign, truncated or altered.
+
+    "size" reads no file. `parts` ranks can share the reading, each taking the files `part`, `part + parts`, ...
+    """
+    if level == "off":
+        return
+    try:
+        present = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise DamagedCheckpoint(f"{folder} cannot be read: {error.strerror}") from None
+    if foreign := sorted(present - set(manifest.files) - {NAME}):
+        raise DamagedCheckpoint(f"{folder / foreign[0]} is not a file of this checkpoint")
+
+    def check(name: str) -> None:
+        path, wanted = folder / name, manifest.files[name]
+        try:
+            if (size := path.stat().st_size) != wanted.size:
+                raise DamagedCheckpoint(f"{path} has {size} bytes instead of {wanted.size}")
+            if level == "full" and describe(path) != wanted:
+                raise DamagedCheckpoint(f"{path} was altered: its SHA-256 is not the manifest's")
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        list(pool.map(check, sorted(manifest.files)[part::parts]))

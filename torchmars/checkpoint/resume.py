@@ -1,0 +1,90 @@
+"""Which checkpoint a run goes on from, and whether it still is the same run."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from torchmars.checkpoint import manifest as manifests
+from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.checkpoint.state import optimizer_state_names
+from torchmars.config import Config
+from torchmars.errors import UserError
+from torchmars.optim import MARS
+
+# What makes a run the same run: a checkpoint made with other values is another run's.
+IDENTITY = ("run.seed", "model.name", "model.size", "model.n_layer", "model.n_head", "model.n_embd", "model.vocab_size",
+            "model.scale_attn_by_inverse_layer_idx", "data.tokenizer", "training.seq_len", "optimizer.name",
+            "optimizer.mode", "optimizer.last_grad_dtype")
+# Sections in which any other change is allowed, and said, since it changes what the run computes.
+TOLD = ("model", "training", "optimizer", "schedule", "guards")
+
+
+def newest_good(found: list[Path], check: Callable[[Path], Manifest], warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+    """The newest of the checkpoints `found` (oldest first) that `check` does not call damaged, and its manifest; None where none was found.
+
+    Raises `UserError` where there are some, but none is good.
+    """
+    damage = []
+    for path in reversed(found):
+        try:
+            return path, check(path)
+        except DamagedCheckpoint as error:
+            damage.append(str(error))
+            if len(damage) < len(found):
+                warn(f"warning: {error}; falling back to an older checkpoint")
+    if damage:
+        raise UserError(f"no checkpoint in {found[0].parent} is good; the newest: {damage[0]}: restore one, or move them away to start anew")
+    return None
+
+
+def opened(folder: Path, level: Literal["full", "size", "off"]) -> Manifest:
+    """The manifest of a checkpoint that was verified by this process alone. Raises `DamagedCheckpoint`."""
+    manifest = manifests.read(folder)
+    manifests.verify(folder, manifest, level)
+    return manifest
+
+
+def open_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest]:
+    """`folder` itself if it is a checkpoint, otherwise the newest good one of the run `folder`, verified in full by this process.
+
+    Raises `UserError` where there is none.
+    """
+    if (folder / manifests.NAME).exists():
+        return folder, opened(folder, "full")
+    found = newest_good(checkpoints(folder / "checkpoints"), lambda path: opened(path, "full"), warn)
+    if found is None:
+        raise UserError(f"{folder} is neither a checkpoint nor a run with one")
+    return found
+
+
+def check_same_run(folder: Path, manifest: Manifest, config: Config, data: str, optimizer: MARS) -> list[str]:
+    """Raise `UserError` where the checkpoint `folder` is of another run than `config`'s on the tokens `data`, saying what differs and what to do.
+
+    Returns the changes that are allowed, a line each. `optimizer` is the one the run would go on with; its parameters may be on the
+    meta device.
+    """
+    was, now = flattened(manifest.config), flattened(json.loads(json.dumps(asdict(config))))
+    for name in IDENTITY:
+        if was.get(name) != now[name]:
+            raise UserError(f"{folder} was made with {name} = {was.get(name)}, the config says {now[name]}: "
+                            f"set it back, or choose another run.name")
+    if manifest.data != data:
+        raise UserError(f"{folder} was trained on other tokens than those in {config.data.path}: "
+                        f"restore the shards or choose another run.name")
+    for name, wanted in optimizer_state_names(optimizer).items():
+        saved = manifest.optimizer.get(name)
+        if saved != wanted:
+            raise UserError(f"{folder} has for {name} the rule and state ({saved}), the config's optimizer ({wanted}): "
+                            "set optimizer.clip, the roles' and groups' rules back, or choose another run.name")
+    return [f"{name} {was.get(name)} -> {now[name]}" for name in now if name.split(".")[0] in TOLD and was.get(name) != now[name]]
+
+
+def flattened(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, with dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

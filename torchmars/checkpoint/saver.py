@@ -1,0 +1,159 @@
+"""Writes checkpoints, one at a time: in the background while training goes on, or at once."""
+
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from torchmars.checkpoint import manifest as manifests
+from torchmars.checkpoint.folder import (DAMAGED, PARTIAL, checkpoints, checkpoints_folder, delete, dispensable, leftovers, set_aside,
+                                         step_folder, step_of, sync_folder)
+from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.checkpoint.state import reason
+from torchmars.config import Config
+from torchmars.errors import UserError
+from torchmars.parallel.mesh import Layout
+
+
+class Saver:
+    """Writes the checkpoints of a run. Every rank makes the same calls.
+
+    A save is written aside, made durable file by file, and renamed last: a crash or an error at any point leaves the previous
+    checkpoint as the newest. An error is reported and counted; the run ends after `checkpoint.max_failures` of them in a row.
+    """
+
+    def __init__(self, config: Config, layout: Layout) -> None:
+        self.config, self.folder = config.checkpoint, checkpoints_folder(config)
+        # Collectives of a save run beside those of the training: in a group of their own, or they would be taken for each other.
+        self.layout = layout.aside()
+        on_gpu = layout.device.type == "cuda"
+        self.stager = DefaultStager(StagingOptions(use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False,
+                                                   use_non_blocking_copy=on_gpu))
+        self.thread: threading.Thread | None = None
+        self.error: str | None = None
+        self.failures = 0
+        self.saved_at = time.monotonic()
+
+    def overdue(self) -> bool:
+        """Whether checkpoint.interval_minutes have passed since the last save, by the first rank's clock."""
+        minutes = self.config.interval_minutes
+        return self.layout.first and minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
+
+    def save(self, manifest: Manifest, state: dict[str, Tensor]) -> float:
+        """Begin to save `state`, or save it if saves are not asynchronous; returns the seconds that training waited for it.
+
+        What `state` holds may change as soon as this returns. Raises `UserError` where too many saves in a row have failed.
+        """
+        began = time.perf_counter()
+        self.wait()
+        self.saved_at = time.monotonic()
+        if self.config.async_save:
+            state = self.stager.stage(state)
+            # A daemon: a second signal or a crash must not wait for it.
+            self.thread = threading.Thread(target=self._save, args=(manifest, state), name="checkpoint", daemon=True)
+            self.thread.start()
+        else:
+            self._save(manifest, state)
+            self._count()
+        return time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Return once no save is under way. Raises `UserError` where too many saves in a row have failed."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+            self._count()
+
+    def finish(self) -> None:
+        """Wait for the run's last save. Raises `UserError` where it failed."""
+        self.wait()
+        if self.error:
+            raise UserError(self.error)
+
+    def close(self) -> None:
+        """Let a save that is under way end, whatever comes of it."""
+        if self.thread is not None:
+            self.thread.join()
+
+    def _count(self) -> None:
+        self.failures = self.failures + 1 if self.error else 0
+        if self.failures >= self.config.max_failures:
+            raise UserError(f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row ends the run: make room or set run.folder")
+
+    def _save(self, manifest: Manifest, state: dict[str, Tensor]) -> None:
+        """One save from beginning to end, on the calling thread; the outcome, the same on every rank, goes to `error`."""
+        began, folder = time.perf_counter(), step_folder(self.folder, manifest.step)
+        self.error = None
+        try:
+            written = self._write(manifest, state, folder)
+        except Exception as error:
+            self.error = f"the checkpoint {folder} could not be written: {' '.join(str(error).split())}"
+            self._say(f"warning: {self.error}; the run goes on, the one before stays the newest")
+            if self.layout.first:
+                shutil.rmtree(folder.with_name(folder.name + PARTIAL), ignore_errors=True)  # a full disk needs the space
+            return
+        self._say(f"checkpoint {folder} ({written.bytes / 2**20:,.1f} MiB in {time.perf_counter() - began:.2f} s)")
+        if self.layout.first:
+            self._tidy(manifest.step)
+
+    def _write(self, manifest: Manifest, state: dict[str, Tensor], folder: Path) -> Manifest:
+        partial = folder.with_name(folder.name + PARTIAL)
+
+        def begin() -> None:
+            for path in leftovers(self.folder):
+                if path.suffix != DAMAGED:
+                    delete(path)
+            partial.mkdir(parents=True)
+
+        def mine() -> dict[str, manifests.File]:
+            names = [path.name for path in partial.glob(f"__{self.layout.rank}_*")]
+            if self.layout.first:
+                names.append(".metadata")
+            return {name: manifests.describe(partial / name) for name in names}
+
+        def publish() -> Manifest:
+            complete = replace(manifest, files={name: file for part in parts for name, file in sorted(part.items())})
+            complete.write(partial)
+            if folder.exists():  # what the run could not go on from
+                set_aside(folder, DAMAGED)
+            partial.rename(folder)
+            for parent in (self.folder, self.folder.parent):  # the second: the folder of checkpoints may be new
+                sync_folder(parent)
+            return complete
+
+        self.layout.on_first(begin)
+        try:
+            # DCP flushes each file to the disk; the manifest does the same for their names.
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), process_group=self.layout.control)
+        except CheckpointException as error:  # not an Exception
+            raise UserError(reason(error)) from None
+        parts = self.layout.agree(mine)
+        return self.layout.on_first(publish)
+
+    def _tidy(self, step: int) -> None:
+        """Delete the checkpoints that need not be kept, now that a newer one is durable."""
+        try:
+            losses = {}
+            for path in checkpoints(self.folder):
+                if step_of(path) > step:  # the run went back behind it, so it could not be loaded
+                    set_aside(path, DAMAGED)
+                    continue
+                try:
+                    loss = manifests.read(path).validation_loss
+                except DamagedCheckpoint:
+                    continue
+                losses |= {} if loss is None else {step_of(path): loss}
+            for old in dispensable([step_of(path) for path in checkpoints(self.folder)], losses, self.config):
+                delete(step_folder(self.folder, old))
+        except OSError as error:
+            self._say(f"warning: cannot delete old checkpoints in {self.folder}: {error}")
+
+    def _say(self, text: str) -> None:
+        if self.layout.first:
+            print(text, flush=True)

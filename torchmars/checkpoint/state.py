@@ -1,0 +1,150 @@
+"""The tensors of a run: named alike on every layout, written by the saver, read back here. Reading never runs code that a file brings."""
+
+import hashlib
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.optim import MARS
+from torchmars.parallel.mesh import Layout
+
+
+def training_state(layout: Layout, model: nn.Module, optimizer: MARS) -> dict[str, Tensor]:
+    """Every tensor of a run, flat and by name, so that it can be laid out anew: weights, optimizer state, this rank's RNG.
+
+    Hyperparameters are not among them: they are the config's.
+    """
+    return model_state(model) | optimizer_state(optimizer) | {"skipped_steps": optimizer.skipped} | rng_state(layout.rank)
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """The weights, by name."""
+    return {f"model.{name}": value for name, value in model.state_dict().items()}
+
+
+def optimizer_state(optimizer: MARS) -> dict[str, Tensor]:
+    """The optimizer's state tensors, by parameter and name."""
+    return {f"optimizer.{name}.{key}": value for name, parameter in named_parameters(optimizer).items()
+            for key, value in optimizer.state[parameter].items()}
+
+
+def optimizer_state_names(optimizer: MARS) -> dict[str, str]:
+    """For each parameter by name, its rule and the names of its state tensors."""
+    return {name: " ".join([group["rule"], *sorted(optimizer.state[parameter])])
+            for group in optimizer.param_groups for name, parameter in zip(group["param_names"], group["params"])}
+
+
+def named_parameters(optimizer: MARS) -> dict[str, Tensor]:
+    """The optimizer's parameters by name."""
+    return {name: parameter for group in optimizer.param_groups for name, parameter in zip(group["param_names"], group["params"])}
+
+
+def rng_state(rank: int) -> dict[str, Tensor]:
+    """The state of this process's default generators, of the CPU and of the GPU if there is one, as bytes."""
+    gpu = {f"rng.cuda.{rank}": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {f"rng.cpu.{rank}": torch.get_rng_state()} | gpu
+
+
+def set_rng_state(state: dict[str, Tensor]) -> None:
+    """Restore what there is of what `rng_state` returned."""
+    for name, value in state.items():
+        (torch.cuda if ".cuda." in name else torch).set_rng_state(value)
+
+
+def seed_rng(*what: int) -> None:
+    """Seed the default generators by some numbers, such as seed, step and rank."""
+    torch.manual_seed(int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big", signed=True))
+
+
+def load(folder: Path, manifest: Manifest, layout: Layout, model: nn.Module, optimizer: MARS) -> None:
+    """Load the checkpoint `folder` into `model` and `optimizer` in place, from any layout. Called by every rank.
+
+    The random number generators go on where the number of ranks is still the same, and are seeded anew otherwise. Raises
+    `DamagedCheckpoint` on every rank; weights and state are then of no use until another load.
+    """
+    state = training_state(layout, model, optimizer)
+    random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
+    saved = set(layout.on_first(lambda: read_index(folder)).state_dict_metadata)  # DCP's own error is a page of tracebacks
+    if manifest.world_size == layout.size:
+        random = {name: value for name, value in random.items() if name in saved}
+    else:
+        random = {}
+    read_tensors(folder, state | random, layout.control)
+    seed_rng(manifest.config["run"]["seed"], manifest.step, layout.rank)
+    set_rng_state(random)
+
+
+def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill `state` in place from the checkpoint `folder`, on all ranks of `group` or, for None, in this process alone.
+
+    Raises `DamagedCheckpoint`, on every rank, where a tensor is missing, of another shape or cannot be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")  # that this is a single process is on purpose
+            dcp.load(state, storage_reader=_TensorReader(folder), process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise DamagedCheckpoint(f"{folder} cannot be read: {reason(error)}") from None
+
+
+def reason(error: CheckpointException) -> str:
+    """What went wrong first, in one line."""
+    exception, _ = next(iter(error.failures.values()))
+    return f"{type(exception).__name__}: {exception}"
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads the index of a checkpoint and nothing else: loading must not run code that a checkpoint brings.
+
+    The class of pickled Python objects is left out as well: DCP would unpickle those without restriction.
+    """
+
+    ALLOWED = {
+        "torch.distributed.checkpoint.metadata": {"Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties",
+                                                  "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.serialization": {"_get_layout"},
+        "collections": {"OrderedDict"},
+        "pathlib": {"PosixPath", "WindowsPath"},
+        "pathlib._local": {"PosixPath", "WindowsPath"},
+        "torch": {"Size", "float64", "float32", "float16", "bfloat16", "uint8", "int64", "int32", "bool"},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index holds")
+        return super().find_class(module, name)
+
+
+def read_index(folder: Path) -> dcp.Metadata:
+    """DCP's index of the tensors in `folder`. Raises `DamagedCheckpoint` where it is missing or not an index."""
+    path = folder / ".metadata"
+    try:
+        with path.open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+    except Exception as error:  # whatever damaged bytes make of the unpickler
+        raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
+    if not isinstance(index, dcp.Metadata):
+        raise DamagedCheckpoint(f"{path} is not an index of tensors")
+    return index
+
+
+class _TensorReader(dcp.FileSystemReader):
+    """DCP's reader with its unrestricted unpickling of the index replaced (torch 2.11 to 2.13)."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        metadata = read_index(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

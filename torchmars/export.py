@@ -1,0 +1,31 @@
+"""`python -m torchmars.export RUN_OR_CHECKPOINT FILE.safetensors`: the weights alone, under the names they have here."""
+
+import argparse
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from torchmars.errors import UserError, reported
+from torchmars.generate import load
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m torchmars.export", description="Write the weights of a checkpoint, in float32, to a "
+                                     ".safetensors file, which checkpoint.init_from reads.")
+    parser.add_argument("folder", type=Path, help="a checkpoint, or a run, whose newest good checkpoint is taken")
+    parser.add_argument("file", type=Path, help="the .safetensors file to write")
+    args = parser.parse_args()
+    with reported():
+        if args.file.suffix != ".safetensors":
+            raise UserError(f"{args.file} must be named *.safetensors")
+        model, _, config = load(args.folder)
+        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+        try:
+            save_file(weights, args.file, metadata={"format": "pt", "model": f"{config.model.name} {config.model.size}"})
+        except OSError as error:
+            raise UserError(f"cannot write {args.file}: {error.strerror}") from None
+        print(f"{args.file}: {len(weights)} tensors, {sum(value.numel() for value in weights.values()):,} weights")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Finds a rank that hangs, and says where every rank stands."""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch._C._distributed_c10d as c10d
+
+from torchmars.errors import EXIT_HUNG
+from torchmars.parallel.mesh import Layout
+
+PACKAGE = str(Path(__file__).parent)
+GRACE_SECONDS = 5.0  # for the other ranks to notice too
+
+
+class Watchdog:
+    """`with Watchdog(...) as watchdog:` ends the process with code 70 once `seconds` have passed since the last `watchdog.beat`.
+
+    Before that, each rank writes the stacks of its threads to `folder`/rank-00000.txt and what torch's flight recorder has of collectives to
+    `folder`/flight_0, which `torchfrtrace` reads; the first rank prints a line for each rank. 0 seconds: it watches nothing.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, seconds: float) -> None:
+        self.folder, self.layout, self.seconds = folder, layout, seconds
+        self.file = self._file(layout.rank)
+        self.ended = threading.Event()
+        self.beat("the first step")
+
+    def __enter__(self) -> "Watchdog":
+        if self.seconds:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in (self.file, self._flight()):
+                old.unlink(missing_ok=True)
+            self.stream = self.file.open("w")
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.seconds:
+            self.ended.set()
+            faulthandler.cancel_dump_traceback_later()
+            self.stream.close()
+
+    def beat(self, doing: str) -> None:
+        """Say that all is well, and what comes next."""
+        self.doing, self.at = doing, time.monotonic()
+
+    def _watch(self) -> None:
+        poll = min(1.0, self.seconds / 4)
+        while not self.ended.wait(poll):
+            # Where not even this thread gets its turn, the interpreter's own watchdog writes the stacks without it.
+            faulthandler.dump_traceback_later(self.seconds + GRACE_SECONDS, exit=True, file=self.stream)
+            if time.monotonic() - self.at > self.seconds:
+                faulthandler.cancel_dump_traceback_later()
+                self._report()
+                os._exit(EXIT_HUNG)
+
+    def _report(self) -> None:
+        main = sys._current_frames()[threading.main_thread().ident]
+        print(f"rank {self.layout.rank}: {time.monotonic() - self.at:.0f} s in {self.doing}: {where(main)}", file=self.stream, flush=True)
+        faulthandler.dump_traceback(self.stream)
+        self._flight().write_bytes(c10d._dump_fr_trace())
+        if not self.layout.first:
+            time.sleep(2 * GRACE_SECONDS)  # the first rank must have read and printed before the launcher sees a rank end
+            return
+        time.sleep(GRACE_SECONDS)
+        print(f"error: no step for guards.hang_seconds = {self.seconds:g} s; stacks are in {self.folder}:", file=sys.stderr)
+        for rank in range(self.layout.size):
+            file = self._file(rank)
+            lines = file.read_text().splitlines() if file.exists() else []
+            print(f"  {lines[0] if lines else f'rank {rank}: no word; it is dead or blocked outside Python'}", file=sys.stderr, flush=True)
+
+    def _file(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.txt"
+
+    def _flight(self) -> Path:
+        return self.folder / f"flight_{self.layout.rank}"
+
+
+def where(frame: Any) -> str:
+    """Where a thread stands, in words: the collective it waits in, if it does, and the line of this package that called it."""
+    stack = traceback.extract_stack(frame)
+    inner, own = stack[-1], next((entry for entry in reversed(stack) if entry.filename.startswith(PACKAGE)), stack[0])
+    collective = last_collective()
+    waits = any(f"torch{os.sep}distributed" in entry.filename for entry in stack[stack.index(own) + 1:])
+    if waits and collective:
+        place = f"waiting in the collective {collective}"
+    else:
+        place = f"in {inner.name} ({inner.filename}:{inner.lineno}), in no collective" + (f"; the last was {collective}" if collective else "")
+    return f"{place}; called from {own.name} ({Path(own.filename).name}:{own.lineno})"
+
+
+def last_collective() -> str | None:
+    """The collective that is under way on this rank, or was the last, by torch's flight recorder (private API, torch 2.11 to 2.13).
+
+    On NCCL the first that has not completed; gloo records beginnings only, so it is the last one.
+    """
+    entries = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)).get("entries", [])
+    if not entries:
+        return None
+    entry = next((each for each in entries if each["profiling_name"].startswith("nccl:") and each["state"] != "completed"), entries[-1])
+    return f"{entry['profiling_name']} number {entry['collective_seq_id']} of group {entry['process_group'][0]}, sizes {entry['input_sizes']}"
