@@ -1,9 +1,12 @@
 """Real gloo processes for tests: `run_ranks(function, 4, ...)` calls `function` on four ranks."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,15 +32,29 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
         for process in ranks:
             process.start()
         try:
-            outcomes = [results.get(timeout=timeout) for _ in ranks]
+            outcomes = _collect(results, ranks, time.monotonic() + timeout)
         finally:
             for process in ranks:
                 process.join(timeout=10)
                 if process.is_alive():
                     process.kill()
+                    process.join()
         failed = [error for _, _, error in outcomes if error]
         assert not failed, "\n".join(failed)
         return [pickle.loads(result) for _, result, _ in sorted(outcomes)]
+
+
+def _collect(results: Any, ranks: list[Any], deadline: float) -> list[tuple[int, bytes | None, str | None]]:
+    outcomes: list[tuple[int, bytes | None, str | None]] = []
+    while len(outcomes) < len(ranks):
+        with contextlib.suppress(queue.Empty):
+            outcomes.append(results.get(timeout=0.1))
+            continue
+        heard = {rank for rank, _, _ in outcomes}
+        for rank, process in enumerate(ranks):
+            assert process.exitcode in (None, 0) or rank in heard, f"rank {rank} died: exit code {process.exitcode}"
+        assert time.monotonic() < deadline, f"no word from ranks {sorted(set(range(len(ranks))) - heard)} in time"
+    return outcomes
 
 
 def _rank(function: Callable[..., Any], rank: int, size: int, store: str, results: Any, args: tuple) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import tiny_config, write_text
+from torchmars.checkpoint import manifest as manifests
 from torchmars.config_file import write_config
 
 ROOT = Path(__file__).parents[1]
@@ -97,20 +99,125 @@ def test_without_the_script_a_mistake_still_ends_every_rank(config, tmp_path):
     assert alone.returncode == 2 and alone.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
-def test_ctrl_c_ends_every_rank(config):
-    process = start(config, "--training.steps", "1000000")
+def begun(config, *args, **environment):
+    """A run of a million steps that has made some of them."""
+    process = start(config, "--training.steps", "1000000", "--validation.interval", "0", *args, **environment)
     for line in process.stdout:
-        if line.startswith("step"):
-            break
-    assert len(processes(config)) >= 3  # torchrun and two ranks
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
+        if line.startswith("step  ") and int(line.split("/")[0][4:]) > 5:
+            return process
+    raise AssertionError(process.stderr.read())
+
+
+def all_gone(config):
     deadline = time.monotonic() + 20
     while processes(config) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert processes(config) == []
+    return processes(config) == []
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(config, tmp_path, number):
+    process = begun(config)
+    assert len(processes(config)) >= 3  # the launcher and two ranks
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    step = int(re.search(rf"stopped   by {number.name} after step (\d+), saved", out)[1])
+    assert re.search(rf"checkpoint .*step-{step:08d} ", out) and "Traceback" not in err
+    assert all_gone(config)
+    code, out, err = finish(config, "--training.steps", str(step + 2))
+    assert code == 0 and f"continue  from step {step}" in out and f"step {step + 2}/{step + 2} | loss" in out, err
+
+
+@needs_proc
+def test_a_signal_to_one_rank_stops_all(config):
+    process = begun(config)
+    rank = [number for number in ranks_of(process.pid)][1]
+    os.kill(rank, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and "stopped   by a signal to another rank after step" in out, err
+    assert all_gone(config)
+
+
+def ranks_of(launcher):
+    """Process numbers of the children of a process that run torchmars.train."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == launcher and b"torchmars.train" in (stat.parent / "cmdline").read_bytes():
+                found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+SLOW_SAVES = """
+import time
+from torchmars.checkpoint.saver import Saver
+from torchmars.train import main
+write = Saver._write
+Saver._write = lambda *args: time.sleep(1000) or write(*args)
+main()
+"""
+
+
+@needs_proc
+def test_a_second_signal_ends_at_once(config, tmp_path):
+    """While the save that the first one asked for takes for ever."""
+    (tmp_path / "slow.py").write_text(SLOW_SAVES)
+    process = subprocess.Popen([sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2", str(tmp_path / "slow.py"), str(config),
+                                "--training.steps", "1000000", "--validation.interval", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    while "| loss" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    time.sleep(3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 10
+    assert all_gone(config)
+
+
+@needs_proc
+def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_happened(config, tmp_path):
+    lasting = ["--training.steps", "120", "--checkpoint.interval", "10", "--validation.interval", "0", "--validation.sample_tokens", "0"]
+    code, _, err = finish(config, "--run.name", "straight", *lasting)
+    assert code == 0, err
+    process = start(config, "--run.name", "killed", *lasting, MAX_RESTARTS="2")
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "step-00000020 " in line:
+            os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert sum("continue  from step" in line for line in said) == 1
+    files = [manifests.read(tmp_path / "runs" / name / "checkpoints" / "step-00000120").files for name in ("straight", "killed")]
+    assert all(files[0][name] == files[1][name] for name in ("__0_0.distcp", "__1_0.distcp"))
+
+
+@needs_proc
+def test_a_killed_rank_without_restarts_is_told_from_a_stop(config):
+    process = begun(config)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL and all_gone(config)
+
+
+def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(config, tmp_path):
+    """Its size is right, so that the check before the ranks lets it pass."""
+    assert finish(config)[0] == 0
+    for file in (tmp_path / "runs" / "tiny" / "checkpoints").glob("*/__1_0.distcp"):
+        data = bytearray(file.read_bytes())
+        data[1000] ^= 1
+        file.write_bytes(data)
+    code, out, err = finish(config, "--training.steps", "6", MAX_RESTARTS="3")
+    assert code == 2 and err.count("error: ") == 1 and "__1_0.distcp was altered" in err and "step 5" not in out
+    assert "Traceback" not in err
 
 
 def test_help(config):

@@ -1,11 +1,14 @@
 """A run small enough for tests: its config, its text, and training it on any number of ranks."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
 from tests.ranks import run_ranks
 from torchmars.config import Config
 from torchmars.config_file import config_from_tables
+from torchmars.errors import UserError
 from torchmars.parallel import mesh
 from torchmars.trainer import Trainer
 
@@ -50,6 +53,21 @@ def train_here(*runs: dict[str, dict]) -> None:
     for tables in runs:
         config = config_from_tables(tables, "in a test")
         Trainer(config, mesh.start(config.parallelism)).run()
+
+
+def listen_here(tables: dict[str, dict]) -> str:
+    """Train the run of `tables` on the ranks of this process group; what this rank printed, the message of a `UserError` at the end."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            train_here(tables)
+        except UserError as error:
+            print(f"error: {error}")
+    return out.getvalue()
+
+
+def listen(size: int, tables: dict[str, dict]) -> str:
+    """Train the run of `tables` on `size` ranks; what the first one printed."""
+    return run_ranks(listen_here, size, tables)[0]
 
 
 def train(size: int, *runs: dict[str, dict]) -> None:

@@ -1,0 +1,144 @@
+"""The corruption campaign: whatever happens to a byte of a checkpoint is found, named, and the run falls back."""
+
+import random
+import re
+import shutil
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tiny import listen, listen_here, metrics, run_folder_of, tiny_tables, train, write_text
+from torchmars.checkpoint import manifest as manifests
+from torchmars.checkpoint.folder import checkpoints, step_of
+from torchmars.checkpoint.manifest import DamagedCheckpoint
+from torchmars.checkpoint.resume import newest_good, opened
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """A run on two ranks with checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("corruption")
+    write_text(folder)
+    tables = tiny_tables(folder, run={"name": "whole"}, training={"steps": 6}, checkpoint={"interval": 2})
+    train(2, tables)
+    return tables
+
+
+def copy_of(tables, name, folder):
+    """The same run under another name, elsewhere, to be damaged."""
+    copied = tables | {"run": {"name": name, "folder": str(folder)}}
+    shutil.copytree(run_folder_of(tables), run_folder_of(copied))
+    return copied
+
+
+def flip(path, bit):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def damages(folder):
+    """What can happen to the files of a checkpoint: (the file to be named, what to do)."""
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    for name in names:
+        path, size = folder / name, (folder / name).stat().st_size
+        yield name, lambda path=path: path.write_bytes(path.read_bytes()[:-1])
+        yield name, lambda path=path: path.write_bytes(b"")
+        yield name, path.unlink
+        for bit in random.Random(name).sample(range(8 * size), 20):
+            yield name, lambda path=path, bit=bit: flip(path, bit)
+        for other in names:
+            if other > name:
+                yield f"({name}|{other})", lambda path=path, other=folder / other: swap(path, other)
+    older = folder.with_name("step-00000004")
+    for name in names:  # the same file of another checkpoint, in part of the same size
+        if name != "manifest.json":  # with that of another step's every other file differs
+            yield name, lambda name=name: shutil.copy(older / name, folder / name)
+    yield r"(\.metadata|__0_0.distcp)", lambda: shutil.copy(older / "manifest.json", folder / "manifest.json")
+    yield "__2_0.distcp", lambda: shutil.copy(folder / "__1_0.distcp", folder / "__2_0.distcp")
+
+
+def swap(one, other):
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def test_every_damage_to_every_file_is_found_and_named_and_the_one_before_is_taken(tables, tmp_path):
+    run = copy_of(tables, "damaged", tmp_path)
+    folder = run_folder_of(run) / "checkpoints" / "step-00000006"
+    whole = shutil.copytree(folder, tmp_path / "whole")
+    found = checkpoints(folder.parent)
+    cases = list(damages(folder))
+    assert len(cases) == 4 * 23 + 6 + 3 + 2
+    for name, damage in cases:
+        damage()
+        said = []
+        path, manifest = newest_good(found, lambda path: opened(path, "full"), said.append)
+        assert (step_of(path), manifest.step) == (4, 4)
+        assert len(said) == 1 and re.search(f"step-00000006/{name}", said[0]) and "falling back" in said[0]
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
+    assert newest_good(found, lambda path: opened(path, "full"), said.append)[0] == folder
+
+
+def test_sizes_alone_find_what_is_cut_or_missing(tables, tmp_path):
+    folder = run_folder_of(copy_of(tables, "sizes", tmp_path)) / "checkpoints" / "step-00000006"
+    flip(folder / "__0_0.distcp", 12345)
+    assert opened(folder, "size").step == 6
+    with pytest.raises(DamagedCheckpoint, match="__0_0.distcp was altered"):
+        opened(folder, "full")
+    (folder / "__0_0.distcp").write_bytes(b"short")
+    assert opened(folder, "off").step == 6
+    with pytest.raises(DamagedCheckpoint, match="__0_0.distcp has 5 bytes instead of"):
+        opened(folder, "size")
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpoint, match="__0_0.distcp cannot be read: No such file"):
+        opened(folder, "size")
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_ranks_fall_back_to_the_newest_good_one_and_set_the_damaged_aside(tables, tmp_path):
+    run = copy_of(tables, "fallback", tmp_path)
+    folder = run_folder_of(run) / "checkpoints"
+    flip(folder / "step-00000006" / "__1_0.distcp", 100_000)
+    (folder / "step-00000004" / ".metadata").unlink()
+    out = listen(2, run)
+    assert out.count("warning: ") == 2 and "step-00000006/__1_0.distcp was altered" in out and "step-00000004/.metadata cannot be read" in out
+    assert "continue  from step 2" in out
+    assert metrics(run) == metrics(tables)
+    assert [step_of(path) for path in checkpoints(folder)] == [2, 4, 6]
+    assert {path.name for path in folder.glob("*.damaged")} == {"step-00000004.damaged", "step-00000006.damaged"}
+    for path in checkpoints(folder):
+        opened(path, "full")
+
+
+def test_with_no_good_one_left_the_run_ends_and_nothing_changes(tables, tmp_path):
+    run = copy_of(tables, "lost", tmp_path)
+    for path in checkpoints(run_folder_of(run) / "checkpoints"):
+        flip(path / "__0_0.distcp", 77_777)
+    before = contents(run_folder_of(run))
+    for said in run_ranks(listen_here, 2, run):
+        assert re.search("error: no checkpoint in .* is good; the newest: .*step-00000006/__0_0.distcp was altered", said)
+    assert contents(run_folder_of(run)) == before
+
+
+def test_what_verification_was_told_to_overlook_still_falls_back_where_loading_fails(tables, tmp_path):
+    run = copy_of(tables, "overlooked", tmp_path)
+    run["checkpoint"] = run["checkpoint"] | {"verify": "off"}
+    data = run_folder_of(run) / "checkpoints" / "step-00000006" / "__1_0.distcp"
+    data.write_bytes(data.read_bytes()[:-100_000])
+    assert "step-00000006 cannot be read" in listen(2, run)
+    assert metrics(run) == metrics(tables)
+
+
+def test_a_manifest_of_another_version_is_named(tables, tmp_path):
+    folder = run_folder_of(copy_of(tables, "version", tmp_path)) / "checkpoints" / "step-00000006"
+    file = folder / "manifest.json"
+    file.write_text(file.read_text().replace(manifests.FORMAT, "torchmars-checkpoint-9"))
+    with pytest.raises(DamagedCheckpoint, match="manifest.json is of format 'torchmars-checkpoint-9'"):
+        manifests.read(folder)

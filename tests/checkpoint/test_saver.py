@@ -1,0 +1,292 @@
+"""Saves beside the training: nothing of a later step in them, one at a time, and what fails costs only itself."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tiny import listen, listen_here, metrics, run_folder_of, tiny_tables, train, write_text
+from torchmars.checkpoint import folder as folders
+from torchmars.checkpoint import state
+from torchmars.checkpoint.folder import checkpoints, dispensable, step_of
+from torchmars.checkpoint.resume import newest_good, opened
+from torchmars.checkpoint.saver import Saver
+from torchmars.config import CheckpointConfig
+from torchmars.config_file import config_from_tables
+from torchmars.parallel import mesh
+from torchmars.trainer import Trainer
+
+
+@pytest.fixture
+def tables(tmp_path):
+    write_text(tmp_path)
+    return tiny_tables(tmp_path, training={"steps": 12}, checkpoint={"interval": 2, "keep_last": 0})
+
+
+def steps_kept(tables):
+    return [step_of(path) for path in checkpoints(run_folder_of(tables) / "checkpoints")]
+
+
+def change_after_saving(tables):
+    """Save in the background, slowly; meanwhile train on. The weights as saved and as they were when the save began."""
+    config = config_from_tables(tables, "in a test")
+    trainer = Trainer(config, mesh.start(config.parallelism))
+    write = Saver._write
+    Saver._write = lambda *args: time.sleep(0.5) or write(*args)
+    trainer.train_step()
+    trainer.step += 1
+    then = {name: value.full_tensor().clone() for name, value in trainer.model.state_dict().items()}
+    manifest = make_manifest(trainer)
+    stall = trainer.saver.save(manifest, state.training_state(trainer.layout, trainer.model, trainer.optimizer))
+    trainer.train_step()
+    assert checkpoints(trainer.saver.folder) == []
+    began = time.perf_counter()
+    trainer.step += 1
+    second = trainer.saver.save(make_manifest(trainer), state.training_state(trainer.layout, trainer.model, trainer.optimizer))
+    waited = time.perf_counter() - began
+    assert [step_of(path) for path in checkpoints(trainer.saver.folder)] == [1]  # never two at once: the second waited for the first
+    changed = any(not torch.equal(value.full_tensor(), then[name]) for name, value in trainer.model.state_dict().items())
+    trainer.saver.finish()
+    trainer.load(checkpoints(trainer.saver.folder)[0])
+    same = all(torch.equal(value.full_tensor(), then[name]) for name, value in trainer.model.state_dict().items())
+    return stall, second, waited, changed, same
+
+
+def make_manifest(trainer):
+    saved = []
+    original, trainer.saver.save = trainer.saver.save, lambda manifest, tensors: saved.append(manifest) or 0.0
+    trainer.metrics = trainer.watchdog = Silent()
+    trainer.save()
+    trainer.saver.save = original
+    return saved[0]
+
+
+class Silent:
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+def test_what_is_saved_is_the_step_that_was_saved(tables):
+    for stall, second, waited, changed, same in run_ranks(change_after_saving, 2, tables):
+        assert changed and same
+        assert stall < 0.4 < second <= waited  # the first did not wait for its own slow write, the second did
+
+
+def test_asynchronous_and_not_the_losses_and_files_are_the_same(tables):
+    other = tables | {"run": tables["run"] | {"name": "sync"}, "checkpoint": tables["checkpoint"] | {"async_save": False}}
+    train(2, tables, other)
+    assert metrics(tables) == metrics(other)
+    stalls = metrics(tables, "checkpoint/stall_ms")
+    assert list(stalls) == [2, 4, 6, 8, 10, 12] and all(stall > 0 for stall in stalls.values())
+    for one, two in zip(*(checkpoints(run_folder_of(each) / "checkpoints") for each in (tables, other))):
+        a, b = (opened(path, "full").files for path in (one, two))
+        assert a["__0_0.distcp"] == b["__0_0.distcp"] and a["__1_0.distcp"] == b["__1_0.distcp"]
+
+
+def with_failing_saves(tables, failing, on_rank):
+    """Train, while the saves of the steps `failing` fail on one rank; what this rank printed."""
+    write = Saver._write
+
+    def fail(self, manifest, tensors, folder):
+        if manifest.step in failing and self.layout.rank == on_rank:
+            original, manifests_of_saver.describe = manifests_of_saver.describe, broken
+            try:
+                return write(self, manifest, tensors, folder)
+            finally:
+                manifests_of_saver.describe = original
+        return write(self, manifest, tensors, folder)
+
+    def broken(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    from torchmars.checkpoint import manifest as manifests_of_saver
+    Saver._write = fail
+    return listen_here(tables)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_failed_save_is_told_and_the_run_goes_on(tables, rank, async_save):
+    tables["checkpoint"]["async_save"] = async_save
+    out = run_ranks(with_failing_saves, 2, tables, (4, 6, 10), rank)[0]
+    assert steps_kept(tables) == [2, 8, 12]
+    assert out.count("warning: the checkpoint") == 3 and "step-00000006 could not be written: " in out and "Input/output error" in out
+    assert list(metrics(tables)) == list(range(1, 13))
+    assert not list((run_folder_of(tables) / "checkpoints").glob("*.partial"))
+
+
+def test_too_many_failed_saves_in_a_row_end_the_run_on_every_rank(tables):
+    tables["training"]["steps"] = 1000
+    outs = run_ranks(with_failing_saves, 2, tables, range(4, 1000), 1)
+    for out in outs:
+        assert "error: the checkpoint" in out and "step-00000008 could not be written" in out and "checkpoint.max_failures = 3 in a row" in out
+    assert steps_kept(tables) == [2]
+    opened(run_folder_of(tables) / "checkpoints" / "step-00000002", "full")
+
+
+def test_the_last_save_must_not_fail(tables):
+    outs = run_ranks(with_failing_saves, 2, tables, (12,), 0)
+    assert all("error: the checkpoint" in out and "step-00000012 could not be written" in out for out in outs)
+    assert steps_kept(tables) == [2, 4, 6, 8, 10]
+
+
+def train_with_folder_blocked(tables):
+    """Train, while something that is no folder stands where checkpoints go."""
+    (run_folder_of(tables)).mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (run_folder_of(tables) / "checkpoints").touch(exist_ok=False)
+    return listen_here(tables)
+
+
+def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
+    for out in run_ranks(train_with_folder_blocked, 2, tables):
+        assert out.count("error: ") == 1 and "checkpoint.max_failures = 3 in a row" in out and "Not a directory" in out
+
+
+needs_mount = pytest.mark.skipif(os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
+                                 reason="mounting a small file system needs root")
+
+
+@contextlib.contextmanager
+def mounted(path, *options):
+    path.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", *options, str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@needs_mount
+def test_a_full_disk(tables, tmp_path):
+    """Checkpoints of 0.8 MiB on a disk of 2: two fit. The run ends with one line; the two are good, and a larger disk would go on."""
+    with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=2m", "none"):
+        out = listen(2, tables)
+        assert out.count("warning: the checkpoint") == 3 and out.count("error: the checkpoint") == 1 and "No space left on device" in out
+        found = checkpoints(run_folder_of(tables) / "checkpoints")
+        assert [opened(path, "full").step for path in found] == [2, 4]
+        assert not list(found[0].parent.glob("*.partial"))
+        tables["checkpoint"] |= {"max_failures": 100}
+        out = listen(2, tables)  # survives to its end, which cannot be saved
+        assert "continue  from step 4" in out and "step 12/12" in out and out.count("error: the checkpoint") == 1
+        assert [opened(path, "full").step for path in found] == [2, 4] and list(metrics(tables)) == list(range(1, 13))
+        folders.delete(found[0])
+        assert "error" not in listen(2, tables | {"checkpoint": {"interval": 0}})
+        assert steps_kept(tables) == [4, 12]
+
+
+@needs_mount
+def test_a_disk_too_full_for_metrics(tables, tmp_path):
+    """Lines that do not fit are kept in memory; a start without room for any is refused."""
+    from torchmars.journal import Journal
+
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16k", "none"):
+        journal = Journal(tmp_path / "small" / "metrics.jsonl", 0)
+        filler = tmp_path / "small" / "filler"
+        for step in range(1, 4):
+            journal.write({"step": step})
+        with filler.open("wb") as stream, contextlib.suppress(OSError):
+            stream.write(b"x" * 2**20)
+        for step in range(4, 1000):
+            journal.write({"step": step})
+        assert journal.pending and journal.complained
+        filler.unlink()
+        journal.write({"step": 1000})
+        journal.close()
+        assert (tmp_path / "small" / "metrics.jsonl").read_text().splitlines() == [f'{{"step": {step}}}' for step in range(1, 1001)]
+
+
+@needs_mount
+def test_a_folder_that_becomes_read_only(tables, tmp_path):
+    """In mid-run, after the checkpoint of step 4: the run ends with one line, and goes on once it may write again."""
+    folder = run_folder_of(tables) / "checkpoints"
+    train(2, tables | {"training": tables["training"] | {"steps": 4}})
+    with mounted(folder, "-o", "bind", str(folder)):
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        out = listen(2, tables)
+        assert "continue  from step 4" in out and "Read-only file system" in out and out.count("error: the checkpoint") == 1
+    assert steps_kept(tables) == [2, 4]
+    assert "continue  from step 4" in listen(2, tables)
+    assert steps_kept(tables) == [2, 4, 6, 8, 10, 12]
+
+
+def killed_at(tables, count):
+    """Train, and die by SIGKILL at the `count`-th call that makes something durable or visible."""
+    calls = 0
+
+    def counted(original):
+        def call(*args, **options):
+            nonlocal calls
+            calls += 1
+            if calls == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **options)
+        return call
+
+    config = config_from_tables(tables, "in a test")
+    trainer = Trainer(config, mesh.start(config.parallelism))
+    os.fsync, os.rename, os.rmdir, os.unlink = (counted(each) for each in (os.fsync, os.rename, os.rmdir, os.unlink))
+    trainer.run()
+
+
+def test_a_crash_at_any_point_of_a_save_leaves_a_good_checkpoint(tables, tmp_path):
+    """Every fsync, rename and removal of a run that keeps one checkpoint, one crash at each."""
+    tables["training"]["steps"] = 4
+    tables["checkpoint"] |= {"keep_last": 1, "keep_best": False}
+    reference = tables | {"run": tables["run"] | {"name": "straight"}}
+    train(1, reference)
+    assert steps_kept(reference) == [4]
+    newest = []
+    while True:
+        run = tables | {"run": tables["run"] | {"name": f"killed{len(newest)}"}}
+        try:
+            run_ranks(killed_at, 1, run, len(newest) + 1)
+            break  # more calls than a run makes
+        except AssertionError as error:
+            assert "rank 0 died: exit code -9" in str(error)
+        found = newest_good(checkpoints(run_folder_of(run) / "checkpoints"), lambda path: opened(path, "full"), warn=pytest.fail)
+        newest.append(found[1].step if found else 0)
+        if len(newest) % 3 == 0:  # going on after each would take a minute
+            train(1, run)
+            assert metrics(run) == metrics(reference) and steps_kept(run)[-1] == 4
+    assert newest == sorted(newest) and set(newest) == {0, 2, 4} and len(newest) > 15
+
+
+def test_what_is_kept():
+    def going(steps, losses={}, **settings):
+        return dispensable(steps, losses, CheckpointConfig(**settings))
+
+    steps = list(range(100, 1100, 100))
+    assert going(steps, keep_last=0) == []
+    assert going(steps, keep_last=2, keep_best=False) == steps[:-2]
+    assert going(steps, keep_last=1, keep_every=500) == [100, 200, 300, 400, 600, 700, 800, 900]
+    losses = {100: 3.0, 300: 2.0, 400: 2.0, 500: float("nan")}
+    assert going(steps, losses, keep_last=1) == [100, 200, 400, 500, 600, 700, 800, 900]
+    assert going(steps, losses, keep_last=1, keep_best=False) == steps[:-1]
+
+
+def test_a_run_keeps_what_it_is_told_to(tables):
+    tables["checkpoint"] |= {"keep_last": 2, "keep_every": 6}
+    tables["validation"] |= {"interval": 2, "windows": 4}
+    train(2, tables)
+    losses = metrics(tables, "validation/loss")
+    assert min(losses, key=losses.get) == 12  # so the best is among the last
+    assert steps_kept(tables) == [6, 10, 12]
+    tables["schedule"] = {"warmup_steps": 0, "name": "constant"}
+    tables["optimizer"]["lr"], tables["training"]["steps"], tables["checkpoint"]["keep_every"] = 0.5, 20, 0
+    train(2, tables)  # a rate that makes it worse
+    losses = metrics(tables, "validation/loss")
+    best = min(losses, key=losses.get)
+    assert best == 12 and steps_kept(tables) == [12, 18, 20]
+
+
+def test_by_the_clock(tables):
+    tables["checkpoint"] |= {"interval": 0, "interval_minutes": 0.2 / 60}
+    tables["training"]["steps"] = 60
+    train(2, tables)
+    assert len(steps_kept(tables)) > 2 and steps_kept(tables)[-1] == 60
