@@ -5,8 +5,9 @@ import re
 
 import pytest
 
+from tests.tiny import write_config
 from torchmars.config import Config
-from torchmars.config_file import config_from_tables, load_config, write_config
+from torchmars.config_file import config_from_tables, load_config
 from torchmars.errors import UserError, reported
 
 

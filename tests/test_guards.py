@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import listen, listen_here, metrics, run_folder_of, tiny_config, tiny_tables, write_text
+from tests.tiny import listen, listen_here, metrics, run_folder_of, tiny_config, tiny_tables, write_config, write_text
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config import GuardsConfig
-from torchmars.config_file import write_config
 from torchmars.data.loader import Windows
 from torchmars.errors import EXIT_HUNG
 from torchmars.guards import SpikeGuard

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import tiny_config, write_text
+from tests.tiny import tiny_config, write_config, write_text
 from torchmars.checkpoint import manifest as manifests
-from torchmars.config_file import write_config
 
 ROOT = Path(__file__).parents[1]
 

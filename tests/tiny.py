@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.ranks import run_ranks
 from torchmars.config import Config
-from torchmars.config_file import config_from_tables
+from torchmars.config_file import config_from_tables, config_text
 from torchmars.errors import UserError
 from torchmars.parallel import mesh
 from torchmars.trainer import Trainer
@@ -53,6 +53,11 @@ def train_here(*runs: dict[str, dict]) -> None:
     for tables in runs:
         config = config_from_tables(tables, "in a test")
         Trainer(config, mesh.start(config.parallelism)).run()
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write a config file for a command."""
+    path.write_text(config_text(config), encoding="utf-8")
 
 
 def listen_here(tables: dict[str, dict]) -> str:

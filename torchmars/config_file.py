@@ -154,9 +154,9 @@ def describe(hint: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
 
 
-def write_config(config: Config, path: Path) -> None:
-    """Write `config` as TOML; fields that are None are left out, so that reading it gives the same config."""
-    path.write_text(tomli_w.dumps(without_none(dataclasses.asdict(config))), encoding="utf-8")
+def config_text(config: Config) -> str:
+    """`config` as TOML; fields that are None are left out, so that reading it gives the same config."""
+    return tomli_w.dumps(without_none(dataclasses.asdict(config)))
 
 
 def print_help(prog: str) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
 LAST_WORD = "TORCHMARS_LAST_WORD"  # names the file
-SAVE_SECONDS = 3600  # how long ranks that were asked to stop may take to save
+SAVE_SECONDS = 3600  # how long ranks that were asked to stop may take to save; torch 2.11 does not know it, and ends them after 30
 
 
 def leave(code: int) -> None:

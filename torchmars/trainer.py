@@ -11,13 +11,13 @@ from torch import Tensor
 from torchmars.build import build_meta_model, build_optimizer
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state
-from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, run_folder, step_folder
+from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, run_folder, step_folder, write_durably
 from torchmars.checkpoint.initial import init_from
 from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import Config
-from torchmars.config_file import write_config
+from torchmars.config_file import config_text
 from torchmars.data.loader import Loader, Windows, validation_batches
 from torchmars.data.shards import check_shards
 from torchmars.data.tokenizer import TOKENIZERS
@@ -306,7 +306,7 @@ class Trainer:
         folder = run_folder(self.config)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_config(self.config, folder / "config.toml")
+            write_durably(folder / "config.toml", config_text(self.config))
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror}: set run.folder to a folder you can write") from None
 

@@ -1,5 +1,6 @@
 """Finds a rank that hangs, and says where every rank stands."""
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
-from torchmars.errors import EXIT_HUNG
+from torchmars.errors import EXIT_HUNG, UserError
 from torchmars.parallel.mesh import Layout
 
 PACKAGE = str(Path(__file__).parent)
@@ -34,10 +35,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         if self.seconds:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for old in (self.file, self._flight()):
-                old.unlink(missing_ok=True)
-            self.stream = self.file.open("w")
+            self.layout.agree(self._open)
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -46,6 +44,19 @@ class Watchdog:
             self.ended.set()
             faulthandler.cancel_dump_traceback_later()
             self.stream.close()
+            self.file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the last one tidies up
+                self.folder.rmdir()
+
+    def _open(self) -> None:
+        """Make the file now: when a rank hangs may be too late."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in (self.file, self._flight()):
+                old.unlink(missing_ok=True)
+            self.stream = self.file.open("w")
+        except OSError as error:
+            raise UserError(f"cannot write to {self.folder}: {error.strerror}: make room, or set run.folder to a folder you can write") from None
 
     def beat(self, doing: str) -> None:
         """Say that all is well, and what comes next."""

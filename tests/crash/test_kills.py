@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import run_folder_of, tiny_tables, write_text
+from tests.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_folder
 from torchmars.checkpoint.resume import opened
-from torchmars.config_file import config_from_tables, write_config
+from torchmars.config_file import config_from_tables
 
 ROOT = Path(__file__).parents[2]
 
