@@ -33,6 +33,8 @@ def main() -> None:
         last_word = Path(folder) / "exit-code"
         os.environ[LAST_WORD] = str(last_word)
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
+        # Ranks that are started again must not find the addresses of the dead in the store (torch 2.11 to 2.13 with gloo: every second restart fails).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         try:
             torchrun(["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT", *sys.argv[1:]])
             code = 0

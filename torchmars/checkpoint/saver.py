@@ -6,10 +6,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager  # torch 2.11 to 2.13; in 2.11 the public DefaultStager works once only
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import (DAMAGED, PARTIAL, checkpoints, checkpoints_folder, delete, dispensable, leftovers, set_aside,
@@ -32,9 +33,8 @@ class Saver:
         self.config, self.folder = config.checkpoint, checkpoints_folder(config)
         # Collectives of a save run beside those of the training: in a group of their own, or they would be taken for each other.
         self.layout = layout.aside()
-        on_gpu = layout.device.type == "cuda"
-        self.stager = DefaultStager(StagingOptions(use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False,
-                                                   use_non_blocking_copy=on_gpu))
+        self.on_gpu = layout.device.type == "cuda"
+        self.stager = StateDictStager(pin_memory=self.on_gpu)  # keeps its copies to be filled again
         self.thread: threading.Thread | None = None
         self.error: str | None = None
         self.failures = 0
@@ -54,7 +54,9 @@ class Saver:
         self.wait()
         self.saved_at = time.monotonic()
         if self.config.async_save:
-            state = self.stager.stage(state)
+            state = self.stager.stage(state, non_blocking=self.on_gpu)
+            if self.on_gpu:
+                torch.cuda.synchronize()
             # A daemon: a second signal or a crash must not wait for it.
             self.thread = threading.Thread(target=self._save, args=(manifest, state), name="checkpoint", daemon=True)
             self.thread.start()
