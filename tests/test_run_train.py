@@ -100,7 +100,7 @@ def test_without_the_script_a_mistake_still_ends_every_rank(config, tmp_path):
 
 def begun(config, *args, **environment):
     """A run of a million steps that has made some of them."""
-    process = start(config, "--training.steps", "1000000", "--validation.interval", "0", *args, **environment)
+    process = start(config, "--training.steps", "1000000", "--validation.interval", "0", "--data.num_workers", "1", *args, **environment)
     for line in process.stdout:
         if line.startswith("step  ") and int(line.split("/")[0][4:]) > 5:
             return process
@@ -183,7 +183,7 @@ def test_a_second_signal_ends_at_once(config, tmp_path):
 
 @needs_proc
 def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_happened(config, tmp_path):
-    lasting = ["--training.steps", "120", "--checkpoint.interval", "10", "--validation.interval", "0", "--validation.sample_tokens", "0"]
+    lasting = ["--training.steps", "60", "--checkpoint.interval", "10", "--validation.interval", "0", "--validation.sample_tokens", "0"]
     code, _, err = finish(config, "--run.name", "straight", *lasting)
     assert code == 0, err
     process = start(config, "--run.name", "killed", *lasting, MAX_RESTARTS="2")
@@ -195,7 +195,7 @@ def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_h
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert sum("continue  from step" in line for line in said) == 1
-    files = [manifests.read(tmp_path / "runs" / name / "checkpoints" / "step-00000120").files for name in ("straight", "killed")]
+    files = [manifests.read(tmp_path / "runs" / name / "checkpoints" / "step-00000060").files for name in ("straight", "killed")]
     assert all(files[0][name] == files[1][name] for name in ("__0_0.distcp", "__1_0.distcp"))
 
 

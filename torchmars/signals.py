@@ -10,6 +10,12 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # USR1: what SLURM i
 ECHO_SECONDS = 1.0  # a launcher passes on what its ranks were sent as well: that is one request, not two
 
 
+def ignore(*unused: Any) -> None:
+    """Let this process, a helper of a rank, live on until the rank has saved: launchers signal whole process groups."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopSignals:
     """`with StopSignals() as signals:` catches the signals in this process; `signals.received` names the first."""
 

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchmars.data.shards import Split, count_windows
+from torchmars.signals import ignore
 
 
 class Windows(Dataset):
@@ -142,7 +143,7 @@ class Loader:
                 warnings.filterwarnings("ignore", message=".*set_vital.*")
                 # A generator of its own: otherwise every start of the loader draws from that of dropout.
                 self._batches = iter(StatefulDataLoader(self.windows, batch_sampler=order, num_workers=self.num_workers,
-                                                        pin_memory=self.pin_memory, generator=torch.Generator()))
+                                                        pin_memory=self.pin_memory, generator=torch.Generator(), worker_init_fn=ignore))
         return self._batches
 
 
