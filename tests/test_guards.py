@@ -141,6 +141,6 @@ def test_a_rank_that_hangs_is_found_and_every_rank_tells_where_it_stands(tmp_pat
     report = ended.stderr[ended.stderr.index("error: no step for guards.hang_seconds = 3 s"):]
     assert re.search(r"rank 0: \d+ s in step 4: waiting in the collective gloo:\w+ number \d+ of group \d+, sizes .*; called from", report)
     assert re.search(r"rank 1: \d+ s in step 4: in read \(.*hang.py:\d+\), in no collective; the last was gloo:", report)
-    folder = Path(config.run.folder) / config.run.name / "hang"
+    folder = Path(config.run.folder) / config.run.name / "hang"  # with no group of a save's among the collectives
     assert "time.sleep" not in (folder / "rank-00000.txt").read_text() and "in read" in (folder / "rank-00001.txt").read_text()
     assert (folder / "flight_0").stat().st_size and (folder / "flight_1").stat().st_size

@@ -17,7 +17,7 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path):
     folder.mkdir(parents=True)
     lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 6)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "tra')
-    writer = metrics.Metrics(config, True, 3, torch.device("cpu"), 1, 100)
+    writer = metrics.Metrics(config, True, 3, True, torch.device("cpu"), 1, 100)
     writer.open()
     writer.train(4, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
     writer.close()
@@ -29,7 +29,7 @@ def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, torch.device("cpu"), 1, 100)
+    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 1, 100)
     writer.open()
     now[0] += 4
     with writer.paused():
@@ -44,7 +44,7 @@ def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, torch.device("cpu"), 2, flops_per_token=1000)
+    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 2, flops_per_token=1000)
     writer.open()
     now[0] = 1.0
     writer.train(1, loss=2.0, lr=0.1, told={"grad_norm": 0.5})

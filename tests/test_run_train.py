@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import tiny_config, write_config, write_text
+from tests.tiny import tiny_config, tiny_tables, train, write_config, write_text
 from torchmars.checkpoint import manifest as manifests
 
 ROOT = Path(__file__).parents[1]
@@ -118,16 +118,19 @@ needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc 
 
 
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(config, tmp_path, number):
-    process = begun(config)
-    assert len(processes(config)) >= 3  # the launcher and two ranks
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
-    step = int(re.search(rf"stopped   by {number.name} after step (\d+), saved", out)[1])
-    assert re.search(rf"checkpoint .*step-{step:08d} ", out) and "Traceback" not in err
-    assert all_gone(config)
+def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(config, tmp_path):
+    """Three times, once with each signal; Ctrl-C reaches the whole process group of the terminal."""
+    step = 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        process = begun(config)
+        assert len(processes(config)) >= 3  # the launcher and two ranks
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 75, err
+        reached = int(re.search(rf"stopped   by {number.name} after step (\d+), saved", out)[1])
+        assert reached > step and re.search(rf"checkpoint .*step-{reached:08d} ", out) and "Traceback" not in err
+        assert all_gone(config)
+        step = reached
     code, out, err = finish(config, "--training.steps", str(step + 2))
     assert code == 0 and f"continue  from step {step}" in out and f"step {step + 2}/{step + 2} | loss" in out, err
 
@@ -183,10 +186,9 @@ def test_a_second_signal_ends_at_once(config, tmp_path):
 
 @needs_proc
 def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_happened(config, tmp_path):
-    lasting = ["--training.steps", "60", "--checkpoint.interval", "10", "--validation.interval", "0", "--validation.sample_tokens", "0"]
-    code, _, err = finish(config, "--run.name", "straight", *lasting)
-    assert code == 0, err
-    process = start(config, "--run.name", "killed", *lasting, MAX_RESTARTS="2")
+    train(2, tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 60}, checkpoint={"interval": 10}))
+    process = start(config, "--run.name", "killed", "--training.steps", "60", "--checkpoint.interval", "10", "--validation.interval", "0",
+                    "--validation.sample_tokens", "0", MAX_RESTARTS="2")
     said = []
     for line in process.stdout:
         said.append(line)
@@ -209,7 +211,7 @@ def test_a_killed_rank_without_restarts_is_told_from_a_stop(config):
 
 def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(config, tmp_path):
     """Its size is right, so that the check before the ranks lets it pass."""
-    assert finish(config)[0] == 0
+    train(2, tiny_tables(tmp_path, training={"steps": 4}))
     for file in (tmp_path / "runs" / "tiny" / "checkpoints").glob("*/__1_0.distcp"):
         data = bytearray(file.read_bytes())
         data[1000] ^= 1
@@ -217,6 +219,24 @@ def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(confi
     code, out, err = finish(config, "--training.steps", "6", MAX_RESTARTS="3")
     assert code == 2 and err.count("error: ") == 1 and "__1_0.distcp was altered" in err and "step 5" not in out
     assert "Traceback" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_does_not_end_a_run(config, tmp_path):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-m", "torchmars.train", str(config)], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert manifests.read(tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000004").step == 4
+
+
+def test_a_mistake_that_one_rank_alone_finds_ends_all(config, tmp_path):
+    """As where one machine has too few GPUs: the others would wait for it."""
+    (tmp_path / "alone.py").write_text(
+        "import os\nfrom torchmars.parallel import mesh\nfrom torchmars.errors import UserError\nfrom torchmars.train import main\n"
+        "def check(ranks):\n    if os.environ['RANK'] == '1':\n        raise UserError('too few GPUs')\nmesh.check_devices = check\nmain()\n")
+    ended = subprocess.run([sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2", str(tmp_path / "alone.py"), str(config)],
+                           capture_output=True, text=True, cwd=ROOT, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 2
 
 
 def test_help(config):

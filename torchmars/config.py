@@ -345,7 +345,7 @@ class GuardsConfig:
     """A loss stands out when it is this many standard deviations above the mean of the last 64."""
     hang_seconds: float = 600.0
     """Seconds without a step after which a rank is taken to hang: every rank tells where it stands, and the run ends. Must be more
-    than the longest step, compilation, validation or synchronous save. 0: never."""
+    than the longest step, compilation, validation or save. 0: never, but for the backend's own timeouts: 30 minutes, 10 in HSDP on GPUs."""
 
     def check(self) -> None:
         require_range(self, "spike_sigmas", 0, open_low=True)

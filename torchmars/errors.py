@@ -1,8 +1,9 @@
 """The one exception for what a user can get wrong, and how a command reports it."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
+
+from torchmars.console import say
 
 
 EXIT_MISTAKE = 2
@@ -27,7 +28,7 @@ def reported(quiet: bool = False) -> Iterator[None]:
         yield
     except UserError as error:
         if not quiet:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            say(f"error: {' '.join(str(error).split())}", error=True)
         raise SystemExit(EXIT_MISTAKE) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from torchmars.errors import UserError, reported
@@ -22,8 +23,8 @@ def main() -> None:
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
         try:
             save_file(weights, args.file, metadata={"format": "pt", "model": f"{config.model.name} {config.model.size}"})
-        except OSError as error:
-            raise UserError(f"cannot write {args.file}: {error.strerror}") from None
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot write {args.file}: {error}") from None
         print(f"{args.file}: {len(weights)} tensors, {sum(value.numel() for value in weights.values()):,} weights")
 
 

@@ -1,7 +1,6 @@
 """`python -m torchmars.generate RUN_OR_CHECKPOINT --prompt TEXT`: sample text from a checkpoint."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torchmars.checkpoint.resume import open_newest
 from torchmars.checkpoint.state import model_state, read_index, read_tensors
 from torchmars.config import Config
 from torchmars.config_file import config_from_tables
+from torchmars.console import say
 from torchmars.data.tokenizer import TOKENIZERS, Tokenizer
 from torchmars.errors import UserError, reported
 from torchmars.models import build_model, model_args
@@ -56,7 +56,7 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int,
 
 def load(folder: Path) -> tuple[nn.Module, Tokenizer, Config]:
     """The model of a checkpoint (or of a run's newest good one) on the CPU, its tokenizer and its config."""
-    folder, manifest = open_newest(folder, warn=lambda text: print(text, file=sys.stderr))
+    folder, manifest = open_newest(folder, warn=lambda text: say(text, error=True))
     config = config_from_tables(manifest.config, f"in {folder}/{NAME}")
     model = build_model(model_args(config.model, manifest.vocab_size, config.training.seq_len)).eval()
     read_index(folder)  # its own error is clearer than DCP's

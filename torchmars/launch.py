@@ -4,7 +4,7 @@ torchrun itself makes 1 of every code, and starts ranks again after any but 0. S
 file and ends with 0.
 
 Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 75 stopped by SIGTERM, SIGINT or SIGUSR1, saved, not complete: start
-it again; 70 a rank hung; 128 + n ended by signal n; anything else: a crash.
+it again; 70 a rank hung (1 where it is blocked outside Python); 128 + n ended by signal n; anything else: a crash.
 """
 
 import os

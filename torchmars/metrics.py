@@ -13,6 +13,7 @@ import torch
 
 from torchmars.checkpoint.folder import run_folder
 from torchmars.config import Config, MetricsConfig
+from torchmars.console import say
 from torchmars.errors import UserError
 from torchmars.journal import Journal
 
@@ -56,13 +57,13 @@ class Stopwatch:
 class Metrics:
     """Writes the measurements of a run, on the first rank; on others it does nothing.
 
-    A run that continues from `step` drops what metrics.jsonl says of later steps: they are made again.
+    A run that continues from `step`, `validated` or not, drops what metrics.jsonl says of what is made again.
     """
 
-    def __init__(self, config: Config, active: bool, step: int, device: torch.device, ranks: int, flops_per_token: int) -> None:
+    def __init__(self, config: Config, active: bool, step: int, validated: bool, device: torch.device, ranks: int, flops_per_token: int) -> None:
         self.active = active
         self.steps = config.training.steps
-        self.step = step
+        self.step, self.validated = step, validated
         self.tokens_per_step = config.training.global_batch_size * config.training.seq_len
         self.device = device
         peak = peak_flops(device)
@@ -74,12 +75,12 @@ class Metrics:
     def open(self) -> None:
         """Open the writers. For the rank that reports only."""
         config, folder = self.config, run_folder(self.config)
-        self.journal = Journal(folder / "metrics.jsonl", self.step)
+        self.journal = Journal(folder / "metrics.jsonl", self.step, self.validated)
         check_writers(config.metrics)
         if config.metrics.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(str(folder / "tensorboard"))
+            self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=self.step + 1)
         if config.metrics.wandb:
             import wandb
 
@@ -87,11 +88,11 @@ class Metrics:
                                     dir=folder, config=asdict(config))
         self.restart_clock()
 
-    def rewind(self, step: int) -> None:
-        """Go back to `step`: what came after is made again."""
+    def rewind(self, step: int, validated: bool) -> None:
+        """Go back to `step`: what came after is made again, and its validation unless it was `validated`."""
         self.step = step
         if self.active:
-            self.journal.rewind(step)
+            self.journal.rewind(step, validated)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -122,15 +123,20 @@ class Metrics:
             values["mfu"] = rate * self.mfu_per_token_rate
             parts.append(f"mfu {values['mfu']:.1%}")
         eta = timedelta(seconds=round((self.steps - step) * seconds))
-        print(" | ".join(parts + [f"mem {values['memory_gib']:.2f} GiB", f"eta {eta}"]), flush=True)
+        say(" | ".join(parts + [f"mem {values['memory_gib']:.2f} GiB", f"eta {eta}"]))
         self._write(step, "train", values)
         self.restart_clock()
 
     def validation(self, step: int, loss: float) -> None:
         """Report the validation loss after step number `step`."""
         if self.active:
-            print(f"step {step:>{len(str(self.steps))}}/{self.steps} | validation loss {loss:.4f}", flush=True)
+            say(f"step {step:>{len(str(self.steps))}}/{self.steps} | validation loss {loss:.4f}")
             self._write(step, "validation", {"loss": loss})
+
+    def sync(self) -> None:
+        """Make metrics.jsonl durable, as the checkpoint that comes will be."""
+        if self.active:
+            self.journal.sync()
 
     def stall(self, step: int, seconds: float) -> None:
         """Report how long training waited for the checkpoint of step number `step`."""

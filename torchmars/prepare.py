@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from torchmars.build import build_meta_model, build_optimizer
 from torchmars.checkpoint.folder import checkpoints, checkpoints_folder
+from torchmars.checkpoint.initial import open_source
 from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.config import Config, DataConfig
 from torchmars.config_file import load_config
@@ -39,12 +40,14 @@ def main() -> None:
 
 
 def check_resume(config: Config, manifest: shards.Manifest) -> None:
-    """Raise `UserError` where the run has checkpoints, but cannot go on from the newest good one. Their bytes are left to the ranks."""
+    """Raise `UserError` where the run can neither go on from a checkpoint of its own nor start as it should. Their bytes are left to the ranks."""
     level = "off" if config.checkpoint.verify == "off" else "size"
     found = newest_good(checkpoints(checkpoints_folder(config)), lambda path: opened(path, level), warn=lambda text: None)
     optimizer = build_optimizer(config, build_meta_model(config, manifest))
     if found:
         check_same_run(*found, config, manifest.fingerprint(), optimizer)
+    elif (source := config.checkpoint.init_from) and not source.endswith(".safetensors"):
+        open_source(Path(source), "size")
 
 
 def take_ranks(args: list[str]) -> tuple[list[str], int]:

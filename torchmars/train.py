@@ -17,16 +17,16 @@ from torchmars.trainer import Trainer
 
 @record
 def main() -> None:
+    with reported(quiet=mesh.local_rank() != 0):  # a mistake that one node alone may find: the launcher must end the others
+        config = load_config(sys.argv[1:], "python -m torchmars.train")
+        layout = mesh.start(config.parallelism)
     try:
-        with reported(quiet=mesh.rank() != 0):
-            config = load_config(sys.argv[1:], "python -m torchmars.train")
-            layout = mesh.start(config.parallelism)
-            try:
-                code = Trainer(config, layout).run()
-            finally:
-                mesh.stop()
+        with reported(quiet=not layout.first):
+            code = Trainer(config, layout).run()
     except SystemExit as exit:
         code = exit.code
+    finally:
+        mesh.stop()
     leave(code)
 
 

@@ -11,13 +11,14 @@ from torch import Tensor
 from torchmars.build import build_meta_model, build_optimizer
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state
-from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, run_folder, step_folder, write_durably
+from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, lock, run_folder, step_folder, write_durably
 from torchmars.checkpoint.initial import init_from
 from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import Config
 from torchmars.config_file import config_text
+from torchmars.console import say
 from torchmars.data.loader import Loader, Windows, validation_batches
 from torchmars.data.shards import check_shards
 from torchmars.data.tokenizer import TOKENIZERS
@@ -77,6 +78,7 @@ class Trainer:
         self.changes: list[str] = []  # of the config, since the checkpoint
         self.without_last_grad: list[Tensor] = []  # what starts from state of another optimizer or other data
         state.seed_rng(config.run.seed, 0, layout.rank)
+        layout.on_first(lambda: lock(run_folder(config)))
         self.origin = self.resume()
 
     def compute_dtype(self) -> torch.dtype:
@@ -93,6 +95,7 @@ class Trainer:
         if settings.init_from is None:
             return None
         said, self.without_last_grad = init_from(Path(settings.init_from), settings.init_optimizer, self.layout, self.model, self.optimizer)
+        self.forget_the_look_ahead()
         return f"from the {said}"
 
     def load_newest(self) -> Path | None:
@@ -130,17 +133,20 @@ class Trainer:
         if self.step >= config.training.steps:
             return 0
         self.layout.on_first(self.write_resolved_config)
-        self.metrics = Metrics(config, self.layout.first, self.step, self.layout.device, self.layout.size, self.flops_per_token)
+        self.metrics = Metrics(config, self.layout.first, self.step, self.validation_loss is not None, self.layout.device, self.layout.size, self.flops_per_token)
         self.layout.on_first(self.metrics.open)
         hang = run_folder(config) / "hang"
-        with StopSignals() as self.signals, Watchdog(hang, self.layout, config.guards.hang_seconds) as self.watchdog:
-            try:
-                complete = self.train()
-            finally:
-                self.saver.close()
-        if complete and config.validation.sample_tokens:
-            self.say("sample:\n" + self.sample())
-        self.metrics.close()
+        try:
+            with StopSignals() as self.signals, Watchdog(hang, self.layout, config.guards.hang_seconds, self.saver.group) as self.watchdog:
+                try:
+                    complete = self.train()
+                finally:
+                    self.saver.close()
+            if complete and config.validation.sample_tokens:
+                self.say("sample:\n" + self.sample())
+        finally:
+            self.loader.close()
+            self.metrics.close()
         return 0 if complete else EXIT_STOPPED
 
     def train(self) -> bool:
@@ -169,6 +175,7 @@ class Trainer:
             self.watchdog.beat(f"step {self.step + 1}")
             if stop:
                 break
+        self.watchdog.beat("the last save")
         self.saver.finish()
         if self.step < last:
             self.say(f"stopped   by {self.signals.received or 'a signal to another rank'} after step {self.step}, saved; the same command goes on")
@@ -214,6 +221,7 @@ class Trainer:
     def roll_back(self) -> None:
         """Go back to the newest checkpoint, and on with the data after the batch that made the loss stand out."""
         position, reached = self.loader.position, self.step
+        self.watchdog.beat("a rollback")
         folder = self.load_newest()
         if folder is None:
             raise UserError(f"the loss stood out at step {reached + 1}, and there is no checkpoint to go back to: lower optimizer.lr, raise "
@@ -223,7 +231,7 @@ class Trainer:
             raise UserError(f"the loss stood out after each of {MAX_ROLLBACKS} returns to {folder}: lower optimizer.lr or raise guards.spike_sigmas")
         self.loader.seek(position)
         self.forget_the_look_ahead()
-        self.layout.on_first(lambda: self.metrics.rewind(self.step))
+        self.layout.on_first(lambda: self.metrics.rewind(self.step, self.validation_loss is not None))
         self.say(f"rollback  to step {self.step}: {folder}; the data goes on at sample {position}")
 
     def backward(self, batch: list[Tensor]) -> Tensor:
@@ -240,7 +248,8 @@ class Trainer:
     def refuse_to_go_on_skipping(self, told: dict[str, float]) -> None:
         """Raise `UserError` once every one of the last steps was skipped for a gradient that is not finite."""
         if told["skipped_in_a_row"] >= MAX_SKIPPED_IN_A_ROW:
-            raise UserError(f"the last {told['skipped_in_a_row']:.0f} steps up to {self.step} were skipped, since their gradients were not finite: "
+            spikes = ", or their losses stood out (guards.spike_sigmas)" if self.spikes.active else ""
+            raise UserError(f"the last {told['skipped_in_a_row']:.0f} steps up to {self.step} were skipped, since their gradients were not finite{spikes}: "
                             f"lower optimizer.lr, or go on from the newest checkpoint with another setting")
 
     def set_hyperparameters(self) -> float:
@@ -292,6 +301,7 @@ class Trainer:
         manifest = Manifest(step=self.step, position=self.loader.position, world_size=self.layout.size, data=self.data,
                             vocab_size=self.manifest.vocab_size, optimizer=state.optimizer_state_names(self.optimizer),
                             config=asdict(self.config), validation_loss=self.validation_loss, recent_losses=list(self.spikes.recent))
+        self.metrics.sync()
         self.metrics.stall(self.step, self.saver.save(manifest, state.training_state(self.layout, self.model, self.optimizer)))
 
     def sample(self) -> str:
@@ -337,7 +347,7 @@ class Trainer:
 
     def say(self, text: str) -> None:
         if self.layout.first:
-            print(text, flush=True)
+            say(text)
 
 
 def due(step: int, interval: int, last: int) -> bool:

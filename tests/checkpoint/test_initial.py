@@ -88,6 +88,24 @@ def test_state_of_another_meaning_is_not_taken(folder):
     assert all(torch.equal(value, saved[name][key]) for name, state in states.items() for key, value in state.items())
 
 
+def test_exact_mode_starts_without_the_look_ahead_of_another_run(folder):
+    tables = tables_of(folder, "exact", {"name": "mars-adamw", "mode": "exact"}, 3, checkpoint={"init_from": str(folder / "runs" / "mars-adamw"), "init_optimizer": True})
+    assert all(run_ranks(forgotten, 2, tables))
+
+
+def forgotten(tables):
+    """Whether every last gradient that a run starts with will be replaced."""
+    config = config_from_tables(tables, "in a test")
+    trainer = Trainer(config, mesh.start(config.parallelism))
+    return set(trainer.without_last_grad) == set(trainer.model.parameters())
+
+
+def test_an_export_that_cannot_be_written_is_one_line(folder):
+    ended = subprocess.run([sys.executable, "-m", "torchmars.export", str(folder / "runs" / "adamw"), str(folder / "no" / "weights.safetensors")],
+                           capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: cannot write") and ended.stderr.count("\n") == 1
+
+
 def test_the_first_step_without_a_last_gradient_is_not_corrected():
     """AdamW's averages, no last gradient: the first step is AdamW's on the clipped gradient, the second is corrected by the first's."""
     from torchmars.optim import MARS
@@ -113,7 +131,7 @@ def test_the_first_step_without_a_last_gradient_is_not_corrected():
 
 
 @pytest.mark.parametrize("overrides,message", [
-    ({"checkpoint": {"init_from": "nowhere"}}, "nowhere is neither a checkpoint nor a run with one"),
+    ({"checkpoint": {"init_from": "nowhere"}}, "checkpoint.init_from: nowhere is neither a checkpoint nor a run with one"),
     ({"checkpoint": {"init_from": "FOLDER/none.safetensors"}}, "cannot read .*none.safetensors"),
     ({"checkpoint": {"init_from": "FOLDER/broken.safetensors"}}, "cannot read .*broken.safetensors"),
     ({"checkpoint": {"init_from": "FOLDER/part.safetensors"}}, r"part.safetensors has tok_embed.weight not at all, the config's model in \[320, 32\]"),

@@ -11,6 +11,7 @@ from tests.tiny import metrics, run_folder_of, tiny_tables, train, write_text
 from torchmars.build import build_meta_model, build_optimizer
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, set_aside, step_of
+from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import check_same_run
 from torchmars.config_file import config_from_tables
 from torchmars.data.loader import Windows
@@ -199,6 +200,44 @@ def test_names_that_are_not_checkpoints(folder, tmp_path):
         shutil.copytree(found[0], tmp_path / name)
     (tmp_path / "step-00000020").write_text("")
     shutil.copytree(found[0], tmp_path / "step-100000000")
-    assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 20, 100000000]
-    set_aside(tmp_path / "step-00000020", ".damaged")
     assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 100000000]
+    with pytest.raises(DamagedCheckpoint, match="step-100000000/manifest.json is of step 4, not of the one"):
+        manifests.read(tmp_path / "step-100000000")  # else its steps would count as made
+    set_aside(tmp_path / "step-100000000", ".damaged")
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [4]
+
+
+def test_a_validation_that_a_stop_left_out_is_made_once(tmp_path):
+    """Stopped at a step with a validation, resumed, killed after it, resumed: metrics.jsonl has it once."""
+    write_text(tmp_path)
+    settings = {"validation": {"interval": 4, "windows": 4}, "schedule": {"name": "constant"}}
+    straight = tables_of(tmp_path, "straight", "adamw", training={"steps": STEPS}, **settings)
+    train(1, straight)
+    cut = tables_of(tmp_path, "cut", "adamw", training={"steps": STEPS}, **settings)
+    copy_run(straight, cut, keep_until=SAVED)
+    path = run_folder_of(cut) / "checkpoints" / f"step-{SAVED:08d}"
+    manifest = manifests.read(path)
+    manifest.validation_loss = None  # as a stop leaves it
+    manifest.write(path)
+    for _ in range(2):
+        run_ranks(made_steps, 1, cut, 2)
+    train(1, cut)
+    assert sorted(map(str, reports(cut))) == sorted(map(str, reports(straight)))
+
+
+def made_steps(tables, count):
+    """Train `count` steps and stop there without saving, as one that is killed."""
+    config = config_from_tables(tables, "in a test")
+    trainer = Trainer(config, mesh.start(config.parallelism))
+    original, made = trainer.train_step, 0
+
+    def train_step():
+        nonlocal made
+        made += 1
+        if made > count:
+            raise KeyboardInterrupt
+        return original()
+
+    trainer.train_step = train_step
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()

@@ -27,11 +27,12 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("list", "what there is, with the size of every file checked"),
                        ("verify", "read every byte and compare checksums; exit code 2 where anything is damaged"),
-                       ("prune", "verify, then delete damaged checkpoints and those that the run's settings do not keep")):
+                       ("prune", "verify, then delete those that the run's settings do not keep")):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("run", type=Path, help="a run's folder")
     command.add_argument("--keep_last", type=int, help="newest checkpoints to keep; default: the run's checkpoint.keep_last")
     command.add_argument("--keep_every", type=int, help="steps whose multiples are kept; default: the run's checkpoint.keep_every")
+    command.add_argument("--damaged", action="store_true", help="delete those that are not good, too")
     command.add_argument("--dry_run", action="store_true", help="only say what would be deleted")
     return parser.parse_args()
 
@@ -67,7 +68,7 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
     if found and not good:
         raise UserError(f"no checkpoint in {folder} is good: nothing was deleted")
     going = [path for path in leftovers(folder) if path.suffix != PARTIAL]  # that may be a save under way
-    going += [path for path in found if path not in good]
+    going += [path for path in found if path not in good and args.damaged]
     if good:
         newest = good[max(good, key=step_of)]
         settings = config_from_tables(newest.config, "in the newest checkpoint").checkpoint
@@ -80,7 +81,10 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
     for path in going:
         print(f"{'would delete' if args.dry_run else 'deleted'} {path}")
         if not args.dry_run:
-            delete(path)
+            try:
+                delete(path)
+            except OSError as error:
+                raise UserError(f"cannot delete {path}: {error.strerror}") from None
     print(f"{len(good) - sum(path in good for path in going)} checkpoints {'would stay' if args.dry_run else 'stay'}")
 
 

@@ -1,12 +1,17 @@
 """A run's folder of checkpoints: which there are, which are kept, and files that survive a crash."""
 
+import contextlib
+import fcntl
 import math
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 from torchmars.config import CheckpointConfig, Config
+from torchmars.console import say
+from torchmars.errors import UserError
 
 STEP = re.compile(r"step-(\d{8,})")
 # What a crash can leave. A save is `.partial` until it is complete; what is deleted is renamed first, so that half of it is never taken for good.
@@ -16,6 +21,27 @@ PARTIAL, DELETED, DAMAGED = ".partial", ".deleted", ".damaged"
 def run_folder(config: Config) -> Path:
     """The folder of the run that `config` describes."""
     return Path(config.run.folder) / config.run.name
+
+
+def lock(folder: Path, patience: float = 60.0) -> None:
+    """Keep other processes from training the run in `folder` for as long as this one lives.
+
+    Waits `patience` seconds for one that is about to end. Raises `UserError` where it does not.
+    """
+    with contextlib.suppress(OSError):  # no folder to write to, as the first save will say, or a file system without locks
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+        deadline, told = time.monotonic() + patience, False
+        while True:
+            try:
+                return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: that would live on in a rank's helpers
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > deadline:
+                    raise UserError(f"another process is training the run {folder}: stop it, or choose another run.name") from None
+                if not told:
+                    say(f"waiting for the process that is still training {folder}")
+                told = True
+                time.sleep(0.5)
 
 
 def checkpoints_folder(config: Config) -> Path:
@@ -36,7 +62,7 @@ def step_of(checkpoint: Path) -> int:
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a run's `checkpoints` folder, oldest first. Each was complete when it appeared; whether it still is good
     is `manifest.verify`'s to say."""
-    return sorted((path for path in folder.glob("step-*") if STEP.fullmatch(path.name)), key=step_of)
+    return sorted((path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
 def leftovers(folder: Path) -> list[Path]:

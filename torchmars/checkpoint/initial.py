@@ -1,14 +1,17 @@
 """Where a new run's weights come from instead of random numbers: another run's checkpoint, or exported weights."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import open_newest
 from torchmars.checkpoint.state import model_state, named_parameters, optimizer_state, read_index, read_tensors
+from torchmars.console import say
 from torchmars.errors import UserError
 from torchmars.optim import MARS
 from torchmars.parallel.mesh import Layout
@@ -25,7 +28,7 @@ def init_from(source: Path, with_optimizer: bool, layout: Layout, model: nn.Modu
             raise UserError(f"checkpoint.init_optimizer: {source} holds weights only: name a run or a checkpoint in checkpoint.init_from")
         layout.agree(lambda: load_weights(source, model))
         return f"weights of {source}", []
-    folder, manifest = layout.on_first(lambda: open_newest(source, warn=print))
+    folder, manifest = layout.on_first(lambda: open_source(source, "full"))
     saved = {name: tuple(metadata.size) for name, metadata in layout.on_first(lambda: read_index(folder)).state_dict_metadata.items()}
     state = model_state(model)
     check_shapes(folder, {name.removeprefix("model."): size for name, size in saved.items() if name.startswith("model.")}, model)
@@ -41,6 +44,14 @@ def init_from(source: Path, with_optimizer: bool, layout: Layout, model: nn.Modu
         said += f" ({len(without)} without a last gradient)" if without else ""
     parameters = named_parameters(optimizer)
     return said, [parameters[name] for name in without]
+
+
+def open_source(source: Path, level: Literal["full", "size"]) -> tuple[Path, Manifest]:
+    """The checkpoint that checkpoint.init_from means. Raises `UserError`."""
+    try:
+        return open_newest(source, say, level)
+    except UserError as error:
+        raise UserError(f"checkpoint.init_from: {error}") from None
 
 
 def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], list[str]]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmars.checkpoint.folder import write_durably
+from torchmars.checkpoint.folder import STEP, step_of, write_durably
 from torchmars.errors import UserError
 
 FORMAT = "torchmars-checkpoint-2"
@@ -80,6 +80,8 @@ def read(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged ({type(error).__name__}: {error})") from None
+    if STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
+        raise DamagedCheckpoint(f"{path} is of step {manifest.step}, not of the one that the folder is named after")
     if manifest.text() != text:
         raise DamagedCheckpoint(f"{path} was altered: it does not match its own checksum")
     return manifest

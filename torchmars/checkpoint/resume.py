@@ -47,14 +47,14 @@ def opened(folder: Path, level: Literal["full", "size", "off"]) -> Manifest:
     return manifest
 
 
-def open_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest]:
-    """`folder` itself if it is a checkpoint, otherwise the newest good one of the run `folder`, verified in full by this process.
+def open_newest(folder: Path, warn: Callable[[str], None], level: Literal["full", "size"] = "full") -> tuple[Path, Manifest]:
+    """`folder` itself if it is a checkpoint, otherwise the newest good one of the run `folder`, verified by this process.
 
     Raises `UserError` where there is none.
     """
     if (folder / manifests.NAME).exists():
-        return folder, opened(folder, "full")
-    found = newest_good(checkpoints(folder / "checkpoints"), lambda path: opened(path, "full"), warn)
+        return folder, opened(folder, level)
+    found = newest_good(checkpoints(folder / "checkpoints"), lambda path: opened(path, level), warn)
     if found is None:
         raise UserError(f"{folder} is neither a checkpoint nor a run with one")
     return found

@@ -18,6 +18,7 @@ from torchmars.checkpoint.folder import (DAMAGED, PARTIAL, checkpoints, checkpoi
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.state import reason
 from torchmars.config import Config
+from torchmars.console import say
 from torchmars.errors import UserError
 from torchmars.parallel.mesh import Layout
 
@@ -39,6 +40,11 @@ class Saver:
         self.error: str | None = None
         self.failures = 0
         self.saved_at = time.monotonic()
+
+    @property
+    def group(self) -> str:
+        """Name of the process group that saves use."""
+        return self.layout.control.group_name
 
     def overdue(self) -> bool:
         """Whether checkpoint.interval_minutes have passed since the last save, by the first rank's clock."""
@@ -92,13 +98,15 @@ class Saver:
         """One save from beginning to end, on the calling thread; the outcome, the same on every rank, goes to `error`."""
         began, folder = time.perf_counter(), step_folder(self.folder, manifest.step)
         self.error = None
+        if self.on_gpu:
+            torch.cuda.set_device(self.layout.device)  # a thread begins with the first GPU
         try:
             written = self._write(manifest, state, folder)
         except Exception as error:
             self.error = f"the checkpoint {folder} could not be written: {' '.join(str(error).split())}"
-            self._say(f"warning: {self.error}; the run goes on, the one before stays the newest")
             if self.layout.first:
                 shutil.rmtree(folder.with_name(folder.name + PARTIAL), ignore_errors=True)  # a full disk needs the space
+            self._say(f"warning: {self.error}; the one before stays the newest")
             return
         self._say(f"checkpoint {folder} ({written.bytes / 2**20:,.1f} MiB in {time.perf_counter() - began:.2f} s)")
         if self.layout.first:
@@ -158,4 +166,4 @@ class Saver:
 
     def _say(self, text: str) -> None:
         if self.layout.first:
-            print(text, flush=True)
+            say(text)

@@ -119,6 +119,10 @@ class Loader:
     def seek(self, position: int) -> None:
         """Go on from global sample number `position`, as a run on any layout left it."""
         self.position = position
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that read ahead. They do not hear the signals that end a process (see `signals.ignore`)."""
         self._batches = self._peeked = None
 
     def step(self) -> list[Tensor]:

@@ -21,6 +21,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def local_rank() -> int:
+    """This process's number among those of its machine, 0 when it was started alone."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
 @dataclass
 class Layout:
     """This rank's place: its device, the mesh of the data-parallel ranks and how many there are."""
@@ -100,16 +105,16 @@ def start(config: ParallelismConfig) -> Layout:
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     replicate, shard = config.degrees(world_size)
-    check_devices(int(os.environ.get("LOCAL_RANK", 0)) + 1)
+    check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+        device, backend = torch.device("cuda", local_rank()), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps, for the watchdog to name
     if not dist.is_initialized():
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **alone)
+        dist.init_process_group(backend, timeout=timedelta(minutes=30), **alone)  # NCCL's 10 minutes would forestall the watchdog
     if replicate > 1:
         mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
     else:
