@@ -1,30 +1,90 @@
 #!/usr/bin/env bash
-# Train on this machine: ./run_train.sh [--section.key value ...]
+#SBATCH --job-name=torchmars
+#SBATCH --ntasks-per-node=1
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
 #
-#   NGPU         ranks to start (default: one for each GPU; 2 on a machine without)
-#   CONFIG_FILE  the config (default: train_configs/quickstart.toml)
-#   LOG_RANK     ranks whose output is shown, separated by commas (default: 0)
-#   MAX_RESTARTS times that all ranks are started again, from the newest checkpoint, after one has died (default: 0)
+# Train on this machine, on several by hand (the same command on each), or as a SLURM job:
 #
-# Ctrl-C, SIGTERM and SIGUSR1 save the run and end it; the same command goes on. Exit codes: 0 complete; 2 a mistake in the config or
-# the data; 75 stopped by a signal and saved; 70 a rank hung; 128 + n ended by signal n; anything else: a crash.
+#   ./run_train.sh [--section.key value ...]
+#   NNODES=2 RDZV_ENDPOINT=first-node:29400 ./run_train.sh [--section.key value ...]
+#   sbatch --nodes=4 --gpus-per-node=8 run_train.sh [--section.key value ...]
+#
+#   CONFIG_FILE    the config (default: train_configs/quickstart.toml)
+#   NGPU           ranks to start on each machine (default: one for each GPU; 2 on a machine without)
+#   LOG_RANK       ranks of each machine whose output is shown, separated by commas (default: 0)
+#   MAX_RESTARTS   times that all ranks are started again, from the newest checkpoint, after one has died (default: 0)
+#   NNODES         machines (default: the job's; 1 outside of one)
+#   RDZV_ENDPOINT  HOST:PORT where the machines meet, HOST being one of them (default in a job: its first node and a port of the job's own)
+#   RDZV_TIMEOUT   seconds that a machine waits for the others (default: 50)
+#
+# Ctrl-C, SIGTERM and SIGUSR1 save the run and end it; the same command goes on, and a SLURM job puts itself back into the queue. Exit codes:
+# 0 complete; 2 a mistake in the config or the data; 75 stopped by a signal and saved; 70 a rank hung; 128 + n ended by signal n; else a crash.
 set -euo pipefail
+case " $* " in *" --help "* | *" -h "*) exec python -m torchmars.train --help ;; esac
 
-CONFIG_FILE=${CONFIG_FILE:-"$(dirname "$0")/train_configs/quickstart.toml"}
-LOG_RANK=${LOG_RANK:-0}
+root=$(dirname "$0")
+batch=false
+if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
+    batch=true
+    root=$SLURM_SUBMIT_DIR  # $0 is a copy that SLURM made
+    NNODES=${NNODES:-$SLURM_JOB_NUM_NODES}
+    NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-2}}
+    RDZV_ENDPOINT=${RDZV_ENDPOINT:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 20000))}
+fi
+NNODES=${NNODES:-1}
+if [ "$NNODES" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
+    echo "error: NNODES = $NNODES needs RDZV_ENDPOINT=HOST:PORT, the same on every machine, HOST being one of them" >&2
+    exit 2
+fi
 if [ -z "${NGPU:-}" ]; then
     NGPU=2
     if command -v nvidia-smi >/dev/null; then
         NGPU=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
     fi
 fi
+CONFIG_FILE=${CONFIG_FILE:-"$root/train_configs/quickstart.toml"}
 
-case " $* " in *" --help "* | *" -h "*) exec python -m torchmars.train --help ;; esac
-
-# The check comes first and on its own: torchrun turns every exit code of a rank into 1.
-python -m torchmars.prepare "$CONFIG_FILE" --ranks "$NGPU" "$@"
+# The check comes first and on its own: it needs no ranks.
+python -m torchmars.prepare "$CONFIG_FILE" --nodes "$NNODES" --ranks "$((NGPU * NNODES))" "$@"
 
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
-exec python -m torchmars.launch --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-    --max-restarts "${MAX_RESTARTS:-0}" --local-ranks-filter "$LOG_RANK" -m torchmars.train "$CONFIG_FILE" "$@"
+launch=(python -m torchmars.launch --nnodes "$NNODES" --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-id "${SLURM_JOB_ID:-torchmars}"
+        --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-conf "join_timeout=${RDZV_TIMEOUT:-50}" --max-restarts "${MAX_RESTARTS:-0}"
+        --local-ranks-filter "${LOG_RANK:-0}" -m torchmars.train "$CONFIG_FILE" "$@")
+if [ "$batch" = false ]; then
+    exec "${launch[@]}"
+fi
+
+# One launcher on each node of the job; what this script is told goes to all of them.
+srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 "${launch[@]}" &
+step=$!
+trap 'kill -USR1 "$step"' USR1 TERM
+code=0
+while kill -0 "$step" 2>/dev/null; do  # a signal ends a wait early
+    code=0
+    wait "$step" || code=$?
+done
+
+# Back into the queue, unless the run is complete or mistaken, the job was cancelled, or it has failed at once twice in a row.
+state=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z]*\).*/\1/p')
+again=false
+if [ "$state" = RUNNING ] && [ "$code" -eq 75 ]; then
+    again=true
+elif [ "$state" = RUNNING ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ]; then
+    failed="failed at once"
+    [ "$SECONDS" -lt 300 ] || failed="failed"
+    again=true
+    if [ "$failed" = "failed at once" ] && scontrol show job "$SLURM_JOB_ID" | grep -q "Comment=torchmars: failed at once"; then
+        again=false
+        echo "error: the run failed at once twice in a row (exit code $code): it is not put back into the queue" >&2
+    fi
+    scontrol update JobId="$SLURM_JOB_ID" Comment="torchmars: $failed" || true
+fi
+if [ "$again" = true ]; then
+    echo "the run is not complete (exit code $code): the job goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

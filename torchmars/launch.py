@@ -14,7 +14,11 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main as torchrun
+
+from torchmars.console import say
+from torchmars.errors import EXIT_MISTAKE
 
 LAST_WORD = "TORCHMARS_LAST_WORD"  # names the file
 SAVE_SECONDS = 3600  # how long ranks that were asked to stop may take to save; torch 2.11 does not know it, and ends them after 30
@@ -43,6 +47,12 @@ def main() -> None:
             last_word.unlink(missing_ok=True)
         except SignalException as error:
             code = 128 + error.sigval
+        except RendezvousError as error:
+            options = sys.argv[1:]
+            endpoint, nodes = (options[options.index(name) + 1] if name in options else "?" for name in ("--rdzv-endpoint", "--nnodes"))
+            say(f"error: the {nodes} machines did not meet at {endpoint}: {error or type(error).__name__}: check that each runs the same command with the same "
+                "NNODES, and that RDZV_ENDPOINT names one of them and a free port", error=True)
+            code = EXIT_MISTAKE
         if last_word.exists():
             code = int(last_word.read_text())
     sys.exit(code if code >= 0 else 128 - code)  # a negative code is the signal that ended the rank

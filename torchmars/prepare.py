@@ -1,7 +1,7 @@
 """`python -m torchmars.prepare CONFIG.toml [--section.key value ...]`: all of a run that needs no ranks.
 
 Checks the config, tokenises its corpus into shards once, verifies the shards, and checks that the run can go on from
-the checkpoints it has. With `--ranks N` before the overrides, also that the batch divides over N ranks.
+the checkpoints it has. With `--ranks N` before the overrides, also that the batch divides over N ranks; `--nodes M`: on M machines.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from torchmars.build import build_meta_model, build_optimizer
-from torchmars.checkpoint.folder import checkpoints, checkpoints_folder
+from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, lock
 from torchmars.checkpoint.initial import open_source
 from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.config import Config, DataConfig
@@ -26,9 +26,10 @@ from torchmars.parallel import mesh
 
 def main() -> None:
     with reported():
-        args, ranks = take_ranks(sys.argv[1:])
-        config = load_config(args, "python -m torchmars.prepare [--ranks N]")
-        mesh.check_devices(ranks)
+        args, ranks = take_count(sys.argv[1:], "--ranks")
+        args, nodes = take_count(args, "--nodes")
+        config = load_config(args, "python -m torchmars.prepare [--ranks N] [--nodes M]")
+        mesh.check_devices(ranks // nodes)
         replicate, shard = config.parallelism.degrees(ranks)
         config.training.microbatches(replicate * shard)
         check_writers(config.metrics)
@@ -50,13 +51,13 @@ def check_resume(config: Config, manifest: shards.Manifest) -> None:
         open_source(Path(source), "size")
 
 
-def take_ranks(args: list[str]) -> tuple[list[str], int]:
-    """Split `--ranks N` off a command line; 1 where it is not given."""
-    if "--ranks" not in args:
+def take_count(args: list[str], option: str) -> tuple[list[str], int]:
+    """Split `--ranks N`, or another such option, off a command line; 1 where it is not given."""
+    if option not in args:
         return args, 1
-    place = args.index("--ranks")
+    place = args.index(option)
     if not args[place + 1:place + 2] or not args[place + 1].isdigit() or int(args[place + 1]) < 1:
-        raise UserError("--ranks must be followed by a whole number of at least 1")
+        raise UserError(f"{option} must be followed by a whole number of at least 1")
     return args[:place] + args[place + 2:], int(args[place + 1])
 
 
@@ -66,6 +67,8 @@ def prepare_shards(config: Config) -> shards.Manifest:
     Raises `UserError` where they do not fit the config; their bytes are left to `check_shards`.
     """
     folder = Path(config.data.path)
+    if not (folder / "manifest.json").exists():
+        lock(folder.with_name(folder.name + ".lock"), f"preparing {folder}", patience=7 * 86400)  # on several machines all begin with this
     if not (folder / "manifest.json").exists():
         files = corpus.source_files(config.data)
         tokenizer = TOKENIZERS[config.data.tokenizer]()

@@ -78,7 +78,7 @@ class Trainer:
         self.changes: list[str] = []  # of the config, since the checkpoint
         self.without_last_grad: list[Tensor] = []  # what starts from state of another optimizer or other data
         state.seed_rng(config.run.seed, 0, layout.rank)
-        layout.on_first(lambda: lock(run_folder(config)))
+        layout.on_first(lambda: lock(run_folder(config) / "lock", f"training the run {run_folder(config)}"))
         self.origin = self.resume()
 
     def compute_dtype(self) -> torch.dtype:

@@ -15,7 +15,7 @@ HOLDS = """
 import os, sys, time
 from pathlib import Path
 from torchmars.checkpoint.folder import lock
-lock(Path(sys.argv[1]))
+lock(Path(sys.argv[1]) / "lock", "training")
 if os.fork() == 0:  # a helper that outlives it, as one that reads data may
     time.sleep(30)
     os._exit(0)
@@ -27,10 +27,10 @@ sys.stdin.read()
 def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path, capsys):
     holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline() == "locked\n"
-    with pytest.raises(UserError, match="another process is training the run"):
-        lock(tmp_path, patience=0.1)
-    assert "waiting for the process that is still training" in capsys.readouterr().out
+    with pytest.raises(UserError, match="another process is training: stop it"):
+        lock(tmp_path / "lock", "training", patience=0.1)
+    assert "waiting for another process that is training" in capsys.readouterr().out
     holder.kill()
     began = time.monotonic()
-    lock(tmp_path, patience=20)
+    lock(tmp_path / "lock", "training", patience=20)
     assert time.monotonic() - began < 10

@@ -23,23 +23,23 @@ def run_folder(config: Config) -> Path:
     return Path(config.run.folder) / config.run.name
 
 
-def lock(folder: Path, patience: float = 60.0) -> None:
-    """Keep other processes from training the run in `folder` for as long as this one lives.
+def lock(file: Path, doing: str, patience: float = 60.0) -> None:
+    """Keep other processes from what this one is `doing` for as long as it lives.
 
     Waits `patience` seconds for one that is about to end. Raises `UserError` where it does not.
     """
-    with contextlib.suppress(OSError):  # no folder to write to, as the first save will say, or a file system without locks
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    with contextlib.suppress(OSError):  # a folder that cannot be written, as will be said later, or a file system without locks
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
         deadline, told = time.monotonic() + patience, False
         while True:
             try:
                 return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: that would live on in a rank's helpers
             except (BlockingIOError, PermissionError):
                 if time.monotonic() > deadline:
-                    raise UserError(f"another process is training the run {folder}: stop it, or choose another run.name") from None
+                    raise UserError(f"another process is {doing}: stop it first") from None
                 if not told:
-                    say(f"waiting for the process that is still training {folder}")
+                    say(f"waiting for another process that is {doing}")
                 told = True
                 time.sleep(0.5)
 

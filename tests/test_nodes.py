@@ -1,0 +1,126 @@
+"""run_train.sh on several machines: by hand, and as a SLURM job where there is a cluster."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+
+import pytest
+
+from tests.test_run_train import ROOT, all_gone, needs_proc, start
+from tests.tiny import metrics, tiny_config, tiny_tables, train, write_config, write_text
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_text(tmp_path)
+    file = tmp_path / "tiny.toml"
+    write_config(tiny_config(tmp_path, training={"steps": 8}), file)
+    return file
+
+
+def free_endpoint():
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{opened.getsockname()[1]}"
+
+
+@needs_proc
+def test_two_machines_by_hand_train_as_one(config, tmp_path):
+    """Both also prepare the same data, at the same time."""
+    where = {"NNODES": "2", "RDZV_ENDPOINT": free_endpoint()}
+    nodes = [start(config, **where) for _ in range(2)]
+    outs = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outs
+    assert sum("step 8/8 | loss" in out for out, _ in outs) == 1 and any("FSDP over 4 ranks" in out for out, _ in outs)
+    straight = tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 8})
+    train(4, straight)
+    assert metrics(tiny_tables(tmp_path)) == metrics(straight)
+    assert all_gone(config)
+
+
+def test_a_machine_that_never_comes_is_told_in_a_line(config):
+    began = time.monotonic()
+    node = start(config, NNODES="2", RDZV_ENDPOINT=free_endpoint(), RDZV_TIMEOUT="5")
+    _, err = node.communicate(timeout=60)
+    assert node.returncode == 2 and err.splitlines()[-1].startswith("error: the 2 machines did not meet at 127.0.0.1:") and "Traceback" not in err
+    assert time.monotonic() - began < 40
+
+
+def test_several_machines_need_a_place_to_meet(config):
+    node = start(config, NNODES="2")
+    _, err = node.communicate(timeout=60)
+    assert node.returncode == 2 and err.startswith("error: NNODES = 2 needs RDZV_ENDPOINT=HOST:PORT") and err.count("\n") == 1
+
+
+def idle_nodes():
+    if shutil.which("sbatch") is None:
+        return 0
+    said = subprocess.run(["sinfo", "-h", "-o", "%D"], capture_output=True, text=True)
+    return sum(map(int, said.stdout.split())) if said.returncode == 0 else 0
+
+
+slurm = pytest.mark.skipif(idle_nodes() < 2, reason="needs a SLURM cluster of two nodes")
+
+
+def submit(config, log, *args):
+    """Submit a job of two nodes, a rank on each; its number. Both may be this machine, so they meet at an address of its own."""
+    said = subprocess.run(["sbatch", "--parsable", "--nodes=2", f"--output={log}", str(ROOT / "run_train.sh"), *args], cwd=config.parent, capture_output=True,
+                          text=True, env=os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "CONFIG_FILE": str(config), "RDZV_ENDPOINT": free_endpoint(),
+                                                       "PYTHONPATH": str(ROOT)})
+    assert said.returncode == 0, said.stderr
+    return said.stdout.strip()
+
+
+def state_of(job):
+    return subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True).stdout.strip()
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def stepping(log, least=10):
+    """Whether the job of a log is at step `least` or later."""
+    return log.exists() and any(int(step) >= least for step in re.findall(r"^step +(\d+)/", log.read_text(), re.M))
+
+
+@slurm
+def test_a_job_trains_to_the_end_and_a_mistaken_one_fails_once(config, tmp_path):
+    job, mistaken = submit(config, tmp_path / "job.log"), submit(config, tmp_path / "mistaken.log", "--run.name", "other", "--training.stps", "3")
+    wait_until(lambda: not state_of(job) and not state_of(mistaken), 120)
+    straight = tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 8})
+    train(2, straight)
+    assert metrics(tiny_tables(tmp_path)) == metrics(straight)
+    assert (tmp_path / "mistaken.log").read_text().splitlines()[-1].startswith("error: unknown key training.stps")
+
+
+@slurm
+@needs_proc
+def test_a_cancelled_job_ends_every_process_and_stays_cancelled(config, tmp_path):
+    job = submit(config, tmp_path / "job.log", "--training.steps", "1000000")
+    wait_until(lambda: stepping(tmp_path / "job.log"), 60)
+    subprocess.run(["scancel", job], check=True)
+    wait_until(lambda: not state_of(job), 60)
+    assert all_gone(config)
+
+
+@slurm
+@pytest.mark.slow
+def test_a_job_that_is_signalled_comes_back_and_ends_as_if_nothing_had_happened(config, tmp_path):
+    """SLURM holds a job that was put back for two minutes."""
+    job = submit(config, tmp_path / "job.log", "--training.steps", "800", "--schedule.name", "constant")
+    wait_until(lambda: stepping(tmp_path / "job.log"), 60)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
+    wait_until(lambda: state_of(job) == "PENDING", 60)
+    wait_until(lambda: not state_of(job), 300)
+    log = (tmp_path / "job.log").read_text()
+    assert "stopped   by SIGUSR1 after step" in log and "continue  from step" in log and log.count("goes back into the queue") == 1
+    straight = tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 800}, schedule={"name": "constant"})
+    train(2, straight)
+    assert metrics(tiny_tables(tmp_path)) == metrics(straight)
