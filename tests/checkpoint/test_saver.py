@@ -234,7 +234,7 @@ def killed_at(tables, count):
     trainer.run()
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_crash_at_any_point_of_a_save_leaves_a_good_checkpoint(tables, tmp_path, stride):
     """Every fsync, rename and removal of a run that keeps one checkpoint, one crash at each (of `stride`)."""
     tables["training"]["steps"] = 4
