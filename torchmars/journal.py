@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchmars.checkpoint.folder import write_durably
 from torchmars.console import say
 from torchmars.errors import UserError
+from torchmars.files import write_durably
 
 
 class Journal:
@@ -26,6 +26,7 @@ class Journal:
         """
         if self.descriptor is not None:
             os.close(self.descriptor)
+            self.descriptor = None
         self.pending, kept = b"", []
         try:
             for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []:
@@ -50,8 +51,9 @@ class Journal:
         self._flush(durably=True)
 
     def close(self) -> None:
-        self._flush()
-        os.close(self.descriptor)
+        if self.descriptor is not None:  # there is none after a failed rewind
+            self._flush()
+            os.close(self.descriptor)
 
     def _flush(self, durably: bool = False) -> None:
         try:

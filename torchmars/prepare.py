@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from torchmars.build import build_meta_model, build_optimizer
-from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, lock
+from torchmars.checkpoint.folder import checkpoints, checkpoints_folder
 from torchmars.checkpoint.initial import open_source
 from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.config import Config, DataConfig
@@ -19,6 +19,7 @@ from torchmars.config_file import load_config
 from torchmars.data import corpus, shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import UserError, reported
+from torchmars.files import lock
 from torchmars.metrics import check_writers
 from torchmars.models import model_args
 from torchmars.parallel import mesh

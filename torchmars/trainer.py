@@ -11,18 +11,18 @@ from torch import Tensor
 from torchmars.build import build_meta_model, build_optimizer
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state
-from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, lock, run_folder, step_folder, write_durably
+from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, run_folder, step_folder
 from torchmars.checkpoint.initial import init_from
 from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import Config
 from torchmars.config_file import config_text
-from torchmars.console import say
 from torchmars.data.loader import Loader, Windows, validation_batches
 from torchmars.data.shards import check_shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import EXIT_STOPPED, UserError
+from torchmars.files import lock, write_durably
 from torchmars.generate import sample_text
 from torchmars.guards import SpikeGuard
 from torchmars.metrics import Metrics, Stopwatch
@@ -101,7 +101,7 @@ class Trainer:
     def load_newest(self) -> Path | None:
         """Load the run's newest good checkpoint and return its folder; None where the run has no checkpoint."""
         self.saver.wait()
-        found = newest_good(self.layout.on_first(lambda: checkpoints(checkpoints_folder(self.config))), self.load, warn=self.say)
+        found = newest_good(self.layout.on_first(lambda: checkpoints(checkpoints_folder(self.config))), self.load, warn=self.layout.say)
         return found and found[0]
 
     def load(self, folder: Path) -> Manifest:
@@ -143,7 +143,7 @@ class Trainer:
                 finally:
                     self.saver.close()
             if complete and config.validation.sample_tokens:
-                self.say("sample:\n" + self.sample())
+                self.layout.say("sample:\n" + self.sample())
         finally:
             self.loader.close()
             self.metrics.close()
@@ -164,7 +164,7 @@ class Trainer:
                 self.report(*made)
             if self.loader.epoch != epoch:
                 epoch = self.loader.epoch
-                self.say(f"epoch {epoch + 1} begins: the data has been read {epoch} times, and is read again in another order")
+                self.layout.say(f"epoch {epoch + 1} begins: the data has been read {epoch} times, and is read again in another order")
             stop, overdue = self.layout.any(self.signals.received is not None, self.saver.overdue())
             stop = stop and self.step < last
             with self.metrics.paused():
@@ -178,7 +178,7 @@ class Trainer:
         self.watchdog.beat("the last save")
         self.saver.finish()
         if self.step < last:
-            self.say(f"stopped   by {self.signals.received or 'a signal to another rank'} after step {self.step}, saved; the same command goes on")
+            self.layout.say(f"stopped   by {self.signals.received or 'a signal to another rank'} after step {self.step}, saved; the same command goes on")
         return self.step == last
 
     def report(self, loss: Tensor, lr: float) -> None:
@@ -214,7 +214,7 @@ class Trainer:
         mean = self.layout.mean(loss)
         if not self.spikes.stands_out(mean):
             return False
-        self.say(f"spike     loss {mean:.4f} at step {self.step + 1}, samples {self.loader.position - self.config.training.global_batch_size} to "
+        self.layout.say(f"spike     loss {mean:.4f} at step {self.step + 1}, samples {self.loader.position - self.config.training.global_batch_size} to "
                  f"{self.loader.position - 1}: guards.loss_spike = {self.config.guards.loss_spike}")
         return True
 
@@ -232,7 +232,7 @@ class Trainer:
         self.loader.seek(position)
         self.forget_the_look_ahead()
         self.layout.on_first(lambda: self.metrics.rewind(self.step, self.validation_loss is not None))
-        self.say(f"rollback  to step {self.step}: {folder}; the data goes on at sample {position}")
+        self.layout.say(f"rollback  to step {self.step}: {folder}; the data goes on at sample {position}")
 
     def backward(self, batch: list[Tensor]) -> Tensor:
         """Accumulate the gradient of the mean loss over a global batch, of which `batch` are this rank's microbatches; this rank's loss."""
@@ -326,29 +326,24 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         tokens = self.manifest.splits["train"].tokens
         per_step = training.global_batch_size * training.seq_len
-        self.say(f"run       {run_folder(config)}, seed {config.run.seed}")
-        self.say(f"model     {config.model.name} {config.model.size}: {parameters:,} parameters, {args.n_layer} layers, {args.n_head} "
+        self.layout.say(f"run       {run_folder(config)}, seed {config.run.seed}")
+        self.layout.say(f"model     {config.model.name} {config.model.size}: {parameters:,} parameters, {args.n_layer} layers, {args.n_head} "
                  f"heads, width {args.n_embd}, vocabulary {args.vocab_size}")
-        self.say(f"layout    {self.layout.describe()}, {str(self.compute_dtype()).removeprefix('torch.')} compute")
-        self.say(f"batch     {training.global_batch_size} x {training.seq_len} tokens a step: {self.layout.size} ranks x "
+        self.layout.say(f"layout    {self.layout.describe()}, {str(self.compute_dtype()).removeprefix('torch.')} compute")
+        self.layout.say(f"batch     {training.global_batch_size} x {training.seq_len} tokens a step: {self.layout.size} ranks x "
                  f"{self.accumulation_steps} accumulation steps x {self.microbatch_size} sequences")
-        self.say(f"optimizer {config.optimizer.name}, {config.optimizer.mode}")
+        self.layout.say(f"optimizer {config.optimizer.name}, {config.optimizer.mode}")
         for line in group_table(self.optimizer.param_groups):
-            self.say(f"          {line}")
-        self.say(f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "
+            self.layout.say(f"          {line}")
+        self.layout.say(f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "
                  f"{training.steps * per_step:,} ({training.steps * per_step / tokens:.2f} epochs)")
         if self.step >= training.steps:
-            self.say(f"complete  all {training.steps} steps are done: {step_folder(checkpoints_folder(config), self.step)}. "
+            self.layout.say(f"complete  all {training.steps} steps are done: {step_folder(checkpoints_folder(config), self.step)}. "
                      f"To go on: --training.steps {self.step + training.steps}")
         elif self.origin:
             for change in self.changes:
-                self.say(f"changed   {change}")
-            self.say(f"continue  {self.origin}")
-
-    def say(self, text: str) -> None:
-        if self.layout.first:
-            say(text)
-
+                self.layout.say(f"changed   {change}")
+            self.layout.say(f"continue  {self.origin}")
 
 def due(step: int, interval: int, last: int) -> bool:
     """Whether something done every `interval` steps (0: never) and after the last one is due after `step`."""

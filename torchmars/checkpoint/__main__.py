@@ -5,11 +5,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from torchmars.checkpoint.folder import PARTIAL, checkpoints, delete, dispensable, leftovers, step_of
+from torchmars.checkpoint.folder import checkpoints, delete, dispensable, leftovers, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.resume import opened
 from torchmars.config_file import config_from_tables
 from torchmars.errors import UserError, reported
+from torchmars.files import PARTIAL
 
 
 def main() -> None:

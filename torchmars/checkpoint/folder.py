@@ -1,47 +1,21 @@
-"""A run's folder of checkpoints: which there are, which are kept, and files that survive a crash."""
+"""A run's folder of checkpoints: which there are and which are kept."""
 
-import contextlib
-import fcntl
 import math
-import os
 import re
 import shutil
-import time
 from pathlib import Path
 
 from torchmars.config import CheckpointConfig, Config
-from torchmars.console import say
-from torchmars.errors import UserError
+from torchmars.files import PARTIAL, sync_folder
 
 STEP = re.compile(r"step-(\d{8,})")
 # What a crash can leave. A save is `.partial` until it is complete; what is deleted is renamed first, so that half of it is never taken for good.
-PARTIAL, DELETED, DAMAGED = ".partial", ".deleted", ".damaged"
+DELETED, DAMAGED = ".deleted", ".damaged"
 
 
 def run_folder(config: Config) -> Path:
     """The folder of the run that `config` describes."""
     return Path(config.run.folder) / config.run.name
-
-
-def lock(file: Path, doing: str, patience: float = 60.0) -> None:
-    """Keep other processes from what this one is `doing` for as long as it lives.
-
-    Waits `patience` seconds for one that is about to end. Raises `UserError` where it does not.
-    """
-    with contextlib.suppress(OSError):  # a folder that cannot be written, as will be said later, or a file system without locks
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
-        deadline, told = time.monotonic() + patience, False
-        while True:
-            try:
-                return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: that would live on in a rank's helpers
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() > deadline:
-                    raise UserError(f"another process is {doing}: stop it first") from None
-                if not told:
-                    say(f"waiting for another process that is {doing}")
-                told = True
-                time.sleep(0.5)
 
 
 def checkpoints_folder(config: Config) -> Path:
@@ -93,23 +67,3 @@ def set_aside(checkpoint: Path, suffix: str) -> Path:
 def delete(path: Path) -> None:
     """Delete a checkpoint or a leftover. A crash in the middle leaves something that is not taken for a checkpoint."""
     shutil.rmtree(path if path.suffix in (PARTIAL, DELETED, DAMAGED) else set_aside(path, DELETED))
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file so that a crash leaves the old one or the new one, whole."""
-    partial = path.with_name(path.name + PARTIAL)
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import open_newest
-from torchmars.checkpoint.state import model_state, named_parameters, optimizer_state, read_index, read_tensors
+from torchmars.checkpoint.state import model_state, named_parameters, optimizer_state, optimizer_state_names, read_index, read_tensors
 from torchmars.console import say
 from torchmars.errors import UserError
 from torchmars.optim import MARS
@@ -35,8 +35,8 @@ def init_from(source: Path, with_optimizer: bool, layout: Layout, model: nn.Modu
     taken = without = []
     if with_optimizer:
         taken, without = shared_state(optimizer, manifest.optimizer)
-        names = {f"optimizer.{name}." for name in taken}
-        state |= {name: value for name, value in optimizer_state(optimizer).items() if name.rpartition(".")[0] + "." in names and name in saved}
+        owners = {f"optimizer.{name}" for name in taken}
+        state |= {name: value for name, value in optimizer_state(optimizer).items() if name.rpartition(".")[0] in owners and name in saved}
     read_tensors(folder, state, layout.control)
     said = f"weights of {folder}"
     if with_optimizer:
@@ -61,13 +61,12 @@ def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], lis
     momentum only under the rule it was made by.
     """
     taken, without = [], []
-    for name, parameter in named_parameters(optimizer).items():
-        group = next(group for group in optimizer.param_groups if name in group["param_names"])
-        rule, *names = saved.get(name, "none").split()
-        needed = set(optimizer.state[parameter])
-        if needed - {"last_grad"} <= set(names) and ("momentum" not in needed or rule == group["rule"]):
+    for name, wanted in optimizer_state_names(optimizer).items():
+        (rule, *needed), (saved_rule, *there) = wanted.split(), saved.get(name, "none").split()
+        missing = set(needed) - set(there)
+        if missing <= {"last_grad"} and ("momentum" not in needed or rule == saved_rule):
             taken.append(name)
-            if "last_grad" in needed - set(names):
+            if missing:
                 without.append(name)
     return taken, without
 

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmars.checkpoint.folder import STEP, step_of, write_durably
+from torchmars.checkpoint.folder import STEP, step_of
 from torchmars.errors import UserError
+from torchmars.files import write_durably
 
 FORMAT = "torchmars-checkpoint-2"
 NAME = "manifest.json"

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager  # torch 2.11 to 2.13; in 2.11 the public DefaultStager works once only
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import (DAMAGED, PARTIAL, checkpoints, checkpoints_folder, delete, dispensable, leftovers, set_aside,
-                                         step_folder, step_of, sync_folder)
+from torchmars.checkpoint.folder import (DAMAGED, checkpoints, checkpoints_folder, delete, dispensable, leftovers, set_aside, step_folder,
+                                         step_of)
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.state import reason
 from torchmars.config import Config
-from torchmars.console import say
 from torchmars.errors import UserError
+from torchmars.files import PARTIAL, sync_folder
 from torchmars.parallel.mesh import Layout
 
 
@@ -106,9 +106,9 @@ class Saver:
             self.error = f"the checkpoint {folder} could not be written: {' '.join(str(error).split())}"
             if self.layout.first:
                 shutil.rmtree(folder.with_name(folder.name + PARTIAL), ignore_errors=True)  # a full disk needs the space
-            self._say(f"warning: {self.error}; the one before stays the newest")
+            self.layout.say(f"warning: {self.error}; the one before stays the newest")
             return
-        self._say(f"checkpoint {folder} ({written.bytes / 2**20:,.1f} MiB in {time.perf_counter() - began:.2f} s)")
+        self.layout.say(f"checkpoint {folder} ({written.bytes / 2**20:,.1f} MiB in {time.perf_counter() - began:.2f} s)")
         if self.layout.first:
             self._tidy(manifest.step)
 
@@ -162,8 +162,4 @@ class Saver:
             for old in dispensable([step_of(path) for path in checkpoints(self.folder)], losses, self.config):
                 delete(step_folder(self.folder, old))
         except OSError as error:
-            self._say(f"warning: cannot delete old checkpoints in {self.folder}: {error}")
-
-    def _say(self, text: str) -> None:
-        if self.layout.first:
-            say(text)
+            self.layout.say(f"warning: cannot delete old checkpoints in {self.folder}: {error}")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmars.config import ParallelismConfig
+from torchmars.console import say
 from torchmars.errors import UserError
 
 T = TypeVar("T")
@@ -65,6 +66,11 @@ class Layout:
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank while the others wait; its result, or its `UserError`, on every rank."""
         return self.agree(lambda: work() if self.first else None)[0]
+
+    def say(self, text: str) -> None:
+        """Print a line, on the first rank only."""
+        if self.first:
+            say(text)
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank."""

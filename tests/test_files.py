@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from torchmars.checkpoint.folder import lock
 from torchmars.errors import UserError
+from torchmars.files import lock
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from torchmars.checkpoint.folder import lock
+from torchmars.files import lock
 lock(Path(sys.argv[1]) / "lock", "training")
 if os.fork() == 0:  # a helper that outlives it, as one that reads data may
     time.sleep(30)

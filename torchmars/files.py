@@ -1,0 +1,53 @@
+"""Files that survive a crash, and locks that do not."""
+
+import contextlib
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from torchmars.console import say
+from torchmars.errors import UserError
+
+PARTIAL = ".partial"  # ends the name of what is not complete yet
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file so that a crash leaves the old one or the new one, whole."""
+    partial = path.with_name(path.name + PARTIAL)
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(file: Path, doing: str, patience: float = 60.0) -> None:
+    """Keep other processes from what this one is `doing` for as long as it lives.
+
+    Waits `patience` seconds for one that is about to end. Raises `UserError` where it does not.
+    """
+    with contextlib.suppress(OSError):  # a folder that cannot be written, as will be said later, or a file system without locks
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
+        deadline, told = time.monotonic() + patience, False
+        while True:
+            try:
+                return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: that would live on in a rank's helpers
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > deadline:
+                    raise UserError(f"another process is {doing}: stop it first") from None
+                if not told:
+                    say(f"waiting for another process that is {doing}")
+                told = True
+                time.sleep(0.5)
