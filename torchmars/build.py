@@ -3,17 +3,16 @@
 import torch
 from torch import nn
 
-from torchmars.config import Config
-from torchmars.data.shards import Manifest
+from torchmars.config import Config, TrainingConfig
 from torchmars.errors import UserError
 from torchmars.models import GPT2, build_model, model_args
 from torchmars.optim import MARS, param_groups
 
 
-def build_meta_model(config: Config, manifest: Manifest) -> GPT2:
-    """The model without memory: its shapes and names. Raises `UserError` for a shape that cannot be built."""
+def build_meta_model(config: Config, vocab_size: int) -> GPT2:
+    """The model without memory, for a tokenizer of `vocab_size` tokens: its shapes and names. Raises `UserError` for a shape that cannot be built."""
     with torch.device("meta"):
-        return build_model(model_args(config.model, manifest.vocab_size, config.training.seq_len))
+        return build_model(model_args(config.model, vocab_size, config.training.seq_len))
 
 
 def build_optimizer(config: Config, model: nn.Module) -> MARS:
@@ -24,3 +23,8 @@ def build_optimizer(config: Config, model: nn.Module) -> MARS:
                     exact=optimizer.mode == "exact", last_grad_dtype=getattr(torch, optimizer.last_grad_dtype), overlap=optimizer.overlap)
     except ValueError as error:
         raise UserError(f"optimizer: {error}") from None
+
+
+def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
+    """training.dtype, with "auto" resolved for the device."""
+    return getattr(torch, {"cuda": "bfloat16", "cpu": "float32"}[device.type] if config.dtype == "auto" else config.dtype)

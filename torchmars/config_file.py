@@ -80,6 +80,16 @@ def parse_overrides(args: list[str]) -> dict[str, Any]:
     return tables
 
 
+def take_count(args: list[str], option: str, default: int, least: int = 1) -> tuple[list[str], int]:
+    """Split `--ranks N`, or another such option, off a command line: the rest, and the number. Raises `UserError` for one below `least`."""
+    if option not in args:
+        return args, default
+    place = args.index(option)
+    if not args[place + 1:place + 2] or not args[place + 1].isdigit() or int(args[place + 1]) < least:
+        raise UserError(f"{option} must be followed by a whole number of at least {least}")
+    return args[:place] + args[place + 2:], int(args[place + 1])
+
+
 class Words(list[str]):
     """What the command line gives for one option: words that are not yet of the field's type. None of them: a flag, true."""
 

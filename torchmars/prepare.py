@@ -15,7 +15,7 @@ from torchmars.checkpoint.folder import checkpoints, checkpoints_folder
 from torchmars.checkpoint.initial import open_source
 from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.config import Config, DataConfig
-from torchmars.config_file import load_config
+from torchmars.config_file import load_config, take_count
 from torchmars.data import corpus, shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import UserError, reported
@@ -27,8 +27,8 @@ from torchmars.parallel import mesh
 
 def main() -> None:
     with reported():
-        args, ranks = take_count(sys.argv[1:], "--ranks")
-        args, nodes = take_count(args, "--nodes")
+        args, ranks = take_count(sys.argv[1:], "--ranks", 1)
+        args, nodes = take_count(args, "--nodes", 1)
         config = load_config(args, "python -m torchmars.prepare [--ranks N] [--nodes M]")
         mesh.check_devices(ranks // nodes)
         replicate, shard = config.parallelism.degrees(ranks)
@@ -45,21 +45,11 @@ def check_resume(config: Config, manifest: shards.Manifest) -> None:
     """Raise `UserError` where the run can neither go on from a checkpoint of its own nor start as it should. Their bytes are left to the ranks."""
     level = "off" if config.checkpoint.verify == "off" else "size"
     found = newest_good(checkpoints(checkpoints_folder(config)), lambda path: opened(path, level), warn=lambda text: None)
-    optimizer = build_optimizer(config, build_meta_model(config, manifest))
+    optimizer = build_optimizer(config, build_meta_model(config, manifest.vocab_size))
     if found:
         check_same_run(*found, config, manifest.fingerprint(), optimizer)
     elif (source := config.checkpoint.init_from) and not source.endswith(".safetensors"):
         open_source(Path(source), "size")
-
-
-def take_count(args: list[str], option: str) -> tuple[list[str], int]:
-    """Split `--ranks N`, or another such option, off a command line; 1 where it is not given."""
-    if option not in args:
-        return args, 1
-    place = args.index(option)
-    if not args[place + 1:place + 2] or not args[place + 1].isdigit() or int(args[place + 1]) < 1:
-        raise UserError(f"{option} must be followed by a whole number of at least 1")
-    return args[:place] + args[place + 2:], int(args[place + 1])
 
 
 def prepare_shards(config: Config) -> shards.Manifest:

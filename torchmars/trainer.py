@@ -5,10 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.build import build_meta_model, build_optimizer
+from torchmars.build import build_meta_model, build_optimizer, compute_dtype
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state
 from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, run_folder, step_folder
@@ -25,13 +24,15 @@ from torchmars.errors import EXIT_STOPPED, UserError
 from torchmars.files import lock, write_durably
 from torchmars.generate import sample_text
 from torchmars.guards import SpikeGuard
+from torchmars.loss import backward, token_losses
 from torchmars.metrics import Metrics, Stopwatch
 from torchmars.models.initialize import init_weights
-from torchmars.models.parallelize import parallelize, reduce_gradients
+from torchmars.models.parallelize import parallelize
 from torchmars.optim import between, lr_factor
 from torchmars.parallel.mesh import Layout
 from torchmars.prepare import prepare_shards
 from torchmars.signals import StopSignals
+from torchmars.summary import summary
 from torchmars.watchdog import Watchdog
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -47,7 +48,7 @@ class Trainer:
     def __init__(self, config: Config, layout: Layout) -> None:
         self.config, self.layout = config, layout
         training = config.training
-        self.microbatch_size, self.accumulation_steps = training.microbatches(layout.size)
+        self.microbatch_size, _ = training.microbatches(layout.size)
 
         folder = Path(config.data.path)
         self.manifest = layout.on_first(lambda: prepare_shards(config))
@@ -59,9 +60,9 @@ class Trainer:
                              pin_memory=layout.device.type == "cuda")
         self.validation_windows = Windows(folder, self.manifest.splits["validation"], training.seq_len)
 
-        self.model = build_meta_model(config, self.manifest)
+        self.model = build_meta_model(config, self.manifest.vocab_size)
         self.flops_per_token = self.model.flops_per_token()
-        parallelize(self.model, layout.mesh, self.compute_dtype(), training.compile)
+        parallelize(self.model, layout.mesh, compute_dtype(training, layout.device), training.compile)
         self.model.to_empty(device=layout.device)
         init_weights(self.model, config.run.seed)
         self.optimizer = build_optimizer(config, self.model)
@@ -80,11 +81,6 @@ class Trainer:
         state.seed_rng(config.run.seed, 0, layout.rank)
         layout.on_first(lambda: lock(run_folder(config) / "lock", f"training the run {run_folder(config)}"))
         self.origin = self.resume()
-
-    def compute_dtype(self) -> torch.dtype:
-        """training.dtype, with "auto" resolved for the device."""
-        name = self.config.training.dtype
-        return getattr(torch, {"cuda": "bfloat16", "cpu": "float32"}[self.layout.device.type] if name == "auto" else name)
 
     def resume(self) -> str | None:
         """Go on from the run's newest good checkpoint, or start from checkpoint.init_from; where the run comes from, in words."""
@@ -193,10 +189,10 @@ class Trainer:
         lr = self.set_hyperparameters()
         batch = self.loader.step()
         if self.optimizer.exact:  # the next batch's gradient at these weights corrects the next step
-            self.backward(self.loader.peek())
+            backward(self.model, self.loader.peek())
             self.optimizer.look_ahead()
             self.optimizer.zero_grad()
-        loss = self.backward(batch)
+        loss = backward(self.model, batch)
         stands_out = self.spikes.active and self.stands_out(loss)
         if stands_out and self.config.guards.loss_spike == "rollback":
             self.optimizer.zero_grad()
@@ -234,17 +230,6 @@ class Trainer:
         self.layout.on_first(lambda: self.metrics.rewind(self.step, self.validation_loss is not None))
         self.layout.say(f"rollback  to step {self.step}: {folder}; the data goes on at sample {position}")
 
-    def backward(self, batch: list[Tensor]) -> Tensor:
-        """Accumulate the gradient of the mean loss over a global batch, of which `batch` are this rank's microbatches; this rank's loss."""
-        loss = torch.zeros((), device=self.layout.device)
-        for microbatch, tokens in enumerate(batch, start=1):
-            reduce_gradients(self.model, last=microbatch == self.accumulation_steps)
-            # All microbatches are of one size, so the mean of their means is the mean over the global batch's tokens.
-            part = self.token_losses(tokens).mean() / self.accumulation_steps
-            part.backward()
-            loss += part.detach()
-        return loss
-
     def refuse_to_go_on_skipping(self, told: dict[str, float]) -> None:
         """Raise `UserError` once every one of the last steps was skipped for a gradient that is not finite."""
         if told["skipped_in_a_row"] >= MAX_SKIPPED_IN_A_ROW:
@@ -264,13 +249,6 @@ class Trainer:
                                                        for step in (self.step + 1, self.step + 2))
         return base * factor
 
-    def token_losses(self, tokens: Tensor) -> Tensor:
-        """The cross-entropy of each target in windows [batch, T + 1]: float32 [batch, T]."""
-        tokens = tokens.to(self.layout.device, non_blocking=True)
-        logits = self.model(tokens[:, :-1])
-        targets = tokens[:, 1:]
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-
     def validation_due(self) -> bool:
         """Whether the validation loss is to be measured at this step."""
         interval = self.config.validation.interval
@@ -289,7 +267,7 @@ class Trainer:
         self.model.eval()
         for tokens, count in validation_batches(self.validation_windows, self.config.validation.windows,
                                                 self.microbatch_size, self.layout.rank, self.layout.size):
-            losses = self.token_losses(tokens)[:count]
+            losses = token_losses(self.model, tokens)[:count]
             total += torch.tensor([losses.double().sum(), losses.numel()], device=total.device)
         self.model.train()
         mean_sum, mean_count = (self.layout.mean(part) for part in total)
@@ -322,19 +300,12 @@ class Trainer:
 
     def announce(self) -> None:
         """Say what this run is about to do."""
-        config, training, args = self.config, self.config.training, self.model.args
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        config, training = self.config, self.config.training
         tokens = self.manifest.splits["train"].tokens
         per_step = training.global_batch_size * training.seq_len
         self.layout.say(f"run       {run_folder(config)}, seed {config.run.seed}")
-        self.layout.say(f"model     {config.model.name} {config.model.size}: {parameters:,} parameters, {args.n_layer} layers, {args.n_head} "
-                 f"heads, width {args.n_embd}, vocabulary {args.vocab_size}")
-        self.layout.say(f"layout    {self.layout.describe()}, {str(self.compute_dtype()).removeprefix('torch.')} compute")
-        self.layout.say(f"batch     {training.global_batch_size} x {training.seq_len} tokens a step: {self.layout.size} ranks x "
-                 f"{self.accumulation_steps} accumulation steps x {self.microbatch_size} sequences")
-        self.layout.say(f"optimizer {config.optimizer.name}, {config.optimizer.mode}")
-        for line in group_table(self.optimizer.param_groups):
-            self.layout.say(f"          {line}")
+        for line in summary(config, self.layout, self.model, self.optimizer, compute_dtype(training, self.layout.device)):
+            self.layout.say(line)
         self.layout.say(f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "
                  f"{training.steps * per_step:,} ({training.steps * per_step / tokens:.2f} epochs)")
         if self.step >= training.steps:
@@ -348,15 +319,3 @@ class Trainer:
 def due(step: int, interval: int, last: int) -> bool:
     """Whether something done every `interval` steps (0: never) and after the last one is due after `step`."""
     return step == last or (interval > 0 and step % interval == 0)
-
-
-def group_table(groups: list[dict]) -> list[str]:
-    """The optimizer's groups as lines of a table: whose parameters, how many, under which rule and settings."""
-    rows = [("group", "rule", "tensors", "parameters", "lr", "betas", "weight decay", "gamma", "clip")]
-    for group in groups:
-        mars = group["rule"].startswith("mars-")
-        rows.append((group["role"], group["rule"], str(len(group["params"])), f"{sum(p.numel() for p in group['params']):,}", f"{group['lr']:g}",
-                     " ".join(f"{beta:g}" for beta in group["betas"]), f"{group['weight_decay']:g}", f"{group['gamma']:g}" if mars else "-",
-                     f"{group['clip'] or 'off'}" if mars else "-"))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

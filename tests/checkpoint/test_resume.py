@@ -168,7 +168,7 @@ def newest(tables):
 
 
 def meta_optimizer(config):
-    return build_optimizer(config, build_meta_model(config, read_manifest(Path(config.data.path))))
+    return build_optimizer(config, build_meta_model(config, read_manifest(Path(config.data.path)).vocab_size))
 
 
 def test_what_may_change_is_told(folder):

@@ -269,7 +269,7 @@ def test_bad_matrix_arguments_are_named():
 def test_bytes_of_state_per_parameter(settings, wanted):
     parameter = nn.Parameter(torch.zeros(100, 100))
     optimizer = MARS([parameter], **settings)
-    kept = [*optimizer.state[parameter].values(), *optimizer._ahead.values()]
+    kept = [*optimizer.state[parameter].values(), *optimizer.ahead.values()]
     assert sum(value.numel() * value.element_size() for value in kept if value.ndim) == wanted * parameter.numel()
 
 

@@ -20,6 +20,7 @@ from torchmars.optim.orthogonalize import orthogonalize
 from torchmars.optim.owners import Block, MatrixShape, Unit, plan_buckets
 
 
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 BATCH_ELEMENTS = 2**24  # orthogonalised at once: enough to fill a device, little beside the model
 
 
@@ -181,7 +182,7 @@ class Sharding:
             padded = returned.new_zeros(max(counts))
             padded[:len(returned)] = returned
             everyone = returned.new_empty(self.replicas * max(counts))
-            dist.all_gather_into_tensor(everyone, padded, group=self.replica_group)
+            all_gather_single(everyone, padded, group=self.replica_group)
             gathered = [part[:count] for part, count in zip(everyone.split(max(counts)) if max(counts) else [everyone] * len(counts), counts)]
         for values, pieces in zip(gathered, bucket.by_replica):
             for part, piece in zip(values.split([piece.numel for piece in pieces]), pieces):

@@ -75,8 +75,8 @@ class MARS(torch.optim.Optimizer):
         self._shard_sum = ShardSum(self._groups)
         self._places: dict[Tensor, int] = {}  # parameter -> its place among the reduced products
         self._shardings: list[exchange.Sharding] = []
-        self._loads: dict[int, int] = {}  # global rank -> FLOPs of the matrices it owns
-        self._ahead: dict[Tensor, Tensor] = {}  # exact mode: parameter -> the next step's last gradient
+        self.owner_loads: dict[int, int] = {}  # global rank -> FLOPs of the matrices it owns
+        self.ahead: dict[Tensor, Tensor] = {}  # exact mode: parameter -> the next step's last gradient
         self._looked_ahead = False
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma,
                                       gamma_next=gamma_next, clip=clip, flatten=flatten, split=split))
@@ -106,7 +106,7 @@ class MARS(torch.optim.Optimizer):
                 together.setdefault(sharding_key(parameter), []).append(parameter)
             for parameters in together.values():
                 shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"]) for p in parameters]
-                self._shardings.append(exchange.Sharding(parameters, shapes, self._loads, self._groups))
+                self._shardings.append(exchange.Sharding(parameters, shapes, self.owner_loads, self._groups))
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         # The count lives beside the parameter: the kernels read it there, and the host never needs it.
@@ -115,7 +115,7 @@ class MARS(torch.optim.Optimizer):
             dtype = self.last_grad_dtype if name == "last_grad" else None
             state[name] = torch.zeros_like(parameter, dtype=dtype).detach()
         if "last_grad" in state and self.exact:
-            self._ahead[parameter] = torch.zeros_like(state["last_grad"])
+            self.ahead[parameter] = torch.zeros_like(state["last_grad"])
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class MARS(torch.optim.Optimizer):
         """
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
-        self._take_gradients(self._ahead)
+        self._take_gradients(self.ahead)
         self._looked_ahead = True
 
     @torch.no_grad()
@@ -272,10 +272,10 @@ class MARS(torch.optim.Optimizer):
         """Count the step, and in exact mode make the look-ahead the last gradient."""
         for update in updates:
             if update.rule.kind != "adamw" or update.rule.corrected:
-                torch._foreach_add_(update.steps, ok.float())
-        for parameter, ahead in self._ahead.items():
+                torch._foreach_add_(update.steps, [ok.float()] * len(update.steps))
+        for parameter, ahead in self.ahead.items():
             state = self.state[parameter]
-            state["last_grad"], self._ahead[parameter] = ahead, state["last_grad"]
+            state["last_grad"], self.ahead[parameter] = ahead, state["last_grad"]
         self._looked_ahead = False
         total, row, longest = self.skipped.unbind()
         row = (row + 1) * ~ok

@@ -121,11 +121,23 @@ def start(config: ParallelismConfig) -> Layout:
     if not dist.is_initialized():
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(minutes=30), **alone)  # NCCL's 10 minutes would forestall the watchdog
+    return Layout(device, _mesh(device.type, replicate, shard), rank(), world_size, control_group())
+
+
+def simulate(config: ParallelismConfig, world_size: int, rank: int, device: torch.device) -> Layout:
+    """The layout of one of `world_size` ranks that do not exist. Their collectives, torch's fake ones, return at once and change nothing.
+
+    Once in a process. The mesh is of CPUs; `device` is only what the layout calls itself. Raises `UserError` as `start`.
+    """
+    replicate, shard = config.degrees(world_size)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    return Layout(device, _mesh("cpu", replicate, shard), rank, world_size, dist.group.WORLD)
+
+
+def _mesh(device: str, replicate: int, shard: int) -> DeviceMesh:
     if replicate > 1:
-        mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
-    else:
-        mesh = init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
-    return Layout(device, mesh, rank(), world_size, control_group())
+        return init_device_mesh(device, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(device, (shard,), mesh_dim_names=("dp_shard",))
 
 
 def control_group() -> dist.ProcessGroup:
