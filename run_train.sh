@@ -16,8 +16,9 @@
 #   LOG_RANK       ranks of each machine whose output is shown, separated by commas (default: 0)
 #   MAX_RESTARTS   times that all ranks are started again, from the newest checkpoint, after one has died (default: 0)
 #   NNODES         machines (default: the job's; 1 outside of one)
+#   NODE_RANK      number of this machine, 0 for the one that RDZV_ENDPOINT names (default: found out; in a job, its number there)
 #   RDZV_ENDPOINT  HOST:PORT where the machines meet, HOST being one of them (default in a job: its first node and a port of the job's own)
-#   RDZV_TIMEOUT   seconds that a machine waits for the others (default: 50)
+#   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45)
 #
 # Ctrl-C, SIGTERM and SIGUSR1 save the run and end it; the same command goes on, and a SLURM job puts itself back into the queue. Exit codes:
 # 0 complete; 2 a mistake in the config or the data; 75 stopped by a signal and saved; 70 a rank hung; 128 + n ended by signal n; else a crash.
@@ -46,20 +47,19 @@ if [ -z "${NGPU:-}" ]; then
 fi
 CONFIG_FILE=${CONFIG_FILE:-"$root/train_configs/quickstart.toml"}
 
-# The check comes first and on its own: it needs no ranks.
-python -m torchmars.prepare "$CONFIG_FILE" --nodes "$NNODES" --ranks "$((NGPU * NNODES))" "$@"
-
+export RDZV_TIMEOUT=${RDZV_TIMEOUT:-45}
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
-launch=(python -m torchmars.launch --nnodes "$NNODES" --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-id "${SLURM_JOB_ID:-torchmars}"
-        --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-conf "join_timeout=${RDZV_TIMEOUT:-50}" --max-restarts "${MAX_RESTARTS:-0}"
+launch=(--nnodes "$NNODES" --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-id "${SLURM_JOB_ID:-torchmars}"
+        --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-conf "join_timeout=$RDZV_TIMEOUT,read_timeout=$RDZV_TIMEOUT" --max-restarts "${MAX_RESTARTS:-0}"
         --local-ranks-filter "${LOG_RANK:-0}" -m torchmars.train "$CONFIG_FILE" "$@")
 if [ "$batch" = false ]; then
-    exec "${launch[@]}"
+    exec python -m torchmars.launch "${launch[@]}"
 fi
 
-# One launcher on each node of the job; what this script is told goes to all of them.
-srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 "${launch[@]}" &
+# Data and checkpoints are checked once; then one launcher on each node of the job. What this script is told goes to all of them.
+python -m torchmars.prepare "$CONFIG_FILE" --nodes "$NNODES" --ranks "$((NGPU * NNODES))" "$@"
+srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars.launch --prepared "$@"' - "${launch[@]}" &
 step=$!
 trap 'kill -USR1 "$step"' USR1 TERM
 code=0

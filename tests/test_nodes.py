@@ -41,18 +41,98 @@ def test_two_machines_by_hand_train_as_one(config, tmp_path):
     assert all_gone(config)
 
 
-def test_a_machine_that_never_comes_is_told_in_a_line(config):
+NETWORK = """
+for name in {0} {1}; do ip netns add $name && ip -n $name link set lo up; done
+ip link add tm0 netns {0} type veth peer name tm1 netns {1}
+ip -n {0} addr add 10.77.0.1/24 dev tm0 && ip -n {0} link set tm0 up
+ip -n {1} addr add 10.77.0.2/24 dev tm1 && ip -n {1} link set tm1 up
+"""
+
+
+@pytest.fixture
+def network():
+    """Two network namespaces, joined by a cable: 10.77.0.1 and 10.77.0.2."""
+    names = [f"torchmars-{os.getpid()}-{number}" for number in range(2)]
+    try:
+        if subprocess.run(["sh", "-ec", NETWORK.format(*names)], capture_output=True).returncode:
+            pytest.skip("needs the right to make network namespaces")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@needs_proc
+def test_two_machines_with_a_network_between_them_train_as_one(config, tmp_path, network):
+    """No name leads to the other machine, and nobody says which interface does."""
+    nodes = [start(config, within=["ip", "netns", "exec", name], NNODES="2", RDZV_ENDPOINT="10.77.0.1:29400", SLURMD_NODENAME=f"n{number}")
+             for number, name in enumerate(network, start=1)]
+    outs = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outs
+    assert "cluster   2 machines (n1, n2), 2 ranks on each: 4 x cpu; clocks within" in outs[0][0]
+    straight = tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 8})
+    train(4, straight)
+    assert metrics(tiny_tables(tmp_path)) == metrics(straight)
+    assert all_gone(config)
+
+
+IMPATIENT = {"NNODES": "2", "RDZV_TIMEOUT": "5"}
+
+
+@pytest.mark.parametrize("environment,message", [
+    ({"NODE_RANK": "0"}, "the 2 machines did not meet at 127.0.0.1:"),
+    ({"NODE_RANK": "1"}, "nobody is at RDZV_ENDPOINT = 127.0.0.1:"),
+    ({"RDZV_ENDPOINT": "nowhere.invalid:29400"}, "RDZV_ENDPOINT = nowhere.invalid:29400: "),
+    ({"RDZV_ENDPOINT": "29400"}, "RDZV_ENDPOINT must be HOST:PORT"),
+    ({"RDZV_ENDPOINT": ""}, "NNODES = 2 needs RDZV_ENDPOINT=HOST:PORT"),
+    ({"LOG_RANK": "all"}, "LOG_RANK must be numbers of a machine's ranks")], ids=lambda value: "" if isinstance(value, str) else "-".join(value.values()))
+def test_machines_that_cannot_meet_say_so_in_a_line(config, environment, message):
     began = time.monotonic()
-    node = start(config, NNODES="2", RDZV_ENDPOINT=free_endpoint(), RDZV_TIMEOUT="5")
+    node = start(config, **{"RDZV_ENDPOINT": free_endpoint()} | IMPATIENT | environment)
     _, err = node.communicate(timeout=60)
-    assert node.returncode == 2 and err.splitlines()[-1].startswith("error: the 2 machines did not meet at 127.0.0.1:") and "Traceback" not in err
-    assert time.monotonic() - began < 40
+    assert node.returncode == 2 and err.splitlines()[-1].startswith(f"error: {message}") and "Traceback" not in err
+    assert time.monotonic() - began < 30
 
 
-def test_several_machines_need_a_place_to_meet(config):
-    node = start(config, NNODES="2")
-    _, err = node.communicate(timeout=60)
-    assert node.returncode == 2 and err.startswith("error: NNODES = 2 needs RDZV_ENDPOINT=HOST:PORT") and err.count("\n") == 1
+@pytest.mark.parametrize("number,message", [("0", " is taken: choose another one"), ("1", "(whoever listens there does not answer)")])
+def test_a_port_that_another_program_has_is_told_in_a_line(config, number, message):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        node = start(config, **IMPATIENT, RDZV_ENDPOINT=f"127.0.0.1:{other.getsockname()[1]}", NODE_RANK=number)
+        _, err = node.communicate(timeout=60)
+    assert node.returncode == 2 and message in err.splitlines()[-1]
+
+
+DIES = """
+import os, sys
+if os.environ.get("RANK") == "3":
+    os.write(2, b"ImportError: libnothing is missing\\n")
+    os._exit(1)
+"""
+
+
+@needs_proc
+def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(config, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "sitecustomize.py").write_text(DIES)  # Python runs it first
+    where = IMPATIENT | {"RDZV_ENDPOINT": free_endpoint()}
+    nodes = [start(config, **where, SLURMD_NODENAME=f"n{number}", PYTHONPATH=f"{tmp_path / 'broken'}:{ROOT}") for number in (1, 2)]
+    errs = [node.communicate(timeout=60)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [1, 1]
+    for err in errs:
+        assert re.search(r"error: rank 3 on n[12] failed first; all it printed is in .*/logs/rank-00003.log:\nImportError: libnothing is missing\n"
+                         r"it ended with exit code 1\n$", err), err
+    assert all_gone(config)
+
+
+def test_a_mistake_on_one_machine_is_named(config):
+    where = {"NNODES": "2", "RDZV_ENDPOINT": free_endpoint()}
+    nodes = [start(config, *args, **where, SLURMD_NODENAME=f"n{number}") for number, args in enumerate(((), ("--optimizer.lr", "1e-4")), start=1)]
+    errs = [node.communicate(timeout=60)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [2, 2]
+    assert sum("error: " in err for err in errs) == 1
+    assert re.search(r"error: n[12] has another config than n[12] \(\w+ instead of \w+\): give all machines the same file", "".join(errs))
 
 
 def idle_nodes():

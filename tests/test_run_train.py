@@ -25,10 +25,10 @@ def config(tmp_path):
     return file
 
 
-def start(config, *args, **environment):
-    """Start ./run_train.sh on two ranks, in a process group of its own as a terminal does."""
+def start(config, *args, within=(), **environment):
+    """Start ./run_train.sh on two ranks, `within` another command, in a process group of its own as a terminal does."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.Popen([str(ROOT / "run_train.sh"), *args], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    return subprocess.Popen([*within, str(ROOT / "run_train.sh"), *args], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             start_new_session=True, cwd=config.parent,
                             env=os.environ | {"PATH": path, "NGPU": "2", "CONFIG_FILE": str(config), "OMP_NUM_THREADS": "1"}
                             | environment)
@@ -61,8 +61,11 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
     resolved = tmp_path / "runs" / "tiny" / "config.toml"
     code, out, _ = finish(resolved)  # the resolved config describes the same run
     assert code == 0 and "complete  all 4 steps are done" in out and "step " not in out
-    code, out, _ = finish(config, "--training.steps", "6")
-    assert code == 0 and "continue  from step 4" in out and "step 6/6 | loss" in out
+    code, out, _ = finish(config, "--training.steps", "6", LOG_RANK="0,1", SLURMD_NODENAME="n1")
+    assert code == 0 and "n1 rank 0 | continue  from step 4" in out and "step 6/6 | loss" in out
+    logs = [file.read_text() for file in sorted((tmp_path / "runs" / "tiny" / "logs").glob("rank-*.log"))]
+    assert len(logs) == 2 and all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+ rank 0 \| ", line) for line in logs[0].splitlines())
+    assert all(part in logs[0] for part in ("step 4/4 | loss", "complete  all 4", "n1 rank 0 | step 6/6 | loss"))
 
 
 def altered(tmp_path):
@@ -233,7 +236,7 @@ def test_a_mistake_that_one_rank_alone_finds_ends_all(config, tmp_path):
     """As where one machine has too few GPUs: the others would wait for it."""
     (tmp_path / "alone.py").write_text(
         "import os\nfrom torchmars.parallel import mesh\nfrom torchmars.errors import UserError\nfrom torchmars.train import main\n"
-        "def check(ranks):\n    if os.environ['RANK'] == '1':\n        raise UserError('too few GPUs')\nmesh.check_devices = check\nmain()\n")
+        "def check():\n    if os.environ['RANK'] == '1':\n        raise UserError('too few GPUs')\nmesh.check_devices = check\nmain()\n")
     ended = subprocess.run([sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2", str(tmp_path / "alone.py"), str(config)],
                            capture_output=True, text=True, cwd=ROOT, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert ended.returncode == 2

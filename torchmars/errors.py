@@ -1,14 +1,17 @@
-"""The one exception for what a user can get wrong, and how a command reports it."""
+"""What can go wrong outside the code, how a command reports it, and the codes that processes end with."""
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from torchmars.console import say
-
 
 EXIT_MISTAKE = 2
 EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to go on
+
+LAST_WORD = "TORCHMARS_LAST_WORD"  # names the file in which a rank leaves its exit code for its launcher
 
 
 class UserError(Exception):
@@ -16,6 +19,10 @@ class UserError(Exception):
 
     The message is one line that names the option, file or shard and says what to do.
     """
+
+
+class LostRank(Exception):
+    """Another rank is gone, or never came. What happened to it is what matters; this says only where to look."""
 
 
 @contextlib.contextmanager
@@ -28,7 +35,20 @@ def reported(quiet: bool = False) -> Iterator[None]:
         yield
     except UserError as error:
         if not quiet:
-            say(f"error: {' '.join(str(error).split())}", error=True)
+            say_error(error)
         raise SystemExit(EXIT_MISTAKE) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def say_error(error: object) -> None:
+    """One line on stderr."""
+    say(f"error: {' '.join(str(error).split())}", error=True)
+
+
+def last_word(code: int) -> int:
+    """Leave this rank's exit code for its launcher, if there is one; the code that the process must then end with."""
+    if LAST_WORD not in os.environ:
+        return code
+    Path(os.environ[LAST_WORD]).write_text(str(code))
+    return 0

@@ -16,6 +16,7 @@ from torchmars.checkpoint.initial import open_source
 from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.config import Config, DataConfig
 from torchmars.config_file import load_config, take_count
+from torchmars.console import say
 from torchmars.data import corpus, shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import UserError, reported
@@ -30,15 +31,20 @@ def main() -> None:
         args, ranks = take_count(sys.argv[1:], "--ranks", 1)
         args, nodes = take_count(args, "--nodes", 1)
         config = load_config(args, "python -m torchmars.prepare [--ranks N] [--nodes M]")
-        mesh.check_devices(ranks // nodes)
-        replicate, shard = config.parallelism.degrees(ranks)
-        config.training.microbatches(replicate * shard)
-        check_writers(config.metrics)
-        manifest = prepare_shards(config)
-        shards.check_shards(manifest, Path(config.data.path))
-        check_resume(config, manifest)
-        for name, split in manifest.splits.items():
-            print(f"{config.data.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens in {split.documents:,} documents")
+        prepare(config, ranks, nodes)
+
+
+def prepare(config: Config, ranks: int, nodes: int) -> None:
+    """Do all of a run of `ranks` ranks on `nodes` machines that needs no ranks; say what data there is. Raises `UserError`."""
+    mesh.check_devices(ranks // nodes)
+    replicate, shard = config.parallelism.degrees(ranks)
+    config.training.microbatches(replicate * shard)
+    check_writers(config.metrics)
+    manifest = prepare_shards(config)
+    shards.check_shards(manifest, Path(config.data.path))
+    check_resume(config, manifest)
+    for name, split in manifest.splits.items():
+        say(f"{config.data.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens in {split.documents:,} documents")
 
 
 def check_resume(config: Config, manifest: shards.Manifest) -> None:

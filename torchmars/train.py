@@ -6,28 +6,37 @@ Exit codes: see torchmars/launch.py.
 
 import sys
 
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from torchmars.config_file import load_config
-from torchmars.errors import reported
-from torchmars.launch import leave
+from torchmars.errors import LostRank, last_word, reported, say_error
 from torchmars.parallel import mesh
+from torchmars.startup import compare_ranks
 from torchmars.trainer import Trainer
 
 
 @record
 def main() -> None:
-    with reported(quiet=mesh.local_rank() != 0):  # a mistake that one node alone may find: the launcher must end the others
+    with reported(quiet=mesh.local_rank() != 0):  # a mistake that one machine alone may find: the launcher must end the others
         config = load_config(sys.argv[1:], "python -m torchmars.train")
-        layout = mesh.start(config.parallelism)
+        mesh.check_devices()
     try:
-        with reported(quiet=not layout.first):
+        with reported(quiet=mesh.rank() != 0):
+            store = mesh.meet()
+            cluster = compare_ranks(config, store)
+            layout = mesh.start(config.parallelism, store)
+            if cluster:
+                layout.say(cluster)
             code = Trainer(config, layout).run()
     except SystemExit as exit:
         code = exit.code
+    except LostRank as error:  # a line instead of a traceback
+        get_error_handler().record_exception(error)
+        say_error(error)
+        sys.exit(1)
     finally:
         mesh.stop()
-    leave(code)
+    sys.exit(last_word(code))
 
 
 if __name__ == "__main__":

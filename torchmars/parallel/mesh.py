@@ -1,7 +1,11 @@
 """The one authority for ranks: device, backend, process groups and the mesh of a run."""
 
+import contextlib
 import os
-from collections.abc import Callable
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -12,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmars.config import ParallelismConfig
 from torchmars.console import say
-from torchmars.errors import UserError
+from torchmars.errors import EXIT_MISTAKE, LostRank, UserError, last_word, say_error
 
 T = TypeVar("T")
+CLOSED = re.compile("closed by peer|reset by peer|broken pipe|likely closed", re.IGNORECASE)  # what becomes of a connection whose other end has died
 
 
 def rank() -> int:
@@ -22,9 +27,24 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def world_size() -> int:
+    """The number of ranks, 1 for a process that was started alone."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def local_rank() -> int:
     """This process's number among those of its machine, 0 when it was started alone."""
     return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def node() -> str:
+    """What this machine is called."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def node_rank() -> int | None:
+    """The number that this machine was given among several; None where they are to find out."""
+    return int(os.environ["NODE_RANK"]) if os.environ.get("NODE_RANK", "").isdigit() else None
 
 
 @dataclass
@@ -97,21 +117,41 @@ class Layout:
         return f"FSDP over {ranks} ({self.device.type}, {backend})"
 
 
-def check_devices(local_ranks: int) -> None:
-    """Raise `UserError` where this machine has GPUs, but fewer than ranks."""
+def check_devices(local_ranks: int | None = None) -> None:
+    """Raise `UserError` where this machine has GPUs, but fewer than ranks (by default those that torchrun started here)."""
+    local_ranks = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     if 0 < gpus < local_ranks:
-        raise UserError(f"{local_ranks} ranks need as many GPUs, this machine has {gpus}: set NGPU to at most {gpus}")
+        raise UserError(f"{local_ranks} ranks need as many GPUs, {node()} has {gpus}: set NGPU to at most {gpus}")
 
 
-def start(config: ParallelismConfig) -> Layout:
-    """Join the process group that torchrun announced (or a group of one) and lay out the mesh.
+def patience() -> timedelta:
+    """How long ranks wait for each other at the start."""
+    return timedelta(seconds=float(os.environ.get("RDZV_TIMEOUT", 45)))
 
-    Raises `UserError` where the degrees do not make the number of ranks.
+
+def meet() -> dist.Store:
+    """A store of words between the ranks that torchrun announced, or of a process that was started alone. Rank 0 keeps it.
+
+    Raises `LostRank` where rank 0 cannot be reached.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    replicate, shard = config.degrees(world_size)
-    check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    try:
+        return next(dist.rendezvous("env://", timeout=patience()))[0]
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise LostRank(f"rank {rank()} on {node()} cannot reach rank 0 at {place} ({str(error).splitlines()[0]}): see what that one says, and whether "
+                       "the machines may reach each other on any port") from None
+
+
+def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
+    """Make the process group of all ranks, see that their network carries data, and lay out the mesh.
+
+    `store` is what `meet` gave. Raises `UserError` where the degrees do not make the number of ranks.
+    """
+    size = world_size()
+    replicate, shard = config.degrees(size)
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank()), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
@@ -119,9 +159,37 @@ def start(config: ParallelismConfig) -> Layout:
         device, backend = torch.device("cpu"), "gloo"
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps, for the watchdog to name
     if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=timedelta(minutes=30), **alone)  # NCCL's 10 minutes would forestall the watchdog
-    return Layout(device, _mesh(device.type, replicate, shard), rank(), world_size, control_group())
+        with _network_check():
+            # NCCL's own 10 minutes would forestall the watchdog.
+            dist.init_process_group(backend, store=store or meet(), rank=rank(), world_size=size, timeout=timedelta(minutes=30))
+            for place in {torch.device("cpu"), device}:
+                ones = torch.ones(1, device=place)
+                dist.all_reduce(ones)
+                assert ones.item() == size
+    return Layout(device, _mesh(device.type, replicate, shard), rank(), size, control_group())
+
+
+@contextlib.contextmanager
+def _network_check() -> Iterator[None]:
+    """End the process with one line where the body, the first traffic between the ranks, fails or takes too long: it has no time limit of its own."""
+    def give_up(reason: str) -> None:
+        if local_rank() == 0:
+            say_error(f"{node()}: the ranks have met, but cannot exchange data ({reason}): set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the "
+                      "network interface that connects the machines, and see that no firewall is between them")
+        os._exit(last_word(EXIT_MISTAKE))
+
+    late = threading.Timer(patience().total_seconds(), give_up, [f"nothing has come in {patience().total_seconds():g} s"])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if CLOSED.search(reason):
+            raise LostRank(f"rank {rank()} on {node()} lost another rank at the start: {reason}") from None
+        give_up(reason)
+    finally:
+        late.cancel()
 
 
 def simulate(config: ParallelismConfig, world_size: int, rank: int, device: torch.device) -> Layout:
