@@ -48,7 +48,8 @@ fi
 CONFIG_FILE=${CONFIG_FILE:-"$root/train_configs/quickstart.toml"}
 
 export RDZV_TIMEOUT=${RDZV_TIMEOUT:-45}
-cores=$(getconf _NPROCESSORS_ONLN)
+cores=$(nproc)
+[ "$batch" = false ] || cores=${SLURM_CPUS_ON_NODE:-$cores}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 launch=(--nnodes "$NNODES" --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-id "${SLURM_JOB_ID:-torchmars}"
         --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-conf "join_timeout=$RDZV_TIMEOUT,read_timeout=$RDZV_TIMEOUT" --max-restarts "${MAX_RESTARTS:-0}"
@@ -57,9 +58,10 @@ if [ "$batch" = false ]; then
     exec python -m torchmars.launch "${launch[@]}"
 fi
 
-# Data and checkpoints are checked once; then one launcher on each node of the job. What this script is told goes to all of them.
+# Data and checkpoints are checked once; then one launcher on each node of the job, its ranks on all CPUs that the job has there. What this script
+# is told goes to all of them.
 python -m torchmars.prepare "$CONFIG_FILE" --nodes "$NNODES" --ranks "$((NGPU * NNODES))" "$@"
-srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars.launch --prepared "$@"' - "${launch[@]}" &
+srun --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars.launch --prepared "$@"' - "${launch[@]}" &
 step=$!
 trap 'kill -USR1 "$step"' USR1 TERM
 code=0

@@ -5,10 +5,10 @@ import threading
 import time
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchmars import failures
-from torchmars.failures import first_failure
+from torchmars.failures import failure_of, first_failure, lost_machines
 from torchmars.logs import RankLogs
 
 
@@ -24,7 +24,7 @@ def first(folder, *ranks):
     logs = RankLogs(folder / "logs", folder / "scratch", {0})
     logs.launch = "n1-1234"
     logs.last = {rank: [f"the last line of {rank}"] for rank, _ in ranks}
-    return first_failure(ChildFailedError("train", dict(ranks)), logs)
+    return first_failure([failure_of(rank, failure, logs.last[rank]) for rank, failure in ranks], logs)
 
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
@@ -59,3 +59,10 @@ def test_a_machine_that_hears_nothing_does_not_wait_for_ever(tmp_path, monkeypat
     began = time.monotonic()
     assert first(tmp_path, ended(tmp_path, 0, 1, CLOSED, at=10)).consequence
     assert time.monotonic() - began < 5
+
+
+def test_a_machine_that_has_lost_the_others_says_what_they_say(tmp_path):
+    first(tmp_path, ended(tmp_path, 2, 1, "ValueError: boom", at=20))
+    logs = RankLogs(tmp_path / "logs", tmp_path / "scratch", {0})
+    logs.launch = "n1-1234"
+    assert first_failure([lost_machines("Connection closed by peer")], logs).rank == 2

@@ -6,7 +6,7 @@ import re
 import time
 from dataclasses import asdict, dataclass
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchmars.files import write_durably
 from torchmars.logs import RankLogs
@@ -48,16 +48,20 @@ def failure_of(rank: int, ended: ProcessFailure, last_lines: list[str]) -> Failu
     return Failure(mesh.node(), rank, ended.exitcode, float(ended.timestamp), text, bool(CONSEQUENCE.search(told)))
 
 
-def first_failure(error: ChildFailedError, logs: RankLogs) -> Failure:
+def lost_machines(reason: str) -> Failure:
+    """The failure of a machine that has only lost the others."""
+    return Failure(mesh.node(), -1, 1, time.time(), f"{mesh.node()} has lost the other machines: {reason}", True)
+
+
+def first_failure(ours: list[Failure], logs: RankLogs) -> Failure:
     """The rank that failed first, on any machine: they tell each other by files beside the logs, under a name of this launch."""
-    mine = min((failure_of(rank, ended, list(logs.last[rank])) for rank, ended in error.failures.items()), key=lambda failure: failure.order)
-    folder, launch = logs.folder / "failures", logs.launch
-    known = [mine]
+    mine = min(ours, key=lambda failure: failure.order)
+    folder, known = logs.folder / "failures", [mine]
     with contextlib.suppress(OSError, ValueError, TypeError):  # a folder that cannot be written, a file that is half there
         folder.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / f"{launch}-{mine.node}-{mine.rank}.json", json.dumps(asdict(mine)))
+        write_durably(folder / f"{logs.launch}-{mine.node}-{mine.rank}.json", json.dumps(asdict(mine)))
         deadline = time.monotonic() + WAIT_SECONDS
         while all(failure.consequence for failure in known) and time.monotonic() < deadline:
             time.sleep(0.2)
-            known = [Failure(**json.loads(file.read_text())) for file in folder.glob(f"{launch}-*.json")]
+            known = [Failure(**json.loads(file.read_text())) for file in folder.glob(f"{logs.launch}-*.json")]
     return min(known, key=lambda failure: failure.order)

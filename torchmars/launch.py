@@ -24,7 +24,7 @@ from torchmars.checkpoint.folder import run_folder
 from torchmars.config_file import load_config
 from torchmars.console import say
 from torchmars.errors import EXIT_HUNG, EXIT_MISTAKE, LAST_WORD, UserError, reported, say_error
-from torchmars.failures import first_failure
+from torchmars.failures import Failure, failure_of, first_failure, lost_machines
 from torchmars.logs import RankLogs
 from torchmars.parallel import mesh
 from torchmars.parallel.endpoint import find_endpoint
@@ -47,6 +47,7 @@ def main() -> None:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store (torch 2.11 to 2.13 with gloo: every second restart fails).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        args.meeting = args.rdzv_endpoint  # as the user knows it
         if nodes > 1:
             args.rdzv_endpoint, is_host, address = find_endpoint(args.rdzv_endpoint)
             args.local_addr = args.local_addr or address
@@ -81,24 +82,30 @@ def launch(args: argparse.Namespace, logs: RankLogs, last_word: Path) -> int:
         code = 0
     except ChildFailedError as error:
         logs.close()
+        code = say_first_failure([failure_of(rank, ended, list(logs.last[rank])) for rank, ended in error.failures.items()], logs)
         last_word.unlink(missing_ok=True)
-        first = first_failure(error, logs)
-        if first.consequence:
-            say_error(first.message.splitlines()[-1])
-        elif first.code not in (EXIT_MISTAKE, EXIT_HUNG):  # those have said it
-            say(f"error: rank {first.rank} on {first.node} failed first; all it printed is in {logs.file(first.rank)}:\n{first.message}", error=True)
-        code = first.code
     except SignalException as error:
         code = 128 + error.sigval
     except RendezvousError as error:
-        code = not_met(args, str(error.__cause__ or error) or type(error).__name__)
+        reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+        code = say_first_failure([lost_machines(reason)], logs) if logs.launch else not_met(args, reason)
     logs.close()
     return int(last_word.read_text()) if last_word.exists() else code
 
 
+def say_first_failure(ours: list[Failure], logs: RankLogs) -> int:
+    """Say which rank failed first, on whichever machine, and what it said; its exit code."""
+    first = first_failure(ours, logs)
+    if first.consequence:
+        say_error(first.message.splitlines()[-1])
+    elif first.code not in (EXIT_MISTAKE, EXIT_HUNG):  # those have said it
+        say(f"error: rank {first.rank} on {first.node} failed first; all it printed is in {logs.file(first.rank)}:\n{first.message}", error=True)
+    return first.code
+
+
 def not_met(args: argparse.Namespace, reason: str) -> int:
     """Say that the machines did not meet; the exit code."""
-    say_error(f"the {args.nnodes} machines did not meet at {args.rdzv_endpoint} ({reason.splitlines()[0]}): check that each runs the same command with the "
+    say_error(f"the {args.nnodes} machines did not meet at {args.meeting} ({reason}): check that each runs the same command with the "
               "same NNODES, and that nothing else listens on that port")
     return EXIT_MISTAKE
 
