@@ -31,8 +31,10 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     batch=true
     root=$SLURM_SUBMIT_DIR  # $0 is a copy that SLURM made
     NNODES=${NNODES:-$SLURM_JOB_NUM_NODES}
-    NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-2}}
-    RDZV_ENDPOINT=${RDZV_ENDPOINT:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 20000))}
+    NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-}}
+    if [ "$NNODES" -gt 1 ]; then  # a port below those that systems give away
+        RDZV_ENDPOINT=${RDZV_ENDPOINT:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 12000))}
+    fi
 fi
 NNODES=${NNODES:-1}
 if [ "$NNODES" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
@@ -63,7 +65,8 @@ fi
 python -m torchmars.prepare "$CONFIG_FILE" --nodes "$NNODES" --ranks "$((NGPU * NNODES))" "$@"
 srun --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars.launch --prepared "$@"' - "${launch[@]}" &
 step=$!
-trap 'kill -USR1 "$step"' USR1 TERM
+SECONDS=0
+trap 'kill -USR1 "$step" || true' USR1 TERM
 code=0
 while kill -0 "$step" 2>/dev/null; do  # a signal ends a wait early
     code=0
@@ -75,6 +78,7 @@ state=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z]*\).*/\1
 again=false
 if [ "$state" = RUNNING ] && [ "$code" -eq 75 ]; then
     again=true
+    scontrol update JobId="$SLURM_JOB_ID" Comment="torchmars: stopped" || true
 elif [ "$state" = RUNNING ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ]; then
     failed="failed at once"
     [ "$SECONDS" -lt 300 ] || failed="failed"

@@ -22,7 +22,7 @@ def ended(folder, rank, code, error=None, at=0):
 
 def first(folder, *ranks):
     logs = RankLogs(folder / "logs", folder / "scratch", {0})
-    logs.launch = "n1-1234"
+    logs.launch, logs.machines = "n1-1234", 2
     logs.last = {rank: [f"the last line of {rank}"] for rank, _ in ranks}
     return first_failure([failure_of(rank, failure, logs.last[rank]) for rank, failure in ranks], logs)
 
@@ -33,6 +33,8 @@ CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by pe
 def test_the_cause_comes_before_what_it_does_to_others(tmp_path):
     failure = first(tmp_path, ended(tmp_path, 0, 1, CLOSED, at=10), ended(tmp_path, 1, 1, "ValueError: boom", at=11), ended(tmp_path, 2, -15))
     assert (failure.rank, failure.code, failure.message) == (1, 1, "Traceback of 1\nValueError: boom")
+    aborted = first(tmp_path, ended(tmp_path, 5, -6), ended(tmp_path, 6, 1, "RuntimeError: rank 7: OSError()", at=9), ended(tmp_path, 7, 1, "OSError: full", at=11))
+    assert aborted.rank == 7
     killed = first(tmp_path, ended(tmp_path, 3, 1, CLOSED, at=10), ended(tmp_path, 4, -9))
     assert killed.rank == 4 and killed.message.startswith("the last line of 4\nSignal 9 (SIGKILL)")
 
@@ -64,5 +66,5 @@ def test_a_machine_that_hears_nothing_does_not_wait_for_ever(tmp_path, monkeypat
 def test_a_machine_that_has_lost_the_others_says_what_they_say(tmp_path):
     first(tmp_path, ended(tmp_path, 2, 1, "ValueError: boom", at=20))
     logs = RankLogs(tmp_path / "logs", tmp_path / "scratch", {0})
-    logs.launch = "n1-1234"
+    logs.launch, logs.machines = "n1-1234", 2
     assert first_failure([lost_machines("Connection closed by peer")], logs).rank == 2

@@ -94,7 +94,7 @@ def test_machines_that_cannot_meet_say_so_in_a_line(config, environment, message
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("number,message", [("0", " is taken: choose another one"), ("1", "(whoever listens there does not answer)")])
+@pytest.mark.parametrize("number,message", [("0", " is taken: choose another one"), pytest.param("1", "(whoever listens there does not answer)", marks=pytest.mark.slow)])
 def test_a_port_that_another_program_has_is_told_in_a_line(config, number, message):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -126,6 +126,7 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(config,
     assert all_gone(config)
 
 
+@pytest.mark.slow  # tests/test_startup.py has what ranks compare
 def test_a_mistake_on_one_machine_is_named(config):
     where = {"NNODES": "2", "RDZV_ENDPOINT": free_endpoint()}
     nodes = [start(config, *args, **where, SLURMD_NODENAME=f"n{number}") for number, args in enumerate(((), ("--optimizer.lr", "1e-4")), start=1)]

@@ -18,6 +18,7 @@ def train_with_bpe(tables, bpe):
 
 
 @pytest.mark.skipif(not (DATA / "tinyshakespeare").is_dir(), reason="needs tinyshakespeare and GPT-2's BPE files")
+@pytest.mark.slow
 def test_tinyshakespeare(tmp_path):
     shutil.copytree(DATA / "tiktoken_cache", tmp_path / "bpe")  # tiktoken may delete from its cache
     tables = tiny_tables(tmp_path, data={"files": [str(DATA / "tinyshakespeare" / "input.txt")], "tokenizer": "gpt2"},

@@ -12,8 +12,10 @@ from torchmars.files import write_durably
 from torchmars.logs import RankLogs
 from torchmars.parallel import mesh
 
-WAIT_SECONDS = 5.0  # for the word of the machine whose rank failed first
-CONSEQUENCE = re.compile(r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|broken pipe|[Gg]loo|NCCL|timed out|SIGTERM", re.IGNORECASE)
+WAIT_SECONDS = 35.0  # for the word of the machine whose rank failed first: torchrun gives that one's other ranks 30 to end
+# SIGABRT: so NCCL ends a rank that waits for a dead one. "rank 3: ": an error that another rank has told this one. 70: a rank that hung for another.
+CONSEQUENCE = re.compile(r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|broken pipe|gloo|NCCL|timed out|SIGTERM|SIGABRT|"
+                         r"RuntimeError: rank \d+: |exit code 70", re.IGNORECASE)
 
 
 @dataclass
@@ -61,7 +63,7 @@ def first_failure(ours: list[Failure], logs: RankLogs) -> Failure:
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(folder / f"{logs.launch}-{mine.node}-{mine.rank}.json", json.dumps(asdict(mine)))
         deadline = time.monotonic() + WAIT_SECONDS
-        while all(failure.consequence for failure in known) and time.monotonic() < deadline:
+        while logs.machines > 1 and all(failure.consequence for failure in known) and time.monotonic() < deadline:
             time.sleep(0.2)
             known = [Failure(**json.loads(file.read_text())) for file in folder.glob(f"{logs.launch}-*.json")]
     return min(known, key=lambda failure: failure.order)

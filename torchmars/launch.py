@@ -96,9 +96,11 @@ def launch(args: argparse.Namespace, logs: RankLogs, last_word: Path) -> int:
 def say_first_failure(ours: list[Failure], logs: RankLogs) -> int:
     """Say which rank failed first, on whichever machine, and what it said; its exit code."""
     first = first_failure(ours, logs)
+    if first.code in (EXIT_MISTAKE, EXIT_HUNG):  # those have said it
+        return first.code
     if first.consequence:
-        say_error(first.message.splitlines()[-1])
-    elif first.code not in (EXIT_MISTAKE, EXIT_HUNG):  # those have said it
+        say_error(first.message.splitlines()[-1].removeprefix("LostRank: "))
+    else:
         say(f"error: rank {first.rank} on {first.node} failed first; all it printed is in {logs.file(first.rank)}:\n{first.message}", error=True)
     return first.code
 

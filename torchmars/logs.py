@@ -27,6 +27,7 @@ class RankLogs(DefaultLogsSpecs):
         super().__init__(log_dir=str(scratch))
         self.folder, self.shown = folder, shown
         self.last: dict[int, deque[str]] = {}  # lines of each rank
+        self.machines = 1
         self.launch = ""  # the same on all machines, another one at each start of the ranks
         self.pipes = selectors.DefaultSelector()
         self.ended = threading.Event()
@@ -39,7 +40,7 @@ class RankLogs(DefaultLogsSpecs):
             self.folder.mkdir(parents=True, exist_ok=True)
         for local, env in envs.items():
             self.launch = f"{env['MASTER_ADDR']}-{env['MASTER_PORT']}"
-            rank = int(env["RANK"])
+            rank, self.machines = int(env["RANK"]), int(env["GROUP_WORLD_SIZE"])
             self.last[rank] = deque(maxlen=LAST_LINES)
             for number, streams in ((1, places.stdouts), (2, places.stderrs)):
                 streams[local] = f"{places.error_files[local]}.{number}"

@@ -112,7 +112,7 @@ class Plan:
 
     def _memory(self) -> list[str]:
         rows = [("weights", self.simulation.weights), ("gradients", self.simulation.gradients), ("optimizer state", self.simulation.optimizer_state),
-                ("gathered weights and transfers, at the peak", self.simulation.gathered),
+                ("gathered weights and gradients, at the peak", self.simulation.gathered),
                 ("activations, at the peak (estimated)", self.simulation.activations), ("peak", self.simulation.peak)]
         return table([("of each rank", "GiB", "bytes"), *((name, f"{size / GIB:.3f}", f"{size:,}") for name, size in rows)])
 
@@ -176,6 +176,8 @@ class Plan:
         microbatch_size, accumulation_steps = training.microbatches(self.layout.size)
         if self.per_node and simulation.peak > MEMORY:
             remedy = f"lower training.microbatch_size = {microbatch_size}" if microbatch_size > 1 else "lower training.seq_len, or take a smaller model"
+            if accumulation_steps > 1 and 4 * self.parameters > MEMORY / 2:
+                remedy = "use more ranks, so that a step is one microbatch"
             yield f"the peak of {simulation.peak / GIB:.1f} GiB does not fit a GPU of 80 GiB, which leaves about {MEMORY / GIB:.0f}: {remedy}"
         if accumulation_steps > 1 and self.layout.size > 1:
             yield (f"{accumulation_steps} microbatches a step keep the whole model's gradient on each rank, {4 * self.parameters / GIB:.2f} GiB, until the last of "
@@ -193,7 +195,7 @@ class Plan:
         mesh, nodes = self.layout.mesh, self.layout.size // self.per_node
         shards = mesh.size(mesh.ndim - 1)
         microbatch_size, _ = self.config.training.microbatches(self.layout.size)
-        length, needed = microbatch_size * self.config.training.seq_len, SPEED / NETWORK
+        length, needed = microbatch_size * self.config.training.seq_len, SPEED / (NETWORK * self.per_node)  # a machine's ranks receive for each other
         if shards > self.per_node and shards % self.per_node:
             yield f"dp_shard = {shards} is no multiple of the {self.per_node} GPUs of a machine: shards straddle machines"
         if shards <= self.per_node or length >= needed:

@@ -54,7 +54,7 @@ class Simulation:
     activations: int
     """At the peak of the forward and backward pass: activations and temporary tensors."""
     gathered: int
-    """At that peak: weights and gradients of other ranks, and the buffers they travel through."""
+    """At that peak: weights and gradients of other ranks' shards, and the buffers they travel through."""
     checkpoint: int
     """Of a whole checkpoint, of all ranks together."""
     times: Counter[Kind]
@@ -102,6 +102,8 @@ def simulate_step(config: Config, layout: Layout, vocab_size: int) -> Simulation
         optimizer.step()
     peak = next(iter(tracker.get_tracker_snapshot("peak").values()))
     gathered = sum(peak[name] for name in GATHERED)
+    if accumulation_steps > 1:  # the whole gradient, in float32, which the tracker takes for temporary tensors
+        gathered += 4 * sum(parameter.numel() for parameter in model.parameters())
     return Simulation(model, optimizer, held(model.parameters()), gradients, held(state) + held(optimizer.ahead.values()),
                       peak["Total"] - peak["Sharded Param"] - gathered, gathered, checkpoint, wire.times, wire.sent)
 

@@ -64,7 +64,9 @@ def compare_ranks(config: Config, store: dist.Store) -> str:
         token.file.unlink(missing_ok=True)
         store.set("verdict", json.dumps((differences(everyone), describe(everyone))))
     wrong, cluster = json.loads(wait_for_first(store, "verdict"))
+    store.set(f"read/{rank}", "")
     if rank == 0:
+        wait_for_all(store, "read", size)  # the store ends with this process
         for line in wrong[:-1]:
             say_error(line)
     if wrong:
@@ -113,7 +115,7 @@ class Token:
     def look(self, text: str) -> str:
         """What is wrong with the folder as this machine sees it: nothing where it has `text` and can be written."""
         deadline = time.monotonic() + LOOK_SECONDS
-        while not (self.file.exists() and self.file.read_text() == text):
+        while not self._has(text):
             if time.monotonic() > deadline:
                 return f"does not see what the first machine writes to {self.file.parent}: set run.folder to a file system that all share"
             time.sleep(0.1)
@@ -124,6 +126,12 @@ class Token:
         except OSError as error:
             return f"cannot write to {self.file.parent} ({error.strerror}): set run.folder to a folder that all machines can write"
         return ""
+
+    def _has(self, text: str) -> bool:
+        try:
+            return self.file.read_text() == text
+        except OSError:  # not there yet, or not to be read
+            return False
 
 
 def code_hash() -> str:

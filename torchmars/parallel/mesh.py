@@ -20,6 +20,7 @@ from torchmars.errors import EXIT_MISTAKE, LostRank, UserError, last_word, say_e
 
 T = TypeVar("T")
 CLOSED = re.compile("closed by peer|reset by peer|broken pipe|likely closed", re.IGNORECASE)  # what becomes of a connection whose other end has died
+NETWORK = re.compile("gloo|nccl|socket|connect|timed out", re.IGNORECASE)
 
 
 def rank() -> int:
@@ -161,11 +162,13 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
     if not dist.is_initialized():
         with _network_check():
             # NCCL's own 10 minutes would forestall the watchdog.
-            dist.init_process_group(backend, store=store or meet(), rank=rank(), world_size=size, timeout=timedelta(minutes=30))
-            for place in {torch.device("cpu"), device}:
+            store = store or meet()
+            dist.init_process_group(backend, store=store, rank=rank(), world_size=size, timeout=timedelta(minutes=30))
+            for place in dict.fromkeys((torch.device("cpu"), device)):
                 ones = torch.ones(1, device=place)
                 dist.all_reduce(ones)
                 assert ones.item() == size
+        store.set_timeout(timedelta(minutes=30))  # groups that are made later meet there
     return Layout(device, _mesh(device.type, replicate, shard), rank(), size, control_group())
 
 
@@ -173,9 +176,8 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
 def _network_check() -> Iterator[None]:
     """End the process with one line where the body, the first traffic between the ranks, fails or takes too long: it has no time limit of its own."""
     def give_up(reason: str) -> None:
-        if local_rank() == 0:
-            say_error(f"{node()}: the ranks have met, but cannot exchange data ({reason}): set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the "
-                      "network interface that connects the machines, and see that no firewall is between them")
+        say_error(f"{node()}: the ranks have met, but cannot exchange data ({reason}): set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the "
+                  "network interface that connects the machines, and see that no firewall is between them")
         os._exit(last_word(EXIT_MISTAKE))
 
     late = threading.Timer(patience().total_seconds(), give_up, [f"nothing has come in {patience().total_seconds():g} s"])
@@ -187,6 +189,8 @@ def _network_check() -> Iterator[None]:
         reason = str(error).splitlines()[0]
         if CLOSED.search(reason):
             raise LostRank(f"rank {rank()} on {node()} lost another rank at the start: {reason}") from None
+        if not NETWORK.search(reason):
+            raise
         give_up(reason)
     finally:
         late.cancel()
