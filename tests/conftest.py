@@ -1,7 +1,12 @@
-"""What all tests share: CPU only, and one thread per process."""
+"""What all tests share: CPU only, one thread per process, as many workers as cores."""
 
 import os
 
 # Before torch: the layouts under test are of gloo ranks, also on a machine with GPUs, and ranks would fight over the cores.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_xdist_auto_num_workers(config: object) -> int:
+    """Return the number of workers: a core each, at most 4, since a test starts up to four ranks."""
+    return min(os.cpu_count() or 1, 4)
