@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -30,6 +31,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a folder with all that is in it, or a link, but never what a link points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def lock(file: Path, doing: str, patience: float = 60.0) -> None:

@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.ranks import run_ranks
 from tests.tiny import listen, listen_here, metrics, run_folder_of, tiny_tables, train, write_text
@@ -15,7 +17,7 @@ from torchmars.checkpoint import folder as folders
 from torchmars.checkpoint import state
 from torchmars.checkpoint.folder import checkpoints, dispensable, step_of
 from torchmars.checkpoint.resume import newest_good, opened
-from torchmars.checkpoint.saver import Saver
+from torchmars.checkpoint.saver import Saver, _TensorWriter
 from torchmars.config import CheckpointConfig
 from torchmars.config_file import config_from_tables
 from torchmars.parallel import mesh
@@ -148,6 +150,33 @@ def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
         assert out.count("error: ") == 1 and "checkpoint.max_failures = 3 in a row" in out and "Not a directory" in out
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("room", [0, 100, 5000])
+def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
+    """torch.save's own error says where its archive broke off."""
+    writer = _TensorWriter(tmp_path / "aside")
+    create = writer.fs.create_stream
+
+    @contextlib.contextmanager
+    def create_stream(path, mode):
+        with create(path, mode) as stream:
+            write, left = stream.write, room
+
+            def full(data):
+                nonlocal left
+                left -= len(data)
+                if left < 0:
+                    raise OSError(28, "No space left on device")
+                return write(data)
+
+            yield type("Full", (), {"write": staticmethod(full), "__getattr__": lambda _, name: getattr(stream, name)})()
+
+    writer.fs.create_stream = create_stream
+    with pytest.raises(CheckpointException) as failed:
+        dcp.save({"weights": torch.zeros(5000)}, storage_writer=writer, no_dist=True)
+    assert state.reason(failed.value) == "No space left on device"
+
+
 needs_mount = pytest.mark.skipif(os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
                                  reason="mounting a small file system needs root")
 
@@ -168,6 +197,7 @@ def test_a_full_disk(tables, tmp_path):
     with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=2m", "none"):
         out = listen(2, tables)
         assert out.count("warning: the checkpoint") == 3 and out.count("error: the checkpoint") == 1 and "No space left on device" in out
+        assert out.count("could not be written: No space left on device") == 4  # the disk's words, not those of torch.save or DCP
         found = checkpoints(run_folder_of(tables) / "checkpoints")
         assert [opened(path, "full").step for path in found] == [2, 4]
         assert not list(found[0].parent.glob("*.partial"))

@@ -5,10 +5,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from torchmars.checkpoint.folder import checkpoints, delete, dispensable, leftovers, step_of
+from torchmars.checkpoint.folder import (DAMAGED, DELETED, checkpoints, delete_all, dispensable,
+                                         leftovers, step_of)
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.resume import opened
 from torchmars.config_file import config_from_tables
+from torchmars.console import say
 from torchmars.errors import UserError, reported
 from torchmars.files import PARTIAL
 
@@ -33,7 +35,8 @@ def parse() -> argparse.Namespace:
         command.add_argument("run", type=Path, help="a run's folder")
     command.add_argument("--keep_last", type=int, help="newest checkpoints to keep; default: the run's checkpoint.keep_last")
     command.add_argument("--keep_every", type=int, help="steps whose multiples are kept; default: the run's checkpoint.keep_every")
-    command.add_argument("--damaged", action="store_true", help="delete those that are not good, too")
+    command.add_argument("--damaged", action="store_true",
+                         help="delete those that are not good, too, and what was set aside as *.damaged")
     command.add_argument("--dry_run", action="store_true", help="only say what would be deleted")
     return parser.parse_args()
 
@@ -68,7 +71,8 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
     good = judge(found)
     if found and not good:
         raise UserError(f"no checkpoint in {folder} is good: nothing was deleted")
-    going = [path for path in leftovers(folder) if path.suffix != PARTIAL]  # that may be a save under way
+    unwanted = (DELETED, DAMAGED) if args.damaged else (DELETED,)  # .partial may be a save under way
+    going = [path for path in leftovers(folder) if path.suffix in unwanted]
     going += [path for path in found if path not in good and args.damaged]
     if good:
         newest = good[max(good, key=step_of)]
@@ -79,14 +83,13 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
         by_step = {step_of(path): path for path in good}
         losses = {step_of(path): manifest.validation_loss for path, manifest in good.items() if manifest.validation_loss is not None}
         going += [by_step[step] for step in dispensable(list(by_step), losses, replace(settings, **given))]
-    for path in going:
+    stuck = [] if args.dry_run else delete_all(going, warn=lambda text: say(text, error=True))
+    gone = [path for path in going if path not in stuck]
+    for path in gone:
         print(f"{'would delete' if args.dry_run else 'deleted'} {path}")
-        if not args.dry_run:
-            try:
-                delete(path)
-            except OSError as error:
-                raise UserError(f"cannot delete {path}: {error.strerror}") from None
-    print(f"{len(good) - sum(path in good for path in going)} checkpoints {'would stay' if args.dry_run else 'stay'}")
+    print(f"{len(good) - sum(path in good for path in gone)} checkpoints {'would stay' if args.dry_run else 'stay'}")
+    if stuck:
+        raise UserError(f"{len(stuck)} of {len(going)} could not be deleted: see the warnings")
 
 
 def judge(found: list[Path]) -> dict[Path, Manifest]:

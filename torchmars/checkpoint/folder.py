@@ -1,16 +1,21 @@
 """A run's folder of checkpoints: which there are and which are kept."""
 
+import contextlib
+import itertools
 import math
+import os
 import re
-import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torchmars.config import CheckpointConfig, Config
-from torchmars.files import PARTIAL, sync_folder
+from torchmars.files import PARTIAL, remove, sync_folder
 
-STEP = re.compile(r"step-(\d{8,})")
 # What a crash can leave. A save is `.partial` until it is complete; what is deleted is renamed first, so that half of it is never taken for good.
 DELETED, DAMAGED = ".deleted", ".damaged"
+# The names that runs make. Everything else in the folder is the user's and is left alone.
+STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+LEFTOVER = re.compile(rf"{STEP.pattern}(-\d+)?({'|'.join(map(re.escape, (PARTIAL, DELETED, DAMAGED)))})")
 
 
 def run_folder(config: Config) -> Path:
@@ -40,8 +45,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What crashed saves and deletions left, and what was set aside as damaged."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix in (PARTIAL, DELETED, DAMAGED))
+    """What crashed saves and deletions left, and what was set aside as damaged: folders, files or links."""
+    return sorted(path for path in folder.glob("step-*") if LEFTOVER.fullmatch(path.name))
 
 
 def dispensable(steps: list[int], losses: dict[int, float], config: CheckpointConfig) -> list[int]:
@@ -57,13 +62,37 @@ def dispensable(steps: list[int], losses: dict[int, float], config: CheckpointCo
 
 def set_aside(checkpoint: Path, suffix: str) -> Path:
     """Take a checkpoint out of sight under another name, durably; returns its new path."""
-    target = checkpoint.with_name(checkpoint.name + suffix)
-    shutil.rmtree(target, ignore_errors=True)
+    target = vacated(checkpoint.with_name(checkpoint.name + suffix))
     checkpoint.rename(target)
     sync_folder(checkpoint.parent)
     return target
 
 
+def vacated(leftover: Path) -> Path:
+    """A free name for a leftover: `leftover`, which is deleted, or one with a number where that cannot be done."""
+    for number in itertools.count():
+        path = leftover.with_stem(f"{leftover.stem}-{number}") if number else leftover
+        with contextlib.suppress(OSError):
+            remove(path)
+        if not os.path.lexists(path):
+            return path
+
+
 def delete(path: Path) -> None:
-    """Delete a checkpoint or a leftover. A crash in the middle leaves something that is not taken for a checkpoint."""
-    shutil.rmtree(path if path.suffix in (PARTIAL, DELETED, DAMAGED) else set_aside(path, DELETED))
+    """Delete a checkpoint or a leftover; of a linked one the link alone.
+
+    A crash in the middle leaves something that is not taken for a checkpoint.
+    """
+    remove(path if LEFTOVER.fullmatch(path.name) else set_aside(path, DELETED))
+
+
+def delete_all(paths: Iterable[Path], warn: Callable[[str], None]) -> list[Path]:
+    """Delete checkpoints and leftovers. Those that cannot be deleted are passed over with a warning, and returned."""
+    stuck = []
+    for path in paths:
+        try:
+            delete(path)
+        except OSError as error:
+            warn(f"warning: cannot delete {path}: {error.strerror}")
+            stuck.append(path)
+    return stuck

@@ -1,20 +1,25 @@
 """Writes checkpoints, one at a time: in the background while training goes on, or at once."""
 
-import shutil
+import contextlib
+import os
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager  # torch 2.11 to 2.13; in 2.11 the public DefaultStager works once only
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import (DAMAGED, checkpoints, checkpoints_folder, delete, dispensable, leftovers, set_aside, step_folder,
-                                         step_of)
+from torchmars.checkpoint.folder import (DAMAGED, checkpoints, checkpoints_folder, delete_all,
+                                         dispensable, leftovers, set_aside, step_folder, step_of, vacated)
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.state import reason
 from torchmars.config import Config
@@ -39,6 +44,7 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.error: str | None = None
         self.failures = 0
+        self.stuck: list[Path] = []  # what could not be deleted, and is told once
         self.saved_at = time.monotonic()
 
     @property
@@ -105,7 +111,8 @@ class Saver:
         except Exception as error:
             self.error = f"the checkpoint {folder} could not be written: {' '.join(str(error).split())}"
             if self.layout.first:
-                shutil.rmtree(folder.with_name(folder.name + PARTIAL), ignore_errors=True)  # a full disk needs the space
+                with contextlib.suppress(OSError):
+                    self._clear()  # a full disk needs the space
             self.layout.say(f"warning: {self.error}; the one before stays the newest")
             return
         self.layout.say(f"checkpoint {folder} ({written.bytes / 2**20:,.1f} MiB in {time.perf_counter() - began:.2f} s)")
@@ -113,38 +120,43 @@ class Saver:
             self._tidy(manifest.step)
 
     def _write(self, manifest: Manifest, state: dict[str, Tensor], folder: Path) -> Manifest:
-        partial = folder.with_name(folder.name + PARTIAL)
-
-        def begin() -> None:
-            for path in leftovers(self.folder):
-                if path.suffix != DAMAGED:
-                    delete(path)
+        @_in_plain_words()
+        def begin() -> Path:
+            self._clear()
+            partial = vacated(folder.with_name(folder.name + PARTIAL))
             partial.mkdir(parents=True)
+            return partial
 
+        @_in_plain_words()
         def mine() -> dict[str, manifests.File]:
             names = [path.name for path in partial.glob(f"__{self.layout.rank}_*")]
             if self.layout.first:
                 names.append(".metadata")
             return {name: manifests.describe(partial / name) for name in names}
 
+        @_in_plain_words()
         def publish() -> Manifest:
             complete = replace(manifest, files={name: file for part in parts for name, file in sorted(part.items())})
             complete.write(partial)
-            if folder.exists():  # what the run could not go on from
+            if os.path.lexists(folder):  # what the run could not go on from
                 set_aside(folder, DAMAGED)
             partial.rename(folder)
             for parent in (self.folder, self.folder.parent):  # the second: the folder of checkpoints may be new
                 sync_folder(parent)
             return complete
 
-        self.layout.on_first(begin)
+        partial = self.layout.on_first(begin)
         try:
             # DCP flushes each file to the disk; the manifest does the same for their names.
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), process_group=self.layout.control)
+            dcp.save(state, storage_writer=_TensorWriter(partial), process_group=self.layout.control)
         except CheckpointException as error:  # not an Exception
             raise UserError(reason(error)) from None
         parts = self.layout.agree(mine)
         return self.layout.on_first(publish)
+
+    def _clear(self) -> None:
+        """Delete what crashed or failed saves and deletions left."""
+        self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
 
     def _tidy(self, step: int) -> None:
         """Delete the checkpoints that need not be kept, now that a newer one is durable."""
@@ -159,7 +171,34 @@ class Saver:
                 except DamagedCheckpoint:
                     continue
                 losses |= {} if loss is None else {step_of(path): loss}
-            for old in dispensable([step_of(path) for path in checkpoints(self.folder)], losses, self.config):
-                delete(step_folder(self.folder, old))
+            steps = [step_of(path) for path in checkpoints(self.folder)]
+            old = dispensable(steps, losses, self.config)
+            self._delete(step_folder(self.folder, step) for step in old)
         except OSError as error:
-            self.layout.say(f"warning: cannot delete old checkpoints in {self.folder}: {error}")
+            self.layout.say(f"warning: cannot tidy {self.folder}: {error}")
+
+    def _delete(self, paths: Iterable[Path]) -> None:
+        """Delete what can be deleted, and warn once of what cannot."""
+        paths = [path for path in paths if path not in self.stuck]
+        self.stuck += delete_all(paths, self.layout.say)
+
+
+class _TensorWriter(dcp.FileSystemWriter):
+    """DCP's writer that says why the disk refused: torch.save hides it, and says where its archive broke off."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+@contextlib.contextmanager
+def _in_plain_words() -> Iterator[None]:
+    """Make what the disk refuses a `UserError`, which all ranks then say alike."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(error.strerror) from None

@@ -97,9 +97,12 @@ def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGrou
 
 
 def reason(error: CheckpointException) -> str:
-    """What went wrong first, in one line."""
-    exception, _ = next(iter(error.failures.values()))
-    return f"{type(exception).__name__}: {exception}"
+    """What went wrong first, in one line; what the disk said before what came of it on other ranks."""
+    exceptions = [exception for exception, _ in error.failures.values()]
+    for exception in exceptions:
+        if isinstance(exception, OSError) and exception.strerror:
+            return exception.strerror
+    return f"{type(exceptions[0]).__name__}: {exceptions[0]}"
 
 
 class _IndexUnpickler(pickle.Unpickler):
