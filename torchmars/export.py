@@ -1,12 +1,18 @@
-"""`python -m torchmars.export RUN_OR_CHECKPOINT FILE.safetensors`: the weights alone, under the names they have here."""
+"""`python -m torchmars.export RUN_OR_CHECKPOINT FILE.safetensors`: the weights alone, under the names they have here.
+
+The same weights give the same file, byte for byte.
+"""
 
 import argparse
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
+from torchmars.checkpoint.manifest import NAME
 from torchmars.errors import UserError, reported
+from torchmars.files import PARTIAL
 from torchmars.generate import load
 
 
@@ -15,17 +21,44 @@ def main() -> None:
                                      ".safetensors file, which checkpoint.init_from reads.")
     parser.add_argument("folder", type=Path, help="a checkpoint, or a run, whose newest good checkpoint is taken")
     parser.add_argument("file", type=Path, help="the .safetensors file to write")
+    parser.add_argument("--force", action="store_true", help="replace the file if there is one")
     args = parser.parse_args()
     with reported():
-        if args.file.suffix != ".safetensors":
-            raise UserError(f"{args.file} must be named *.safetensors")
-        model, _, config = load(args.folder)
+        check_file(args.file, args.force)
+        model, _, _ = load(args.folder)
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
         try:
-            save_file(weights, args.file, metadata={"format": "pt", "model": f"{config.model.name} {config.model.size}"})
+            write_weights(weights, args.file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot write {args.file}: {error}") from None
         print(f"{args.file}: {len(weights)} tensors, {sum(value.numel() for value in weights.values()):,} weights")
+
+
+def check_file(file: Path, force: bool) -> None:
+    """Raise `UserError` where `file` cannot be the one to write, or is there already and not to be replaced by `force`."""
+    if file.suffix != ".safetensors":
+        raise UserError(f"{file} must be named *.safetensors")
+    for folder in file.resolve().parents:
+        if (folder / NAME).exists() and (folder / ".metadata").exists():
+            raise UserError(f"{file} would lie in the checkpoint {folder}, which a foreign file makes a damaged one: "
+                            "write it elsewhere")
+    if file.exists() and not force:
+        raise UserError(f"{file} exists: name another file, or replace it with --force")
+
+
+def write_weights(weights: dict[str, Tensor], file: Path) -> None:
+    """Write `weights` to `file`, whole or not at all, with the mode that the umask gives. Raises `OSError` or `SafetensorError`."""
+    partial = file.with_name(file.name + PARTIAL)
+    try:
+        partial.unlink(missing_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode
+        # One key of metadata: safetensors writes several in an order of chance.
+        save_file(weights, partial, metadata={"format": "pt"})
+        partial.chmod(mode)  # safetensors 0.8 makes files that only their owner reads
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
