@@ -4,6 +4,7 @@ Checks the config, tokenises its corpus into shards once, verifies the shards, a
 the checkpoints it has. With `--ranks N` before the overrides, also that the batch divides over N ranks; `--nodes M`: on M machines.
 """
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.config import Config, DataConfig
 from torchmars.config_file import load_config, take_count
 from torchmars.console import say
-from torchmars.data import corpus, shards
+from torchmars.data import corpus, shards, sources
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import UserError, reported
 from torchmars.files import lock
@@ -32,6 +33,8 @@ def main() -> None:
         args, nodes = take_count(args, "--nodes", 1)
         config = load_config(args, "python -m torchmars.prepare [--ranks N] [--nodes M]")
         prepare(config, ranks, nodes)
+        if warning := sources.warning(config.data):
+            say(warning)
 
 
 def prepare(config: Config, ranks: int, nodes: int) -> None:
@@ -69,8 +72,10 @@ def prepare_shards(config: Config) -> shards.Manifest:
     if not (folder / "manifest.json").exists():
         files = corpus.source_files(config.data)
         tokenizer = TOKENIZERS[config.data.tokenizer]()
+        made_from: dict[Path, sources.Source] = {}
         try:
-            shards.write_shards(config.data, tokenizer, read(config.data, files), folder)
+            shards.write_shards(config.data, tokenizer, read(config.data, files, made_from), folder)
+            sources.write(folder, made_from)
         except OSError as error:
             raise UserError(f"cannot write the shards to {folder}: {error}: set data.path to a folder you can write") from None
     manifest = shards.read_manifest(folder)
@@ -81,11 +86,13 @@ def prepare_shards(config: Config) -> shards.Manifest:
     return manifest
 
 
-def read(config: DataConfig, files: list[Path]) -> Iterator[str]:
-    """All documents of `files`, with a progress bar."""
+def read(config: DataConfig, files: list[Path], made_from: dict[Path, sources.Source]) -> Iterator[str]:
+    """All documents of `files`, with a progress bar. What each file was like goes into `made_from`."""
     with tqdm(total=sum(file.stat().st_size for file in files), unit="B", unit_scale=True,
               desc=f"tokenising {config.corpus} ({config.tokenizer})") as bar:
         for file in files:
+            with contextlib.suppress(OSError):  # `documents` names a file that cannot be read
+                made_from[file] = sources.describe(file)
             for document in corpus.documents(config, file):
                 yield document
                 bar.update(len(document))

@@ -17,8 +17,9 @@ from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import Config
 from torchmars.config_file import config_text
+from torchmars.data import sources
 from torchmars.data.loader import Loader, Windows, validation_batches
-from torchmars.data.shards import check_shards
+from torchmars.data.shards import SPLITS, check_shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import EXIT_STOPPED, UserError
 from torchmars.files import lock, write_durably
@@ -52,13 +53,13 @@ class Trainer:
 
         folder = Path(config.data.path)
         self.manifest = layout.on_first(lambda: prepare_shards(config))
+        windows, self.validation_windows = (Windows(folder, self.manifest.splits[name], training.seq_len) for name in SPLITS)
         layout.agree(lambda: check_shards(self.manifest, folder, layout.rank, layout.size))
         self.data = self.manifest.fingerprint()
-        self.loader = Loader(Windows(folder, self.manifest.splits["train"], training.seq_len), seed=config.run.seed,
+        self.loader = Loader(windows, seed=config.run.seed,
                              global_batch_size=training.global_batch_size, microbatch_size=self.microbatch_size,
                              rank=layout.rank, ranks=layout.size, num_workers=config.data.num_workers,
                              pin_memory=layout.device.type == "cuda")
-        self.validation_windows = Windows(folder, self.manifest.splits["validation"], training.seq_len)
 
         self.model = build_meta_model(config, self.manifest.vocab_size)
         self.flops_per_token = self.model.flops_per_token()
@@ -152,6 +153,10 @@ class Trainer:
             self.validate()
         while self.step < last:
             made = self.train_step()
+            signalled, overdue, changed = self.layout.any(self.signals.received is not None, self.saver.overdue(),
+                                                          self.loader.changed is not None)
+            if changed:  # the step is worth nothing, and nothing of it was reported or saved
+                self.layout.agree(self.loader.check)
             if made is None:
                 self.roll_back()
                 continue
@@ -161,8 +166,7 @@ class Trainer:
             if self.loader.epoch != epoch:
                 epoch = self.loader.epoch
                 self.layout.say(f"epoch {epoch + 1} begins: the data has been read {epoch} times, and is read again in another order")
-            stop, overdue = self.layout.any(self.signals.received is not None, self.saver.overdue())
-            stop = stop and self.step < last
+            stop = signalled and self.step < last
             with self.metrics.paused():
                 if self.validation_due() and not stop:
                     self.validate()
@@ -264,9 +268,11 @@ class Trainer:
     def mean_validation_loss(self) -> float:
         """The mean loss over the validation windows, the same ones on every layout."""
         total = torch.zeros(2, dtype=torch.float64, device=self.layout.device)  # sum of losses, targets
+        batches: list[tuple[Tensor, int]] = []
+        self.layout.agree(lambda: batches.extend(validation_batches(  # if one rank cannot, none begins
+            self.validation_windows, self.config.validation.windows, self.microbatch_size, self.layout.rank, self.layout.size)))
         self.model.eval()
-        for tokens, count in validation_batches(self.validation_windows, self.config.validation.windows,
-                                                self.microbatch_size, self.layout.rank, self.layout.size):
+        for tokens, count in batches:
             losses = token_losses(self.model, tokens)[:count]
             total += torch.tensor([losses.double().sum(), losses.numel()], device=total.device)
         self.model.train()
@@ -308,6 +314,8 @@ class Trainer:
             self.layout.say(line)
         self.layout.say(f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "
                  f"{training.steps * per_step:,} ({training.steps * per_step / tokens:.2f} epochs)")
+        if self.layout.first and (warning := sources.warning(config.data)):
+            self.layout.say(warning)
         if self.step >= training.steps:
             self.layout.say(f"complete  all {training.steps} steps are done: {step_folder(checkpoints_folder(config), self.step)}. "
                      f"To go on: --training.steps {self.step + training.steps}")

@@ -1,11 +1,14 @@
 """The global order of the data does not know ranks, workers or microbatches, and goes on where it was."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
 from torchmars.config import DataConfig
-from torchmars.data.loader import Loader, Windows, validation_batches, window_of_sample
+from torchmars.data.loader import ChangedData, Loader, Windows, validation_batches, window_of_sample
 from torchmars.data.shards import write_shards
 from torchmars.data.tokenizer import ByteTokenizer
 
@@ -95,3 +98,54 @@ def test_validation_windows_are_each_counted_once(windows, count, batch, ranks):
     assert len(set(batches)) == 1  # a sharded forward needs every rank
     count = min(count, len(windows))
     assert sorted(counted) == sorted(windows[i * len(windows) // count].tolist() for i in range(count))
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def zero(file):
+    with file.open("r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+
+
+def replace(file):
+    """By another one of the same size, as a folder that is prepared anew would."""
+    other = file.with_name("other")
+    other.write_bytes(b"\xff" * file.stat().st_size)
+    other.rename(file)
+
+
+CHANGES = {truncate: "bytes, its manifest says", zero: "was altered", replace: "was altered", os.unlink: "is missing"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_shard_that_changes_is_named_and_gives_no_tokens(split, tmp_path, change, workers):
+    """A short read and not a bus error; zeros and not what is there now, for a rank must stay in step until all know."""
+    folder = shutil.copytree(split[0], tmp_path / "shards")
+    windows = Windows(folder, split[1], T)
+    loader = Loader(windows, seed=3, global_batch_size=12, microbatch_size=6, rank=0, ranks=1, num_workers=workers)
+    before = torch.cat(loader.step())
+    assert before.any() and loader.changed is None
+    for shard in split[1].shards:
+        change(folder / shard.file)
+    for _ in range(8):  # a worker has read some steps ahead
+        batch = loader.step()
+    assert [tokens.shape for tokens in batch] == [(6, T + 1)] * 2 and not torch.cat(batch).any()
+    with pytest.raises(ChangedData, match=rf"^the data changed while the run read them: the shard \S+bin .*{CHANGES[change]}"):
+        loader.check()
+    assert "\n" not in str(loader.changed)
+    loader.close()
+
+
+def test_a_shard_that_is_only_touched_or_written_again_is_read_on(split, tmp_path):
+    folder = shutil.copytree(split[0], tmp_path / "shards")
+    windows = Windows(folder, split[1], T)
+    expected = [windows[window].tolist() for window in range(len(windows))]
+    for number, shard in enumerate(split[1].shards):
+        if number % 2:
+            os.utime(folder / shard.file, (1, 1))
+        else:
+            (folder / shard.file).write_bytes((folder / shard.file).read_bytes())
+    assert [windows[window].tolist() for window in range(len(windows))] == expected

@@ -54,7 +54,7 @@ def list_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) 
     for row in rows:
         print("  ".join([cell.rjust(width) for cell, width in zip(row, widths)] + [row[-1]]))
     for path in leftovers(folder):
-        print(f"{path.name}: {'of a save under way or cut short' if path.suffix == PARTIAL else 'not used any more'}")
+        print(f"{path.name}: {LEFT.get(path.suffix, 'not used any more')}")
 
 
 def verify_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) -> None:
@@ -107,6 +107,7 @@ def loss_of(manifest: Manifest) -> str:
     return "-" if manifest.validation_loss is None or math.isnan(manifest.validation_loss) else f"{manifest.validation_loss:.4f}"
 
 
+LEFT = {PARTIAL: "of a save under way or cut short", DAMAGED: "set aside as damaged; prune --damaged deletes it"}
 COMMANDS = {"list": list_checkpoints, "verify": verify_checkpoints, "prune": prune_checkpoints}
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The global order of the data: sample i of a run is one fixed window, whatever the layout."""
 
 import hashlib
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,39 +12,78 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchmars.data.shards import Split, count_windows
+from torchmars.data.shards import Split, check_shard, count_windows
+from torchmars.errors import UserError
 from torchmars.signals import ignore
+
+
+class ChangedData(UserError):
+    """A shard is not any more what it was when the run began. The message names it."""
 
 
 class Windows(Dataset):
     """The windows of a split: window w is tokens [w T, w T + T + 1) of its shards, end to end (T = `seq_len`).
 
-    The one token of overlap makes every token but the first a target once. Shards are memory-mapped, in each worker anew.
+    The one token of overlap makes every token but the first a target once. Make this before the shards are verified: each
+    read looks whether its shard has been written to since, and verifies it anew if so. Shards are not memory-mapped, since
+    one that is cut short would end the process by a bus error.
     """
 
     def __init__(self, folder: Path, split: Split, seq_len: int) -> None:
-        self.files = [folder / shard.file for shard in split.shards]
+        self.folder, self.shards = folder, split.shards
+        self.stamps = [_stamp(str(folder / shard.file)) for shard in split.shards]
         self.starts = np.cumsum([0] + [shard.tokens for shard in split.shards])
         self.seq_len = seq_len
-        self._maps: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return count_windows(int(self.starts[-1]), self.seq_len)
 
     def __getitem__(self, window: int) -> Tensor:
-        """Token ids [T + 1], int64."""
-        if self._maps is None:
-            self._maps = [np.memmap(file, dtype="<u2", mode="r") for file in self.files]
+        """Token ids [T + 1], int64. Raises `ChangedData`."""
         begin, end = window * self.seq_len, (window + 1) * self.seq_len + 1
         parts = []
-        for shard in range(np.searchsorted(self.starts, begin, side="right") - 1, len(self._maps)):
-            if self.starts[shard] >= end:
+        for shard in range(np.searchsorted(self.starts, begin, side="right") - 1, len(self.shards)):
+            first, last = self.starts[shard:shard + 2]
+            if first >= end:
                 break
-            parts.append(self._maps[shard][max(begin - self.starts[shard], 0):end - self.starts[shard]])
+            parts.append(self._read(shard, int(max(begin, first) - first), int(min(end, last) - first)))
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_maps": None}
+    def _read(self, shard: int, begin: int, end: int) -> np.ndarray:
+        """Tokens [begin, end) of a shard."""
+        file = str(self.folder / self.shards[shard].file)
+        while True:
+            data, stamp = _read_bytes(file, 2 * begin, 2 * end)
+            if stamp == self.stamps[shard] and len(data) == 2 * (end - begin):
+                return np.frombuffer(data, dtype="<u2")
+            try:
+                check_shard(self.shards[shard], self.folder)
+            except UserError as error:
+                raise ChangedData(f"the data changed while the run read them: {error}") from None
+            self.stamps[shard] = stamp  # only touched, or copied from the same
+
+
+Stamp = tuple[int, int] | None  # a file's size and the time of the last write to it; None where it cannot be read
+
+
+def _stamp(file: str | int) -> Stamp:
+    try:
+        stat = os.stat(file)
+        return stat.st_size, stat.st_mtime_ns
+    except OSError:
+        return None
+
+
+def _read_bytes(file: str, begin: int, end: int) -> tuple[bytes, Stamp]:
+    """Bytes [begin, end) of a file, or what there is of them, and its stamp once they were read."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            return os.pread(descriptor, end - begin, begin), _stamp(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return b"", None
 
 
 def window_of_sample(sample: int, n_windows: int, seed: int) -> int:
@@ -108,6 +148,8 @@ class Loader:
         self.rank, self.ranks = rank, ranks
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.position = 0
+        self.changed: ChangedData | None = None
+        """Why the batches are zeros."""
         self._batches: Iterator[Tensor] | None = None
         self._peeked: list[Tensor] | None = None
 
@@ -126,17 +168,35 @@ class Loader:
         self._batches = self._peeked = None
 
     def step(self) -> list[Tensor]:
-        """This rank's microbatches of the next global batch; `position` moves on past it."""
+        """This rank's microbatches of the next global batch; `position` moves on past it.
+
+        Where the data have changed they are zeros, since other ranks may not know it yet and expect this one to take part in
+        the step: look at `changed` before its results are used.
+        """
         batch = self.peek()
         self._peeked = None
         self.position += self.global_batch_size
         return batch
 
+    def check(self) -> None:
+        """Raise `ChangedData` where the batches are zeros."""
+        if self.changed is not None:
+            raise self.changed
+
     def peek(self) -> list[Tensor]:
         """The microbatches that the next `step` will return."""
         if self._peeked is None:
             count = self.global_batch_size // self.ranks // self.microbatch_size
-            self._peeked = [next(self._stream()) for _ in range(count)]
+            try:
+                self.check()
+                self._peeked = [next(self._stream()) for _ in range(count)]
+            except ChangedData as error:
+                self.changed = ChangedData(str(error).rpartition("ChangedData: ")[2].strip())  # a worker's has a traceback before it
+                # Its frames refer to the workers in a circle, and those do not end where the garbage collector comes for them.
+                error.with_traceback(None)
+                self.close()
+                zeros = torch.zeros(self.microbatch_size, self.windows.seq_len + 1, dtype=torch.int64)
+                self._peeked = [zeros] * count
         return self._peeked
 
     def _stream(self) -> Iterator[Tensor]:

@@ -1,12 +1,12 @@
 """The on-disk format: shards of uint16 tokens beside a JSON manifest that says what they hold.
 
-A folder has `manifest.json` and, for each split, files `train-00000.bin`, `validation-00000.bin` of little-endian
+A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files `train-00000.bin`, `validation-00000.bin` of little-endian
 uint16 tokens without a header. The manifest is written last, so a folder without one is unfinished.
 """
 
 import hashlib
 import json
-import shutil
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -17,8 +17,10 @@ import numpy as np
 from torchmars.config import DataConfig
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.errors import UserError
+from torchmars.files import PARTIAL, remove, sha256
 
-FORMAT = "torchmars-shards-1"
+FORMAT = "torchmars-shards-2"
+READ = ("torchmars-shards-1", FORMAT)  # the first did not know its validation_fraction
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 100_000_000
 
@@ -51,6 +53,7 @@ class Manifest:
     corpus: str
     files: list[str]
     splits: dict[str, Split]
+    validation_fraction: float | None = None
     format: str = FORMAT
 
     def fingerprint(self) -> str:
@@ -104,8 +107,9 @@ def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[s
     folder = folder.resolve()
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} holds files but no manifest.json: set data.path to a new or empty folder")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = folder.with_name(folder.name + PARTIAL)
+    if os.path.lexists(partial):
+        remove(partial)
     partial.mkdir(parents=True)
     train, validation = (ShardWriter(partial, name, shard_tokens) for name in SPLITS)
     held: np.ndarray | None = None  # the first document, until a second one shows that it need not be cut
@@ -126,7 +130,7 @@ def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[s
         raise UserError("the corpus has no text: check data.files")
 
     manifest = Manifest(tokenizer.name, tokenizer.vocab_size, config.corpus, config.files,
-                        {"train": train.close(), "validation": validation.close()})
+                        {"train": train.close(), "validation": validation.close()}, config.validation_fraction)
     (partial / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1) + "\n")
     if folder.exists():
         folder.rmdir()
@@ -155,7 +159,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / "manifest.json"
     try:
         raw = json.loads(path.read_text())
-        if raw["format"] != FORMAT:
+        if raw["format"] not in READ:
             raise ValueError(f"format {raw['format']!r}")
         splits = {name: Split(**split | {"shards": [Shard(**shard) for shard in split["shards"]]})
                   for name, split in raw["splits"].items()}
@@ -170,11 +174,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 def check_manifest(manifest: Manifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` where `folder` was prepared from something other than the config asks for."""
-    for key, wanted in (("tokenizer", config.tokenizer), ("corpus", config.corpus), ("files", config.files)):
-        found = getattr(manifest, key)
-        if found != wanted and (key != "files" or config.files):
+    for key in ("tokenizer", "corpus", "files", "validation_fraction"):
+        found, wanted = getattr(manifest, key), getattr(config, key)
+        unknown = key == "files" and not wanted or key == "validation_fraction" and found is None
+        if found != wanted and not unknown:
             raise UserError(f"{folder} was prepared with data.{key} = {json.dumps(found)}, the config says {json.dumps(wanted)}: "
-                            f"set data.path to another folder, or remove this one to prepare it anew")
+                            "set it back, set data.path to another folder, or remove this one to prepare it anew")
 
 
 def check_shards(manifest: Manifest, folder: Path, part: int = 0, parts: int = 1) -> None:
@@ -183,20 +188,22 @@ def check_shards(manifest: Manifest, folder: Path, part: int = 0, parts: int = 1
     Reads every byte; `parts` ranks can share the work, each taking the shards `part`, `part + parts`, ...
     """
     shards = [shard for split in manifest.splits.values() for shard in split.shards][part::parts]
-    remedy = f"restore it, or remove the folder {folder} to prepare it anew"
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        list(pool.map(lambda shard: check_shard(shard, folder), shards))
 
-    def check(shard: Shard) -> None:
-        path = folder / shard.file
+
+def check_shard(shard: Shard, folder: Path) -> None:
+    """Raise `UserError` where a shard is missing, truncated or altered, or cannot be read. Reads every byte."""
+    path, remedy = folder / shard.file, f"restore it, or remove the folder {folder} to prepare it anew"
+    try:
         if not path.is_file():
             raise UserError(f"the shard {path} is missing: {remedy}")
-        if path.stat().st_size != 2 * shard.tokens:
-            raise UserError(f"the shard {path} has {path.stat().st_size} bytes, its manifest says {2 * shard.tokens}: {remedy}")
-        with path.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != shard.sha256:
-                raise UserError(f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}")
-
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        list(pool.map(check, shards))
+        if (size := path.stat().st_size) != 2 * shard.tokens:
+            raise UserError(f"the shard {path} has {size} bytes, its manifest says {2 * shard.tokens}: {remedy}")
+        if sha256(path) != shard.sha256:
+            raise UserError(f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}")
+    except OSError as error:
+        raise UserError(f"the shard {path} cannot be read ({error.strerror}): {remedy}") from None
 
 
 def check_vocabulary(manifest: Manifest, rows: int, folder: Path) -> None:

@@ -1,0 +1,72 @@
+"""What files a corpus was tokenised from, and whether they are still the same: `sources.json` beside the shards."""
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchmars.config import DataConfig
+from torchmars.data.corpus import source_files
+from torchmars.errors import UserError
+from torchmars.files import sha256, write_durably
+
+NAME = "sources.json"
+
+
+@dataclass
+class Source:
+    """A file of a corpus: its size in bytes, when it was last written, and its SHA-256."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+def describe(file: Path) -> Source:
+    """A file as it is now. Raises `OSError`."""
+    stat = file.stat()
+    return Source(stat.st_size, stat.st_mtime_ns, sha256(file))
+
+
+def write(folder: Path, sources: dict[Path, Source]) -> None:
+    """Leave beside the shards in `folder` what they were made from."""
+    entries = {str(file): asdict(source) for file, source in sources.items()}
+    write_durably(folder / NAME, json.dumps(entries, indent=1) + "\n")
+
+
+def warning(config: DataConfig) -> str | None:
+    """A line on how the corpus differs from what the shards in data.path were made from; None where it does not.
+
+    It is no mistake: shards are all that a run needs, and a run that has begun must go on with them. So the text may also
+    have been put away: None where none of its files is there any more.
+    """
+    folder = Path(config.path)
+    try:
+        text = (folder / NAME).read_text(encoding="utf-8")
+        sources = {Path(name): Source(**entry) for name, entry in json.loads(text).items()}
+    except FileNotFoundError:  # prepared by an older version
+        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"warning   {folder / NAME} cannot be read ({error}): whether the corpus has changed is not known"
+    if not any(file.exists() for file in sources):
+        return None
+    changes = [f"{file} {what}" for file, source in sources.items() if (what := change(file, source))]
+    with contextlib.suppress(UserError):  # a pattern that matches nothing any more: its files are gone, as said
+        added = set(source_files(config)) - set(sources) if config.files else set()
+        changes += [f"{file} is new" for file in sorted(added)]
+    if not changes:
+        return None
+    some = ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
+    return (f"warning   the corpus is not what {folder} was made from: {some}. Runs read what was tokenised; "
+            "for the corpus as it is now set data.path to a new folder, and run.name to a new run")
+
+
+def change(file: Path, source: Source) -> str | None:
+    """What has become of a file since it was `source`; None where its content is the same. Reads it only if it was written to."""
+    try:
+        stat = file.stat()
+        if stat.st_size == source.size and (stat.st_mtime_ns == source.mtime_ns or sha256(file) == source.sha256):
+            return None
+        return "has changed"
+    except OSError:
+        return "is gone"
