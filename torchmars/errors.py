@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from torchmars.console import say
 
 EXIT_MISTAKE = 2
@@ -23,6 +25,10 @@ class UserError(Exception):
 
 class LostRank(Exception):
     """Another rank is gone, or never came. What happened to it is what matters; this says only where to look."""
+
+
+class NoTraffic(Exception):
+    """The ranks have met, but cannot exchange data. A mistake in the network's settings, or what another rank's death does."""
 
 
 @contextlib.contextmanager
@@ -46,9 +52,18 @@ def say_error(error: object) -> None:
     say(f"error: {' '.join(str(error).split())}", error=True)
 
 
+def report_failure(error: Exception) -> None:
+    """One line on stderr, and a file for this rank's launcher: it says last what failed first."""
+    get_error_handler().record_exception(error)
+    say_error(error)
+
+
 def last_word(code: int) -> int:
     """Leave this rank's exit code for its launcher, if there is one; the code that the process must then end with."""
     if LAST_WORD not in os.environ:
         return code
-    Path(os.environ[LAST_WORD]).write_text(str(code))
+    try:
+        Path(os.environ[LAST_WORD]).write_text(str(code))
+    except OSError:  # a launcher that is gone may have taken the folder along
+        return code
     return 0

@@ -3,32 +3,38 @@
 It first does what needs no ranks (prepare.py), unless that has been done, `--prepared`. It ends with the run's own exit code (torchrun makes 1 of every code, and starts ranks again after any but 0: so a rank that has said its last
 word leaves its code in a file and ends with 0), keeps what every rank prints (logs.py), and says last what the first rank that failed has said.
 
-Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 75 stopped by SIGTERM, SIGINT or SIGUSR1, saved, not complete: start
-it again; 70 a rank hung (1 where it is blocked outside Python); 128 + n ended by signal n; anything else: a crash.
+Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 75 stopped by SIGTERM, SIGINT, SIGHUP or SIGUSR1, saved, not complete: start
+it again; 70 a rank hung; 128 + n ended by signal n; anything else: a crash.
 """
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (RendezvousError, RendezvousHandler, RendezvousParameters,
+                                                  rendezvous_handler_registry)
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, determine_local_world_size, parse_args, parse_min_max_nnodes
 
 from torchmars.checkpoint.folder import run_folder
+from torchmars.config import Config
 from torchmars.config_file import load_config
 from torchmars.console import say
 from torchmars.errors import EXIT_HUNG, EXIT_MISTAKE, LAST_WORD, UserError, reported, say_error
-from torchmars.failures import Failure, failure_of, first_failure, lost_machines
+from torchmars.failures import Failure, Kind, failure_of, first_failure, hang_of, lost_machines
 from torchmars.logs import RankLogs
 from torchmars.parallel import mesh
 from torchmars.parallel.endpoint import find_endpoint
 from torchmars.prepare import prepare
+from torchmars.signals import LAUNCHER, stopping
+from torchmars.watchdog import hang_report, was_blocked
 
 SAVE_SECONDS = 3600  # how long ranks that were asked to stop may take to save; torch 2.11 does not know it, and ends them after 30
 
@@ -36,14 +42,14 @@ SAVE_SECONDS = 3600  # how long ranks that were asked to stop may take to save; 
 def main() -> None:
     with reported(), tempfile.TemporaryDirectory() as scratch:
         prepared, options = sys.argv[1:2] == ["--prepared"], sys.argv[1:]
-        args = parse_args(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT",
+        signals = ",".join(number.name for number in (*stopping(), signal.SIGQUIT))  # QUIT ends ranks at once
+        args = parse_args(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--signals-to-handle", signals,
                            "--log-dir", scratch, *options[prepared:]])
         nodes = parse_min_max_nnodes(args.nnodes)[1]
         config = load_config(args.training_script_args, "python -m torchmars.launch")
         if not prepared:
             prepare(config, nodes * determine_local_world_size(args.nproc_per_node), nodes)
-        last_word = Path(scratch) / "exit-code"
-        os.environ[LAST_WORD] = str(last_word)
+        os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store (torch 2.11 to 2.13 with gloo: every second restart fails).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -53,7 +59,8 @@ def main() -> None:
             args.local_addr = args.local_addr or address
             args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
         logs = RankLogs(run_folder(config) / "logs", Path(scratch), shown_ranks(args))
-        code = launch(args, logs, last_word)
+        os.environ[LAST_WORD] = str(logs.last_word)
+        code = launch(args, logs, config)
     sys.exit(code if code >= 0 else 128 - code)  # a negative code is the signal that ended the rank
 
 
@@ -65,43 +72,70 @@ def shown_ranks(args: argparse.Namespace) -> set[int]:
         raise UserError(f"LOG_RANK must be numbers of a machine's ranks, separated by commas, got {args.local_ranks_filter!r}") from None
 
 
-def launch(args: argparse.Namespace, logs: RankLogs, last_word: Path) -> int:
+def launch(args: argparse.Namespace, logs: RankLogs, run: Config) -> int:
     """Start the ranks and wait for their end; the exit code, negative for a signal."""
     config, command, arguments = config_from_args(args)
     config.logs_specs = logs
+    connected = threading.Event()
 
-    def end_if_not_met() -> None:
-        if not logs.launch:  # torchrun has started no rank
+    def connect(parameters: RendezvousParameters) -> RendezvousHandler:
+        parameters.backend = "c10d"
+        handler = rendezvous_handler_registry.create_handler(parameters)
+        connected.set()
+        return handler
+
+    def end_if_not_connected() -> None:
+        if not connected.is_set():
             os._exit(not_met(args, "whoever listens there does not answer"))
 
-    guard = threading.Timer(mesh.patience().total_seconds() + 3, end_if_not_met)  # it may wait without end for one that speaks another protocol
+    config.rdzv_backend = "torchmars"  # c10d, but seen to be connected
+    rendezvous_handler_registry.register(config.rdzv_backend, connect)
+    # It may wait without end for one that speaks another protocol.
+    guard = threading.Timer(mesh.patience().total_seconds() + 3, end_if_not_connected)
     guard.daemon = True
     guard.start()
+    failures, code = [], 0
     try:
         elastic_launch(config, command)(*arguments)
-        code = 0
     except ChildFailedError as error:
         logs.close()
-        code = say_first_failure([failure_of(rank, ended, list(logs.last[rank])) for rank, ended in error.failures.items()], logs)
-        last_word.unlink(missing_ok=True)
+        failures = failures_of(error, logs, run)
     except SignalException as error:
         code = 128 + error.sigval
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:
         reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-        code = say_first_failure([lost_machines(reason)], logs) if logs.launch else not_met(args, reason)
+        if not logs.launch and isinstance(error, RendezvousError):
+            return not_met(args, reason)
+        failures = [lost_machines(reason)]
     logs.close()
-    return int(last_word.read_text()) if last_word.exists() else code
+    word = logs.exit_code()
+    if word is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
+        return word
+    return say_first_failure(failures, logs) if failures else code
+
+
+def failures_of(error: ChildFailedError, logs: RankLogs, run: Config) -> list[Failure]:
+    """How the ranks of this machine ended that did not end well."""
+    hang, failures = run_folder(run) / "hang", []
+    for rank, ended in error.failures.items():
+        if ended.exitcode == EXIT_HUNG or was_blocked(hang, rank, ended.pid):
+            failures.append(hang_of(rank, ended, hang_report(hang, logs.ranks, run.guards.hang_seconds)))
+        else:
+            failures.append(failure_of(rank, ended, list(logs.last[rank])))
+    return failures
 
 
 def say_first_failure(ours: list[Failure], logs: RankLogs) -> int:
     """Say which rank failed first, on whichever machine, and what it said; its exit code."""
     first = first_failure(ours, logs)
-    if first.code in (EXIT_MISTAKE, EXIT_HUNG):  # those have said it
-        return first.code
-    if first.consequence:
-        say_error(first.message.splitlines()[-1].removeprefix("LostRank: "))
-    else:
+    if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE:
+        pass  # the rank has said it
+    elif first.kind == Kind.CAUSE:
         say(f"error: rank {first.rank} on {first.node} failed first; all it printed is in {logs.file(first.rank)}:\n{first.message}", error=True)
+    elif not first.message.startswith("error: "):
+        say_error(first.message.splitlines()[-1])
+    elif not logs.have_shown(first.message):
+        say(first.message, error=True)
     return first.code
 
 

@@ -6,17 +6,19 @@ Exit codes: see torchmars/launch.py.
 
 import sys
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchmars.config_file import load_config
-from torchmars.errors import LostRank, last_word, reported, say_error
+from torchmars.errors import LostRank, last_word, report_failure, reported
 from torchmars.parallel import mesh
+from torchmars.signals import follow_launcher
 from torchmars.startup import compare_ranks
 from torchmars.trainer import Trainer
 
 
 @record
 def main() -> None:
+    follow_launcher()
     with reported(quiet=mesh.local_rank() != 0):  # a mistake that one machine alone may find: the launcher must end the others
         config = load_config(sys.argv[1:], "python -m torchmars.train")
         mesh.check_devices()
@@ -31,8 +33,7 @@ def main() -> None:
     except SystemExit as exit:
         code = exit.code
     except LostRank as error:  # a line instead of a traceback
-        get_error_handler().record_exception(error)
-        say_error(error)
+        report_failure(error)
         sys.exit(1)
     finally:
         mesh.stop()

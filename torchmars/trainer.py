@@ -22,7 +22,7 @@ from torchmars.data.loader import Loader, Windows, validation_batches
 from torchmars.data.shards import SPLITS, check_shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.errors import EXIT_STOPPED, UserError
-from torchmars.files import lock, write_durably
+from torchmars.files import is_gone, lock, write_durably
 from torchmars.generate import sample_text
 from torchmars.guards import SpikeGuard
 from torchmars.loss import backward, token_losses
@@ -80,7 +80,8 @@ class Trainer:
         self.changes: list[str] = []  # of the config, since the checkpoint
         self.without_last_grad: list[Tensor] = []  # what starts from state of another optimizer or other data
         state.seed_rng(config.run.seed, 0, layout.rank)
-        layout.on_first(lambda: lock(run_folder(config) / "lock", f"training the run {run_folder(config)}"))
+        self.lock = run_folder(config) / "lock"
+        layout.on_first(lambda: lock(self.lock, f"training the run {run_folder(config)}"))
         self.origin = self.resume()
 
     def resume(self) -> str | None:
@@ -153,8 +154,12 @@ class Trainer:
             self.validate()
         while self.step < last:
             made = self.train_step()
-            signalled, overdue, changed = self.layout.any(self.signals.received is not None, self.saver.overdue(),
-                                                          self.loader.changed is not None)
+            signalled, overdue, changed, gone = self.layout.any(
+                self.signals.received is not None, self.saver.overdue(),
+                self.loader.changed is not None, self.layout.first and is_gone(self.lock))
+            if gone:
+                raise UserError(f"{self.lock} is gone after step {self.step}: the run folder was deleted, moved or unmounted "
+                                "while the run went on. Put it back, and start the run again")
             if changed:  # the step is worth nothing, and nothing of it was reported or saved
                 self.layout.agree(self.loader.check)
             if made is None:

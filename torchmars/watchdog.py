@@ -15,23 +15,25 @@ import torch._C._distributed_c10d as c10d
 
 from torchmars.console import say
 from torchmars.errors import EXIT_HUNG, UserError
+from torchmars.parallel import mesh
 from torchmars.parallel.mesh import Layout
 
 PACKAGE = str(Path(__file__).parent)
-GRACE_SECONDS = 5.0  # for the other ranks to notice too
+GRACE_SECONDS = 10.0  # for the other ranks to notice too
+BLOCKED = "Timeout ("  # so the interpreter's own watchdog begins
 
 
 class Watchdog:
     """`with Watchdog(...) as watchdog:` ends the process with code 70 once `seconds` have passed since the last `watchdog.beat`.
 
     Before that, each rank writes the stacks of its threads to `folder`/rank-00000.txt and what torch's flight recorder has of collectives to
-    `folder`/flight_0, which `torchfrtrace` reads; the first rank prints a line for each rank. 0 seconds: it watches nothing.
+    `folder`/flight_0, which `torchfrtrace` reads; the first rank that can prints a line for each rank. 0 seconds: it watches nothing.
     """
 
     def __init__(self, folder: Path, layout: Layout, seconds: float, aside: str) -> None:
         """`aside` names a process group whose collectives are another thread's: a save's."""
         self.folder, self.layout, self.seconds, self.aside = folder, layout, seconds, aside
-        self.file = self._file(layout.rank)
+        self.file = file_of(folder, layout.rank)
         self.on_gpu = layout.device.type == "cuda"
         self.ended = threading.Event()
         self.beat("the first step")
@@ -61,6 +63,7 @@ class Watchdog:
             for old in (self.file, self._flight()):
                 old.unlink(missing_ok=True)
             self.stream = self.file.open("w")
+            print(f"process {os.getpid()} on {mesh.node()}", file=self.stream, flush=True)
         except OSError as error:
             raise UserError(f"cannot write to {self.folder}: {error.strerror}: make room, or set run.folder to a folder you can write") from None
 
@@ -80,8 +83,11 @@ class Watchdog:
                     os._exit(EXIT_HUNG)
 
     def _arm(self) -> None:
-        """Where not even the watching thread gets its turn, the interpreter's own watchdog writes the stacks and ends the process with 1."""
-        faulthandler.dump_traceback_later(self.seconds + GRACE_SECONDS, exit=True, file=self.stream)
+        """Where not even the watching thread gets its turn, the interpreter's own watchdog writes the stacks and ends the process with 1.
+
+        By then the other ranks have said where they stand. The launcher makes 70 of the 1.
+        """
+        faulthandler.dump_traceback_later(self.seconds + 3 * GRACE_SECONDS, exit=True, file=self.stream)
 
     def _report(self) -> None:
         main = sys._current_frames()[threading.main_thread().ident]
@@ -90,19 +96,18 @@ class Watchdog:
             print(mine, file=self.stream, flush=True)
             faulthandler.dump_traceback(self.stream)
             self._flight().write_bytes((c10d._dump_nccl_trace if self.on_gpu else c10d._dump_fr_trace)())
-        if not self.layout.first:
-            time.sleep(2 * GRACE_SECONDS)  # the first rank must have read and printed before the launcher sees a rank end
-            return
-        time.sleep(GRACE_SECONDS)
-        say(f"error: no step for guards.hang_seconds = {self.seconds:g} s; stacks are in {self.folder}:", error=True)
-        for rank in range(self.layout.size):
-            say(f"  {mine if rank == self.layout.rank else self._word_of(rank)}", error=True)
+        silent = self._wait_for_others()
+        if self.layout.rank == min(set(range(self.layout.size)) - silent, default=0):
+            say(hang_report(self.folder, self.layout.size, self.seconds), error=True)
 
-    def _word_of(self, rank: int) -> str:
-        """What another rank wrote of itself."""
-        with contextlib.suppress(OSError, IndexError):
-            return self._file(rank).read_text().splitlines()[0]
-        return f"rank {rank}: no word; it is dead or blocked outside Python"
+    def _wait_for_others(self) -> set[int]:
+        """Wait until every rank has written its word; those that do not."""
+        silent, deadline = set(range(self.layout.size)) - {self.layout.rank}, time.monotonic() + GRACE_SECONDS
+        while silent := {rank for rank in silent if word_of(self.folder, rank) is None}:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        return silent
 
     def _recorded(self) -> list[dict[str, Any]]:
         """The collectives of this rank, without those of the save thread, by torch's flight recorder (private API, torch 2.11 to 2.13)."""
@@ -110,11 +115,47 @@ class Watchdog:
             c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
         return [entry for entry in json.loads(dump).get("entries", []) if entry["process_group"][0] != self.aside]
 
-    def _file(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank:05d}.txt"
-
     def _flight(self) -> Path:
         return self.folder / f"flight_{self.layout.rank}"
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Where a rank writes its process, its word once it finds a hang, and its stacks."""
+    return folder / f"rank-{rank:05d}.txt"
+
+
+def lines_of(folder: Path, rank: int) -> list[str]:
+    """The lines of a rank's file; none where there is no file."""
+    with contextlib.suppress(OSError):
+        return file_of(folder, rank).read_text(errors="replace").splitlines()
+    return []
+
+
+def word_of(folder: Path, rank: int) -> str | None:
+    """What a rank that has found a hang wrote of itself."""
+    return next((line for line in lines_of(folder, rank) if line.startswith(f"rank {rank}: ")), None)
+
+
+def was_blocked(folder: Path, rank: int, process: int) -> bool:
+    """Whether this process of a rank was ended by the interpreter's own watchdog."""
+    first, *rest = lines_of(folder, rank) or [""]
+    return first.startswith(f"process {process} on ") and any(line.startswith(BLOCKED) for line in rest)
+
+
+def hang_report(folder: Path, ranks: int, seconds: float) -> str:
+    """Where each rank stands, in lines, by what the ranks left in `folder`."""
+    lines = [f"error: no step for guards.hang_seconds = {seconds:g} s; stacks are in {folder}:"]
+    return "\n  ".join(lines + [word_of(folder, rank) or silence_of(folder, rank) for rank in range(ranks)])
+
+
+def silence_of(folder: Path, rank: int) -> str:
+    """What is known of a rank that wrote no word."""
+    lines = lines_of(folder, rank)
+    if any(line.startswith(BLOCKED) for line in lines):
+        last_thread = max(number for number, line in enumerate(lines) if "most recent call first" in line)
+        return f"rank {rank}: blocked outside Python in {lines[last_thread + 1].strip()}"  # the main thread
+    process = lines[0] if lines else "its process"
+    return f"rank {rank}: no word; {process} is stopped, dead or blocked outside Python"
 
 
 def where(frame: Any, recorded: list[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmars.config import ParallelismConfig
 from torchmars.console import say
-from torchmars.errors import EXIT_MISTAKE, LostRank, UserError, last_word, say_error
+from torchmars.errors import EXIT_MISTAKE, LostRank, NoTraffic, UserError, report_failure
 
 T = TypeVar("T")
 CLOSED = re.compile("closed by peer|reset by peer|broken pipe|likely closed", re.IGNORECASE)  # what becomes of a connection whose other end has died
@@ -176,9 +176,11 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
 def _network_check() -> Iterator[None]:
     """End the process with one line where the body, the first traffic between the ranks, fails or takes too long: it has no time limit of its own."""
     def give_up(reason: str) -> None:
-        say_error(f"{node()}: the ranks have met, but cannot exchange data ({reason}): set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the "
-                  "network interface that connects the machines, and see that no firewall is between them")
-        os._exit(last_word(EXIT_MISTAKE))
+        report_failure(NoTraffic(
+            f"{node()}: the ranks have met, but cannot exchange data ({reason}): "
+            "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
+            "that connects the machines, and see that no firewall is between them"))
+        os._exit(EXIT_MISTAKE)  # the launcher ends the others, and asks whether a rank elsewhere has died
 
     late = threading.Timer(patience().total_seconds(), give_up, [f"nothing has come in {patience().total_seconds():g} s"])
     late.daemon = True
