@@ -2,13 +2,12 @@
 
 import json
 import threading
-import time
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchmars import failures
-from torchmars.failures import failure_of, first_failure, lost_machines
+from torchmars.failures import failure_of, first_failure, hang_of, lost_machines
 from torchmars.logs import RankLogs
 
 
@@ -53,14 +52,60 @@ def test_machines_tell_each_other(tmp_path):
     assert failure.rank == 2 and failure.message.endswith("boom")
 
 
+class Clock:
+    """A clock that only sleeping moves on."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    time = monotonic
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(failures, "time", Clock())
+    return failures.time
+
+
 @pytest.mark.parametrize("writable", [True, False])
-def test_a_machine_that_hears_nothing_does_not_wait_for_ever(tmp_path, monkeypatch, writable):
-    monkeypatch.setattr(failures, "WAIT_SECONDS", 0.5)
+def test_a_machine_that_hears_nothing_does_not_wait_for_ever(tmp_path, clock, writable):
     if not writable:
         (tmp_path / "logs").write_text("a file where the folder should be")
-    began = time.monotonic()
     assert first(tmp_path, ended(tmp_path, 0, 1, CLOSED, at=10)).consequence
-    assert time.monotonic() - began < 5
+    assert clock.now == pytest.approx(failures.WAIT_SECONDS if writable else 0, abs=0.5)
+
+
+NO_TRAFFIC = "NoTraffic: n1: the ranks have met, but cannot exchange data (nothing has come in 45 s): set GLOO_SOCKET_IFNAME, ..."
+
+
+def test_a_network_that_carries_nothing_is_the_verdict_unless_a_rank_has_died_elsewhere(tmp_path, clock, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    verdict = first(tmp_path, ended(tmp_path, 0, 1, CLOSED, at=10), ended(tmp_path, 1, 2, NO_TRAFFIC, at=11))
+    assert (verdict.code, verdict.message) == (2, NO_TRAFFIC.replace("NoTraffic", "error")) and clock.now > 0
+    began = clock.now
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")  # all machines have said the same: none waits for a cause
+    assert first(tmp_path, ended(tmp_path, 2, 2, NO_TRAFFIC, at=9)).code == 2 and clock.now < began + 1
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    assert first(tmp_path, ended(tmp_path, 4, -9)).code == -9
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert first(tmp_path, ended(tmp_path, 0, 2, NO_TRAFFIC, at=11)).rank == 4
+
+
+def test_a_hang_comes_before_the_kill_of_the_rank_that_did_not_end(tmp_path, clock):
+    """Torchrun kills a stopped rank 30 s after it has asked it to end."""
+    logs = RankLogs(tmp_path / "logs", tmp_path / "scratch", {0})
+    _, hung = ended(tmp_path, 1, 70)
+    _, killed = ended(tmp_path, 0, -9)
+    hung.timestamp, killed.timestamp = 100, 130
+    ours = [failure_of(0, killed, ["the last line"]), hang_of(1, hung, "error: no step for ...\n  rank 0: ...")]
+    failure = first_failure(ours, logs)
+    assert (failure.code, failure.rank) == (70, 1) and failure.message.startswith("error: no step")
 
 
 def test_a_machine_that_has_lost_the_others_says_what_they_say(tmp_path):

@@ -1,14 +1,16 @@
 """One process at a time trains a run."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from torchmars.errors import UserError
-from torchmars.files import lock
+from torchmars.files import is_gone, lock
 
 ROOT = Path(__file__).parents[1]
 HOLDS = """
@@ -16,21 +18,39 @@ import os, sys, time
 from pathlib import Path
 from torchmars.files import lock
 lock(Path(sys.argv[1]) / "lock", "training")
-if os.fork() == 0:  # a helper that outlives it, as one that reads data may
-    time.sleep(30)
+helper = os.fork()
+if helper == 0:  # it outlives this one, as one that reads data may
+    time.sleep(1000)
     os._exit(0)
-print("locked", flush=True)
+print("locked", helper, flush=True)
 sys.stdin.read()
 """
 
 
 def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path, capsys):
     holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == "locked\n"
-    with pytest.raises(UserError, match="another process is training: stop it"):
-        lock(tmp_path / "lock", "training", patience=0.1)
-    assert "waiting for another process that is training" in capsys.readouterr().out
-    holder.kill()
-    began = time.monotonic()
-    lock(tmp_path / "lock", "training", patience=20)
-    assert time.monotonic() - began < 10
+    said, helper = holder.stdout.readline().split()
+    assert said == "locked"
+    try:
+        with pytest.raises(UserError, match="another process is training: stop it") as refused:
+            lock(tmp_path / "lock", "training", patience=0.1)
+        assert "waiting for another process that is training" in capsys.readouterr().out
+        owner = rf"\(process {holder.pid} on {re.escape(os.uname().nodename)}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\)"
+        assert re.search(owner, str(refused.value))
+        holder.kill()
+        lock(tmp_path / "lock", "training", patience=300)  # the helper would keep it for longer
+        assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+    finally:
+        holder.kill()
+        os.kill(int(helper), signal.SIGKILL)
+
+
+def test_a_file_is_gone_only_where_that_is_known(tmp_path):
+    file = tmp_path / "run" / "lock"
+    assert is_gone(file)
+    file.parent.mkdir()
+    file.touch()
+    assert not is_gone(file)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert not is_gone(loop / "lock")  # an error that says nothing of the file

@@ -132,10 +132,10 @@ def say_first_failure(ours: list[Failure], logs: RankLogs) -> int:
         pass  # the rank has said it
     elif first.kind == Kind.CAUSE:
         say(f"error: rank {first.rank} on {first.node} failed first; all it printed is in {logs.file(first.rank)}:\n{first.message}", error=True)
-    elif not first.message.startswith("error: "):
-        say_error(first.message.splitlines()[-1])
-    elif not logs.have_shown(first.message):
+    elif first.message.startswith("error: "):
         say(first.message, error=True)
+    else:
+        say_error(first.message.splitlines()[-1])
     return first.code
 
 

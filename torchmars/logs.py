@@ -27,7 +27,6 @@ class RankLogs(DefaultLogsSpecs):
         super().__init__(log_dir=str(scratch))
         self.folder, self.shown = folder, shown
         self.last: dict[int, deque[str]] = {}  # lines of each rank
-        self.on_console: set[int] = set()  # ranks
         self.machines = self.ranks = 1
         self.launch = ""  # the same on all machines, another one at each start of the ranks
         self.last_word = scratch / "exit-code"  # what a rank that knows how the run ends writes
@@ -39,7 +38,6 @@ class RankLogs(DefaultLogsSpecs):
         """Torchrun asks this before each start of its ranks, of which `envs` are the environments."""
         places = super().reify(envs)
         self.last_word.unlink(missing_ok=True)  # of the start before
-        self.on_console.clear()
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
         for local, env in envs.items():
@@ -47,8 +45,6 @@ class RankLogs(DefaultLogsSpecs):
             rank, self.machines = int(env["RANK"]), int(env["GROUP_WORLD_SIZE"])
             self.ranks = int(env["WORLD_SIZE"])
             self.last[rank] = deque(maxlen=LAST_LINES)
-            if local in self.shown:
-                self.on_console.add(rank)
             for number, streams in ((1, places.stdouts), (2, places.stderrs)):
                 streams[local] = f"{places.error_files[local]}.{number}"
                 os.mkfifo(streams[local])
@@ -62,11 +58,6 @@ class RankLogs(DefaultLogsSpecs):
     def file(self, rank: int) -> Path:
         """Where the output of a rank is kept."""
         return self.folder / f"rank-{rank:05d}.log"
-
-    def have_shown(self, text: str) -> bool:
-        """Whether the console has the end of `text` among the last lines of one rank."""
-        end = set(text.splitlines()[-LAST_LINES:])
-        return any(end <= set(self.last[rank]) for rank in self.on_console)
 
     def exit_code(self) -> int | None:
         """The run's exit code as a rank of this machine has left it, if one has."""
