@@ -1,7 +1,9 @@
 """Loss spikes, gradients that are not finite, the end of the data, a rank that hangs."""
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -110,40 +112,87 @@ def test_the_end_of_the_data_begins_another_epoch_and_is_told(tables, tmp_path):
     assert out.count("epoch ") == 1 and out.index("step  95/100") < out.index("epoch 2 begins: the data has been read 1 times") < out.index("step  96/100")
 
 
+# HANG says how each rank hangs in the fourth step. The steps before may take as long as they like.
 HANGING_RUN = """
-import os, time
+import ctypes, os, signal, time
 import torchmars.watchdog
 from torchmars.data.loader import Windows
 from torchmars.train import main
+from torchmars.watchdog import Watchdog
+
+how = os.environ["HANG"].split()[int(os.environ["RANK"])]
+torchmars.watchdog.GRACE_SECONDS = float(os.environ["GRACE"].split()[int(os.environ["RANK"])])
+
+def beat(self, doing):
+    global hangs
+    hangs = doing == "step 4"
+    original_beat(self, doing)
+    self.seconds = 3.0 if hangs else 10000.0
+    if hangs:
+        self._arm()
 
 def read(self, window):
-    global reads
-    reads += 1
-    if os.environ["RANK"] == "1" and reads > 3 * 8:  # in the fourth step
-        time.sleep(1000)
-    return original(self, window)
+    if hangs and how == "sleep":
+        time.sleep(10000)
+    if hangs and how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if hangs and how == "block":
+        ctypes.PyDLL(None).sleep(10000)  # no other thread of Python gets its turn
+    return original_read(self, window)
 
-original, reads = Windows.__getitem__, 0
-Windows.__getitem__ = read
-torchmars.watchdog.GRACE_SECONDS = 1.0
+original_read, Windows.__getitem__ = Windows.__getitem__, read
+original_beat, Watchdog.beat = Watchdog.beat, beat
 main()
 """
 
 
-def test_a_rank_that_hangs_is_found_and_every_rank_tells_where_it_stands(tmp_path):
-    write_text(tmp_path)
-    config = tiny_config(tmp_path, guards={"hang_seconds": 3.0})
-    write_config(config, tmp_path / "hang.toml")
-    script = tmp_path / "hang.py"
+@contextlib.contextmanager
+def hanging(folder, how, grace):
+    """The launcher of a run whose ranks hang, and the folder in which they say where."""
+    ranks = len(how.split())
+    write_text(folder)
+    config = tiny_config(folder, guards={"hang_seconds": 3.0}, training={"global_batch_size": 4 * ranks})
+    write_config(config, folder / "hang.toml")
+    script = folder / "hang.py"
     script.write_text(HANGING_RUN)
-    began = time.monotonic()
-    ended = subprocess.run([sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path / "hang.toml")],
-                           cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == EXIT_HUNG, ended.stderr
-    assert time.monotonic() - began < 40
-    report = ended.stderr[ended.stderr.index("error: no step for guards.hang_seconds = 3 s"):]
+    process = subprocess.Popen([sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", str(ranks), str(script), str(folder / "hang.toml")],
+                               cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RDZV_TIMEOUT": "300", "HANG": how, "GRACE": grace})
+    try:
+        yield process, Path(config.run.folder) / config.run.name / "hang"
+    finally:
+        process.kill()
+
+
+def test_a_rank_that_hangs_is_found_and_every_rank_tells_where_it_stands(tmp_path):
+    with hanging(tmp_path, "not sleep", "600 600") as (process, folder):
+        _, err = process.communicate(timeout=900)  # the rank sleeps for longer
+    assert process.returncode == EXIT_HUNG, err
+    report = err[err.index("error: no step for guards.hang_seconds = 3 s"):]
     assert re.search(r"rank 0: \d+ s in step 4: waiting in the collective gloo:\w+ number \d+ of group \d+, sizes .*; called from", report)
     assert re.search(r"rank 1: \d+ s in step 4: in read \(.*hang.py:\d+\), in no collective; the last was gloo:", report)
-    folder = Path(config.run.folder) / config.run.name / "hang"  # with no group of a save's among the collectives
+    # with no group of a save's among the collectives
     assert "time.sleep" not in (folder / "rank-00000.txt").read_text() and "in read" in (folder / "rank-00001.txt").read_text()
     assert (folder / "flight_0").stat().st_size and (folder / "flight_1").stat().st_size
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_ranks_that_are_blocked_outside_python_are_found_by_the_others(tmp_path):
+    """Also where the first rank is one of them. The interpreter ends the last one, once the second has said where it stands."""
+    with hanging(tmp_path, "stop not block", "1 1 5") as (process, folder):
+        while "Timeout (" not in text_of(folder / "rank-00002.txt"):
+            assert process.poll() is None
+            time.sleep(0.1)
+        stopped = int(text_of(folder / "rank-00000.txt").split()[1])
+        os.kill(stopped, signal.SIGKILL)  # torchrun does so 30 s later
+        _, err = process.communicate(timeout=900)
+    assert process.returncode == EXIT_HUNG, err
+    report = err[err.rindex("error: no step for guards.hang_seconds = 3 s"):].splitlines()
+    assert len(report) == 4 and f"rank 0: no word; process {stopped} on " in report[1]
+    assert re.search(r"rank 1: \d+ s in step 4: waiting in the collective gloo:", report[2])
+    assert re.search(r"rank 2: blocked outside Python in File .*hang.py\", line \d+ in read", report[3])
+    assert report[2] in (folder.parent / "logs" / "rank-00001.log").read_text()  # it has said so itself
+
+
+def text_of(file):
+    return file.read_text() if file.exists() else ""

@@ -1,11 +1,12 @@
 """The same run on every layout, and what a run reports."""
 
 import itertools
+import shutil
 
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import metrics, tiny_tables, train, train_here, write_text
+from tests.tiny import metrics, run_folder_of, tiny_tables, train, train_here, write_text
 from torchmars import trainer
 from torchmars.errors import UserError
 from torchmars.loss import backward
@@ -94,6 +95,28 @@ def test_a_run_that_only_skips_stops(tmp_path):
     errors = run_ranks(broken_from_step_3, 2, tables, timeout=60)
     assert errors[0] == errors[1] and "the last 10 steps up to 12 were skipped" in errors[0]
     assert metrics(tables, "train/skipped_steps") == {1: 0, 4: 2, 8: 6, 12: 10}
+
+
+def without_its_folder(tables):
+    """Train; the run's folder is deleted after step 3. What this rank is told."""
+    report = trainer.Trainer.report
+
+    def then_delete(self, *made):
+        report(self, *made)
+        if self.step == 3 and self.layout.first:
+            shutil.rmtree(run_folder_of(tables))
+
+    trainer.Trainer.report = then_delete
+    return fails(tables)
+
+
+def test_a_run_whose_folder_vanishes_ends_and_names_it(tmp_path):
+    """It does not make the folder again, at the next save, as if nothing had been lost."""
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, checkpoint={"interval": 5})
+    for error in run_ranks(without_its_folder, 2, tables):
+        assert error.startswith(f"{run_folder_of(tables)}/lock is gone after step 3: the run folder was deleted, moved or unmounted")
+    assert not run_folder_of(tables).exists()
 
 
 def test_telemetry_is_in_the_metrics(tmp_path):
