@@ -137,7 +137,10 @@ def read(self, window):
     if hangs and how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if hangs and how == "block":
-        ctypes.PyDLL(None).sleep(10000)  # no other thread of Python gets its turn
+        c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(1000)
+        c.pthread_mutex_init(mutex, None)
+        c.pthread_mutex_lock(mutex)
+        c.pthread_mutex_lock(mutex)  # for ever, and no other thread of Python gets its turn
     return original_read(self, window)
 
 original_read, Windows.__getitem__ = Windows.__getitem__, read
@@ -179,7 +182,7 @@ def test_a_rank_that_hangs_is_found_and_every_rank_tells_where_it_stands(tmp_pat
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
 def test_ranks_that_are_blocked_outside_python_are_found_by_the_others(tmp_path):
     """Also where the first rank is one of them. The interpreter ends the last one, once the second has said where it stands."""
-    with hanging(tmp_path, "stop not block", "1 1 5") as (process, folder):
+    with hanging(tmp_path, "stop not block", "1 1 4") as (process, folder):
         while "Timeout (" not in text_of(folder / "rank-00002.txt"):
             assert process.poll() is None
             time.sleep(0.1)
