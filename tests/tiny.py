@@ -5,12 +5,22 @@ import io
 import json
 from pathlib import Path
 
+import pytest
+import torch
+
 from tests.ranks import run_ranks
 from torchmars.config import Config
 from torchmars.config_file import config_from_tables, config_text
 from torchmars.errors import UserError
 from torchmars.parallel import mesh
 from torchmars.trainer import Trainer
+
+
+def set_bfloat16(fast: bool, patch: pytest.MonkeyPatch) -> None:
+    """Let torch say that this process's CPU has instructions for bfloat16, or has none."""
+    patch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    patch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
+    patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
 
 
 def write_text(folder: Path, documents: int = 40, words: int = 300) -> Path:
@@ -73,6 +83,17 @@ def listen_here(tables: dict[str, dict]) -> str:
 def listen(size: int, tables: dict[str, dict]) -> str:
     """Train the run of `tables` on `size` ranks; what the first one printed."""
     return run_ranks(listen_here, size, tables)[0]
+
+
+def listen_on(fast: list[bool], *runs: dict[str, dict]) -> list[str]:
+    """Train runs on ranks whose CPUs are `fast` at bfloat16, or not; what the first rank printed of each."""
+    return run_ranks(_listen_on, len(fast), fast, *runs)[0]
+
+
+def _listen_on(fast: list[bool], *runs: dict[str, dict]) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        set_bfloat16(fast[mesh.rank()], patch)
+        return [listen_here(tables) for tables in runs]
 
 
 def train(size: int, *runs: dict[str, dict]) -> None:

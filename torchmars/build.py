@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchmars.config import Config, TrainingConfig
+from torchmars.config import Config
 from torchmars.errors import UserError
 from torchmars.models import GPT2, build_model, model_args
 from torchmars.optim import MARS, param_groups
@@ -20,11 +20,8 @@ def build_optimizer(config: Config, model: nn.Module) -> MARS:
     optimizer = config.optimizer
     try:
         return MARS(param_groups(model, **optimizer.settings()), max_grad_norm=config.training.max_grad_norm or None,
-                    exact=optimizer.mode == "exact", last_grad_dtype=getattr(torch, optimizer.last_grad_dtype), overlap=optimizer.overlap)
+                    exact=optimizer.mode == "exact", overlap=optimizer.overlap,
+                    last_grad_dtype=getattr(torch, optimizer.last_grad_dtype),
+                    matrix_dtype=optimizer.matrix_dtype)
     except ValueError as error:
         raise UserError(f"optimizer: {error}") from None
-
-
-def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
-    """training.dtype, with "auto" resolved for the device."""
-    return getattr(torch, {"cuda": "bfloat16", "cpu": "float32"}[device.type] if config.dtype == "auto" else config.dtype)

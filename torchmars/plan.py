@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from torchmars.build import compute_dtype
 from torchmars.config import Config
 from torchmars.config_file import load_config, take_count
 from torchmars.data.shards import Manifest, read_manifest
 from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.dtypes import resolve_dtypes
 from torchmars.errors import UserError, reported
+from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel import mesh
 from torchmars.parallel.mesh import Layout
 from torchmars.simulation import Simulation, simulate_step
@@ -51,6 +52,8 @@ def make_plan(config: Config, world_size: int, per_node: int, rank: int = 0) -> 
     if per_node and world_size > per_node and world_size % per_node:
         raise UserError(f"--world-size {world_size} does not fill machines of --gpus-per-node {per_node}: choose a multiple of {per_node}")
     layout = mesh.simulate(config.parallelism, world_size, rank, torch.device("cuda" if per_node else "cpu"))
+    fast = per_node > 0 or multiplies_bfloat16(layout.device)  # CPUs are taken to be like this one
+    config = resolve_dtypes(config, layout.device, fast)
     folder = Path(config.data.path)
     data = read_manifest(folder) if (folder / "manifest.json").exists() else None
     vocab_size = data.vocab_size if data else TOKENIZERS[config.data.tokenizer].vocab_size
@@ -105,7 +108,7 @@ class Plan:
         """The plan, for the console."""
         simulation = self.simulation
         sections = {"memory": self._memory(), "disk": self._disk(), "wire": self._wire(), "owners": self._owners(), "tokens": self._tokens()}
-        lines = summary(self.config, self.layout, simulation.model, simulation.optimizer, compute_dtype(self.config.training, self.layout.device))
+        lines = summary(self.config, self.layout, simulation.model, simulation.optimizer)
         for name, told in sections.items():
             lines += [f"{'' if number else name:<9} {line}" for number, line in enumerate(told)]
         return lines + [f"warning   {text}" for text in self.warnings()]

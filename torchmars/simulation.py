@@ -17,7 +17,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # private
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
 
-from torchmars.build import build_meta_model, build_optimizer, compute_dtype
+from torchmars.build import build_meta_model, build_optimizer
 from torchmars.checkpoint.state import training_state
 from torchmars.config import Config
 from torchmars.loss import backward
@@ -69,10 +69,13 @@ class Simulation:
 
 
 def simulate_step(config: Config, layout: Layout, vocab_size: int) -> Simulation:
-    """Make one step of the rank that `layout`, made by `mesh.simulate`, stands for. Raises `UserError` where the config does not fit it."""
+    """Make one step of the rank that `layout`, made by `mesh.simulate`, stands for.
+
+    `config` is one with resolved dtypes. Raises `UserError` where it does not fit the layout.
+    """
     microbatch_size, accumulation_steps = config.training.microbatches(layout.size)
     model = build_meta_model(config, vocab_size)
-    parallelize(model, layout.mesh, compute_dtype(config.training, layout.device), compile=False)
+    parallelize(model, layout.mesh, getattr(torch, config.training.dtype), compile=False)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model.to_empty(device="cpu")

@@ -2,25 +2,27 @@
 
 from typing import Any
 
-import torch
-
 from torchmars.config import Config
 from torchmars.models import GPT2
 from torchmars.optim import MARS
 from torchmars.parallel.mesh import Layout
 
 
-def summary(config: Config, layout: Layout, model: GPT2, optimizer: MARS, dtype: torch.dtype) -> list[str]:
-    """The model, how it is laid out, what a step takes and who updates what."""
+def summary(config: Config, layout: Layout, model: GPT2, optimizer: MARS) -> list[str]:
+    """The model, how it is laid out, what a step takes and who updates what.
+
+    `config` is one with resolved dtypes.
+    """
     training, args = config.training, model.args
     microbatch_size, accumulation_steps = training.microbatches(layout.size)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    matrices = f", matrices in {config.optimizer.matrix_dtype}" if optimizer.owner_loads else ""
     return [f"model     {config.model.name} {config.model.size}: {parameters:,} parameters, {args.n_layer} layers, {args.n_head} heads, "
             f"width {args.n_embd}, vocabulary {args.vocab_size}",
-            f"layout    {layout.describe()}, {str(dtype).removeprefix('torch.')} compute",
+            f"layout    {layout.describe()}, {training.dtype} compute",
             f"batch     {training.global_batch_size} x {training.seq_len} tokens a step: {layout.size} ranks x {accumulation_steps} accumulation steps "
             f"x {microbatch_size} sequences",
-            f"optimizer {config.optimizer.name}, {config.optimizer.mode}",
+            f"optimizer {config.optimizer.name}, {config.optimizer.mode}{matrices}",
             *(f"          {line}" for line in group_table(optimizer.param_groups))]
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchmars.build import build_meta_model, build_optimizer, compute_dtype
+from torchmars.build import build_meta_model, build_optimizer
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state
 from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, run_folder, step_folder
 from torchmars.checkpoint.initial import init_from
 from torchmars.checkpoint.manifest import Manifest
-from torchmars.checkpoint.resume import check_same_run, newest_good
+from torchmars.checkpoint.resume import check_same_run, newest_config, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import Config
 from torchmars.config_file import config_text
@@ -21,6 +21,7 @@ from torchmars.data import sources
 from torchmars.data.loader import Loader, Windows, validation_batches
 from torchmars.data.shards import SPLITS, check_shards
 from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.dtypes import resolve_dtypes, slow_warning
 from torchmars.errors import EXIT_STOPPED, UserError
 from torchmars.files import is_gone, lock, write_durably
 from torchmars.generate import sample_text
@@ -30,6 +31,7 @@ from torchmars.metrics import Metrics, Stopwatch
 from torchmars.models.initialize import init_weights
 from torchmars.models.parallelize import parallelize
 from torchmars.optim import between, lr_factor
+from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.mesh import Layout
 from torchmars.prepare import prepare_shards
 from torchmars.signals import StopSignals
@@ -47,6 +49,9 @@ class Trainer:
     """
 
     def __init__(self, config: Config, layout: Layout) -> None:
+        self.fast = all(layout.agree(lambda: multiplies_bfloat16(layout.device)))
+        saved = layout.on_first(lambda: newest_config(checkpoints(checkpoints_folder(config))))
+        config = resolve_dtypes(config, layout.device, self.fast, saved)
         self.config, self.layout = config, layout
         training = config.training
         self.microbatch_size, _ = training.microbatches(layout.size)
@@ -63,7 +68,7 @@ class Trainer:
 
         self.model = build_meta_model(config, self.manifest.vocab_size)
         self.flops_per_token = self.model.flops_per_token()
-        parallelize(self.model, layout.mesh, compute_dtype(training, layout.device), training.compile)
+        parallelize(self.model, layout.mesh, getattr(torch, training.dtype), training.compile)
         self.model.to_empty(device=layout.device)
         init_weights(self.model, config.run.seed)
         self.optimizer = build_optimizer(config, self.model)
@@ -315,8 +320,11 @@ class Trainer:
         tokens = self.manifest.splits["train"].tokens
         per_step = training.global_batch_size * training.seq_len
         self.layout.say(f"run       {run_folder(config)}, seed {config.run.seed}")
-        for line in summary(config, self.layout, self.model, self.optimizer, compute_dtype(training, self.layout.device)):
+        for line in summary(config, self.layout, self.model, self.optimizer):
             self.layout.say(line)
+        warning = slow_warning(config, matrices=bool(self.optimizer.owner_loads))
+        if warning and not self.fast:
+            self.layout.say(f"warning   {warning}")
         self.layout.say(f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "
                  f"{training.steps * per_step:,} ({training.steps * per_step / tokens:.2f} epochs)")
         if self.layout.first and (warning := sources.warning(config.data)):

@@ -11,6 +11,7 @@ from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import Config
+from torchmars.dtypes import saved_dtypes
 from torchmars.errors import UserError
 from torchmars.optim import MARS
 
@@ -60,6 +61,16 @@ def open_newest(folder: Path, warn: Callable[[str], None], level: Literal["full"
     return found
 
 
+def newest_config(found: list[Path]) -> dict[str, Any] | None:
+    """The config of the newest of the checkpoints `found` (oldest first) whose manifest is good."""
+    for path in reversed(found):
+        try:
+            return manifests.read(path).config
+        except DamagedCheckpoint:  # told when it is to be loaded
+            continue
+    return None
+
+
 def check_same_run(folder: Path, manifest: Manifest, config: Config, data: str, optimizer: MARS) -> list[str]:
     """Raise `UserError` where the checkpoint `folder` is of another run than `config`'s on the tokens `data`, saying what differs and what to do.
 
@@ -67,6 +78,10 @@ def check_same_run(folder: Path, manifest: Manifest, config: Config, data: str, 
     meta device.
     """
     was, now = flattened(manifest.config), flattened(json.loads(json.dumps(asdict(config))))
+    for name, value in saved_dtypes(manifest.config, optimizer.grad_norm.device).items():
+        was[name] = value
+        if now[name] == "auto":  # not resolved yet: it will be what it was
+            now[name] = value
     for name in IDENTITY:
         if was.get(name) != now[name]:
             raise UserError(f"{folder} was made with {name} = {was.get(name)}, the config says {now[name]}: "

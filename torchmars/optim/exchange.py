@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torchmars.optim.norms import MeshGroups, ranks_along, sharded_dims
 from torchmars.optim.orthogonalize import orthogonalize
 from torchmars.optim.owners import Block, MatrixShape, Unit, plan_buckets
+from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
 
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -89,10 +90,11 @@ class Sharding:
     """The matrix parameters that share a mesh and sharded dimensions: their plan and their traffic.
 
     Creating one is collective over the ranks of the mesh. Plain tensors share a mesh of one rank: this one.
+    `matrix_dtype` is what was asked for; "auto" is resolved here, the same on every rank.
     """
 
     def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[MatrixShape], loads: dict[int, int],
-                 groups: MeshGroups) -> None:
+                 groups: MeshGroups, matrix_dtype: str) -> None:
         self.parameters, self.shapes = parameters, shapes
         first = parameters[0]
         self.device = (first.to_local() if isinstance(first, DTensor) else first).device
@@ -120,38 +122,52 @@ class Sharding:
         plan = plan_buckets(shapes, ranks, loads)
         self.buckets = [rank_bucket(assigned, shapes, placements, mesh_shape, coordinates, self.replica, self.shard, self.replicas)
                         for assigned in plan]
-        self._check_same_plan(plan)
+        fast = self._agree(plan, matrix_dtype, multiplies_bfloat16(self.device))
+        self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, fast)
+        self.wire, self.product = wire_and_product(self.matrix_dtype)
 
-    def _check_same_plan(self, plan: list[list[tuple[Unit, int]]]) -> None:
-        """Ranks that planned differently would hang in the first step; say so at once."""
-        digest = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
-        for group in (self.shard_group, self.replica_group):
-            if group is not None:
-                low_high = torch.tensor([digest, -digest], device=self.device)
-                dist.all_reduce(low_high, op=dist.ReduceOp.MIN, group=group)
-                if low_high[0] != -low_high[1]:
-                    raise RuntimeError("the ranks do not hold the same parameters in the same order")
+    def _agree(self, plan: list[list[tuple[Unit, int]]], matrix_dtype: str, fast: bool) -> bool:
+        """Whether all ranks are `fast`.
+
+        Ranks that planned differently would hang in the first step, and ranks of another
+        `matrix_dtype` would take other steps; say so at once.
+        """
+        groups = [group for group in (self.shard_group, self.replica_group) if group is not None]
+        if not groups:
+            return fast
+        same = [fingerprint(repr(plan)), fingerprint(matrix_dtype)]
+        values = torch.tensor([*same, *(-value for value in same), fast], device=self.device)
+        for group in groups:
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
+        plan_low, dtype_low, plan_high, dtype_high, all_fast = values.tolist()
+        if plan_low != -plan_high:
+            raise RuntimeError("the ranks do not hold the same parameters in the same order")
+        if dtype_low != -dtype_high:
+            raise ValueError("matrix_dtype must be the same on all ranks, they were given several")
+        return bool(all_fast)
 
     def zeros(self, piece: Piece) -> Tensor:
         """What a parameter without a gradient sends."""
         return torch.zeros((), device=self.device).expand([part.stop - part.start for part in piece.local])
 
-    def compute_here(self, bucket: Bucket, read: Callable[[int, Piece], Tensor], write: Callable[[int, Piece, Tensor], None],
-                     dtype: torch.dtype) -> None:
+    def compute_here(self, bucket: Bucket, read: Callable[[int, Piece], Tensor],
+                     write: Callable[[int, Piece, Tensor], None]) -> None:
         """Orthogonalise a bucket of whole matrices where they are: with one shard and one replica nothing travels."""
         pieces = {piece.unit: piece for piece in bucket.incoming[0]}
         for units in batches(bucket.owned):
-            matrices = torch.empty(len(units), units[0].rows, units[0].cols, dtype=dtype, device=self.device)
+            shape = len(units), units[0].rows, units[0].cols
+            matrices = torch.empty(shape, dtype=self.wire, device=self.device)
             for unit, matrix in zip(units, matrices):
                 matrix.copy_(read(unit.parameter, pieces[unit])[0])
-            for unit, matrix in zip(units, orthogonalize(matrices)):
+            for unit, matrix in zip(units, orthogonalize(matrices, self.product)):
                 write(unit.parameter, pieces[unit], matrix[None])
 
-    def start(self, bucket: Bucket, read: Callable[[int, Piece], Tensor], dtype: torch.dtype) -> "Transfer":
+    def start(self, bucket: Bucket, read: Callable[[int, Piece], Tensor]) -> "Transfer":
         """Send my pieces of the Newton–Schulz input, which `read(parameter, piece)` gives, to their owners."""
         pieces = [piece for pieces in bucket.outgoing for piece in pieces]
-        packed = torch.empty(sum(piece.numel for piece in pieces), dtype=dtype, device=self.device)
-        for part, piece in zip(packed.split([piece.numel for piece in pieces]), pieces):
+        sizes = [piece.numel for piece in pieces]
+        packed = torch.empty(sum(sizes), dtype=self.wire, device=self.device)
+        for part, piece in zip(packed.split(sizes), pieces):
             values = read(piece.unit.parameter, piece)
             part.view(values.shape).copy_(values)
         return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
@@ -168,7 +184,7 @@ class Sharding:
                 for piece, part in parts[unit]:
                     place = matrix[piece.in_unit]
                     place.copy_(part.view(place.shape))
-            for unit, matrix in zip(units, orthogonalize(matrices)):
+            for unit, matrix in zip(units, orthogonalize(matrices, self.product)):
                 for piece, part in parts[unit]:  # what arrived has been read: its memory takes the result
                     place = matrix[piece.in_unit]
                     part.view(place.shape).copy_(place)
@@ -198,6 +214,11 @@ class Sharding:
         return Transfer(arriving, work, packed)
 
 
+def fingerprint(text: str) -> int:
+    """A number of 56 bits that other texts do not have."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
 def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     """Units of equal shape together, of BATCH_ELEMENTS at most."""
     by_shape: dict[tuple[int, int], list[Unit]] = {}
@@ -224,7 +245,7 @@ class Transfer:
 
 
 def run(shardings: Sequence[Sharding], read: Callable[[Sharding, int, Piece], Tensor],
-        write: Callable[[Sharding, int, Piece, Tensor], None], meanwhile: Callable[[], None], *, dtype: torch.dtype,
+        write: Callable[[Sharding, int, Piece, Tensor], None], meanwhile: Callable[[], None], *,
         overlap: bool = True) -> None:
     """Orthogonalise every matrix of `shardings`, bucket by bucket.
 
@@ -239,7 +260,7 @@ def run(shardings: Sequence[Sharding], read: Callable[[Sharding, int, Piece], Te
 
     def start(job: tuple[Sharding, Bucket]) -> Transfer:
         sharding, bucket = job
-        return under_way(sharding.start(bucket, functools.partial(read, sharding), dtype))
+        return under_way(sharding.start(bucket, functools.partial(read, sharding)))
 
     def finish(job: tuple[Sharding, Bucket], transfer: Transfer) -> None:
         sharding, bucket = job
@@ -252,7 +273,8 @@ def run(shardings: Sequence[Sharding], read: Callable[[Sharding, int, Piece], Te
             jobs += [(sharding, bucket) for bucket in sharding.buckets]
             continue
         for bucket in sharding.buckets:
-            sharding.compute_here(bucket, functools.partial(read, sharding), functools.partial(write, sharding), dtype)
+            sharding.compute_here(
+                bucket, functools.partial(read, sharding), functools.partial(write, sharding))
     arriving = start(jobs[0]) if jobs else None
     meanwhile()
     returning: Transfer | None = None

@@ -16,6 +16,7 @@ from torchmars.optim.elementwise import (
     adamw_, can_compile, inner_products, lean_lion_, lean_momentum_, lion_, momentum_, run_pass, squared_norms)
 from torchmars.optim.norms import MeshGroups, ShardSum, sharding_key
 from torchmars.optim.owners import MatrixShape
+from torchmars.optim.precision import matrix_dtype_name
 from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
 from torchmars.optim.update import GroupUpdate, Summary, flat, local_part
 
@@ -55,7 +56,11 @@ class MARS(torch.optim.Optimizer):
         max_grad_norm: clip the global norm of all gradients first; None switches it off. `grad_norm` holds the norm before.
         exact: take h from `look_ahead` instead of the last step: this batch's gradient at the last weights.
         last_grad_dtype: dtype to keep the last gradient in; None: the parameter's. torch.bfloat16 halves it.
-        matrix_dtype: dtype in which matrices travel and are orthogonalised.
+        matrix_dtype: in which matrices travel and are orthogonalised: "bfloat16", "float32", a
+            torch.dtype, or "mixed": they are multiplied in float32, and the input and the direction
+            are rounded to bfloat16, in which they travel. "auto": bfloat16 where all ranks of the
+            mesh have instructions for it, else mixed. DDP's replicas are not asked: where their
+            CPUs differ, do not leave it at "auto".
         overlap: let transfers of matrices overlap with the work on others. The result is the same without.
         compile: fuse each pass over a tensor into one kernel by torch.compile; None: for large models, where a compiler is found.
 
@@ -67,10 +72,11 @@ class MARS(torch.optim.Optimizer):
                  weight_decay: float = 0.0, *, rule: str = "mars-adamw", gamma: float = 0.025, gamma_next: float | None = None,
                  clip: float | None = 1.0, flatten: bool = False, split: int | tuple[int, ...] = 1,
                  max_grad_norm: float | None = None, exact: bool = False, last_grad_dtype: torch.dtype | None = None,
-                 matrix_dtype: torch.dtype = torch.bfloat16, overlap: bool = True, compile: bool | None = None) -> None:
+                 matrix_dtype: str | torch.dtype = "auto", overlap: bool = True,
+                 compile: bool | None = None) -> None:
         check_hyperparameters(max_grad_norm=max_grad_norm)
         self.max_grad_norm, self.exact, self.last_grad_dtype = max_grad_norm, exact, last_grad_dtype
-        self.matrix_dtype, self.overlap = matrix_dtype, overlap
+        self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
         self._groups = MeshGroups()
         self._shard_sum = ShardSum(self._groups)
         self._places: dict[Tensor, int] = {}  # parameter -> its place among the reduced products
@@ -106,7 +112,8 @@ class MARS(torch.optim.Optimizer):
                 together.setdefault(sharding_key(parameter), []).append(parameter)
             for parameters in together.values():
                 shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"]) for p in parameters]
-                self._shardings.append(exchange.Sharding(parameters, shapes, self.owner_loads, self._groups))
+                self._shardings.append(exchange.Sharding(
+                    parameters, shapes, self.owner_loads, self._groups, self.matrix_dtype))
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         # The count lives beside the parameter: the kernels read it there, and the host never needs it.
@@ -210,7 +217,7 @@ class MARS(torch.optim.Optimizer):
             for update in others:
                 self._update_elementwise(update)
 
-        exchange.run(self._shardings, read, write, meanwhile, dtype=self.matrix_dtype, overlap=self.overlap)
+        exchange.run(self._shardings, read, write, meanwhile, overlap=self.overlap)
         self._finish(updates, ok)
         return loss
 

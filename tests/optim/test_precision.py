@@ -1,0 +1,63 @@
+"""What devices are fast at, and what matrices are multiplied in because of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny import set_bfloat16
+from torchmars.optim import MARS
+from torchmars.optim.orthogonalize import orthogonalize
+from torchmars.optim.precision import multiplies_bfloat16
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("capabilities,onednn,fast", [
+    ({"avx512_f": True, "avx512_bf16": True}, True, True),  # Zen 4, Cooper Lake
+    ({"avx512_bf16": True, "amx_bf16": True}, True, True),  # Sapphire Rapids
+    ({"neon": True, "bf16": True}, True, True),  # Graviton 3
+    ({"avx2": True, "avx512_f": False}, False, False),  # Zen 3
+    ({"avx512_f": True, "avx512_bf16": False}, True, False),  # Cascade Lake: oneDNN emulates it
+    ({"neon": True, "bf16": True}, False, False)])  # a build that does not use the instructions
+def test_a_cpu_is_fast_by_its_capabilities(monkeypatch, capabilities, onednn, fast):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    assert multiplies_bfloat16(CPU) is fast
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert multiplies_bfloat16(CPU) is False and multiplies_bfloat16(torch.device("meta")) is False
+
+
+def resolved(matrix_dtype):
+    """What a rank alone takes for `matrix_dtype`, and what its matrices travel and are multiplied in."""
+    optimizer = MARS([nn.Parameter(torch.ones(4, 6))], rule="mars-m", matrix_dtype=matrix_dtype)
+    [sharding] = optimizer._shardings
+    return sharding.matrix_dtype, sharding.wire, sharding.product
+
+
+def test_auto_follows_the_device(monkeypatch):
+    set_bfloat16(False, monkeypatch)
+    assert resolved("auto") == ("mixed", torch.bfloat16, torch.float32)
+    assert resolved("bfloat16") == ("bfloat16", torch.bfloat16, torch.bfloat16)
+    set_bfloat16(True, monkeypatch)
+    assert resolved("auto") == ("bfloat16", torch.bfloat16, torch.bfloat16)
+    assert resolved("mixed") == ("mixed", torch.bfloat16, torch.float32)
+    assert resolved("float32") == resolved(torch.float32) == ("float32", torch.float32, torch.float32)
+    assert resolved(torch.bfloat16)[0] == "bfloat16" and resolved(torch.float64)[1] == torch.float64
+
+
+@pytest.mark.parametrize("value", ["float16", "half", torch.int32, None])
+def test_a_matrix_dtype_that_there_is_not_is_named(value):
+    with pytest.raises(ValueError, match="matrix_dtype must be one of auto, bfloat16, mixed, float32, got"):
+        MARS([nn.Parameter(torch.ones(4, 4))], rule="mars-m", matrix_dtype=value)
+
+
+def test_mixed_rounds_what_goes_in_and_out_and_multiplies_in_float32():
+    gradient = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
+    parameter = nn.Parameter(torch.zeros(12, 20))
+    parameter.grad = gradient.clone()
+    MARS([parameter], lr=1.0, rule="muon", betas=(0.0, 0.0), matrix_dtype="mixed").step()
+    direction = orthogonalize(gradient[None].bfloat16().float())[0].bfloat16().float()
+    assert torch.equal(parameter, -(0.2 * 20**0.5) * direction)
+    in_bfloat16 = orthogonalize(gradient[None].bfloat16())[0].float()
+    assert not torch.equal(direction, in_bfloat16)

@@ -1,0 +1,59 @@
+"""What a run computes in: "auto" resolved once, for all its ranks and for as long as it lives."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchmars.config import Config
+from torchmars.optim.precision import resolve_matrix_dtype
+
+COMPUTE, MATRIX = "training.dtype", "optimizer.matrix_dtype"
+
+
+def resolve_dtypes(config: Config, device: torch.device, fast: bool,
+                   saved: dict[str, Any] | None = None) -> Config:
+    """`config` with `training.dtype` and `optimizer.matrix_dtype` resolved.
+
+    What is "auto" goes on as in `saved`, the config of the checkpoint that the run goes on from.
+    In a new run it follows from the kind of `device`, and from whether all ranks multiply
+    bfloat16 `fast`.
+    """
+    compute, matrix = config.training.dtype, config.optimizer.matrix_dtype
+    began = {COMPUTE: default_dtype(device), MATRIX: "auto"}
+    if saved is not None:
+        began = saved_dtypes(saved, device)
+    compute = began[COMPUTE] if compute == "auto" else compute
+    matrix = resolve_matrix_dtype(began[MATRIX] if matrix == "auto" else matrix, fast)
+    return replace(config, training=replace(config.training, dtype=compute),
+                   optimizer=replace(config.optimizer, matrix_dtype=matrix))
+
+
+def saved_dtypes(saved: dict[str, Any], device: torch.device) -> dict[str, str]:
+    """What the run of a checkpoint's config computed in, by the name of the option.
+
+    A checkpoint that names none is older than the options: matrices were in bfloat16.
+    """
+    compute = saved["training"]["dtype"]
+    return {COMPUTE: default_dtype(device) if compute == "auto" else compute,
+            MATRIX: saved["optimizer"].get("matrix_dtype", "bfloat16")}
+
+
+def default_dtype(device: torch.device) -> str:
+    """The compute dtype of a kind of device."""
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def slow_warning(config: Config, matrices: bool) -> str | None:
+    """What to say of a resolved `config` where a rank has no instructions for bfloat16.
+
+    `matrices`: whether the run has any to orthogonalise. None where nothing is in bfloat16.
+    """
+    slow = {COMPUTE: "float32"} if config.training.dtype == "bfloat16" else {}
+    if matrices and config.optimizer.matrix_dtype == "bfloat16":
+        slow[MATRIX] = "mixed"
+    if not slow:
+        return None
+    remedy = " and ".join(f'{name} = "{fast}"' for name, fast in slow.items())
+    return (f"{' and '.join(slow)} = bfloat16 is slow here, since a device of this run has no "
+            f"instructions for it: {remedy} is many times faster")
