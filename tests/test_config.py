@@ -103,6 +103,8 @@ def test_groups_of_the_optimizer(tmp_path):
     (["--training.steps", "0"], "training.steps must be at least 1, got 0"),
     (["--training.compile", "maybe"], "training.compile must be true or false"),
     (["--training.dtype", "float8"], 'training.dtype must be one of "auto", "float32", "bfloat16", got \'float8\''),
+    (["--optimizer.matrix_dtype", "float16"],
+     'optimizer.matrix_dtype must be one of "auto", "bfloat16", "mixed", "float32", got '),
     (["--optimizer.betas", "0.9"], "optimizer.betas must be 2 numbers"),
     (["--optimizer.betas", "0.9", "1.0"], r"optimizer.betas must be two numbers in \[0, 1\)"),
     (["--optimizer.lr", "0"], "optimizer.lr must be more than 0"),

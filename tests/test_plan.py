@@ -119,6 +119,17 @@ def test_traffic_is_that_of_the_formulas(tmp_path, accumulation_steps):
     assert len(sent) == 6
 
 
+def test_the_wire_of_matrices_is_as_wide_as_their_dtype(tmp_path):
+    """Two bytes for mixed, which travels as bfloat16, and four for float32."""
+    tables = [tiny_tables(tmp_path, optimizer={"name": "muon", "matrix_dtype": dtype})
+              for dtype in ("mixed", "float32")]
+    mixed, wide = (run_ranks(simulate, 1, each, 2, 0)[0][1]["optimizer", "all-to-all", 2]
+                   for each in tables)
+    matrices, there_and_back = 2 * 12 * 32**2, 2
+    assert mixed[1] == pytest.approx(2 * there_and_back * matrices / 2 / 2, rel=0.05)
+    assert wide == (mixed[0], 2 * mixed[1])
+
+
 def test_what_an_expert_would_warn_of(tmp_path):
     def warnings(world_size, per_node, **overrides):
         return "\n".join(run_ranks(simulate, 1, tiny_tables(tmp_path, **overrides), world_size, per_node)[0][2])
@@ -146,6 +157,7 @@ def test_the_command(tmp_path):
     write_config(tiny_config(tmp_path), config)
     said = command(str(config), "--world-size", "16")
     assert said.returncode == 0, said.stderr
+    assert "matrices in" not in said.stdout
     for part in ("FSDP over 16 ranks (cuda, nccl), bfloat16 compute", "16 x 32 tokens a step", "optimizer state", "a checkpoint", "16 ranks on 2 machines",
                  "none: no rule of this run", "512 a step, 10,240 to the end", "is not prepared yet", "warning "):
         assert part in said.stdout

@@ -2,29 +2,37 @@
 
 import itertools
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
 
 from tests.ranks import run_ranks
-from tests.tiny import metrics, run_folder_of, tiny_tables, train, train_here, write_text
+from tests.tiny import (
+    listen_on, metrics, run_folder_of, set_bfloat16, tiny_tables, train, train_here, write_text)
 from torchmars import trainer
+from torchmars.config_file import load_config
 from torchmars.errors import UserError
 from torchmars.loss import backward
+from torchmars.parallel import mesh
 
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2}),
            "replicas": (2, {"dp_replicate": 2})}
 MATRIX_RULES = ("mars-shampoo", "mars-m", "muon")
 VARIANTS = [(name, microbatch) for name in ("mars-adamw", "adamw") for microbatch in (None, 2)]
 VARIANTS += [(name, 2) for name in ("mars-lion", "lion", *MATRIX_RULES, "mars-adamw exact")]
+VARIANTS += [("mars-m mixed", 2), ("mars-m float32", 2)]
 
 
 def optimizer(name):
-    name, _, mode = name.partition(" ")
-    return {"name": name, "mode": mode or "approx", "lr": 1e-3 if "lion" in name else 6e-3}
+    name, _, more = name.partition(" ")
+    key = "matrix_dtype" if more in ("mixed", "float32") else "mode"
+    return {"name": name, "lr": 1e-3 if "lion" in name else 6e-3} | ({key: more} if more else {})
 
 
 def steps(name):
-    return 20 if name in ("mars-adamw", "adamw") else 10
+    return 20 if name in ("mars-adamw", "adamw", "mars-m float32") else 10
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +60,7 @@ def test_same_losses_on_every_layout(losses, layout, name, microbatch):
     actual, validation = losses[layout, name, microbatch]
     assert list(actual) == list(range(1, steps(name) + 1))
     # Rounding decides between two bfloat16 inputs of an orthogonalisation, and between the signs of an entry near 0.
-    tolerance = 1e-5 if "adamw" in name else 1e-3
+    tolerance = 1e-5 if "adamw" in name or "float32" in name else 1e-3
     assert actual == pytest.approx(expected, rel=tolerance)
     assert sorted(validation) == list(range(10, steps(name) + 1, 10))
     assert validation == pytest.approx(expected_validation, rel=tolerance)
@@ -141,3 +149,69 @@ def test_gamma_follows_its_schedule(tmp_path):
     corrections = metrics(tables, "train/matrix/correction")
     assert corrections[1] == 0 and corrections[6] == 0  # no last gradient yet; gamma 0
     assert all(corrections[step] > 0 for step in range(2, 6))
+
+
+def test_ranks_on_different_cpus_compute_in_one_dtype(tmp_path):
+    """The first of two ranks multiplies bfloat16 fast, the other does not."""
+    write_text(tmp_path)
+
+    def tables(name, optimizer, **training):
+        return tiny_tables(tmp_path, run={"name": name}, optimizer=optimizer,
+                           training={"steps": 1} | training)
+
+    auto, named, adamw = listen_on(
+        [True, False], tables("auto", {"name": "muon"}),
+        tables("named", {"name": "muon", "matrix_dtype": "bfloat16"}, dtype="bfloat16"),
+        tables("adamw", {"name": "adamw"}, dtype="bfloat16"))
+    assert "float32 compute" in auto and "muon, approx, matrices in mixed" in auto
+    assert "warning" not in auto
+    assert "bfloat16 compute" in named and "matrices in bfloat16" in named
+    assert named.count("warning") == 1 and (
+        "warning   training.dtype and optimizer.matrix_dtype = bfloat16 is slow here, since a "
+        "device of this run has no instructions for it: training.dtype = \"float32\" and "
+        "optimizer.matrix_dtype = \"mixed\" is many times faster\n") in named
+    assert "warning   training.dtype = bfloat16 is slow here" in adamw
+    assert "matrices in" not in adamw and adamw.count("warning") == 1
+    fast, named = listen_on([True], tables("fast", {"name": "muon"}),
+                            tables("fast-named", {"name": "muon"}, dtype="bfloat16"))
+    assert "float32 compute" in fast and "matrices in bfloat16" in fast and "warning" not in fast
+    assert "bfloat16 compute" in named and "warning" not in named
+
+
+QUICKSTARTS = sorted((Path(__file__).parents[1] / "train_configs").glob("quickstart*.toml"))
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of all matrices that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.dtypes |= {each.dtype for each in args if isinstance(each, torch.Tensor)}
+        return op(*args, **(kwargs or {}))
+
+
+def products_of_quickstarts(folder):
+    """What the first steps of every quickstart multiply on a CPU without bfloat16, by its rule."""
+    result = {}
+    with pytest.MonkeyPatch.context() as patch:
+        set_bfloat16(False, patch)
+        for file in QUICKSTARTS:
+            overrides = ["--run.folder", f"{folder}/runs", "--data.path", f"{folder}/shards",
+                         "--data.corpus", "text", "--data.files", f"{folder}/text.txt",
+                         "--data.num_workers", "0", "--training.steps", "2",
+                         "--validation.windows", "1", "--validation.sample_tokens", "0"]
+            config = load_config([str(file), *overrides], "test")
+            with Products() as products:
+                trainer.Trainer(config, mesh.start(config.parallelism)).run()
+            result[config.optimizer.name] = products.dtypes
+    return result
+
+
+def test_no_quickstart_multiplies_bfloat16_on_a_cpu_that_cannot(tmp_path):
+    write_text(tmp_path)
+    for products in run_ranks(products_of_quickstarts, 2, tmp_path):
+        assert len(products) == 7 and set.union(*products.values()) == {torch.float32}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import metrics, run_folder_of, tiny_tables, train, write_text
+from tests.tiny import listen_on, metrics, run_folder_of, tiny_tables, train, write_text
 from torchmars.build import build_meta_model, build_optimizer
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, set_aside, step_of
@@ -241,3 +241,57 @@ def made_steps(tables, count):
     trainer.train_step = train_step
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
+
+
+def test_a_run_keeps_the_dtypes_that_it_began_with(tmp_path):
+    """Begun where bfloat16 is slow, and gone on where it is fast; and the other way round."""
+    write_text(tmp_path)
+
+    def run(name, **optimizer):
+        return tiny_tables(tmp_path, run={"name": name}, optimizer={"name": "muon"} | optimizer,
+                           training={"steps": STEPS}, checkpoint={"interval": SAVED})
+
+    straight, begun_fast = run("straight"), run("fast")
+    slow = listen_on([False], straight)[0]
+    assert "float32 compute" in slow and "matrices in mixed" in slow
+    assert saved_dtypes_of(straight) == ("float32", "mixed")
+    assert "matrices in bfloat16" in listen_on([True], begun_fast)[0]
+    assert saved_dtypes_of(begun_fast) == ("float32", "bfloat16")
+
+    kept, changed = run("kept"), run("changed", matrix_dtype="float32")
+    copy_run(straight, kept, keep_until=SAVED)
+    copy_run(straight, changed, keep_until=SAVED)
+    kept_said, changed_said = listen_on([True], kept, changed)
+    assert "matrices in mixed" in kept_said and "changed " not in kept_said
+    assert metrics(kept) == metrics(straight) and saved_dtypes_of(kept) == ("float32", "mixed")
+    assert changed_said.count("changed ") == 1
+    assert "changed   optimizer.matrix_dtype mixed -> float32" in changed_said
+    assert saved_dtypes_of(changed) == ("float32", "float32")
+
+    old = run("old")  # as checkpoints were before there was optimizer.matrix_dtype
+    copy_run(begun_fast, old, keep_until=SAVED)
+    path = run_folder_of(old) / "checkpoints" / f"step-{SAVED:08d}"
+    manifest = manifests.read(path)
+    manifest.config["training"]["dtype"] = "auto"
+    del manifest.config["optimizer"]["matrix_dtype"]
+    manifest.write(path)
+    said = listen_on([False], old)[0]
+    assert "float32 compute" in said and "matrices in bfloat16" in said and "changed " not in said
+    assert said.count("warning") == 1 and "optimizer.matrix_dtype = bfloat16 is slow" in said
+    assert metrics(old) == metrics(begun_fast) and saved_dtypes_of(old) == ("float32", "bfloat16")
+
+
+def saved_dtypes_of(tables):
+    """What the newest checkpoint says that its run computes in."""
+    saved = newest(tables)[2].config
+    return saved["training"]["dtype"], saved["optimizer"]["matrix_dtype"]
+
+
+def test_a_compute_dtype_that_changes_is_told(folder):
+    for dtype, told in (("float32", []), ("bfloat16", ["training.dtype float32 -> bfloat16"])):
+        tables = tables_of(folder, "fsdp2", "mars-adamw", training={"steps": STEPS, "dtype": dtype})
+        config, path, manifest = newest(tables)
+        for saved in ("float32", "auto"):  # named by the manifest, or by nothing as it was before
+            manifest.config["training"]["dtype"] = saved
+            optimizer = meta_optimizer(config)
+            assert check_same_run(path, manifest, config, manifest.data, optimizer) == told

@@ -245,8 +245,12 @@ def test_newton_schulz():
     assert (singular > 0.5).all() and (singular < 1.3).all()
     torch.testing.assert_close(orthogonalize(matrices.mT), result.mT)
     assert not orthogonalize(torch.zeros(1, 3, 4)).any()
-    bfloat16 = matrices.bfloat16()
-    assert all(torch.equal(orthogonalize(bfloat16[i:i + 1])[0], orthogonalize(bfloat16)[i]) for i in range(3))
+    for rounded, dtype in ((matrices.bfloat16(), None), (matrices.bfloat16(), torch.float32),
+                           (matrices.float(), None)):
+        together = orthogonalize(rounded, dtype)
+        assert together.dtype == rounded.dtype
+        alone = [orthogonalize(rounded[i:i + 1], dtype)[0] for i in range(3)]
+        assert all(torch.equal(one, other) for one, other in zip(alone, together))
     assert newton_schulz_flops(8, 20) == newton_schulz_flops(20, 8) == 5 * (4 * 64 * 20 + 2 * 512)
 
 
