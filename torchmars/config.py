@@ -125,9 +125,9 @@ class TrainingConfig:
     """Clip the gradient's global norm to this before the optimizer; 0 switches it off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. Master weights, gradient reduction and optimizer state are float32. auto: bfloat16 on GPU,
-    float32 on CPU, where losses then agree between layouts to 1e-5; bfloat16 agrees to 1e-2 only. On a CPU
-    that has instructions for bfloat16 it is faster, on any other many times slower. A run keeps
-    the dtype that it began with unless this names another."""
+    float32 on CPU, so that losses agree between layouts to 1e-5; in bfloat16 they agree to 1e-3.
+    bfloat16 is faster on CPUs that have instructions for it, and many times slower on others. A
+    run keeps what it began with unless this names another."""
     compile: bool = False
     """Compile each block with torch.compile."""
 

@@ -287,11 +287,11 @@ def saved_dtypes_of(tables):
     return saved["training"]["dtype"], saved["optimizer"]["matrix_dtype"]
 
 
-def test_a_compute_dtype_that_changes_is_told(folder):
-    for dtype, told in (("float32", []), ("bfloat16", ["training.dtype float32 -> bfloat16"])):
+def test_a_compute_dtype_that_changes_is_listed(folder):
+    for dtype, changes in (("float32", []), ("bfloat16", ["training.dtype float32 -> bfloat16"])):
         tables = tables_of(folder, "fsdp2", "mars-adamw", training={"steps": STEPS, "dtype": dtype})
         config, path, manifest = newest(tables)
         for saved in ("float32", "auto"):  # named by the manifest, or by nothing as it was before
             manifest.config["training"]["dtype"] = saved
             optimizer = meta_optimizer(config)
-            assert check_same_run(path, manifest, config, manifest.data, optimizer) == told
+            assert check_same_run(path, manifest, config, manifest.data, optimizer) == changes

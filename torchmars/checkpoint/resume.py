@@ -66,7 +66,7 @@ def newest_config(found: list[Path]) -> dict[str, Any] | None:
     for path in reversed(found):
         try:
             return manifests.read(path).config
-        except DamagedCheckpoint:  # told when it is to be loaded
+        except DamagedCheckpoint:  # named when it is to be loaded
             continue
     return None
 
