@@ -4,6 +4,7 @@ Checks the config, tokenises its corpus into shards once, verifies the shards, a
 the checkpoints it has. With `--ranks N` before the overrides, also that the batch divides over N ranks; `--nodes M`: on M machines.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,9 +65,10 @@ def prepare_shards(config: Config) -> shards.Manifest:
     Raises `UserError` where they do not fit the config; their bytes are left to `check_shards`.
     """
     folder = Path(config.data.path)
-    if not (folder / "manifest.json").exists():
-        lock(folder.with_name(folder.name + ".lock"), f"preparing {folder}", patience=7 * 86400)  # on several machines all begin with this
-    if not (folder / "manifest.json").exists():
+    if not os.path.exists(folder / "manifest.json"):
+        named = Path(os.path.realpath(folder))  # also where it is "."
+        lock(named.with_name(named.name + ".lock"), f"preparing {folder}", patience=7 * 86400)  # on several machines all begin with this
+    if not os.path.exists(folder / "manifest.json"):
         files = corpus.source_files(config.data)
         tokenizer = TOKENIZERS[config.data.tokenizer]()
         try:
