@@ -83,7 +83,7 @@ class DataConfig:
     """Folder of the tokenised shards; default: data/CORPUS-TOKENIZER. Filled on the first run."""
     validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
     """Share of the tokens kept for validation, by whole documents."""
-    num_workers: Annotated[int, Range(0, 256)] = 1
+    num_workers: Annotated[int, Range(0, 64)] = 1
     """Processes per rank that read ahead; 0 reads in the training process."""
 
     def check(self) -> None:

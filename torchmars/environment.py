@@ -82,14 +82,16 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
     """The `value` of the variable `name` of run_train.sh, which the variable `source` has. Raises `UserError` where it is out of its bounds."""
     hint = typing.get_type_hints(Environment, include_extras=True)[name]
     source = source or name
-    if not value:
+    if name == "RDZV_ENDPOINT":
+        read: Any = value
+    elif not value:
         raise UserError(f"{source} is empty: set it, or unset it for its default")
-    if name == "LOG_RANK":
+    elif name == "LOG_RANK":
         read = [whole_number(part) for part in value.split(",")]
         if any(isinstance(part, str) for part in read):
             raise UserError(f"LOG_RANK must be numbers of a machine's ranks, separated by commas, got {value!r}")
     else:
-        read = value if name == "RDZV_ENDPOINT" else whole_number(value)
+        read = whole_number(value)
     read = convert(read, hint, source, "in the environment")
     check_bounds(read, hint, source)
     return read
