@@ -30,7 +30,8 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     batch=true
     root=$SLURM_SUBMIT_DIR  # $0 is a copy that SLURM made
     # The nodes meet at the first one, at a port below those that systems give away.
-    export RDZV_ENDPOINT=${RDZV_ENDPOINT-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 12000))}
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    export RDZV_ENDPOINT=${RDZV_ENDPOINT-$first:$((20000 + SLURM_JOB_ID % 12000))}
 fi
 set -- "${CONFIG_FILE-$root/train_configs/quickstart.toml}" "$@"
 if [ "$batch" = false ]; then
@@ -40,7 +41,9 @@ fi
 # Data and checkpoints are checked once; then one launcher on each node of the job, its ranks on all CPUs that the job has there. What this script
 # is told goes to all of them.
 python -m torchmars.environment --prepare "$@"
-srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars.environment --prepared "$@"' - "$@" &
+srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=none \
+    --kill-on-bad-exit=0 \
+    bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars.environment --prepared "$@"' - "$@" &
 step=$!
 SECONDS=0
 trap 'kill -USR1 "$step" || true' USR1 TERM

@@ -1,4 +1,4 @@
-"""Commands as users run them, without waiting for torch each time: a warm process that forks for each command.
+"""Commands as users run them, but without the import of torch each time: a process forks for each.
 
 It has imported everything and done nothing, so that it has no threads that a fork could lose.
 """
@@ -16,15 +16,18 @@ import traceback
 from pathlib import Path
 from typing import IO, NoReturn
 
+SECONDS = 300  # after which a command is taken to hang
 ROOT = Path(__file__).parents[1]
-MODULES = ("train", "prepare", "plan", "generate", "export", "checkpoint.__main__", "launch", "environment")
+MODULES = ("train", "prepare", "plan", "generate", "export", "checkpoint.__main__", "launch",
+           "environment")
 
 
 class Warm:
     """The warm process; `with Warm() as warm: warm.run(...)`."""
 
     def __enter__(self) -> "Warm":
-        self.process = subprocess.Popen([sys.executable, "-m", "tests.commands"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        command = [sys.executable, "-m", "tests.commands"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         text=True, cwd=ROOT)
         return self
 
@@ -32,12 +35,13 @@ class Warm:
         self.process.stdin.close()
         self.process.wait()
 
-    def run(self, module: str, args: list[str], cwd: Path, seconds: float = 300, unread: bool = False) -> tuple[int | None, str, str]:
-        """`python -m torchmars.MODULE args`: its exit code (None: it hung and was killed), stdout and stderr.
+    def run(self, module: str, args: list[str], cwd: Path,
+            unread: bool = False) -> tuple[int | None, str, str]:
+        """`python -m torchmars.MODULE args`: exit code (None: it hung), output, errors.
 
-        `unread`: whoever would read stdout has gone.
+        `unread`: whoever would read the output has gone.
         """
-        task = {"module": module, "args": args, "cwd": str(cwd), "seconds": seconds, "unread": unread}
+        task = {"module": module, "args": args, "cwd": str(cwd), "unread": unread}
         self.process.stdin.write(json.dumps(task) + "\n")
         self.process.stdin.flush()
         return tuple(json.loads(self.process.stdout.readline()))
@@ -53,9 +57,11 @@ def serve() -> None:
             child = os.fork()
             if child == 0:
                 become(task, out, err)
-            code = wait(child, task["seconds"])
-            texts = [(stream.seek(0), stream.read().decode(errors="replace"))[1] for stream in (out, err)]
-        print(json.dumps([code, *texts]), flush=True)
+            answer = [wait(child)]
+            for stream in (out, err):
+                stream.seek(0)
+                answer.append(stream.read().decode(errors="replace"))
+        print(json.dumps(answer), flush=True)
 
 
 def become(task: dict, out: IO[bytes], err: IO[bytes]) -> NoReturn:
@@ -87,9 +93,9 @@ def pipe_without_reader() -> int:
     return write
 
 
-def wait(child: int, seconds: float) -> int | None:
-    """The exit code of a child, which is killed, with all that it has started, if it does not end within `seconds`."""
-    deadline = time.monotonic() + seconds
+def wait(child: int) -> int | None:
+    """The exit code of a child. One that does not end is killed, with all that it has started."""
+    deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:

@@ -1,6 +1,7 @@
 """Every knob of a run: one dataclass per section of the TOML file.
 
-`config_file.py` reads and writes them; each part of the stack takes its own section. Bounds stand beside the type.
+`config_file.py` reads and writes them; each part of the stack takes its own section. Bounds stand
+beside the types.
 A field set to None means "follows from the rest"; `Config.resolve` fills it in.
 """
 
@@ -14,7 +15,7 @@ Rule = Literal["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "li
 MARS_RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "gamma", "clip", "optimize_1d", "lr_1d", "betas_1d", "weight_decay_1d")
 
-# Upper bounds are beyond all that is meant, and below what overflows: a mistake is told before it takes all memory or all time.
+# Upper bounds are beyond all that is meant, and below what overflows.
 Count = Annotated[int, Range(0, 1_000_000_000)]
 Positive = Annotated[int, Range(1, 1_000_000_000)]
 Amount = Annotated[float, Range(0, 1_000_000)]
@@ -216,7 +217,8 @@ class OptimizerConfig:
 
     def check(self) -> None:
         """Check, and fill in the rule's defaults. Raises `UserError` for a value or a setting the rule cannot take."""
-        from torchmars.optim.param_groups import check_groups, complete_settings  # imports torch, which takes seconds
+        # Here, for it imports torch, which takes seconds.
+        from torchmars.optim.param_groups import check_groups, complete_settings
 
         require(self.name in MARS_RULES or self.mode == "approx", f'optimizer.mode has no meaning for optimizer.name = "{self.name}"')
         given = {key: getattr(self, key) for key in OPTIMIZER_SETTINGS if getattr(self, key) is not None}
@@ -373,8 +375,9 @@ class Config:
     def resolve(self) -> None:
         """Check every section, then fill in what follows from the rest. Raises `UserError`."""
         check_bounds(self, Config)
-        for section in (self.data, self.schedule, self.parallelism, self.checkpoint, self.optimizer):
+        for section in (self.data, self.schedule, self.parallelism, self.checkpoint):
             section.check()
+        self.optimizer.check()
         if self.data.path is None:
             self.data.path = f"data/{self.data.corpus}-{self.data.tokenizer}"
         if self.schedule.name == "wsd" and self.schedule.decay_steps is None:

@@ -47,25 +47,33 @@ def without_none(value: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, with or without a byte order mark. Raises `UserError` where it is missing or no TOML."""
+    """The tables of a TOML file, with or without a byte order mark.
+
+    Raises `UserError` where it is missing or no TOML.
+    """
     try:
         return tomli.loads(read_text(path).removeprefix("\ufeff"))
     except OSError as error:
-        raise UserError(f"cannot read the config {path}: {error.strerror}: name a TOML file (CONFIG_FILE, or the first argument)") from None
+        raise UserError(f"cannot read the config {path}: {error.strerror}: name a TOML file "
+                        "(CONFIG_FILE, or the first argument)") from None
     except RecursionError:
-        raise UserError(f"{path} is not valid TOML: it is nested too deeply: a config has at most three levels") from None
-    except ValueError as error:  # no TOML, no UTF-8, or a whole number of more digits than Python reads
+        raise UserError(f"{path} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number of more digits than Python reads
         raise UserError(f"{path} is not valid TOML: {error}") from None
 
 
 def check_places(config: Config) -> None:
-    """Raise `UserError` where a folder or file that the config names is there and is something else, or cannot be looked at."""
-    run, source = config.run, config.checkpoint.init_from
-    folders = {"run.folder": run.folder, "run.name": f"{run.folder}/{run.name}", "data.path": config.data.path, "checkpoint.init_from": source}
-    for option, place in folders.items():
-        kind = "file" if option == "checkpoint.init_from" and place and place.endswith(".safetensors") else "folder"
-        if place and (wrong := misfit(place, kind)):
-            raise UserError(f"{option}: {place} is no {kind} that can be used ({wrong}): choose another one")
+    """Raise `UserError` where what the config takes for a folder or a file is something else."""
+    run, source = config.run, config.checkpoint.init_from or ""
+    source_kind = "file" if source.endswith(".safetensors") else "folder"
+    places = [("run.folder", run.folder, "folder"),
+              ("run.name", f"{run.folder}/{run.name}", "folder"),
+              ("data.path", config.data.path, "folder"),
+              ("checkpoint.init_from", source, source_kind)]
+    for option, place, kind in places:
+        if wrong := misfit(place, kind):
+            raise UserError(f"{option}: {place} is no {kind} that can be used ({wrong}): "
+                            "choose another one")
 
 
 def parse_overrides(args: list[str]) -> dict[str, Any]:
@@ -92,7 +100,10 @@ def parse_overrides(args: list[str]) -> dict[str, Any]:
 
 
 def take_count(args: list[str], option: str, default: int, least: int = 1) -> tuple[list[str], int]:
-    """Split `--ranks N`, or another such option, off a command line: the rest, and the number. Raises `UserError` for one out of bounds."""
+    """Split `--ranks N`, or another such option, off a command line: the rest, and the number.
+
+    Raises `UserError` for one out of bounds.
+    """
     if option not in args:
         return args, default
     place, hint = args.index(option), Annotated[int, Range(least, 100_000)]

@@ -1,8 +1,10 @@
-"""`python -m torchmars.environment [--prepare|--prepared] CONFIG.toml [--section.key value ...]`: what run_train.sh starts on each machine.
+"""The variables of run_train.sh, and what it starts with them.
 
-It checks the variables that run_train.sh takes, then the config, both before it imports torch: a mistake is told in less than a
-second. Then it starts the ranks of this machine (launch.py). `--prepare` does instead what needs no ranks, once for all machines,
-and `--prepared` leaves that out.
+`python -m torchmars.environment [--prepare|--prepared] CONFIG.toml [--section.key value ...]`
+
+It checks the variables that run_train.sh takes, then the config, both before it imports torch: a
+mistake is reported in less than a second. Then it starts the ranks of this machine (launch.py).
+`--prepare` does only what needs no ranks, once for all machines; `--prepared` leaves that out.
 """
 
 import os
@@ -45,11 +47,13 @@ class Environment:
     def check(self) -> None:
         """Raise `UserError` where the variables do not go together."""
         if self.NNODES > 1 and not self.RDZV_ENDPOINT:
-            raise UserError(f"NNODES = {self.NNODES} needs RDZV_ENDPOINT=HOST:PORT, the same on every machine, HOST being one of them")
+            raise UserError(f"NNODES = {self.NNODES} needs RDZV_ENDPOINT=HOST:PORT, the same on "
+                            "every machine, HOST being one of them")
         if self.RDZV_ENDPOINT is not None:
             split_endpoint(self.RDZV_ENDPOINT)
         if self.NODE_RANK is not None and self.NODE_RANK >= self.NNODES:
-            raise UserError(f"NODE_RANK = {self.NODE_RANK} must be less than NNODES = {self.NNODES}: machines are numbered from 0")
+            raise UserError(f"NODE_RANK = {self.NODE_RANK} must be less than NNODES = "
+                            f"{self.NNODES}: machines are numbered from 0")
         if self.NGPU is not None:
             check_shown(self.LOG_RANK, self.NGPU)
 
@@ -62,16 +66,21 @@ class Environment:
     def torchrun_options(self, ranks: int, job: str) -> list[str]:
         """The options of torchrun that start `ranks` ranks on this machine for the run `job`."""
         endpoint = self.RDZV_ENDPOINT if self.NNODES > 1 else "localhost:0"
-        return [f"--nnodes={self.NNODES}", f"--nproc-per-node={ranks}", f"--rdzv-id={job}", f"--rdzv-endpoint={endpoint}",
-                f"--rdzv-conf=join_timeout={self.RDZV_TIMEOUT},read_timeout={self.RDZV_TIMEOUT}",
-                f"--max-restarts={self.MAX_RESTARTS}", f"--local-ranks-filter={','.join(map(str, self.LOG_RANK))}"]
+        seconds, shown = self.RDZV_TIMEOUT, ",".join(map(str, self.LOG_RANK))
+        return [f"--nnodes={self.NNODES}", f"--nproc-per-node={ranks}",
+                f"--rdzv-id={job}", f"--rdzv-endpoint={endpoint}",
+                f"--rdzv-conf=join_timeout={seconds},read_timeout={seconds}",
+                f"--max-restarts={self.MAX_RESTARTS}", f"--local-ranks-filter={shown}"]
 
 
 def read_environment(variables: Mapping[str, str]) -> Environment:
-    """The variables of run_train.sh, checked, as `variables` and, in a SLURM job, the job have them. Raises `UserError`."""
-    environment = Environment()
+    """The variables of run_train.sh, checked, from `variables`, where a SLURM job's stand in.
+
+    Raises `UserError`.
+    """
+    environment, of_the_job = Environment(), OF_THE_JOB if in_batch_job(variables) else {}
     for name in Environment.__dataclass_fields__:
-        source = name if name in variables or not in_batch_job(variables) else OF_THE_JOB.get(name, name)
+        source = name if name in variables else of_the_job.get(name, name)
         if source in variables:
             setattr(environment, name, read_variable(name, variables[source], source))
     environment.check()
@@ -79,7 +88,10 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
 
 
 def read_variable(name: str, value: str, source: str = "") -> Any:
-    """The `value` of the variable `name` of run_train.sh, which the variable `source` has. Raises `UserError` where it is out of its bounds."""
+    """The variable `name` of run_train.sh, whose text is `value`; `source` has it in its place.
+
+    Raises `UserError` where it is not of its type or out of its bounds.
+    """
     hint = typing.get_type_hints(Environment, include_extras=True)[name]
     source = source or name
     if name == "RDZV_ENDPOINT":
@@ -89,7 +101,8 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
     elif name == "LOG_RANK":
         read = [whole_number(part) for part in value.split(",")]
         if any(isinstance(part, str) for part in read):
-            raise UserError(f"LOG_RANK must be numbers of a machine's ranks, separated by commas, got {value!r}")
+            raise UserError("LOG_RANK must be numbers of a machine's ranks, separated by commas, "
+                            f"got {value!r}")
     else:
         read = whole_number(value)
     read = convert(read, hint, source, "in the environment")
@@ -110,18 +123,20 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     except UnicodeError:  # a part that is empty or too long
         known = False
     if not (known and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
-        raise UserError(f"RDZV_ENDPOINT must be HOST:PORT, with a port from 1 to 65535, got {endpoint!r}")
+        raise UserError("RDZV_ENDPOINT must be HOST:PORT, with a port from 1 to 65535, "
+                        f"got {endpoint!r}")
     return host, int(port)
 
 
 def check_shown(shown: list[int], ranks: int) -> None:
     """Raise `UserError` where LOG_RANK names a rank that a machine with `ranks` ranks has not."""
     if max(shown) >= ranks:
-        raise UserError(f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated by commas, got {max(shown)}")
+        raise UserError(f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated "
+                        f"by commas, got {max(shown)}")
 
 
 def in_batch_job(variables: Mapping[str, str]) -> bool:
-    """Whether this is the script of a SLURM job, or one of its steps, and not what a user starts by hand within one."""
+    """Whether this is the script of a SLURM job, or a step of it, and nothing started by hand."""
     return bool(variables.get("SLURM_JOB_ID")) and variables.get("ENVIRONMENT") == "BATCH"
 
 
@@ -133,9 +148,11 @@ def cores_of(variables: Mapping[str, str]) -> int:
 
 def main() -> None:
     with reported():
-        mode, args = (sys.argv[1:2], sys.argv[2:]) if sys.argv[1:2] in (["--prepare"], ["--prepared"]) else ([], sys.argv[1:])
+        first = sys.argv[1:2]
+        mode = first if first in (["--prepare"], ["--prepared"]) else []
+        args = sys.argv[1 + len(mode):]
         if args[:1] == [""]:
-            raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for the quickstart")
+            raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
         environment = read_environment(os.environ)
         config = load_config(args, "python -m torchmars.train")
         ranks = environment.NGPU or default_ranks()
@@ -147,8 +164,8 @@ def main() -> None:
             return prepare(config, ranks * environment.NNODES, environment.NNODES)
         from torchmars import launch
 
-        job = os.environ.get("SLURM_JOB_ID") or "torchmars"
-        launch.main([*mode, *environment.torchrun_options(ranks, job), "-m", "torchmars.train", *args])
+        options = environment.torchrun_options(ranks, os.environ.get("SLURM_JOB_ID") or "torchmars")
+        launch.main([*mode, *options, "-m", "torchmars.train", *args])
 
 
 def default_ranks() -> int:

@@ -32,8 +32,8 @@ class LostRank(Exception):
 def reported(quiet: bool = False) -> Iterator[None]:
     """End the process with code 2 and one line on stderr when the body raises `UserError`.
 
-    `quiet` ends it without the line: for every rank but the first, which says it for all. Ctrl-C ends with 130. A reader of stdout
-    that has seen enough (`--help | head`) is no error.
+    `quiet` ends it without the line: for every rank but the first, which says it for all. Ctrl-C ends with 130.
+    A reader of stdout that has seen enough (`--help | head`) is no error.
     """
     try:
         yield
@@ -53,7 +53,8 @@ def reported(quiet: bool = False) -> Iterator[None]:
 
 def say_error(error: object) -> None:
     """One line on stderr; the middle of a very long one is left out."""
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(str(error).split()))
+    text = " ".join(str(error).split())
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     if len(text) > LONGEST:
         text = f"{text[:LONGEST // 2]} ... {text[-LONGEST // 2:]}"
     say(f"error: {text}", error=True)

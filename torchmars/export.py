@@ -12,7 +12,8 @@ from torchmars.generate import load
 
 
 def main() -> None:
-    parser = Arguments(prog="python -m torchmars.export", description="Write the weights of a checkpoint, in float32, to a "
+    parser = Arguments(prog="python -m torchmars.export",
+                       description="Write the weights of a checkpoint, in float32, to a "
                        ".safetensors file, which checkpoint.init_from reads.")
     parser.add_argument("folder", type=Path, help="a checkpoint, or a run, whose newest good checkpoint is taken")
     parser.add_argument("file", type=Path, help="the .safetensors file to write")
@@ -21,14 +22,15 @@ def main() -> None:
         if args.file.suffix != ".safetensors":
             raise UserError(f"{args.file} must be named *.safetensors")
         if wrong := misfit(args.file, "file"):
-            raise UserError(f"cannot write {args.file}: {wrong}: name a new file, or one to write over")
+            raise UserError(f"cannot write {args.file}: {wrong}: name another file")
         model, _, config = load(args.folder)
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
         try:
             save_file(weights, args.file, metadata={"format": "pt", "model": f"{config.model.name} {config.model.size}"})
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot write {args.file}: {error}") from None
-        say(f"{args.file}: {len(weights)} tensors, {sum(value.numel() for value in weights.values()):,} weights")
+        count = sum(value.numel() for value in weights.values())
+        say(f"{args.file}: {len(weights)} tensors, {count:,} weights")
 
 
 if __name__ == "__main__":

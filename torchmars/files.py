@@ -17,7 +17,7 @@ LARGEST = 2**30  # bytes of a text file that is read whole
 
 
 def misfit(path: Path | str, kind: Literal["file", "folder"]) -> str:
-    """Why `path` cannot be a regular file or a folder, one that is there or a new one; nothing where it can."""
+    """Why `path` cannot be a regular file or a folder, existing or new; nothing where it can."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -28,11 +28,16 @@ def misfit(path: Path | str, kind: Literal["file", "folder"]) -> str:
         return "its characters cannot be those of a path"
     if kind == "folder":
         return "" if stat.S_ISDIR(mode) else os.strerror(errno.ENOTDIR)
-    return "" if stat.S_ISREG(mode) else os.strerror(errno.EISDIR) if stat.S_ISDIR(mode) else "Not a regular file"
+    if stat.S_ISDIR(mode):
+        return os.strerror(errno.EISDIR)
+    return "" if stat.S_ISREG(mode) else "Not a regular file"
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file. Raises `OSError` for anything else, without opening it: a FIFO would let the reader wait for ever."""
+    """The content of a regular file. Raises `OSError` for anything else.
+
+    That is not even opened: whoever opens a FIFO waits for its other end.
+    """
     if wrong := misfit(path, "file"):
         raise OSError(errno.EINVAL, wrong, str(path))
     with path.open("rb") as stream:
@@ -43,7 +48,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file in UTF-8. Raises `OSError` as `read_bytes` does, and `UnicodeDecodeError`."""
+    """The text of a regular file in UTF-8. Raises `OSError` and `UnicodeDecodeError`."""
     return read_bytes(path).decode()
 
 

@@ -18,8 +18,8 @@ from torchmars.data.tokenizer import TOKENIZERS, Tokenizer
 from torchmars.errors import Arguments, UserError, reported
 from torchmars.typed import Range, is_text
 
-BOUNDS = {"max_tokens": Range(1, 1_000_000_000), "temperature": Range(0, 1_000_000), "top_k": Range(1, 1_000_000_000),
-          "seed": Range(-2**63, 2**63 - 1)}
+BOUNDS = {"max_tokens": Range(1, 1_000_000_000), "temperature": Range(0, 1_000_000),
+          "top_k": Range(1, 1_000_000_000), "seed": Range(-2**63, 2**63 - 1)}
 COLD = 1e-4  # the temperature below which logits, divided by it, leave the range of float32
 
 
@@ -41,6 +41,9 @@ def sample(model: nn.Module, tokens: list[int], count: int, *, vocab_size: int, 
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if not logits.isfinite().all():
+        raise UserError("the model's output is not finite, its training has diverged: take an "
+                        "earlier checkpoint")
     if temperature < COLD:
         return int(logits.argmax())
     if top_k is not None:
@@ -64,15 +67,18 @@ def load(folder: Path) -> tuple[nn.Module, Tokenizer, Config]:
     folder, manifest = open_newest(folder, warn=lambda text: say(text, error=True))
     config, saved = config_from_tables(manifest.config, f"in {folder}/{NAME}"), saved_shapes(folder)
     model = build_meta_model(config, manifest.vocab_size).eval()
-    for name, value in model_state(model).items():  # before a model that the checkpoint has not takes memory
+    for name, value in model_state(model).items():  # before a model takes memory that is not there
         if saved.get(name) != tuple(value.shape):
-            raise DamagedCheckpoint(f"{folder} does not have the model that its {NAME} describes: {name} is not of shape {list(value.shape)}")
+            raise DamagedCheckpoint(f"{folder} does not have the model that its {NAME} describes: "
+                                    f"{name} is not of shape {list(value.shape)}")
     read_tensors(folder, model_state(model.to_empty(device="cpu")), group=None)
     return model, TOKENIZERS[config.data.tokenizer](), config
 
 
 def main() -> None:
-    parser = Arguments(prog="python -m torchmars.generate", description="Sample text from a checkpoint.", formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = Arguments(prog="python -m torchmars.generate",
+                       description="Sample text from a checkpoint.",
+                       formatter_class=ArgumentDefaultsHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkpoint, or a run, whose newest checkpoint is taken")
     parser.add_argument("--prompt", default="\n", help="text to continue")
     parser.add_argument("--max_tokens", type=int, default=200, help="tokens to sample at most")
@@ -87,8 +93,8 @@ def main() -> None:
         if not is_text(args.prompt):
             raise UserError("--prompt must be Unicode text: write it in UTF-8")
         model, tokenizer, _ = load(args.folder)
-        say(sample_text(model, tokenizer, args.prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k,
-                        seed=args.seed))
+        say(sample_text(model, tokenizer, args.prompt, args.max_tokens,
+                        temperature=args.temperature, top_k=args.top_k, seed=args.seed))
 
 
 if __name__ == "__main__":

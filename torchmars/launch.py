@@ -20,13 +20,15 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import (config_from_args, determine_local_world_size, get_args_parser,
+                                   parse_min_max_nnodes)
 
 from torchmars.checkpoint.folder import run_folder
 from torchmars.config_file import load_config
 from torchmars.console import say
 from torchmars.environment import check_shown, read_variable
-from torchmars.errors import EXIT_HUNG, EXIT_MISTAKE, LAST_WORD, UserError, refuse, reported, say_error
+from torchmars.errors import (EXIT_HUNG, EXIT_MISTAKE, LAST_WORD, UserError, refuse, reported,
+                              say_error)
 from torchmars.failures import Failure, failure_of, first_failure, lost_machines
 from torchmars.logs import RankLogs
 from torchmars.parallel import mesh
@@ -41,10 +43,12 @@ def main(options: list[str] | None = None) -> None:
     with reported(), tempfile.TemporaryDirectory() as scratch:
         options = sys.argv[1:] if options is None else options
         prepared = options[:1] == ["--prepared"]
-        args = parse(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT",
+        args = parse(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+                      "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT",
                       "--log-dir", scratch, *options[prepared:]])
         with refused_by_torchrun():
-            nodes, ranks = parse_min_max_nnodes(args.nnodes)[1], determine_local_world_size(args.nproc_per_node)
+            nodes = parse_min_max_nnodes(args.nnodes)[1]
+            ranks = determine_local_world_size(args.nproc_per_node)
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0"))
         check_shown(list(shown), ranks)
         config = load_config(args.training_script_args, "python -m torchmars.launch")

@@ -67,7 +67,8 @@ def prepare_shards(config: Config) -> shards.Manifest:
     folder = Path(config.data.path)
     if not os.path.exists(folder / "manifest.json"):
         named = Path(os.path.realpath(folder))  # also where it is "."
-        lock(named.with_name(named.name + ".lock"), f"preparing {folder}", patience=7 * 86400)  # on several machines all begin with this
+        # On several machines all begin with this.
+        lock(named.with_name(named.name + ".lock"), f"preparing {folder}", patience=7 * 86400)
     if not os.path.exists(folder / "manifest.json"):
         files = corpus.source_files(config.data)
         tokenizer = TOKENIZERS[config.data.tokenizer]()

@@ -1,4 +1,4 @@
-"""Values of the types and bounds that a dataclass declares, out of TOML, JSON or the words of a command line.
+"""Values of the types and bounds that a dataclass declares, out of TOML, JSON or a command line.
 
 A field declares its bounds beside its type: `steps: Annotated[int, Range(1, 1_000_000)]`.
 """
@@ -17,13 +17,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from torchmars.errors import UserError
 
 T = TypeVar("T")
-LEVELS = 16  # tables within tables that are read; deeper ones are no file of ours, and would exhaust Python's stack
+LEVELS = 16  # of tables within tables: a file of ours has fewer, thousands exhaust Python's stack
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number: from `low`, itself included unless `open_low`, to `high`. NaN is outside."""
+    """Bounds of a number: from `low`, included unless `open_low`, to `high`. NaN is outside."""
 
     low: float
     high: float
@@ -40,14 +40,16 @@ class Range:
 
 @dataclass(frozen=True)
 class Name:
-    """Bounds of a text that is the name of one `kind`, "file" or "folder", without the folders above it."""
+    """Bounds of a text that names one `kind`, "file" or "folder", without the folders above it."""
 
     kind: str
 
     def check(self, name: str, value: str) -> None:
         """Raise `UserError` for a text that is no such name."""
-        if value in ("", ".", "..") or "/" in value or CONTROL.search(value) or len(value.encode()) > 200:
-            raise UserError(f"{name} must be one {self.kind} name of at most 200 bytes, got {value!r}")
+        wrong = value in ("", ".", "..") or "/" in value or CONTROL.search(value)
+        if wrong or len(value.encode()) > 200:
+            raise UserError(f"{name} must be one {self.kind} name of at most 200 bytes, "
+                            f"got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,24 @@ class Place:
 
     def check(self, name: str, value: str) -> None:
         """Raise `UserError` for a text that is no such path."""
-        if not value or CONTROL.search(value) or len(value.encode()) > 3000 or os.path.realpath(value) == "/":
-            raise UserError(f"{name} must be the path of a file or folder, not empty and not /, got {value!r}")
+        wrong = not value or CONTROL.search(value) or len(value.encode()) > 3000
+        if wrong or os.path.realpath(value) == "/":
+            raise UserError(f"{name} must be the path of a file or folder, not empty and not /, "
+                            f"got {value!r}")
 
 
 class Words(list[str]):
-    """What the command line gives for one option: words that are not yet of the field's type. None of them: a flag, true."""
+    """What the command line gives for one option: words that are not yet of the field's type.
+
+    None of them: a flag, true.
+    """
 
 
 def fill(owner: Any, tables: dict[str, Any], source: str, prefix: str = "") -> None:
     """Set the fields of a dataclass, and of those within it, that `tables` names.
 
-    `source` says in errors where the tables are from. Raises `UserError` for unknown names and wrong types; bounds are left to
-    `check_bounds`.
+    `source` says in errors where the tables are from. Raises `UserError` for unknown names and
+    wrong types; bounds are left to `check_bounds`.
     """
     for key, value in tables.items():
         name, hint = f"{prefix}{key}", hint_of(type(owner), key, source, prefix)
@@ -81,8 +88,14 @@ def fill(owner: Any, tables: dict[str, Any], source: str, prefix: str = "") -> N
 
 
 def make(kind: type[T], table: dict[str, Any], source: str, prefix: str = "") -> T:
-    """A dataclass of type `kind` with the fields that `table` names. Raises `UserError` as `fill` does, and for a field that is missing."""
-    values = {key: convert(value, hint_of(kind, key, source, prefix), f"{prefix}{key}", source) for key, value in table.items()}
+    """A dataclass of type `kind` with the fields that `table` names.
+
+    Raises `UserError` as `fill` does, and for a field that is missing.
+    """
+    values = {}
+    for key, value in table.items():
+        hint = hint_of(kind, key, source, prefix)
+        values[key] = convert(value, hint, f"{prefix}{key}", source)
     for each in dataclasses.fields(kind):
         if each.name not in values and each.default is each.default_factory is dataclasses.MISSING:
             raise UserError(f"{prefix}{each.name} is missing {source}")
@@ -90,11 +103,12 @@ def make(kind: type[T], table: dict[str, Any], source: str, prefix: str = "") ->
 
 
 def hint_of(kind: type, key: str, source: str, prefix: str) -> Any:
-    """The declared type of a field. Raises `UserError` for a name that `kind` has not, with the nearest one."""
+    """The declared type of a field. Raises `UserError` with the nearest name for an unknown one."""
     known = [each.name for each in dataclasses.fields(kind)]
     if key not in known:
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-        raise UserError(f"unknown {'key' if prefix else 'section'} {prefix}{key} {source}: did you mean {prefix}{nearest}?")
+        raise UserError(f"unknown {'key' if prefix else 'section'} {prefix}{key} {source}: "
+                        f"did you mean {prefix}{nearest}?")
     return typing.get_type_hints(kind, include_extras=True)[key]
 
 
@@ -108,7 +122,10 @@ def bare(hint: Any) -> tuple[Any, tuple]:
 
 
 def convert(value: Any, hint: Any, name: str, source: str) -> Any:
-    """`value`, from TOML, JSON or the command line's words, as the declared type `hint`. Raises `UserError` where it is none."""
+    """`value`, from TOML, JSON or a command line, as the declared type `hint`.
+
+    Raises `UserError` where it is none.
+    """
     optional = type(None) in typing.get_args(hint)
     if optional and (value is None or isinstance(value, Words) and value == ["None"]):
         return None
@@ -123,7 +140,8 @@ def convert(value: Any, hint: Any, name: str, source: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return make(hint, value, source, f"{name}.")
     if origin is dict and isinstance(value, dict):
-        return {key: convert(item, args[1], f"{name}.{key}", source) for key, item in value.items()}
+        return {key: convert(item, args[1], f"{name}.{key}", source)
+                for key, item in value.items()}
     if origin is list and isinstance(value, list):
         return [convert(item, args[0], name, source) for item in value]
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
@@ -140,7 +158,7 @@ def convert(value: Any, hint: Any, name: str, source: str) -> Any:
 
 
 def read_word(word: str, hint: Any) -> Any:
-    """A word of the command line as the bool or number that the field's type wants; the word itself where it is none."""
+    """A word of the command line as the bool or number that `hint` is; itself where it is none."""
     if hint is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     try:
@@ -154,11 +172,11 @@ def as_float(value: int) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def is_text(value: str) -> bool:
-    """Whether a string can be written to a file as UTF-8 and, as far as its characters go, be part of a path."""
+    """Whether a string can be written as UTF-8 and has no NUL character."""
     try:
         return b"\0" not in value.encode()
     except UnicodeEncodeError:
@@ -173,14 +191,18 @@ def describe(hint: Any) -> str:
     if origin is tuple:
         return f"{len(args)} numbers"
     if origin is list:
-        return {str: "a list of strings", float: "a list of numbers", int: "whole numbers"}.get(bare(args[0])[0], "an array of tables")
+        kinds = {str: "a list of strings", float: "a list of numbers"}
+        return kinds.get(bare(args[0])[0], "an array of tables")
     if dataclasses.is_dataclass(hint) or origin is dict:
         return "a table"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
 
 
 def check_bounds(value: Any, hint: Any, name: str = "") -> None:
-    """Raise `UserError`, naming the field, where `value`, of the declared type `hint`, or a value within it is out of its bounds."""
+    """Raise `UserError`, naming the field, where `value` or a value within it is out of its bounds.
+
+    `hint` is the declared type of `value`.
+    """
     hint, bounds = bare(hint)
     if value is None:
         return
@@ -199,7 +221,7 @@ def check_bounds(value: Any, hint: Any, name: str = "") -> None:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """The object that a JSON text is. Raises `ValueError` where it is none, or nested beyond what any file of ours is."""
+    """A JSON text's object. Raises `ValueError` where there is none, or one nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:

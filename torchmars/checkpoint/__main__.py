@@ -18,7 +18,8 @@ def main() -> None:
     with reported():
         args = parse()
         if wrong := misfit(args.run, "folder"):
-            raise UserError(f"{args.run} has no checkpoints ({wrong}): name a run's folder, such as runs/quickstart")
+            raise UserError(f"{args.run} has no checkpoints ({wrong}): name a run's folder, "
+                            "such as runs/quickstart")
         folder = args.run / "checkpoints"
         found = checkpoints(folder)
         if not found and not leftovers(folder):
@@ -27,7 +28,8 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = Arguments(prog="python -m torchmars.checkpoint", description="The checkpoints of a run.")
+    parser = Arguments(prog="python -m torchmars.checkpoint",
+                       description="The checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("list", "what there is, with the size of every file checked"),
                        ("verify", "read every byte and compare checksums; exit code 2 where anything is damaged"),
@@ -54,14 +56,19 @@ def list_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) 
     for row in rows:
         say("  ".join([cell.rjust(width) for cell, width in zip(row, widths)] + [row[-1]]))
     for path in leftovers(folder):
-        say(f"{path.name}: {'of a save under way or cut short' if path.suffix == PARTIAL else 'not used any more'}")
+        cut = path.suffix == PARTIAL
+        say(f"{path.name}: {'of a save under way or cut short' if cut else 'not used any more'}")
 
 
 def verify_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) -> None:
     """Read everything; raises `UserError` at the end where a checkpoint is damaged."""
     good = judge(found)
     for path in found:
-        say(f"{path.name}: good, {good[path].bytes / 2**20:,.1f} MiB in {len(good[path].files)} files" if path in good else f"{path.name}: damaged")
+        if path in good:
+            size = good[path].bytes / 2**20
+            say(f"{path.name}: good, {size:,.1f} MiB in {len(good[path].files)} files")
+        else:
+            say(f"{path.name}: damaged")
     if len(good) < len(found):
         raise UserError(f"{len(found) - len(good)} of {len(found)} checkpoints are damaged: a run falls back to the newest good one")
 
@@ -89,7 +96,8 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
                 delete(path)
             except OSError as error:
                 raise UserError(f"cannot delete {path}: {error.strerror}") from None
-    say(f"{len(good) - sum(path in good for path in going)} checkpoints {'would stay' if args.dry_run else 'stay'}")
+    staying = len(good) - sum(path in good for path in going)
+    say(f"{staying} checkpoints {'would stay' if args.dry_run else 'stay'}")
 
 
 def judge(found: list[Path]) -> dict[Path, Manifest]:

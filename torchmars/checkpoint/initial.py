@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import open_newest
-from torchmars.checkpoint.state import model_state, named_parameters, optimizer_state, optimizer_state_names, read_tensors, saved_shapes
+from torchmars.checkpoint.state import (model_state, named_parameters, optimizer_state,
+                                        optimizer_state_names, read_tensors, saved_shapes)
 from torchmars.console import say
 from torchmars.errors import UserError
 from torchmars.optim import MARS
@@ -62,7 +63,8 @@ def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], lis
     """
     taken, without = [], []
     for name, wanted in optimizer_state_names(optimizer).items():
-        (rule, *needed), (saved_rule, *there) = wanted.split(), saved.get(name, "").split() or ["none"]
+        rule, *needed = wanted.split()
+        saved_rule, *there = saved.get(name, "").split() or ["none"]
         missing = set(needed) - set(there)
         if missing <= {"last_grad"} and ("momentum" not in needed or rule == saved_rule):
             taken.append(name)

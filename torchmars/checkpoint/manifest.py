@@ -81,7 +81,8 @@ def read(folder: Path) -> Manifest:
     except ValueError as error:
         raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
     if raw.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"{path} is of format {raw.get('format')!r}, not of this version's {FORMAT!r}")
+        raise DamagedCheckpoint(f"{path} is of format {raw.get('format')!r}, "
+                                f"not of this version's {FORMAT!r}")
     raw.pop("sha256", None)  # compared below
     try:
         manifest = make(Manifest, raw, "in it")

@@ -144,7 +144,8 @@ def read_index(folder: Path) -> dcp.Metadata:
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in the checkpoint `folder`, by name. Raises `DamagedCheckpoint`."""
     try:
-        return {name: tuple(metadata.size) for name, metadata in read_index(folder).state_dict_metadata.items()}
+        tensors = read_index(folder).state_dict_metadata
+        return {name: tuple(metadata.size) for name, metadata in tensors.items()}
     except (AttributeError, TypeError):
         raise DamagedCheckpoint(f"{folder / '.metadata'} is not an index of tensors") from None
 

@@ -26,8 +26,8 @@ def source_files(config: DataConfig) -> list[Path]:
         else:
             found = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
         if not found:
-            raise UserError(f"data.files: {pattern!r} names no text file"
-                            + (f" (a folder gives its {' and '.join(SUFFIXES)} files)" if os.path.isdir(path) else ""))
+            read = f" (a folder gives its {' and '.join(SUFFIXES)} files)"
+            raise UserError(f"data.files: {pattern!r} names no text file{read * os.path.isdir(path)}")
         files.update(found)
     return sorted(files)
 

@@ -167,8 +167,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its splits are not train and validation")
         if not manifest.splits["train"].shards:
             raise ValueError("its training split is empty")
-        if any(split.tokens != sum(shard.tokens for shard in split.shards) for split in manifest.splits.values()):
-            raise ValueError("the tokens of a split are not those of its shards")
+        for split in manifest.splits.values():
+            if split.tokens != sum(shard.tokens for shard in split.shards):
+                raise ValueError("the tokens of a split are not those of its shards")
         return manifest
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}: prepare it with python -m torchmars.prepare") from None

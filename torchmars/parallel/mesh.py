@@ -46,7 +46,8 @@ def node() -> str:
 
 def node_rank() -> int | None:
     """The number that this machine was given among several; None where they are to find out."""
-    return read_variable("NODE_RANK", os.environ["NODE_RANK"]) if "NODE_RANK" in os.environ else None
+    number = os.environ.get("NODE_RANK")
+    return None if number is None else read_variable("NODE_RANK", number)
 
 
 @dataclass
