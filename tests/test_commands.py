@@ -77,8 +77,9 @@ def test_help_that_nobody_reads_to_its_end(warm, tmp_path, module):
         assert warm.run(module, args, tmp_path, unread=True) == (0, "", "")
 
 
-def test_output_that_nobody_reads_to_its_end(warm, place):
-    make_checkpoint(place)
+def test_output_that_nobody_reads_to_its_end(warm, tmp_path):
+    make_place(tmp_path)
+    make_checkpoint(tmp_path)
     for module, args in {"generate": ["runs/tiny"], "checkpoint.__main__": ["list", "runs/tiny"],
                          "plan": ["tiny.toml", "--world-size", "2"]}.items():
-        assert warm.run(module, args, place, unread=True) == (0, "", "")
+        assert warm.run(module, args, tmp_path, unread=True) == (0, "", "")

@@ -34,6 +34,7 @@ from torchmars.logs import RankLogs
 from torchmars.parallel import mesh
 from torchmars.parallel.endpoint import find_endpoint
 from torchmars.prepare import prepare
+from torchmars.typed import Range
 
 SAVE_SECONDS = 3600  # how long ranks that were asked to stop may take to save; torch 2.11 does not know it, and ends them after 30
 
@@ -49,6 +50,8 @@ def main(options: list[str] | None = None) -> None:
         with refused_by_torchrun():
             nodes = parse_min_max_nnodes(args.nnodes)[1]
             ranks = determine_local_world_size(args.nproc_per_node)
+        Range(1, 100_000).check("--nnodes", nodes)
+        Range(1, 1_000).check("--nproc-per-node", ranks)
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0"))
         check_shown(list(shown), ranks)
         config = load_config(args.training_script_args, "python -m torchmars.launch")
