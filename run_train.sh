@@ -23,47 +23,27 @@
 # Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it; the same command goes on, and a SLURM job puts itself back into the queue. Exit codes:
 # 0 complete; 2 a mistake in the config or the data; 75 stopped by a signal and saved; 70 a rank hung; 128 + n ended by signal n; else a crash.
 set -euo pipefail
-case " $* " in *" --help "* | *" -h "*) exec python -m torchmars.train --help ;; esac
 
 root=$(dirname "$0")
 batch=false
 if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     batch=true
     root=$SLURM_SUBMIT_DIR  # $0 is a copy that SLURM made
-    NNODES=${NNODES:-$SLURM_JOB_NUM_NODES}
-    NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-}}
-    if [ "$NNODES" -gt 1 ]; then  # a port below those that systems give away
-        RDZV_ENDPOINT=${RDZV_ENDPOINT:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 12000))}
-    fi
+    # The nodes meet at the first one, at a port below those that systems give away.
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    export RDZV_ENDPOINT=${RDZV_ENDPOINT-$first:$((20000 + SLURM_JOB_ID % 12000))}
 fi
-NNODES=${NNODES:-1}
-if [ "$NNODES" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
-    echo "error: NNODES = $NNODES needs RDZV_ENDPOINT=HOST:PORT, the same on every machine, HOST being one of them" >&2
-    exit 2
-fi
-if [ -z "${NGPU:-}" ]; then
-    NGPU=2
-    if command -v nvidia-smi >/dev/null; then
-        NGPU=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
-    fi
-fi
-CONFIG_FILE=${CONFIG_FILE:-"$root/train_configs/quickstart.toml"}
-
-export RDZV_TIMEOUT=${RDZV_TIMEOUT:-45}
-cores=$(nproc)
-[ "$batch" = false ] || cores=${SLURM_CPUS_ON_NODE:-$cores}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
-launch=(--nnodes "$NNODES" --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-id "${SLURM_JOB_ID:-torchmars}"
-        --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-conf "join_timeout=$RDZV_TIMEOUT,read_timeout=$RDZV_TIMEOUT" --max-restarts "${MAX_RESTARTS:-0}"
-        --local-ranks-filter "${LOG_RANK:-0}" -m torchmars.train "$CONFIG_FILE" "$@")
+set -- "${CONFIG_FILE-$root/train_configs/quickstart.toml}" "$@"
 if [ "$batch" = false ]; then
-    exec python -m torchmars.launch "${launch[@]}"
+    exec python -m torchmars.environment "$@"
 fi
 
 # Data and checkpoints are checked once; then one launcher on each node of the job, its ranks on all CPUs that the job has there. What this script
 # is told goes to all of them.
-python -m torchmars.prepare "$CONFIG_FILE" --nodes "$NNODES" --ranks "$((NGPU * NNODES))" "$@"
-srun --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars.launch --prepared "$@"' - "${launch[@]}" &
+python -m torchmars.environment --prepare "$@"
+srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=none \
+    --kill-on-bad-exit=0 \
+    bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars.environment --prepared "$@"' - "$@" &
 step=$!
 SECONDS=0
 trap 'kill -USR1 "$step" || true' USR1 TERM

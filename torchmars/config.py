@@ -1,32 +1,31 @@
 """Every knob of a run: one dataclass per section of the TOML file.
 
-`config_file.py` reads and writes them; each part of the stack takes its own section.
+`config_file.py` reads and writes them; each part of the stack takes its own section. Bounds stand
+beside the types.
 A field set to None means "follows from the rest"; `Config.resolve` fills it in.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torchmars.errors import UserError
-from torchmars.optim.param_groups import check_groups, complete_settings
+from torchmars.typed import Name, Place, Range, check_bounds
 
 Rule = Literal["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "lion", "muon"]
 MARS_RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "gamma", "clip", "optimize_1d", "lr_1d", "betas_1d", "weight_decay_1d")
+
+# Upper bounds are beyond all that is meant, and below what overflows.
+Count = Annotated[int, Range(0, 1_000_000_000)]
+Positive = Annotated[int, Range(1, 1_000_000_000)]
+Amount = Annotated[float, Range(0, 1_000_000)]
+Clip = Annotated[float, Range(0, float("inf"))]
 
 
 def require(condition: bool, message: str) -> None:
     """Raise `UserError(message)` unless `condition` holds."""
     if not condition:
         raise UserError(message)
-
-
-def require_range(section: object, name: str, low: float, high: float = float("inf"), *, open_low: bool = False) -> None:
-    """Refuse a number outside [low, high], `low` itself too if `open_low`; None passes, NaN does not."""
-    value = getattr(section, name)
-    if value is not None:
-        bounds = f"{'more than' if open_low else 'at least'} {low:g}" + ("" if high == float("inf") else f" and at most {high:g}")
-        require((value > low if open_low else value >= low) and value <= high, f"{section.section}.{name} must be {bounds}, got {value}")
 
 
 def set_fields(section: object) -> dict[str, Any]:
@@ -39,17 +38,12 @@ class RunConfig:
     """What the run is called and where it lives."""
 
     section = "run"
-    name: str = "quickstart"
+    name: Annotated[str, Name("folder")] = "quickstart"
     """Name of the run; its folder is FOLDER/NAME. A run found there is continued."""
-    folder: str = "runs"
+    folder: Annotated[str, Place()] = "runs"
     """Folder that holds all runs."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the initial weights and of the data order."""
-
-    def check(self) -> None:
-        require(self.name not in ("", ".", "..") and "/" not in self.name,
-                f"run.name must be one folder name, got {self.name!r}")
-        require_range(self, "seed", 0)
 
 
 @dataclass
@@ -61,23 +55,18 @@ class ModelConfig:
     """Model family."""
     size: Literal["nano", "small", "medium", "large", "xl"] = "nano"
     """Named size: nano (3M, for CPUs), small (124M), medium (354M), large (773M), xl (1.6B)."""
-    n_layer: int | None = None
+    n_layer: Annotated[int, Range(1, 1_000)] | None = None
     """Number of blocks, instead of the named size's."""
-    n_head: int | None = None
+    n_head: Annotated[int, Range(1, 10_000)] | None = None
     """Attention heads per block, instead of the named size's."""
-    n_embd: int | None = None
+    n_embd: Annotated[int, Range(1, 1_000_000)] | None = None
     """Width, instead of the named size's."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int, Range(1, 10_000_000)] | None = None
     """Rows of the token table; default: the tokenizer's vocabulary rounded up to a multiple of 64."""
     scale_attn_by_inverse_layer_idx: bool = False
     """Divide attention logits also by the block's number, counted from 1, as the published MARS runs did."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(0, 0.99)] = 0.0
     """Probability of dropout on embeddings, attention and both outputs of a block, while training."""
-
-    def check(self) -> None:
-        require_range(self, "dropout", 0, 0.99)
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
-            require_range(self, name, 1)
 
 
 @dataclass
@@ -87,20 +76,18 @@ class DataConfig:
     section = "data"
     corpus: Literal["stdlib", "text"] = "stdlib"
     """Text to train on: stdlib (the Python standard library's sources) or text (your own files)."""
-    files: list[str] = field(default_factory=list)
+    files: list[Annotated[str, Place()]] = field(default_factory=list)
     """For corpus "text": files, folders (every .txt and .md below) and globs. A line `<|endoftext|>` ends a document."""
     tokenizer: Literal["bytes", "gpt2"] = "bytes"
     """bytes (256 values and an end-of-text token) or gpt2 (BPE, 50257 tokens)."""
-    path: str | None = None
+    path: Annotated[str, Place()] | None = None
     """Folder of the tokenised shards; default: data/CORPUS-TOKENIZER. Filled on the first run."""
-    validation_fraction: float = 0.01
+    validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
     """Share of the tokens kept for validation, by whole documents."""
-    num_workers: int = 1
+    num_workers: Annotated[int, Range(0, 64)] = 1
     """Processes per rank that read ahead; 0 reads in the training process."""
 
     def check(self) -> None:
-        require_range(self, "validation_fraction", 0, 0.5, open_low=True)
-        require_range(self, "num_workers", 0)
         require(self.corpus != "text" or bool(self.files) or self.path is not None,
                 'data.files is empty: name the files, folders or globs that data.corpus = "text" reads')
         require(self.corpus == "text" or not self.files,
@@ -112,16 +99,16 @@ class TrainingConfig:
     """How long, how large a batch, in which precision."""
 
     section = "training"
-    steps: int = 300
+    steps: Positive = 300
     """Optimizer steps of the whole run. Raise it to continue a finished run."""
-    global_batch_size: int = 16
+    global_batch_size: Positive = 16
     """Sequences per optimizer step, over all ranks and accumulation steps."""
-    microbatch_size: int | None = None
+    microbatch_size: Positive | None = None
     """Sequences per forward pass on one rank; default: its whole share of the global batch. The gradient of the
     rest is accumulated."""
-    seq_len: int = 256
+    seq_len: Annotated[int, Range(1, 10_000_000)] = 256
     """Tokens per sequence; also the model's context length."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Clip = 1.0
     """Clip the gradient's global norm to this before the optimizer; 0 switches it off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. Master weights, gradient reduction and optimizer state are float32. auto: bfloat16 on GPU,
@@ -130,11 +117,6 @@ class TrainingConfig:
     run keeps what it began with unless this names another."""
     compile: bool = False
     """Compile each block with torch.compile."""
-
-    def check(self) -> None:
-        for name in ("steps", "global_batch_size", "microbatch_size", "seq_len"):
-            require_range(self, name, 1)
-        require_range(self, "max_grad_norm", 0)
 
     def microbatches(self, dp_size: int) -> tuple[int, int]:
         """The microbatch size per rank and the number of accumulation steps on `dp_size` data-parallel ranks.
@@ -158,17 +140,17 @@ class GroupConfig:
 
     rule: Rule | None = None
     """Update rule: mars-adamw, mars-lion, mars-shampoo, mars-m, adamw, lion or muon."""
-    lr: float | None = None
+    lr: Amount | None = None
     """Learning rate; it follows the schedule in proportion."""
     betas: tuple[float, float] | None = None
     """Decay of the momentum and of the second moment."""
-    weight_decay: float | None = None
+    weight_decay: Amount | None = None
     """Decoupled weight decay."""
-    gamma: float | None = None
+    gamma: Amount | None = None
     """mars-*: strength of the variance reduction."""
-    clip: float | None = None
+    clip: Clip | None = None
     """mars-*: clip each tensor's corrected gradient to this norm; 0 switches it off."""
-    split: int | None = None
+    split: Positive | None = None
     """Matrix rules: parts that a matrix is cut into by rows before it is orthogonalised (3 for a fused QKV)."""
 
 
@@ -188,18 +170,18 @@ class OptimizerConfig:
     name: Rule = "mars-adamw"
     """mars-adamw, mars-lion, mars-shampoo, mars-m: variance-reduced AdamW, Lion, Shampoo and Muon; adamw, lion, muon: the same
     without the reduction. What embeddings and vectors get is printed at the start of a run."""
-    lr: float | None = None
+    lr: Annotated[float, Range(0, 1_000_000, open_low=True)] | None = None
     """Peak learning rate of the matrices; default 6e-3 for mars-adamw, mars-m and muon, 2e-2 for mars-shampoo (its embeddings get 0.3
     of it), 6e-4 for mars-lion and adamw, 1e-4 for lion."""
     betas: tuple[float, float] | None = None
     """Momentum and second-moment decay; default 0.95 0.99 for mars-* and muon, 0.9 0.95 for adamw, 0.9 0.99 for lion."""
-    eps: float | None = None
+    eps: Amount | None = None
     """Added to the root of the second moment; default 1e-8."""
-    weight_decay: float | None = None
+    weight_decay: Amount | None = None
     """Decoupled weight decay; default 0.01 for mars-adamw and mars-shampoo, 0.5 for lion, 0.1 for the others."""
-    gamma: float | None = None
+    gamma: Amount | None = None
     """mars-*: strength of the variance reduction; default 0.025. 0.025 to 0.05 works best. A schedule: schedule.gamma."""
-    clip: float | None = None
+    clip: Clip | None = None
     """mars-*: clip each tensor's corrected gradient to this norm; default 1, 0 switches it off. Without it the rules other than mars-adamw
     keep one buffer per parameter."""
     mode: Literal["approx", "exact"] = "approx"
@@ -216,11 +198,11 @@ class OptimizerConfig:
     """Matrix rules: let the transfers of matrices overlap with the work on others."""
     optimize_1d: bool | None = None
     """mars-adamw, mars-lion, mars-shampoo: give vectors (norm weights, biases) MARS too, instead of AdamW; default false."""
-    lr_1d: float | None = None
+    lr_1d: Amount | None = None
     """Those three: learning rate of the vectors' AdamW; default lr / 2, 3e-3 for mars-shampoo. It follows the schedule in proportion."""
     betas_1d: tuple[float, float] | None = None
     """mars-*, muon: betas of AdamW, for vectors and (mars-m, muon) embeddings; default 0.9 0.95."""
-    weight_decay_1d: float | None = None
+    weight_decay_1d: Amount | None = None
     """mars-adamw, mars-lion, mars-shampoo: weight decay of the vectors' AdamW; default 0.1."""
     matrix: GroupConfig = field(default_factory=GroupConfig)
     """Hidden matrices."""
@@ -242,7 +224,9 @@ class OptimizerConfig:
 
     def check(self) -> None:
         """Check, and fill in the rule's defaults. Raises `UserError` for a value or a setting the rule cannot take."""
-        require_range(self, "lr", 0, open_low=True)
+        # Here, for it imports torch, which takes seconds.
+        from torchmars.optim.param_groups import check_groups, complete_settings
+
         require(self.name in MARS_RULES or self.mode == "approx", f'optimizer.mode has no meaning for optimizer.name = "{self.name}"')
         given = {key: getattr(self, key) for key in OPTIMIZER_SETTINGS if getattr(self, key) is not None}
         try:
@@ -261,22 +245,20 @@ class ScheduleConfig:
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """What follows the warmup: cosine or linear decay over the rest of the run, constant, or wsd (constant, then a
     linear decay over the last decay_steps)."""
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     """Steps of linear warmup from 0."""
-    decay_steps: int | None = None
+    decay_steps: Count | None = None
     """wsd: steps of the final decay; default: a fifth of the run."""
-    min_lr: float = 0.0
+    min_lr: Amount = 0.0
     """Learning rate at the end of the decay, an absolute value."""
     gamma: Literal["constant", "linear", "cosine"] = "constant"
     """How MARS's gamma goes from optimizer.gamma to final_gamma over the run."""
-    final_gamma: float | None = None
+    final_gamma: Amount | None = None
     """gamma at the last step, for a linear or cosine schedule of it."""
 
     def check(self) -> None:
         require((self.gamma == "constant") == (self.final_gamma is None),
                 'schedule.final_gamma goes with schedule.gamma = "linear" or "cosine": set both or neither')
-        for name in ("warmup_steps", "decay_steps", "min_lr", "final_gamma"):
-            require_range(self, name, 0)
         require(self.name == "wsd" or self.decay_steps is None,
                 f'schedule.decay_steps has no meaning for schedule.name = "{self.name}": remove it')
 
@@ -286,13 +268,12 @@ class ParallelismConfig:
     """How the ranks share the work. dp_replicate * dp_shard is the number of ranks."""
 
     section = "parallelism"
-    dp_replicate: int = 1
+    dp_replicate: Positive = 1
     """Copies of the model; with dp_shard > 1 this is HSDP."""
-    dp_shard: int = -1
+    dp_shard: Annotated[int, Range(-float("inf"), 1_000_000_000)] = -1
     """Ranks over which each copy is sharded (FSDP2); -1: all that remain."""
 
     def check(self) -> None:
-        require_range(self, "dp_replicate", 1)
         require(self.dp_shard == -1 or self.dp_shard >= 1,
                 f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}")
 
@@ -310,32 +291,29 @@ class CheckpointConfig:
     """When the run is saved and what is kept. It always is saved at the end; a run continues from its newest good checkpoint."""
 
     section = "checkpoint"
-    interval: int = 100
+    interval: Count = 100
     """Steps between checkpoints; 0: only at the end."""
-    interval_minutes: float = 0.0
+    interval_minutes: Amount = 0.0
     """Also save once this many minutes have passed since the last save; 0: never."""
     async_save: bool = True
     """Train on while a checkpoint is written. Takes memory for a copy of weights and optimizer state on the host."""
-    max_failures: int = 3
+    max_failures: Positive = 3
     """Checkpoints in a row that may fail to be written before the run ends."""
-    keep_last: int = 10
+    keep_last: Count = 10
     """Newest checkpoints to keep; 0: all."""
-    keep_every: int = 0
+    keep_every: Count = 0
     """Keep the checkpoints of every such step for good; 0: none."""
     keep_best: bool = True
     """Keep the checkpoint of the lowest validation loss."""
     verify: Literal["full", "size", "off"] = "full"
     """What is checked of a checkpoint before it is loaded: size and SHA-256 of every file, sizes only, or nothing."""
-    init_from: str | None = None
+    init_from: Annotated[str, Place()] | None = None
     """Start from the weights of another run, of one checkpoint, or of a file made by torchmars.export. Has no effect once the run has
     a checkpoint of its own."""
     init_optimizer: bool = False
     """Take the optimizer's state from init_from too, as far as this optimizer has use for it."""
 
     def check(self) -> None:
-        for name in ("interval", "interval_minutes", "keep_last", "keep_every"):
-            require_range(self, name, 0)
-        require_range(self, "max_failures", 1)
         require(self.init_from is not None or not self.init_optimizer,
                 "checkpoint.init_optimizer has no meaning without checkpoint.init_from: set that too")
 
@@ -348,15 +326,11 @@ class GuardsConfig:
     loss_spike: Literal["off", "skip", "rollback"] = "off"
     """What to do with a batch whose loss stands out: leave its step out (skip), or go back to the newest checkpoint and on with the
     data after that batch (rollback). Both wait for the loss at every step."""
-    spike_sigmas: float = 6.0
+    spike_sigmas: Annotated[float, Range(0, 1_000_000, open_low=True)] = 6.0
     """A loss stands out when it is this many standard deviations above the mean of the last 64."""
-    hang_seconds: float = 600.0
+    hang_seconds: Amount = 600.0
     """Seconds without a step after which a rank is taken to hang: every rank tells where it stands, and the run ends. Must be more
     than the longest step, compilation, validation or save. 0: never, but for the backend's own timeouts: 30 minutes, 10 in HSDP on GPUs."""
-
-    def check(self) -> None:
-        require_range(self, "spike_sigmas", 0, open_low=True)
-        require_range(self, "hang_seconds", 0)
 
 
 @dataclass
@@ -364,19 +338,14 @@ class ValidationConfig:
     """The held-out loss, always over the same windows of the validation split."""
 
     section = "validation"
-    interval: int = 100
+    interval: Count = 100
     """Steps between validations, and one at the end; 0: never."""
-    windows: int = 64
+    windows: Positive = 64
     """Sequences of training.seq_len tokens, spread evenly over the split."""
-    sample_tokens: int = 0
+    sample_tokens: Count = 0
     """Tokens of text to sample when the run is complete; 0: none."""
     sample_prompt: str = "\n"
     """Text that the sample continues."""
-
-    def check(self) -> None:
-        require_range(self, "interval", 0)
-        require_range(self, "windows", 1)
-        require_range(self, "sample_tokens", 0)
 
 
 @dataclass
@@ -384,7 +353,7 @@ class MetricsConfig:
     """What is reported. metrics.jsonl in the run folder is always written."""
 
     section = "metrics"
-    log_interval: int = 10
+    log_interval: Positive = 10
     """Steps between progress lines."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder (pip install 'torchmars[tensorboard]')."""
@@ -392,9 +361,6 @@ class MetricsConfig:
     """Also log to Weights & Biases; WANDB_MODE=offline keeps it on this machine."""
     wandb_project: str = "torchmars"
     """W&B project."""
-
-    def check(self) -> None:
-        require_range(self, "log_interval", 1)
 
 
 @dataclass
@@ -415,8 +381,10 @@ class Config:
 
     def resolve(self) -> None:
         """Check every section, then fill in what follows from the rest. Raises `UserError`."""
-        for section in fields(self):
-            getattr(self, section.name).check()
+        check_bounds(self, Config)
+        for section in (self.data, self.schedule, self.parallelism, self.checkpoint):
+            section.check()
+        self.optimizer.check()
         if self.data.path is None:
             self.data.path = f"data/{self.data.corpus}-{self.data.tokenizer}"
         if self.schedule.name == "wsd" and self.schedule.decay_steps is None:

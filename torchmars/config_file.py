@@ -1,18 +1,16 @@
 """From a TOML file and `--section.key value` overrides to a checked `Config`, and back to a file."""
 
 import dataclasses
-import difflib
-import types
-import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import tomli
 import tomli_w
-import tyro
 
 from torchmars.config import Config
 from torchmars.errors import UserError
+from torchmars.files import misfit, read_text
+from torchmars.typed import Range, Words, check_bounds, convert, fill
 
 
 def load_config(args: list[str], prog: str) -> Config:
@@ -28,6 +26,7 @@ def load_config(args: list[str], prog: str) -> Config:
         fill(config, read_toml(Path(file)), f"in {file}")
     fill(config, parse_overrides(args[len(files):]), "on the command line")
     config.resolve()
+    check_places(config)
     return config
 
 
@@ -48,13 +47,33 @@ def without_none(value: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises `UserError` where it is missing or no TOML."""
+    """The tables of a TOML file, with or without a byte order mark.
+
+    Raises `UserError` where it is missing or no TOML.
+    """
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        return tomli.loads(read_text(path).removeprefix("\ufeff"))
     except OSError as error:
-        raise UserError(f"cannot read the config {path}: {error.strerror}") from None
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the config {path}: {error.strerror}: name a TOML file "
+                        "(CONFIG_FILE, or the first argument)") from None
+    except RecursionError:
+        raise UserError(f"{path} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number of more digits than Python reads
         raise UserError(f"{path} is not valid TOML: {error}") from None
+
+
+def check_places(config: Config) -> None:
+    """Raise `UserError` where what the config takes for a folder or a file is something else."""
+    run, source = config.run, config.checkpoint.init_from or ""
+    source_kind = "file" if source.endswith(".safetensors") else "folder"
+    places = [("run.folder", run.folder, "folder"),
+              ("run.name", f"{run.folder}/{run.name}", "folder"),
+              ("data.path", config.data.path, "folder"),
+              ("checkpoint.init_from", source, source_kind)]
+    for option, place, kind in places:
+        if wrong := misfit(place, kind):
+            raise UserError(f"{option}: {place} is no {kind} that can be used ({wrong}): "
+                            "choose another one")
 
 
 def parse_overrides(args: list[str]) -> dict[str, Any]:
@@ -81,87 +100,16 @@ def parse_overrides(args: list[str]) -> dict[str, Any]:
 
 
 def take_count(args: list[str], option: str, default: int, least: int = 1) -> tuple[list[str], int]:
-    """Split `--ranks N`, or another such option, off a command line: the rest, and the number. Raises `UserError` for one below `least`."""
+    """Split `--ranks N`, or another such option, off a command line: the rest, and the number.
+
+    Raises `UserError` for one out of bounds.
+    """
     if option not in args:
         return args, default
-    place = args.index(option)
-    if not args[place + 1:place + 2] or not args[place + 1].isdigit() or int(args[place + 1]) < least:
-        raise UserError(f"{option} must be followed by a whole number of at least {least}")
-    return args[:place] + args[place + 2:], int(args[place + 1])
-
-
-class Words(list[str]):
-    """What the command line gives for one option: words that are not yet of the field's type. None of them: a flag, true."""
-
-
-def fill(owner: Any, tables: dict[str, Any], source: str, prefix: str = "") -> None:
-    """Set the fields of a config, a section or a group that `tables` names. Raises `UserError` for unknown names and wrong types."""
-    hints = typing.get_type_hints(type(owner))
-    for key, value in tables.items():
-        name = f"{prefix}{key}"
-        if key not in hints or key not in owner.__dataclass_fields__:
-            nearest = difflib.get_close_matches(key, owner.__dataclass_fields__, n=1, cutoff=0)[0]
-            raise UserError(f"unknown {'key' if prefix else 'section'} {name} {source}: did you mean {prefix}{nearest}?")
-        if dataclasses.is_dataclass(hints[key]):
-            if not isinstance(value, dict):
-                raise UserError(f"{name} {source} must be a table [{name}], got {value!r}")
-            fill(getattr(owner, key), value, source, f"{name}.")
-        else:
-            setattr(owner, key, convert(value, hints[key], name, source))
-
-
-def convert(value: Any, hint: Any, name: str, source: str) -> Any:
-    """`value`, from TOML or from the command line's words, as the field's type."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # T | None
-        if value == ["None"]:
-            return None
-        hint = next(option for option in typing.get_args(hint) if option is not type(None))
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(value, Words):
-        if not value and hint is not bool:
-            raise UserError(f"{name} needs a value: it must be {describe(hint)}")
-        each = args[0] if origin in (list, tuple) else hint
-        words = [read_word(word, each) for word in value or ["true"]]
-        value = words if origin in (list, tuple) or len(words) > 1 else words[0]
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        table = hint()
-        fill(table, value, source, f"{name}.")
-        return table
-    if origin is list and isinstance(value, list):
-        return [convert(item, args[0], name, source) for item in value]
-    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
-        return tuple(convert(item, each, name, source) for item, each in zip(value, args))
-    if origin is Literal and value in args:
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    if origin is None and type(value) is hint:
-        return value
-    raise UserError(f"{name} must be {describe(hint)}, got {value!r}")
-
-
-def read_word(word: str, hint: Any) -> Any:
-    """A word of the command line as the bool or number that the field's type wants; the word itself where it is none."""
-    if hint is bool:
-        return {"true": True, "false": False}.get(word.lower(), word)
-    try:
-        return hint(word) if hint in (int, float) else word
-    except ValueError:
-        return word
-
-
-def describe(hint: Any) -> str:
-    """A type as a user would say it."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(f'"{choice}"' for choice in args)
-    if origin is tuple:
-        return f"{len(args)} numbers"
-    if origin is list:
-        return "a list of strings" if args[0] is str else "an array of tables"
-    if dataclasses.is_dataclass(hint):
-        return "a table"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
+    place, hint = args.index(option), Annotated[int, Range(least, 100_000)]
+    count = convert(Words(args[place + 1:place + 2]), hint, option, "on the command line")
+    check_bounds(count, hint, option)
+    return args[:place] + args[place + 2:], count
 
 
 def config_text(config: Config) -> str:
@@ -171,6 +119,8 @@ def config_text(config: Config) -> str:
 
 def print_help(prog: str) -> None:
     """Print every section and field with its docstring and default, then exit with 0."""
+    import tyro  # takes longer than all checks of a config
+
     tyro.cli(Config, args=["--help"], prog=f"{prog} CONFIG.toml", use_underscores=True,
              description="Settings come from the TOML file; --section.key value overrides one of them. [[optimizer.groups]] tables, in TOML "
              'only, claim parameters by name: pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix].',

@@ -1,6 +1,7 @@
 """What is said on the console. A terminal that is gone or a log on a full disk must not end a run."""
 
 import os
+import select
 import sys
 
 
@@ -9,8 +10,29 @@ def say(text: str, error: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, file=stream, flush=True)
+    except UnicodeEncodeError:  # of a terminal that knows fewer characters
+        say(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding), error)
     except OSError:
         _discard(stream.fileno(), stream)
+
+
+def finish() -> None:
+    """Write what stdout has kept back, or drop it where nobody reads it any more."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:
+        _discard(sys.stdout.fileno(), sys.stdout)
+
+
+def unread() -> bool:
+    """Whether whoever read stdout has gone, as `head` goes when it has seen enough."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except OSError:  # no stream of the system's
+        return False
 
 
 def _discard(descriptor: int, stream) -> None:

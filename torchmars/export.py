@@ -3,7 +3,6 @@
 The same weights give the same file, byte for byte.
 """
 
-import argparse
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,19 +10,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchmars.checkpoint.manifest import NAME
-from torchmars.errors import UserError, reported
-from torchmars.files import PARTIAL
+from torchmars.console import say
+from torchmars.errors import Arguments, UserError, reported
+from torchmars.files import PARTIAL, misfit
 from torchmars.generate import load
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m torchmars.export", description="Write the weights of a checkpoint, in float32, to a "
-                                     ".safetensors file, which checkpoint.init_from reads.")
+    parser = Arguments(prog="python -m torchmars.export",
+                       description="Write the weights of a checkpoint, in float32, to a "
+                       ".safetensors file, which checkpoint.init_from reads.")
     parser.add_argument("folder", type=Path, help="a checkpoint, or a run, whose newest good checkpoint is taken")
     parser.add_argument("file", type=Path, help="the .safetensors file to write")
     parser.add_argument("--force", action="store_true", help="replace the file if there is one")
-    args = parser.parse_args()
     with reported():
+        args = parser.parse_args()
         check_file(args.file, args.force)
         model, _, _ = load(args.folder)
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
@@ -31,13 +32,16 @@ def main() -> None:
             write_weights(weights, args.file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot write {args.file}: {error}") from None
-        print(f"{args.file}: {len(weights)} tensors, {sum(value.numel() for value in weights.values()):,} weights")
+        count = sum(value.numel() for value in weights.values())
+        say(f"{args.file}: {len(weights)} tensors, {count:,} weights")
 
 
 def check_file(file: Path, force: bool) -> None:
     """Raise `UserError` where `file` cannot be the one to write, or is there already and not to be replaced by `force`."""
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must be named *.safetensors")
+    if wrong := misfit(file, "file"):
+        raise UserError(f"cannot write {file}: {wrong}: name a new file, or one to replace with --force")
     for folder in file.resolve().parents:
         if (folder / NAME).exists() and (folder / ".metadata").exists():
             raise UserError(f"{file} would lie in the checkpoint {folder}, which a foreign file makes a damaged one: "

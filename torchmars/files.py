@@ -1,18 +1,58 @@
-"""Files that survive a crash, and locks that do not."""
+"""Files that users bring, files that survive a crash, and locks that do not."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
 import socket
+import stat
 import time
 from pathlib import Path
+from typing import Literal
 
 from torchmars.console import say
 from torchmars.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of what is not complete yet
+LARGEST = 2**30  # bytes of a text file that is read whole
+
+
+def misfit(path: Path | str, kind: Literal["file", "folder"]) -> str:
+    """Why `path` cannot be a regular file or a folder, existing or new; nothing where it can."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror
+    except ValueError:  # a NUL character, or half of one that UTF-16 has in two
+        return "its characters cannot be those of a path"
+    if kind == "folder":
+        return "" if stat.S_ISDIR(mode) else os.strerror(errno.ENOTDIR)
+    if stat.S_ISDIR(mode):
+        return os.strerror(errno.EISDIR)
+    return "" if stat.S_ISREG(mode) else "Not a regular file"
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file. Raises `OSError` for anything else.
+
+    That is not even opened: whoever opens a FIFO waits for its other end.
+    """
+    if wrong := misfit(path, "file"):
+        raise OSError(errno.EINVAL, wrong, str(path))
+    with path.open("rb") as stream:
+        content = stream.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return content
+
+
+def read_text(path: Path) -> str:
+    """The text of a regular file in UTF-8. Raises `OSError` and `UnicodeDecodeError`."""
+    return read_bytes(path).decode()
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -1,21 +1,26 @@
 """`python -m torchmars.generate RUN_OR_CHECKPOINT --prompt TEXT`: sample text from a checkpoint."""
 
-import argparse
+from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from torchmars.checkpoint.manifest import NAME
+from torchmars.build import build_meta_model
+from torchmars.checkpoint.manifest import NAME, DamagedCheckpoint
 from torchmars.checkpoint.resume import open_newest
-from torchmars.checkpoint.state import model_state, read_index, read_tensors
+from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
 from torchmars.config import Config
 from torchmars.config_file import config_from_tables
 from torchmars.console import say
 from torchmars.data.tokenizer import TOKENIZERS, Tokenizer
-from torchmars.errors import UserError, reported
-from torchmars.models import build_model, model_args
+from torchmars.errors import Arguments, UserError, reported
+from torchmars.typed import Range, is_text
+
+BOUNDS = {"max_tokens": Range(1, 1_000_000_000), "temperature": Range(0, 1_000_000),
+          "top_k": Range(1, 1_000_000_000), "seed": Range(-2**63, 2**63 - 1)}
+COLD = 1e-4  # the temperature below which logits, divided by it, leave the range of float32
 
 
 @torch.no_grad()
@@ -36,7 +41,10 @@ def sample(model: nn.Module, tokens: list[int], count: int, *, vocab_size: int, 
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0:
+    if not logits.isfinite().all():
+        raise UserError("the model's output is not finite, its training has diverged: take an "
+                        "earlier checkpoint")
+    if temperature < COLD:
         return int(logits.argmax())
     if top_k is not None:
         logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -float("inf")
@@ -57,31 +65,36 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int,
 def load(folder: Path) -> tuple[nn.Module, Tokenizer, Config]:
     """The model of a checkpoint (or of a run's newest good one) on the CPU, its tokenizer and its config."""
     folder, manifest = open_newest(folder, warn=lambda text: say(text, error=True))
-    config = config_from_tables(manifest.config, f"in {folder}/{NAME}")
-    model = build_model(model_args(config.model, manifest.vocab_size, config.training.seq_len)).eval()
-    read_index(folder)  # its own error is clearer than DCP's
-    read_tensors(folder, model_state(model), group=None)
+    config, saved = config_from_tables(manifest.config, f"in {folder}/{NAME}"), saved_shapes(folder)
+    model = build_meta_model(config, manifest.vocab_size).eval()
+    for name, value in model_state(model).items():  # before a model takes memory that is not there
+        if saved.get(name) != tuple(value.shape):
+            raise DamagedCheckpoint(f"{folder} does not have the model that its {NAME} describes: "
+                                    f"{name} is not of shape {list(value.shape)}")
+    read_tensors(folder, model_state(model.to_empty(device="cpu")), group=None)
     return model, TOKENIZERS[config.data.tokenizer](), config
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m torchmars.generate", description="Sample text from a checkpoint.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Arguments(prog="python -m torchmars.generate",
+                       description="Sample text from a checkpoint.",
+                       formatter_class=ArgumentDefaultsHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkpoint, or a run, whose newest checkpoint is taken")
     parser.add_argument("--prompt", default="\n", help="text to continue")
     parser.add_argument("--max_tokens", type=int, default=200, help="tokens to sample at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest token")
     parser.add_argument("--top_k", type=int, default=None, help="sample from the k likeliest tokens only")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    args = parser.parse_args()
     with reported():
-        for name, least in (("max_tokens", 1), ("temperature", 0), ("top_k", 1)):
-            value = getattr(args, name)
-            if value is not None and not value >= least:
-                raise UserError(f"--{name} must be at least {least}, got {value}")
+        args = parser.parse_args()
+        for name, bounds in BOUNDS.items():
+            if getattr(args, name) is not None:
+                bounds.check(f"--{name}", getattr(args, name))
+        if not is_text(args.prompt):
+            raise UserError("--prompt must be Unicode text: write it in UTF-8")
         model, tokenizer, _ = load(args.folder)
-        print(sample_text(model, tokenizer, args.prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k,
-                          seed=args.seed))
+        say(sample_text(model, tokenizer, args.prompt, args.max_tokens,
+                        temperature=args.temperature, top_k=args.top_k, seed=args.seed))
 
 
 if __name__ == "__main__":

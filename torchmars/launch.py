@@ -8,11 +8,13 @@ it again; 70 a rank hung; 128 + n ended by signal n; anything else: a crash.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -21,34 +23,47 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (RendezvousError, RendezvousHandler, RendezvousParameters,
                                                   rendezvous_handler_registry)
 from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, determine_local_world_size, parse_args, parse_min_max_nnodes
+from torch.distributed.run import (config_from_args, determine_local_world_size, get_args_parser,
+                                   parse_min_max_nnodes)
 
 from torchmars.checkpoint.folder import run_folder
 from torchmars.config import Config
 from torchmars.config_file import load_config
 from torchmars.console import say
-from torchmars.errors import EXIT_HUNG, EXIT_MISTAKE, LAST_WORD, UserError, reported, say_error
+from torchmars.environment import check_shown, read_variable
+from torchmars.errors import (EXIT_HUNG, EXIT_MISTAKE, LAST_WORD, UserError, refuse, reported,
+                              say_error)
 from torchmars.failures import Failure, Kind, failure_of, first_failure, hang_of, lost_machines
 from torchmars.logs import RankLogs
 from torchmars.parallel import mesh
 from torchmars.parallel.endpoint import find_endpoint
 from torchmars.prepare import prepare
 from torchmars.signals import LAUNCHER, stopping
+from torchmars.typed import Range
 from torchmars.watchdog import hang_report, was_blocked
 
 SAVE_SECONDS = 3600  # how long ranks that were asked to stop may take to save; torch 2.11 does not know it, and ends them after 30
 
 
-def main() -> None:
+def main(options: list[str] | None = None) -> None:
+    """Do what the `options`, by default the command line's, ask for; ends the process."""
     with reported(), tempfile.TemporaryDirectory() as scratch:
-        prepared, options = sys.argv[1:2] == ["--prepared"], sys.argv[1:]
+        options = sys.argv[1:] if options is None else options
+        prepared = options[:1] == ["--prepared"]
         signals = ",".join(number.name for number in (*stopping(), signal.SIGQUIT))  # QUIT ends ranks at once
-        args = parse_args(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--signals-to-handle", signals,
-                           "--log-dir", scratch, *options[prepared:]])
-        nodes = parse_min_max_nnodes(args.nnodes)[1]
+        args = parse(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+                      "--signals-to-handle", signals,
+                      "--log-dir", scratch, *options[prepared:]])
+        with refused_by_torchrun():
+            nodes = parse_min_max_nnodes(args.nnodes)[1]
+            ranks = determine_local_world_size(args.nproc_per_node)
+        Range(1, 100_000).check("--nnodes", nodes)
+        Range(1, 1_000).check("--nproc-per-node", ranks)
+        shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0"))
+        check_shown(list(shown), ranks)
         config = load_config(args.training_script_args, "python -m torchmars.launch")
         if not prepared:
-            prepare(config, nodes * determine_local_world_size(args.nproc_per_node), nodes)
+            prepare(config, nodes * ranks, nodes)
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store (torch 2.11 to 2.13 with gloo: every second restart fails).
@@ -58,23 +73,32 @@ def main() -> None:
             args.rdzv_endpoint, is_host, address = find_endpoint(args.rdzv_endpoint)
             args.local_addr = args.local_addr or address
             args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
-        logs = RankLogs(run_folder(config) / "logs", Path(scratch), shown_ranks(args))
+        logs = RankLogs(run_folder(config) / "logs", Path(scratch), shown)
         os.environ[LAST_WORD] = str(logs.last_word)
         code = launch(args, logs, config)
     sys.exit(code if code >= 0 else 128 - code)  # a negative code is the signal that ended the rank
 
 
-def shown_ranks(args: argparse.Namespace) -> set[int]:
-    """The local ranks whose output the console gets. Raises `UserError`."""
+def parse(options: list[str]) -> argparse.Namespace:
+    """Torchrun's options. Raises `UserError`."""
+    parser = get_args_parser()
+    parser.error = refuse
+    return parser.parse_args(options)
+
+
+@contextlib.contextmanager
+def refused_by_torchrun() -> Iterator[None]:
+    """Make a `UserError` of what torchrun raises for options that it cannot take."""
     try:
-        return set(map(int, (args.local_ranks_filter or "0").split(",")))
-    except ValueError:
-        raise UserError(f"LOG_RANK must be numbers of a machine's ranks, separated by commas, got {args.local_ranks_filter!r}") from None
+        yield
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(f"torchrun cannot take these options ({error}): see --help") from None
 
 
 def launch(args: argparse.Namespace, logs: RankLogs, run: Config) -> int:
     """Start the ranks and wait for their end; the exit code, negative for a signal."""
-    config, command, arguments = config_from_args(args)
+    with refused_by_torchrun():
+        config, command, arguments = config_from_args(args)
     config.logs_specs = logs
     connected = threading.Event()
 

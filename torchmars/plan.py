@@ -14,6 +14,7 @@ import torch
 
 from torchmars.config import Config
 from torchmars.config_file import load_config, take_count
+from torchmars.console import say
 from torchmars.data.shards import Manifest, read_manifest
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.dtypes import resolve_dtypes
@@ -35,13 +36,13 @@ TOKENS_PER_PARAMETER = 20  # about compute-optimal: Hoffmann et al., arXiv 2203.
 def main() -> None:
     with reported():
         if {"-h", "--help"} & set(sys.argv):
-            print(__doc__)
+            say(__doc__)
         elif "--world-size" not in sys.argv:
             raise UserError("--world-size N is missing: the number of ranks to plan for")
         args, world_size = take_count(sys.argv[1:], "--world-size", 1)
         args, per_node = take_count(args, "--gpus-per-node", 8, least=0)
         config = load_config(args, "python -m torchmars.plan --world-size N [--gpus-per-node 8]")
-        print("\n".join(make_plan(config, world_size, per_node).lines()))
+        say("\n".join(make_plan(config, world_size, per_node).lines()))
 
 
 def make_plan(config: Config, world_size: int, per_node: int, rank: int = 0) -> "Plan":

@@ -5,6 +5,7 @@ the checkpoints it has. With `--ranks N` before the overrides, also that the bat
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,9 +68,11 @@ def prepare_shards(config: Config) -> shards.Manifest:
     Raises `UserError` where they do not fit the config; their bytes are left to `check_shards`.
     """
     folder = Path(config.data.path)
-    if not (folder / "manifest.json").exists():
-        lock(folder.with_name(folder.name + ".lock"), f"preparing {folder}", patience=7 * 86400)  # on several machines all begin with this
-    if not (folder / "manifest.json").exists():
+    if not os.path.exists(folder / "manifest.json"):
+        named = Path(os.path.realpath(folder))  # also where it is "."
+        # On several machines all begin with this.
+        lock(named.with_name(named.name + ".lock"), f"preparing {folder}", patience=7 * 86400)
+    if not os.path.exists(folder / "manifest.json"):
         files = corpus.source_files(config.data)
         tokenizer = TOKENIZERS[config.data.tokenizer]()
         made_from: dict[Path, sources.Source] = {}

@@ -120,7 +120,8 @@ class Trainer:
         self.loader.seek(manifest.position)
         self.spikes.recent.clear()
         self.spikes.recent.extend(manifest.recent_losses)
-        if manifest.config["training"]["global_batch_size"] != config.training.global_batch_size:
+        was = manifest.config["training"].get("global_batch_size")
+        if was != config.training.global_batch_size:
             self.forget_the_look_ahead()
         return manifest
 

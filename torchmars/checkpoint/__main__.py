@@ -11,13 +11,16 @@ from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.resume import opened
 from torchmars.config_file import config_from_tables
 from torchmars.console import say
-from torchmars.errors import UserError, reported
-from torchmars.files import PARTIAL
+from torchmars.errors import Arguments, UserError, reported
+from torchmars.files import PARTIAL, misfit
 
 
 def main() -> None:
-    args = parse()
     with reported():
+        args = parse()
+        if wrong := misfit(args.run, "folder"):
+            raise UserError(f"{args.run} has no checkpoints ({wrong}): name a run's folder, "
+                            "such as runs/quickstart")
         folder = args.run / "checkpoints"
         found = checkpoints(folder)
         if not found and not leftovers(folder):
@@ -26,7 +29,8 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m torchmars.checkpoint", description="The checkpoints of a run.")
+    parser = Arguments(prog="python -m torchmars.checkpoint",
+                       description="The checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("list", "what there is, with the size of every file checked"),
                        ("verify", "read every byte and compare checksums; exit code 2 where anything is damaged"),
@@ -52,16 +56,20 @@ def list_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) 
             rows.append((str(step_of(path)), "", "", "", f"damaged: {error}"))
     widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
     for row in rows:
-        print("  ".join([cell.rjust(width) for cell, width in zip(row, widths)] + [row[-1]]))
+        say("  ".join([cell.rjust(width) for cell, width in zip(row, widths)] + [row[-1]]))
     for path in leftovers(folder):
-        print(f"{path.name}: {LEFT.get(path.suffix, 'not used any more')}")
+        say(f"{path.name}: {LEFT.get(path.suffix, 'not used any more')}")
 
 
 def verify_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) -> None:
     """Read everything; raises `UserError` at the end where a checkpoint is damaged."""
     good = judge(found)
     for path in found:
-        print(f"{path.name}: good, {good[path].bytes / 2**20:,.1f} MiB in {len(good[path].files)} files" if path in good else f"{path.name}: damaged")
+        if path in good:
+            size = good[path].bytes / 2**20
+            say(f"{path.name}: good, {size:,.1f} MiB in {len(good[path].files)} files")
+        else:
+            say(f"{path.name}: damaged")
     if len(good) < len(found):
         raise UserError(f"{len(found) - len(good)} of {len(found)} checkpoints are damaged: a run falls back to the newest good one")
 
@@ -86,8 +94,8 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
     stuck = [] if args.dry_run else delete_all(going, warn=lambda text: say(text, error=True))
     gone = [path for path in going if path not in stuck]
     for path in gone:
-        print(f"{'would delete' if args.dry_run else 'deleted'} {path}")
-    print(f"{len(good) - sum(path in good for path in gone)} checkpoints {'would stay' if args.dry_run else 'stay'}")
+        say(f"{'would delete' if args.dry_run else 'deleted'} {path}")
+    say(f"{len(good) - sum(path in good for path in gone)} checkpoints {'would stay' if args.dry_run else 'stay'}")
     if stuck:
         raise UserError(f"{len(stuck)} of {len(going)} could not be deleted: see the warnings")
 
@@ -99,7 +107,7 @@ def judge(found: list[Path]) -> dict[Path, Manifest]:
         try:
             good[path] = opened(path, "full")
         except DamagedCheckpoint as error:
-            print(error)
+            say(str(error))
     return good
 
 

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import open_newest
-from torchmars.checkpoint.state import model_state, named_parameters, optimizer_state, optimizer_state_names, read_index, read_tensors
+from torchmars.checkpoint.state import (model_state, named_parameters, optimizer_state,
+                                        optimizer_state_names, read_tensors, saved_shapes)
 from torchmars.console import say
 from torchmars.errors import UserError
 from torchmars.optim import MARS
@@ -29,7 +30,7 @@ def init_from(source: Path, with_optimizer: bool, layout: Layout, model: nn.Modu
         layout.agree(lambda: load_weights(source, model))
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(source, "full"))
-    saved = {name: tuple(metadata.size) for name, metadata in layout.on_first(lambda: read_index(folder)).state_dict_metadata.items()}
+    saved = layout.on_first(lambda: saved_shapes(folder))
     state = model_state(model)
     check_shapes(folder, {name.removeprefix("model."): size for name, size in saved.items() if name.startswith("model.")}, model)
     taken = without = []
@@ -62,7 +63,8 @@ def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], lis
     """
     taken, without = [], []
     for name, wanted in optimizer_state_names(optimizer).items():
-        (rule, *needed), (saved_rule, *there) = wanted.split(), saved.get(name, "none").split()
+        rule, *needed = wanted.split()
+        saved_rule, *there = saved.get(name, "").split() or ["none"]
         missing = set(needed) - set(there)
         if missing <= {"last_grad"} and ("momentum" not in needed or rule == saved_rule):
             taken.append(name)

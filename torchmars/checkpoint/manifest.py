@@ -1,18 +1,21 @@
 """What a checkpoint is and holds: `manifest.json`, with the size and SHA-256 of every file beside it."""
 
+import errno
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
 from torchmars.errors import UserError
-from torchmars.files import write_durably
+from torchmars.files import misfit, read_text, write_durably
+from torchmars.typed import Name, Range, check_bounds, make, parse_json
 
 FORMAT = "torchmars-checkpoint-2"
 NAME = "manifest.json"
+Number = Annotated[int, Range(0, 2**63 - 1)]
 
 
 class DamagedCheckpoint(UserError):
@@ -23,7 +26,7 @@ class DamagedCheckpoint(UserError):
 class File:
     """A file of a checkpoint: its size in bytes and SHA-256."""
 
-    size: int
+    size: Number
     sha256: str
 
 
@@ -31,24 +34,24 @@ class File:
 class Manifest:
     """All that is known of a checkpoint without its tensors."""
 
-    step: int
+    step: Number
     """Optimizer steps made."""
-    position: int
+    position: Number
     """Samples of the global data order consumed."""
-    world_size: int
+    world_size: Annotated[int, Range(1, 2**31)]
     data: str
     """Fingerprint of the training tokens."""
-    vocab_size: int
+    vocab_size: Annotated[int, Range(1, 2**16)]
     """The tokenizer's vocabulary, without padding."""
     optimizer: dict[str, str]
     """The rule and the state tensors of each parameter."""
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     """The resolved config, a table per section."""
     validation_loss: float | None = None
     """The validation loss at this step, if it was measured."""
-    recent_losses: list[float] = field(default_factory=list)
+    recent_losses: list[Annotated[float, Range(-1e38, 1e38)]] = field(default_factory=list)
     """What the guard against loss spikes has seen."""
-    files: dict[str, File] = field(default_factory=dict)
+    files: dict[Annotated[str, Name("file")], File] = field(default_factory=dict)
     format: str = FORMAT
 
     def text(self) -> str:
@@ -71,16 +74,21 @@ def read(folder: Path) -> Manifest:
     """The manifest of the checkpoint `folder`. Raises `DamagedCheckpoint` where a single byte of it is not as it was written."""
     path = folder / NAME
     try:
-        text = path.read_bytes().decode()
-        raw = json.loads(text)
-        if raw["format"] != FORMAT:
-            raise DamagedCheckpoint(f"{path} is of format {raw['format']!r}, not of this version's {FORMAT!r}")
-        del raw["sha256"]
-        manifest = Manifest(**raw | {"files": {name: File(**file) for name, file in raw["files"].items()}})
+        text = read_text(path)
+        raw = parse_json(text)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged ({type(error).__name__}: {error})") from None
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
+    if raw.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"{path} is of format {raw.get('format')!r}, "
+                                f"not of this version's {FORMAT!r}")
+    raw.pop("sha256", None)  # compared below
+    try:
+        manifest = make(Manifest, raw, "in it")
+        check_bounds(manifest, Manifest)
+    except UserError as error:
+        raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
     if STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
         raise DamagedCheckpoint(f"{path} is of step {manifest.step}, not of the one that the folder is named after")
     if manifest.text() != text:
@@ -112,6 +120,8 @@ def verify(folder: Path, manifest: Manifest, level: Literal["full", "size", "off
     def check(name: str) -> None:
         path, wanted = folder / name, manifest.files[name]
         try:
+            if wrong := misfit(path, "file"):
+                raise OSError(errno.EINVAL, wrong)
             if (size := path.stat().st_size) != wanted.size:
                 raise DamagedCheckpoint(f"{path} has {size} bytes instead of {wanted.size}")
             if level == "full" and describe(path) != wanted:

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and whether it still is the same run."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import Config
 from torchmars.dtypes import saved_dtypes
 from torchmars.errors import UserError
+from torchmars.files import misfit
 from torchmars.optim import MARS
 
 # What makes a run the same run: a checkpoint made with other values is another run's.
@@ -53,7 +55,9 @@ def open_newest(folder: Path, warn: Callable[[str], None], level: Literal["full"
 
     Raises `UserError` where there is none.
     """
-    if (folder / manifests.NAME).exists():
+    if wrong := misfit(folder, "folder"):
+        raise UserError(f"{folder} is neither a checkpoint nor a run with one ({wrong})")
+    if os.path.exists(folder / manifests.NAME):
         return folder, opened(folder, level)
     found = newest_good(checkpoints(folder / "checkpoints"), lambda path: opened(path, level), warn)
     if found is None:

@@ -1,6 +1,7 @@
 """The tensors of a run: named alike on every layout, written by the saver, read back here. Reading never runs code that a file brings."""
 
 import hashlib
+import io
 import pickle
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.files import read_bytes
 from torchmars.optim import MARS
 from torchmars.parallel.mesh import Layout
 
@@ -132,8 +134,7 @@ def read_index(folder: Path) -> dcp.Metadata:
     """DCP's index of the tensors in `folder`. Raises `DamagedCheckpoint` where it is missing or not an index."""
     path = folder / ".metadata"
     try:
-        with path.open("rb") as stream:
-            index = _IndexUnpickler(stream).load()
+        index = _IndexUnpickler(io.BytesIO(read_bytes(path))).load()
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # whatever damaged bytes make of the unpickler
@@ -141,6 +142,15 @@ def read_index(folder: Path) -> dcp.Metadata:
     if not isinstance(index, dcp.Metadata):
         raise DamagedCheckpoint(f"{path} is not an index of tensors")
     return index
+
+
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in the checkpoint `folder`, by name. Raises `DamagedCheckpoint`."""
+    try:
+        tensors = read_index(folder).state_dict_metadata
+        return {name: tuple(metadata.size) for name, metadata in tensors.items()}
+    except (AttributeError, TypeError):
+        raise DamagedCheckpoint(f"{folder / '.metadata'} is not an index of tensors") from None
 
 
 class _TensorReader(dcp.FileSystemReader):

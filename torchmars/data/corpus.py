@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +20,14 @@ def source_files(config: DataConfig) -> list[Path]:
         return _stdlib_files()
     files: set[Path] = set()
     for pattern in config.files:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
+        path = Path(os.path.expanduser(pattern))
+        if os.path.isdir(path):
             found = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
         else:
             found = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
         if not found:
-            raise UserError(f"data.files: {pattern!r} names no text file"
-                            + (f" (a folder gives its {' and '.join(SUFFIXES)} files)" if path.is_dir() else ""))
+            read = f" (a folder gives its {' and '.join(SUFFIXES)} files)"
+            raise UserError(f"data.files: {pattern!r} names no text file{read * os.path.isdir(path)}")
         files.update(found)
     return sorted(files)
 

@@ -11,26 +11,29 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
 from torchmars.config import DataConfig
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.errors import UserError
-from torchmars.files import PARTIAL, remove, sha256
+from torchmars.files import PARTIAL, read_text, remove, sha256
+from torchmars.typed import Name, Range, check_bounds, make, parse_json
 
 FORMAT = "torchmars-shards-2"
 READ = ("torchmars-shards-1", FORMAT)  # the first did not know its validation_fraction
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 100_000_000
+Tokens = Annotated[int, Range(0, 10**15)]
 
 
 @dataclass
 class Shard:
     """One file: its name, number of tokens and SHA-256."""
 
-    file: str
-    tokens: int
+    file: Annotated[str, Name("file")]
+    tokens: Annotated[int, Range(1, 10**15)]
     sha256: str
 
 
@@ -38,9 +41,9 @@ class Shard:
 class Split:
     """The shards of one split, in order, and what they hold."""
 
-    tokens: int = 0
-    documents: int = 0
-    max_token: int = 0
+    tokens: Tokens = 0
+    documents: Tokens = 0
+    max_token: Annotated[int, Range(0, 2**16 - 1)] = 0
     shards: list[Shard] = field(default_factory=list)
 
 
@@ -49,7 +52,7 @@ class Manifest:
     """What a folder of shards holds and what it was made from."""
 
     tokenizer: str
-    vocab_size: int
+    vocab_size: Annotated[int, Range(1, 2**16)]
     corpus: str
     files: list[str]
     splits: dict[str, Split]
@@ -158,17 +161,22 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`. Raises `UserError` where it is not one that this version wrote."""
     path = folder / "manifest.json"
     try:
-        raw = json.loads(path.read_text())
-        if raw["format"] not in READ:
-            raise ValueError(f"format {raw['format']!r}")
-        splits = {name: Split(**split | {"shards": [Shard(**shard) for shard in split["shards"]]})
-                  for name, split in raw["splits"].items()}
-        if set(splits) != set(SPLITS):
+        raw = parse_json(read_text(path))
+        if raw.get("format") not in READ:
+            raise ValueError(f"format {raw.get('format')!r}")
+        manifest = make(Manifest, raw, "in it")
+        check_bounds(manifest, Manifest)
+        if set(manifest.splits) != set(SPLITS):
             raise ValueError("its splits are not train and validation")
-        return Manifest(**raw | {"splits": splits})
+        if not manifest.splits["train"].shards:
+            raise ValueError("its training split is empty")
+        for split in manifest.splits.values():
+            if split.tokens != sum(shard.tokens for shard in split.shards):
+                raise ValueError("the tokens of a split are not those of its shards")
+        return manifest
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}: prepare it with python -m torchmars.prepare") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, UserError) as error:
         raise UserError(f"{path} is no manifest of this version ({error}): remove the folder {folder} and prepare it anew") from None
 
 

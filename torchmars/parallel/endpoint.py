@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 
+from torchmars.environment import split_endpoint
 from torchmars.errors import UserError
 from torchmars.parallel import mesh
 
@@ -19,21 +20,19 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     Waits until the machine that HOST names is there. Torchrun would not tell this machine by an address that its own name does not stand
     for, and would let the others look for it under that name. Raises `UserError` where they cannot meet.
     """
-    host, _, port = endpoint.rpartition(":")
-    if not (host and port.isdigit()):
-        raise UserError(f"RDZV_ENDPOINT must be HOST:PORT, got {endpoint!r}")
+    host, port = split_endpoint(endpoint)
     try:
-        address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise UserError(f"RDZV_ENDPOINT = {endpoint}: {mesh.node()} does not know {host} ({error.strerror}): name one of the machines") from None
     number, here = mesh.node_rank(), is_here(address)
     if number == 0 and not here:
         raise UserError(f"RDZV_ENDPOINT = {endpoint}: {host} is not {mesh.node()}, whose NODE_RANK is 0: name that machine")
-    if number == 0 and not is_free(int(port)):
+    if number == 0 and not is_free(port):
         raise UserError(f"RDZV_ENDPOINT = {endpoint}: port {port} of {mesh.node()} is taken: choose another one")
     if not (here if number is None else number == 0):
-        wait_for_host(endpoint, host, int(port))
-    way = way_to(address, int(port))
+        wait_for_host(endpoint, host, port)
+    way = way_to(address, port)
     if number is None and here:  # there may be two on this machine: torchrun makes the first one the host, where it knows the address for its own
         return f"localhost:{port}", None, way
     return endpoint, number == 0, way

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmars.config import ParallelismConfig
 from torchmars.console import say
+from torchmars.environment import read_variable
 from torchmars.errors import EXIT_MISTAKE, LostRank, NoTraffic, UserError, report_failure
 
 T = TypeVar("T")
@@ -45,7 +46,8 @@ def node() -> str:
 
 def node_rank() -> int | None:
     """The number that this machine was given among several; None where they are to find out."""
-    return int(os.environ["NODE_RANK"]) if os.environ.get("NODE_RANK", "").isdigit() else None
+    number = os.environ.get("NODE_RANK")
+    return None if number is None else read_variable("NODE_RANK", number)
 
 
 @dataclass
@@ -128,7 +130,7 @@ def check_devices(local_ranks: int | None = None) -> None:
 
 def patience() -> timedelta:
     """How long ranks wait for each other at the start."""
-    return timedelta(seconds=float(os.environ.get("RDZV_TIMEOUT", 45)))
+    return timedelta(seconds=read_variable("RDZV_TIMEOUT", os.environ.get("RDZV_TIMEOUT", "45")))
 
 
 def meet() -> dist.Store:
