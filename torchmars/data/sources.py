@@ -8,7 +8,8 @@ from pathlib import Path
 from torchmars.config import DataConfig
 from torchmars.data.corpus import source_files
 from torchmars.errors import UserError
-from torchmars.files import sha256, write_durably
+from torchmars.files import read_text, sha256, write_durably
+from torchmars.typed import make, parse_json
 
 NAME = "sources.json"
 
@@ -42,11 +43,11 @@ def warning(config: DataConfig) -> str | None:
     """
     folder = Path(config.path)
     try:
-        text = (folder / NAME).read_text(encoding="utf-8")
-        sources = {Path(name): Source(**entry) for name, entry in json.loads(text).items()}
+        entries = parse_json(read_text(folder / NAME))
+        sources = {Path(name): make(Source, entry, "in it") for name, entry in entries.items()}
     except FileNotFoundError:  # prepared by an older version
         return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, UserError) as error:
         return f"warning   {folder / NAME} cannot be read ({error}): whether the corpus has changed is not known"
     if not any(file.exists() for file in sources):
         return None
