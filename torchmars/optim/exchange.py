@@ -6,6 +6,7 @@ travel back in another; under HSDP each replica does its share and an all-gather
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from torchmars.optim.owners import Block, MatrixShape, Unit, plan_buckets
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 BATCH_ELEMENTS = 2**24  # orthogonalised at once: enough to fill a device, little beside the model
+
+# For each set of ranks that share work: global rank -> FLOPs of the matrices it owns.
+OwnerLoads = dict[tuple[int, ...], dict[int, int]]
 
 
 @dataclass
@@ -91,8 +95,8 @@ class Sharding:
     Creating one is collective over the ranks of the mesh. Plain tensors share a mesh of one rank: this one.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[MatrixShape], loads: dict[int, int],
-                 groups: MeshGroups) -> None:
+    def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[MatrixShape],
+                 loads: OwnerLoads, groups: MeshGroups) -> None:
         self.parameters, self.shapes = parameters, shapes
         first = parameters[0]
         self.device = (first.to_local() if isinstance(first, DTensor) else first).device
@@ -117,20 +121,31 @@ class Sharding:
             self.shard_group = self.replica_group = None
         self.shards, self.replicas = len(coordinates), len(ranks) // len(coordinates)
         placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
-        plan = plan_buckets(shapes, ranks, loads)
+        # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
+        plan = plan_buckets(shapes, ranks, loads.setdefault(tuple(sorted(ranks)), {}))
         self.buckets = [rank_bucket(assigned, shapes, placements, mesh_shape, coordinates, self.replica, self.shard, self.replicas)
                         for assigned in plan]
-        self._check_same_plan(plan)
+        self._check_same_plan(plan, placements)
 
-    def _check_same_plan(self, plan: list[list[tuple[Unit, int]]]) -> None:
-        """Ranks that planned differently would hang in the first step; say so at once."""
-        digest = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
-        for group in (self.shard_group, self.replica_group):
-            if group is not None:
-                low_high = torch.tensor([digest, -digest], device=self.device)
-                dist.all_reduce(low_high, op=dist.ReduceOp.MIN, group=group)
-                if low_high[0] != -low_high[1]:
-                    raise RuntimeError("the ranks do not hold the same parameters in the same order")
+    def _check_same_plan(self, plan: list[list[tuple[Unit, int]]],
+                         placements: Sequence[Sequence[Placement]]) -> None:
+        """Raise `RuntimeError`, on all ranks, where they planned differently: a step would hang."""
+        facts = [f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, "
+                 f"placed {placed}" for shape, placed in zip(self.shapes, placements)]
+        digest = int.from_bytes(hashlib.sha256(repr((facts, plan)).encode()).digest()[:7], "big")
+        low_high = torch.tensor([digest, -digest], device=self.device)
+        groups = [group for group in (self.shard_group, self.replica_group) if group is not None]
+        for group in groups:  # of shards, then of replicas: all ranks of the mesh know, none waits
+            dist.all_reduce(low_high, op=dist.ReduceOp.MIN, group=group)
+        if low_high[0] == -low_high[1]:
+            return
+        told = {dist.get_rank(): facts}
+        for group in groups:
+            everyone: list[dict[int, list[str]]] = [{}] * dist.get_world_size(group)
+            dist.all_gather_object(everyone, told, group=group)
+            told = {rank: theirs for each in everyone for rank, theirs in each.items()}
+        raise RuntimeError("the ranks do not hold the same parameters in the same order: "
+                           + first_difference(told))
 
     def zeros(self, piece: Piece) -> Tensor:
         """What a parameter without a gradient sends."""
@@ -196,6 +211,18 @@ class Sharding:
         arriving = packed.new_empty(sum(received))
         work = dist.all_to_all_single(arriving, packed, received, sent, group=self.shard_group, async_op=True)
         return Transfer(arriving, work, packed)
+
+
+def first_difference(told: dict[int, list[str]]) -> str:
+    """Where the matrix parameters of two ranks first differ; `told` has each one's facts."""
+    first, *others = sorted(told)
+    for other in others:
+        pairs = itertools.zip_longest(told[first], told[other], fillvalue="missing")
+        for number, (here, there) in enumerate(pairs):
+            if here != there:
+                return (f"matrix parameter number {number} of their mesh is {here} on rank {first} "
+                        f"and {there} on rank {other}")
+    return "their plans differ all the same: install the same version on all machines"
 
 
 def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
