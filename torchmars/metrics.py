@@ -21,6 +21,10 @@ from torchmars.journal import Journal
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12,
               "L40S": 362e12, "A10G": 70e12, "L4": 121e12, "V100": 125e12}
 
+# From this size of the momentum over that of the gradient on
+# one earlier gradient decides where the weights go.
+MOMENTUM = 100
+
 
 def peak_flops(device: torch.device) -> float | None:
     """The device's peak FLOP/s in bfloat16, or None where it is not known."""
@@ -119,6 +123,9 @@ class Metrics:
                  f"grad norm {told['grad_norm']:.3f}", f"{rate:,.0f} tok/s"]
         if told.get("skipped_steps"):
             parts.append(f"skipped {told['skipped_steps']:.0f}")
+        momentum = max((told[name] for name in told if name.endswith("/momentum")), default=0.0)
+        if momentum > MOMENTUM:
+            parts.append(f"an earlier gradient rules: momentum {momentum:.0e} x gradient")
         if self.mfu_per_token_rate:
             values["mfu"] = rate * self.mfu_per_token_rate
             parts.append(f"mfu {values['mfu']:.1%}")

@@ -95,15 +95,20 @@ class Plan:
         return self.simulation.model.flops_per_token() * (2 if self.simulation.optimizer.exact else 1)
 
     @property
+    def largest_load(self) -> int:
+        """The largest Newton–Schulz work of a rank, in FLOPs."""
+        return sum(max(loads.values()) for loads in self.simulation.optimizer.owner_loads.values())
+
+    @property
     def balance(self) -> float:
         """The largest over the mean Newton–Schulz work of a rank."""
-        loads = self.simulation.optimizer.owner_loads
-        return max(loads.values()) * len(loads) / sum(loads.values())
+        sets = self.simulation.optimizer.owner_loads.values()
+        return self.largest_load / sum(sum(loads.values()) / len(loads) for loads in sets)
 
     @property
     def owner_share(self) -> float:
         """The largest Newton–Schulz work of a rank, relative to that of its forward and backward passes in a step."""
-        return max(self.simulation.optimizer.owner_loads.values()) / (self.flops_per_token * self.tokens_per_step / self.layout.size)
+        return self.largest_load / (self.flops_per_token * self.tokens_per_step / self.layout.size)
 
     def lines(self) -> list[str]:
         """The plan, for the console."""
@@ -146,8 +151,10 @@ class Plan:
         loads = self.simulation.optimizer.owner_loads
         if not loads:
             return ["none: no rule of this run orthogonalises matrices"]
-        idle = sum(load == 0 for load in loads.values())
-        return [f"largest over mean Newton–Schulz work of a rank: {self.balance:.2f}; {idle} of {len(loads)} ranks own no matrix",
+        ranks = {rank for each in loads.values() for rank in each}
+        busy = {rank for each in loads.values() for rank, load in each.items() if load}
+        return [f"largest over mean Newton–Schulz work of a rank: {self.balance:.2f}; "
+                f"{len(ranks - busy)} of {len(ranks)} ranks own no matrix",
                 f"the largest is {self.owner_share:.1%} of a rank's forward and backward FLOPs"]
 
     def _tokens(self) -> list[str]:

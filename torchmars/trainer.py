@@ -246,10 +246,12 @@ class Trainer:
         self.layout.say(f"rollback  to step {self.step}: {folder}; the data goes on at sample {position}")
 
     def refuse_to_go_on_skipping(self, told: dict[str, float]) -> None:
-        """Raise `UserError` once every one of the last steps was skipped for a gradient that is not finite."""
+        """Raise `UserError` once every one of the last steps was skipped for its gradient."""
         if told["skipped_in_a_row"] >= MAX_SKIPPED_IN_A_ROW:
             spikes = ", or their losses stood out (guards.spike_sigmas)" if self.spikes.active else ""
-            raise UserError(f"the last {told['skipped_in_a_row']:.0f} steps up to {self.step} were skipped, since their gradients were not finite{spikes}: "
+            skipped = f"the last {told['skipped_in_a_row']:.0f} steps up to {self.step} were skipped"
+            raise UserError(f"{skipped}, since their gradients were not finite or too large to compute "
+                            f"with{spikes}: "
                             f"lower optimizer.lr, or go on from the newest checkpoint with another setting")
 
     def set_hyperparameters(self) -> float:

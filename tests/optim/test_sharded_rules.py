@@ -93,14 +93,25 @@ class Layers(nn.Module):
         self.up, self.down = nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False)
 
 
+class PartlyParallel(nn.Module):
+    """A layer that is not tensor parallel comes first: its mesh is a part of the others'."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix = nn.Linear(6, 6, bias=False)
+        self.up, self.down = nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False)
+
+
 def on_fsdp_tp(rules, settings):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     result = {}
-    for rule in rules:
-        model = Layers()
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(model, mesh=mesh["dp"])
-        result[rule] = train_layers(model, rule, settings)
+    for build in (Layers, PartlyParallel):
+        for rule in rules:
+            model = build()
+            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(model, mesh=mesh["dp"])
+            result[build.__name__, rule] = train_layers(model, rule, settings)
     strided = [type(placement).__name__ for placement in model.up.weight.placements]
     return result, strided
 
@@ -126,14 +137,16 @@ def test_fsdp_over_tensor_parallel():
     rules = ELEMENTWISE + MATRIX
     exact = {"clip": None, "max_grad_norm": None}
     results = run_ranks(on_fsdp_tp, 4, rules, exact)
-    expected = {rule: train_layers(Layers(), rule, exact) for rule in rules}
+    builds = (Layers, PartlyParallel)
+    expected = {(build.__name__, rule): train_layers(build(), rule, exact) for build in builds for rule in rules}
     for result, strided in results:
         assert "_StridedShard" in strided
-        for rule in MATRIX:
-            assert all(torch.equal(one, other) for one, other in zip(result[rule], expected[rule])), rule
-        for rule in ELEMENTWISE:
-            for one, other in zip(result[rule], expected[rule]):
-                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        for (name, rule), parameters in result.items():
+            for one, other in zip(parameters, expected[name, rule]):
+                if rule in MATRIX:
+                    assert torch.equal(one, other), (name, rule)
+                else:
+                    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def counted(shape, placements, rule, matrix_dtype):
@@ -180,7 +193,7 @@ def check_counted(results, shape, rule, width):
     shards, replicas = shape[-1], torch.Size(shape[:-1]).numel()
     for names, sent, full_tensors, buckets in results:
         assert full_tensors == 0
-        expected = {"allreduce": 1}
+        expected = {"allreduce": 2 if replicas > 1 else 1}
         if rule == "mars-m":
             expected |= {"alltoall_base": 2 * buckets} | ({"allgather_base": buckets} if replicas > 1 else {})
         assert names == expected
@@ -232,18 +245,34 @@ def test_overlap_changes_nothing():
     assert all(torch.equal(one, other) for one, other in zip(with_overlap, without))
 
 
-def different_plans():
-    mesh = init_device_mesh("cpu", (2,))
-    sizes = [(8, 4), (4, 4)] if dist.get_rank() == 0 else [(4, 4), (8, 4)]
-    parameters = [nn.Parameter(distribute_tensor(torch.ones(size), mesh, [Shard(0)], src_data_rank=None)) for size in sizes]
+def plan_error(mesh, placements, sizes):
+    """What the optimizer says of parameters of these `sizes` on this rank."""
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(size), mesh, placements, src_data_rank=None))
+                  for size in sizes]
     try:
         MARS(parameters, rule="mars-m")
     except RuntimeError as error:
         return str(error)
 
 
+def different_plans():
+    """On one dimension, and where all shards of the first replica agree: none of its ranks may wait."""
+    rank = dist.get_rank()
+    sizes = [(8, 4), (4, 4), (4, 4)]
+    swapped = [(8, 4), (4, 4), (6, 4)] if rank == 3 else sizes
+    fewer = sizes[:2] if rank == 1 else sizes
+    replicas = init_device_mesh("cpu", (2, 2))
+    return [plan_error(replicas, [Replicate(), Shard(0)], swapped),
+            plan_error(init_device_mesh("cpu", (4,)), [Shard(0)], fewer)]
+
+
 def test_ranks_that_plan_differently_say_so():
-    assert run_ranks(different_plans, 2, timeout=30) == ["the ranks do not hold the same parameters in the same order"] * 2
+    beginning = "the ranks do not hold the same parameters in the same order: matrix parameter number 2 of their mesh is "
+    one = "of shape (4, 4), flatten False, split 1, placed (Replicate(), Shard(dim=0)) on rank 0"
+    other = "of shape (6, 4), flatten False, split 1, placed (Replicate(), Shard(dim=0)) on rank 3"
+    fewer = "of shape (4, 4), flatten False, split 1, placed (Shard(dim=0),) on rank 0 and missing on rank 1"
+    wanted = [f"{beginning}{one} and {other}", f"{beginning}{fewer}"]
+    assert run_ranks(different_plans, 4, timeout=30) == [wanted] * 4
 
 
 def agreed(asked):

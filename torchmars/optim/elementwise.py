@@ -5,8 +5,9 @@ once more and writes it. Both are plain torch on lists; `run_pass` has them fuse
 waits for the device: every factor is a 0-d tensor, in the dtype of the computation.
 
 Names: g gradient, h last gradient, m and v moments, u the one buffer of a lean momentum; `scale` the factor of the global clip,
-`clip` that of the tensor's own, `kappa` the strength of the correction, `ok` whether all gradients are finite (where it is false
-nothing changes), `rate` one minus a beta.
+`clip` that of the tensor's own, `kappa` the strength of the correction, `ok` whether the step
+counts (where it is false nothing changes), `unusable` whether h is no number to correct by (kappa
+is 0 then), `rate` one minus a beta.
 """
 
 import functools
@@ -133,7 +134,8 @@ def _sign(p: Tensor, momentum: Tensor, f: dict[str, Any]) -> None:
 def _correct(g: Tensor, h: Tensor, f: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The gradient after the global clip, and its clipped correction (MARS, arXiv 2411.10438, equation 4.2)."""
     used = g.to(f["scale"].dtype) * f["scale"]
-    return used, (used + f["kappa"] * (used - h.to(used.dtype))) * f["clip"]
+    last = torch.where(f["unusable"], used, h.to(used.dtype))
+    return used, (used + f["kappa"] * (used - last)) * f["clip"]
 
 
 def _set(old: Tensor, new: Tensor, ok: Tensor) -> None:

@@ -6,6 +6,7 @@ travel back in another; under HSDP each replica does its share and an all-gather
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype,
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 BATCH_ELEMENTS = 2**24  # orthogonalised at once: enough to fill a device, little beside the model
+
+# For each set of ranks that share work: global rank -> FLOPs of the matrices it owns.
+OwnerLoads = dict[tuple[int, ...], dict[int, int]]
 
 
 @dataclass
@@ -93,8 +97,8 @@ class Sharding:
     `matrix_dtype` is what was asked for; "auto" is resolved here, the same on every rank.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[MatrixShape], loads: dict[int, int],
-                 groups: MeshGroups, matrix_dtype: str) -> None:
+    def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[MatrixShape],
+                 loads: OwnerLoads, groups: MeshGroups, matrix_dtype: str) -> None:
         self.parameters, self.shapes = parameters, shapes
         first = parameters[0]
         self.device = (first.to_local() if isinstance(first, DTensor) else first).device
@@ -119,29 +123,34 @@ class Sharding:
             self.shard_group = self.replica_group = None
         self.shards, self.replicas = len(coordinates), len(ranks) // len(coordinates)
         placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
-        plan = plan_buckets(shapes, ranks, loads)
+        # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
+        plan = plan_buckets(shapes, ranks, loads.setdefault(tuple(sorted(ranks)), {}))
         self.buckets = [rank_bucket(assigned, shapes, placements, mesh_shape, coordinates, self.replica, self.shard, self.replicas)
                         for assigned in plan]
-        fast = self._agree(plan, matrix_dtype, multiplies_bfloat16(self.device))
+        fast = self._agree(plan, placements, matrix_dtype, multiplies_bfloat16(self.device))
         self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, fast)
         self.wire, self.product = wire_and_product(self.matrix_dtype)
 
-    def _agree(self, plan: list[list[tuple[Unit, int]]], matrix_dtype: str, fast: bool) -> bool:
+    def _agree(self, plan: list[list[tuple[Unit, int]]], placements: Sequence[Sequence[Placement]],
+               matrix_dtype: str, fast: bool) -> bool:
         """Whether all ranks are `fast`.
 
-        Ranks that planned differently would hang in the first step, and ranks of another
-        `matrix_dtype` would take other steps; say so at once.
+        Raises `RuntimeError`, on all ranks, where they planned differently: a step would hang. Raises
+        `ValueError` likewise where they were given another `matrix_dtype`.
         """
         groups = [group for group in (self.shard_group, self.replica_group) if group is not None]
         if not groups:
             return fast
-        same = [fingerprint(repr(plan)), fingerprint(matrix_dtype)]
+        facts = [f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, "
+                 f"placed {placed}" for shape, placed in zip(self.shapes, placements)]
+        same = [fingerprint(repr((facts, plan))), fingerprint(matrix_dtype)]
         values = torch.tensor([*same, *(-value for value in same), fast], device=self.device)
-        for group in groups:
+        for group in groups:  # of shards, then of replicas: all ranks of the mesh know, none waits
             dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
         plan_low, dtype_low, plan_high, dtype_high, all_fast = values.tolist()
         if plan_low != -plan_high:
-            raise RuntimeError("the ranks do not hold the same parameters in the same order")
+            raise RuntimeError("the ranks do not hold the same parameters in the same order: "
+                               + first_difference(gather_facts(facts, groups)))
         if dtype_low != -dtype_high:
             raise ValueError("matrix_dtype must be the same on all ranks, they were given several")
         return bool(all_fast)
@@ -217,6 +226,28 @@ class Sharding:
 def fingerprint(text: str) -> int:
     """A number of 56 bits that other texts do not have."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def gather_facts(facts: list[str], groups: Sequence[dist.ProcessGroup]) -> dict[int, list[str]]:
+    """The facts of every rank of a mesh, by rank; `groups` are those of its shards and replicas."""
+    gathered = {dist.get_rank(): facts}
+    for group in groups:
+        everyone: list[dict[int, list[str]]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, gathered, group=group)
+        gathered = {rank: theirs for each in everyone for rank, theirs in each.items()}
+    return gathered
+
+
+def first_difference(facts: dict[int, list[str]]) -> str:
+    """Where the matrix parameters of two ranks first differ; `facts` has those of each rank."""
+    first, *others = sorted(facts)
+    for other in others:
+        pairs = itertools.zip_longest(facts[first], facts[other], fillvalue="missing")
+        for number, (here, there) in enumerate(pairs):
+            if here != there:
+                return (f"matrix parameter number {number} of their mesh is {here} on rank {first} "
+                        f"and {there} on rank {other}")
+    return "their plans differ all the same: install the same version on all machines"
 
 
 def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:

@@ -4,21 +4,25 @@ Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Trai
 2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchmars.optim import exchange
 from torchmars.optim.elementwise import (
     adamw_, can_compile, inner_products, lean_lion_, lean_momentum_, lion_, momentum_, run_pass, squared_norms)
-from torchmars.optim.norms import MeshGroups, ShardSum, sharding_key
+from torchmars.optim.norms import Agreement, MeshGroups, ShardSum, sharding_key
 from torchmars.optim.owners import MatrixShape
-from torchmars.optim.precision import matrix_dtype_name
+from torchmars.optim.precision import (
+    matrix_dtype_name, resolve_matrix_dtype, wire_and_product)
 from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
-from torchmars.optim.update import GroupUpdate, Summary, flat, local_part
+from torchmars.optim.update import GroupUpdate, Summary, flat, local_part, role_telemetry
 
 COMPILE_FROM = 2**22  # local elements of all parameters: smaller models are faster than their compilation
 
@@ -38,6 +42,14 @@ class MARS(torch.optim.Optimizer):
     tensor and a sharded matrix is orthogonalised whole, on the rank that owns it. A step makes one all-reduce for each distinct set
     of mesh dimensions that parameters are sharded over, two all-to-alls for each bucket of sharded matrices (with replicas an all-gather
     too), and never waits for the device. Creating the optimizer is then collective. State is created here, not at the first step.
+    Where ranks hold copies, one more all-reduce for each mesh, of two numbers, makes `grad_norm`
+    and the verdict whether a step counts the same on all of them. It covers plain tensors beside
+    DTensors; plain tensors alone communicate nothing.
+
+    FSDP1's flattened parameters are refused: use FSDP2's `fully_shard`. The parameters that
+    `ZeroRedundancyOptimizer` gives to a rank cannot be told from a whole model: pass it
+    `norm_group=torch.distributed.group.WORLD` for MARS, or each rank clips by the norm of its own
+    ones.
 
     Args:
         params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`. A group may set each of the
@@ -63,9 +75,15 @@ class MARS(torch.optim.Optimizer):
             CPUs differ, do not leave it at "auto".
         overlap: let transfers of matrices overlap with the work on others. The result is the same without.
         compile: fuse each pass over a tensor into one kernel by torch.compile; None: for large models, where a compiler is found.
+        norm_group: ranks that hold *different* parts of the model, such as the stages of a pipeline
+            or the partitions of `ZeroRedundancyOptimizer`. The global clip, `grad_norm`,
+            `telemetry` and the verdict whether a step counts are then those of all parts together.
+            A step makes one more all-reduce, of two numbers, and `telemetry` becomes collective.
 
-    A step whose gradients are not all finite changes nothing (in exact mode the last gradient is still replaced); `telemetry` counts
-    such steps. Raises `ValueError`, naming the argument, for a value out of range.
+    A step whose gradients are not all finite, or so large that a number of the update would
+    overflow, changes nothing (in exact mode the last gradient is still replaced); `telemetry`
+    counts such steps. A last gradient like that counts as none: the tensor's next correction is 0,
+    as in a first step. Raises `ValueError`, naming the argument, for a value out of range.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 6e-3, betas: tuple[float, float] = (0.95, 0.99), eps: float = 1e-8,
@@ -73,15 +91,18 @@ class MARS(torch.optim.Optimizer):
                  clip: float | None = 1.0, flatten: bool = False, split: int | tuple[int, ...] = 1,
                  max_grad_norm: float | None = None, exact: bool = False, last_grad_dtype: torch.dtype | None = None,
                  matrix_dtype: str | torch.dtype = "auto", overlap: bool = True,
-                 compile: bool | None = None) -> None:
+                 compile: bool | None = None, norm_group: dist.ProcessGroup | None = None) -> None:
         check_hyperparameters(max_grad_norm=max_grad_norm)
         self.max_grad_norm, self.exact, self.last_grad_dtype = max_grad_norm, exact, last_grad_dtype
         self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
+        # Whichever "auto" becomes, what travels is the same.
+        self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
         self._groups = MeshGroups()
         self._shard_sum = ShardSum(self._groups)
+        self._agreement = Agreement(self._groups, norm_group)
         self._places: dict[Tensor, int] = {}  # parameter -> its place among the reduced products
         self._shardings: list[exchange.Sharding] = []
-        self.owner_loads: dict[int, int] = {}  # global rank -> FLOPs of the matrices it owns
+        self.owner_loads: exchange.OwnerLoads = {}
         self.ahead: dict[Tensor, Tensor] = {}  # exact mode: parameter -> the next step's last gradient
         self._looked_ahead = False
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma,
@@ -106,6 +127,7 @@ class MARS(torch.optim.Optimizer):
             self.state[parameter] = self._new_state(parameter, group)
             self._places[parameter] = len(self._places)
             self._shard_sum.add(parameter)
+        self._agreement.cover(self._places)
         if RULES[group["rule"]].kind == "matrix":
             together: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
@@ -153,27 +175,27 @@ class MARS(torch.optim.Optimizer):
         """
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
-        self._take_gradients(self.ahead)
+        updates = self._gather()
+        scale, ok, _ = self._reduce(updates, with_last=False)
+        seen = {parameter: gradient for update in updates
+                for parameter, gradient in zip(update.parameters, update.grads)}
+        for parameter, target in self.ahead.items():
+            if parameter in seen:  # none of them counts where one is broken: their norm is unknown
+                used = seen[parameter] * scale.to(seen[parameter].dtype)
+                flat(local_part(target)).copy_(torch.where(ok, used, math.nan))
+            else:
+                target.zero_()
         self._looked_ahead = True
 
     @torch.no_grad()
     def start_last_grads(self, parameters: Iterable[Tensor]) -> None:
-        """Before a step: let its own gradients be the last ones of `parameters`, as in a first step (h_1 = g_1: no correction).
+        """Let the next step that counts start the last gradients of `parameters`, uncorrected.
 
         For state that was loaded without a last gradient, such as AdamW's, or with one of other data.
         """
-        self._take_gradients({parameter: self.state[parameter]["last_grad"] for parameter in parameters if "last_grad" in self.state[parameter]})
-
-    def _take_gradients(self, targets: dict[Tensor, Tensor]) -> None:
-        """Copy the gradients of now, after the global clip, to `targets`, by parameter; zeros where there is none."""
-        updates = self._gather()
-        scale, _, _ = self._reduce(updates, with_last=False)
-        seen = {parameter: gradient for update in updates for parameter, gradient in zip(update.parameters, update.grads)}
-        for parameter, target in targets.items():
-            if parameter in seen:
-                flat(local_part(target)).copy_(seen[parameter] * scale.to(seen[parameter].dtype))
-            else:
-                target.zero_()
+        for parameter in parameters:
+            if "last_grad" in self.state[parameter]:
+                self.state[parameter]["last_grad"].fill_(math.nan)
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -223,11 +245,14 @@ class MARS(torch.optim.Optimizer):
 
     def _gather(self) -> list[GroupUpdate]:
         """The parameters that have a gradient: an update for each group and dtype."""
-        return [GroupUpdate(group, [p for p in group["params"] if p.grad is not None and p.dtype == dtype], self.state, self.exact)
+        def having(group: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
+            return [p for p in group["params"] if p.grad is not None and p.dtype == dtype]
+
+        return [GroupUpdate(group, having(group, dtype), self.state, self.exact, self._wire)
                 for group in self.param_groups for dtype in dict.fromkeys(p.dtype for p in group["params"] if p.grad is not None)]
 
     def _reduce(self, updates: list[GroupUpdate], with_last: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The first pass and the step's one reduction: (global clip factor, whether all is finite, the products by place).
+        """The first pass and its sums: (clip factor, whether the step counts, products by place).
 
         Every rank reduces all places, also those whose parameters have no gradient on this one.
         """
@@ -241,12 +266,17 @@ class MARS(torch.optim.Optimizer):
             for parameter, value in zip(update.parameters, values):
                 partial[self._places[parameter]] = value
         products = self._shard_sum.sum(partial)
-        total = torch.stack(products).sum(0)
-        norm = total[0].sqrt()
-        ok = torch.isfinite(total).all()
-        scale = torch.ones_like(norm)
+        total = torch.stack(products).sum(0)[0]
+        strains = [update.strain([products[self._places[p]] for p in update.parameters])
+                   for update in updates]
+        strain = torch.stack([torch.zeros_like(total), *strains]).max()
+        total, strain = self._agreement.settle(torch.stack([total, strain])).unbind()
+        norm = total.sqrt()
+        scale, finite = torch.ones_like(norm), torch.isfinite(norm)
         if self.max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
-            scale = torch.where(ok, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+            scale = torch.where(finite, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        # A scale that float32 has no full digits for would not bring gradients to the norm.
+        ok = finite & (scale * strain <= 1) & (scale >= torch.finfo(torch.float32).tiny)
         if with_last:
             self.grad_norm = norm
         return scale, ok, products
@@ -292,25 +322,23 @@ class MARS(torch.optim.Optimizer):
     def telemetry(self) -> dict[str, float]:
         """What the last step's reductions tell, as numbers. Waits for the device once.
 
-        "grad_norm" before the clip, "skipped_steps" in all and "skipped_in_a_row", the longest row since this was last asked; and for each role of a MARS group
-        "ROLE/grad_norm", "ROLE/clipped" (the fraction of its tensors whose corrected gradient was clipped), "ROLE/correction" (the size of the
-        correction relative to the gradient) and "ROLE/cosine" (of the gradient and the last one).
+        Collective where there is a `norm_group`. "grad_norm" is before the clip. "skipped_steps" is
+        in all, "skipped_in_a_row" the longest row since this was last asked. Each role has
+        "ROLE/grad_norm" and "ROLE/momentum": the size of the momentum, or the root of the second
+        moment's sum where there is one, relative to the gradient after the global clip. Far above
+        1, an earlier gradient that was much larger decides where the weights go. A role with last
+        gradients also has "ROLE/clipped" (the fraction of its tensors whose corrected gradient was
+        clipped), "ROLE/correction" (the size of the correction relative to the gradient) and
+        "ROLE/cosine" (of the gradient and the last one).
         """
         total, row, longest = self.skipped.unbind()
-        values = {"grad_norm": self.grad_norm, "skipped_steps": total, "skipped_in_a_row": longest}
+        of_all = torch.stack([self.grad_norm, total.double(), longest.double()])
         self.skipped = torch.stack([total, row, torch.zeros_like(row)])
-        by_role: dict[str, list[Summary]] = {}
+        sums: dict[str, Tensor] = {}
         for role, summary in self._last:
-            by_role.setdefault(role, []).append(summary)
-        for role, summaries in by_role.items():
-            values[f"{role}/grad_norm"] = torch.cat([each.products for each in summaries])[:, 0].sum().sqrt()
-            kept = [each for each in summaries if each.clip is not None]
-            if kept:
-                gg, gh, hh = torch.cat([each.products for each in kept]).sum(0)
-                scale, kappa = kept[0].scale, kept[0].kappa[0]
-                difference = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0).sqrt()
-                values[f"{role}/clipped"] = (torch.cat([each.clip for each in kept]) < 1).double().mean()
-                # The first step has no last gradient, and tells 0.
-                values[f"{role}/correction"] = torch.where(gg > 0, kappa * difference / (scale * gg.sqrt()), 0.0)
-                values[f"{role}/cosine"] = torch.where(gg * hh > 0, gh / (gg * hh).sqrt(), 0.0)
-        return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist()))
+            sums[role] = sums.get(role, 0) + summary.sums(self.state)
+        numbers, *rows = torch.stack([F.pad(of_all, (0, 6)), *sums.values()]).tolist()
+        told = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), numbers))
+        for role, row in self._agreement.add_up(dict(zip(sums, rows))).items():
+            told |= {f"{role}/{name}": value for name, value in role_telemetry(row).items()}
+        return told

@@ -1,6 +1,7 @@
-"""Sums over the shards of a tensor: how a rank that holds a part learns the norm of the whole."""
+"""Norms of what lies on many ranks: of a tensor in shards, and of a model in parts and copies."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,62 @@ class ShardSum:
         return whole
 
 
+class Agreement:
+    """Makes numbers of a rank's parameters those of the whole model, the same on every rank.
+
+    Copies give the same numbers, unless one of them is broken: the largest number counts, and one
+    that is not finite is larger than all others. That takes one all-reduce for each mesh, over the
+    dimensions along which copies lie. Ranks of `norm_group` hold different parts of the model:
+    their numbers are summed, in one more all-reduce.
+    """
+
+    def __init__(self, groups: "MeshGroups", norm_group: dist.ProcessGroup | None) -> None:
+        self.norm_group = norm_group
+        self.copies: list[dist.ProcessGroup] = []
+        self._mesh_groups = groups
+
+    def cover(self, parameters: Iterable[Tensor]) -> None:
+        """Find the groups for all `parameters` of an optimizer. Collective over their meshes."""
+        keys = list(dict.fromkeys(map(sharding_key, parameters)))
+        meshes = list(dict.fromkeys(key[0] for key in keys if key is not None))
+        # Along a dimension that all parameters are sharded over, the sums over shards are the same.
+        settled: set[int] = set()
+        if len(meshes) == 1 and None not in keys:
+            settled = set.intersection(*(set(key[1]) for key in keys))
+        self.copies = []
+        for mesh in meshes:
+            dims = tuple(dim for dim in range(mesh.ndim)
+                         if mesh.size(dim) > 1 and dim not in settled)
+            if dims:
+                self.copies.append(self._mesh_groups.over(mesh, dims))
+
+    def settle(self, values: Tensor) -> Tensor:
+        """The whole model's numbers from this rank's `values`, each at least 0 or not finite.
+
+        `values` has any shape, and may be changed.
+        """
+        if self.copies:  # whether MAX keeps a NaN is up to the backend
+            values = values.nan_to_num(nan=math.inf, posinf=math.inf)
+        for group in self.copies:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        if self.norm_group is not None:
+            dist.all_reduce(values, group=self.norm_group)
+        return values
+
+    def add_up(self, numbers: dict[str, list[float]]) -> dict[str, list[float]]:
+        """The sums over `norm_group`, name by name; a rank need not have all names."""
+        if self.norm_group is None:
+            return numbers
+        everyone: list[dict[str, list[float]]] = [{}] * dist.get_world_size(self.norm_group)
+        dist.all_gather_object(everyone, numbers, group=self.norm_group)
+
+        def rows(name: str) -> list[list[float]]:
+            return [each[name] for each in everyone if name in each]
+
+        names = dict.fromkeys(name for each in everyone for name in each)
+        return {name: [sum(each) for each in zip(*rows(name))] for name in names}
+
+
 def sharded_dims(parameter: Tensor) -> Sharding | None:
     """The mesh dimensions over which a DTensor's shards lie; None where every rank has the whole tensor."""
     if not isinstance(parameter, DTensor):
@@ -54,7 +111,7 @@ def sharded_dims(parameter: Tensor) -> Sharding | None:
     return (mesh, dims) if dims else None
 
 
-def sharding_key(parameter: Tensor) -> object:
+def sharding_key(parameter: Tensor) -> Sharding | None:
     """Equal for parameters that lie alike on the same mesh; None for plain tensors."""
     if not isinstance(parameter, DTensor):
         return None

@@ -70,6 +70,12 @@ def check_hyperparameters(suffix: str = "", **values: Any) -> None:
 
 def check_parameter(parameter: Tensor, local: Tensor, rule: str) -> None:
     """Raise `ValueError` for a parameter that `rule` cannot update; `local` is this rank's part of it."""
+    # FSDP1's mark on its FlatParameter, and on the views of it that use_orig_params=True shows:
+    # private, torch 2.11 to 2.13.
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError("params must be whole tensors or DTensors, got a flattened part of FSDP1 "
+                         "(FullyShardedDataParallel), whose norms cannot be known: "
+                         "use FSDP2, torch.distributed.fsdp.fully_shard")
     if not parameter.is_floating_point():
         raise ValueError(f"params must be real floating-point tensors, got one of {parameter.dtype}")
     if RULES[rule].kind == "matrix" and not local.is_contiguous():

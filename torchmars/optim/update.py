@@ -1,9 +1,11 @@
 """One group's share of a step: its tensors on this rank, and the factors that multiply them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,10 +33,56 @@ def flat(tensor: Tensor) -> Tensor:
 class Summary:
     """What a group's update leaves for telemetry: small tensors, so that gradients can be freed."""
 
+    parameters: list[Tensor]
     products: Tensor
     scale: Tensor
     clip: Tensor | None
     kappa: Tensor | None
+
+    def sums(self, state: dict[Tensor, dict[str, Tensor]]) -> Tensor:
+        """What telemetry adds up over tensors, [9] in float64.
+
+        <g, g>, s^2 <g, g> and `squared_memory`; and of tensors with a last gradient s^2 <g, g>, s
+        <g, h>, <h, h>, ||c - s g||^2, how many are clipped, and how many there are. s is the factor
+        of the global clip, c the corrected gradient.
+        """
+        scale, gg = self.scale.double(), self.products[:, 0]
+        memory = sum(squared_memory(parameter, state[parameter]) for parameter in self.parameters)
+        sums = [gg.sum(), scale**2 * gg.sum(), memory]
+        if self.clip is None:
+            return F.pad(torch.stack(sums), (0, 6))
+        _, gh, hh = self.products.unbind(-1)
+        differences = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0)
+        sums += [scale**2 * gg.sum(), scale * gh.sum(), hh.sum()]
+        sums += [(self.kappa.double()**2 * differences).sum(), (self.clip < 1).double().sum()]
+        return torch.stack([*sums, torch.full_like(memory, len(self.clip))])
+
+
+def squared_memory(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The squared size of what earlier gradients left in a parameter's state.
+
+    That is ||m||^2, or the sum of the second moment where there is one; from this rank's part, as
+    if the parts of other ranks were alike.
+    """
+    if "exp_avg_sq" in state:
+        part = local_part(state["exp_avg_sq"])
+        squared = part.sum(dtype=torch.float64)
+    else:
+        part = local_part(state["momentum"] if "momentum" in state else state["exp_avg"])
+        squared = torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return squared * (parameter.numel() / max(part.numel(), 1))
+
+
+def role_telemetry(sums: list[float]) -> dict[str, float]:
+    """What `MARS.telemetry` tells of a role, from its `Summary.sums`."""
+    gg, used, memory, kept, gh, hh, correction, clipped, tensors = sums
+    told = {"grad_norm": math.sqrt(gg), "momentum": math.sqrt(memory / used) if used > 0 else 0.0}
+    if tensors:
+        told["clipped"] = clipped / tensors
+        # The first step has no last gradient, and tells 0.
+        told["correction"] = math.sqrt(correction / kept) if kept > 0 else 0.0
+        told["cosine"] = gh / math.sqrt(kept * hh) if kept * hh > 0 else 0.0
+    return told
 
 
 class GroupUpdate:
@@ -44,7 +92,9 @@ class GroupUpdate:
     step is done. Factors are 0-d tensors in the dtype of the computation: at least float32.
     """
 
-    def __init__(self, group: dict[str, Any], parameters: list[Tensor], state: dict[Tensor, dict[str, Tensor]], exact: bool) -> None:
+    def __init__(self, group: dict[str, Any], parameters: list[Tensor],
+                 state: dict[Tensor, dict[str, Tensor]], exact: bool,
+                 wire: torch.dtype) -> None:
         self.group, self.exact, self.rule = group, exact, RULES[group["rule"]]
         self.parameters = parameters
         self.locals = [flat(local_part(parameter)) for parameter in parameters]
@@ -61,6 +111,33 @@ class GroupUpdate:
         if self.rule.corrected and self.lean and group["clip"] is not None:
             raise ValueError("clip cannot be switched on after the optimizer was created without it: no last gradient was kept")
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        self.largest_norm = self._largest_norm(wire)
+
+    def _largest_norm(self, wire: torch.dtype) -> float:
+        """The largest norm of a tensor's gradient, after the global clip, without overflow.
+
+        No entry is larger than the norm. While h is no larger than g may be, a correction and all
+        that leads to it stay below 2 (1 + kappa) ||g||.
+        """
+        limits = [torch.finfo(self.momenta[0].dtype).max / 2]
+        limits += [math.sqrt(torch.finfo(square.dtype).max / 2) for square in self.squares[:1]]
+        if self.rule.kind == "matrix":  # travels as it is, and is divided by its norm
+            wide = torch.promote_types(wire, torch.float32)
+            limits += [torch.finfo(wire).max / 2, math.sqrt(torch.finfo(wide).max / 2)]
+        most = min(limits)
+        if self.last_grads and self.group["clip"] is not None and self.group["clip"] <= most:
+            most = torch.finfo(self.dtype).max / 2  # the clip comes before any of these
+        most /= 2 * (1 + self._strength())
+        return min([most, *(torch.finfo(last_grad.dtype).max for last_grad in self.last_grads[:1])])
+
+    def _strength(self) -> float:
+        """kappa, but in a first step, where there is no correction."""
+        beta1 = self.group["betas"][0]
+        return self.group["gamma"] * beta1 / (1 - beta1) if self.rule.corrected else 0.0
+
+    def strain(self, products: list[Tensor]) -> Tensor:
+        """The largest norm of the gradients, before the global clip, over `largest_norm`."""
+        return torch.stack(products)[:, 0].sqrt().max() / self.largest_norm
 
     def set_factors(self, scale: Tensor, ok: Tensor, products: list[Tensor]) -> None:
         """Take the global clip factor, the finiteness of the step and the reduced products of each parameter."""
@@ -72,7 +149,12 @@ class GroupUpdate:
         counts = torch.stack(self.steps).double()
         first_step = (counts == 0).double()
         if self.last_grads:
-            kappa = (1 - first_step) * (self.group["gamma"] * beta1 / (1 - beta1))
+            gg, _, hh = self.products.unbind(-1)
+            # Not finite, or too large: then h is s g, as in a first step.
+            self.unusable = ~(hh.sqrt() <= self.largest_norm)
+            without = torch.stack([gg, scale * gg, scale**2 * gg], -1)
+            self.products = torch.where(self.unusable[:, None], without, self.products)
+            kappa = torch.where(self.unusable, 0.0, (1 - first_step) * self._strength())
             clip = torch.ones_like(kappa)
             if self.group["clip"] is not None:
                 norms = corrected_squared_norms(self.products, scale, kappa).sqrt()
@@ -88,12 +170,14 @@ class GroupUpdate:
             self.weights = (weight + first * first_step).to(self.dtype).unbind()
 
     def summary(self) -> Summary:
-        return Summary(self.products, self.scale, self.clip, self.kappa)
+        return Summary(self.parameters, self.products, self.scale, self.clip, self.kappa)
 
     def correction_factors(self) -> list[dict[str, Any]]:
         """For each parameter, what the passes over a corrected gradient need."""
         shared = self._shared() | {"rate1": self.rate1, "keep": not self.exact}
-        return [shared | {"clip": clip, "kappa": kappa} for clip, kappa in zip(self.clip.unbind(), self.kappa.unbind())]
+        each = zip(self.clip.unbind(), self.kappa.unbind(), self.unusable.unbind())
+        return [shared | {"clip": clip, "kappa": kappa, "unusable": unusable}
+                for clip, kappa, unusable in each]
 
     def adamw_factors(self) -> list[dict[str, Any]]:
         """The same for MARS-AdamW."""

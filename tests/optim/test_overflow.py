@@ -1,0 +1,167 @@
+"""Gradients and last gradients that are not finite or too large: nothing breaks or stays stuck."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.reference import gradients
+from torchmars.optim import MARS
+from torchmars.optim.rules import RULES
+
+SHAPES = [(6, 4), (5, 5)]
+CORRECTED = [name for name, rule in RULES.items() if rule.corrected]
+
+
+def build(rule, **settings):
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    return parameters, MARS(parameters, rule=rule, matrix_dtype=torch.float32, **settings)
+
+
+def give(parameters, step, scale=1.0):
+    """Set the gradients of step number `step`, times `scale`."""
+    for seed, parameter in enumerate(parameters):
+        parameter.grad = gradients(parameter.shape, 8, seed)[step] * scale
+
+
+def ordinary(rule, steps, before=None, after=0, **settings):
+    """Parameters and optimizer after ordinary steps, and `before` after `after` of them."""
+    parameters, optimizer = build(rule, **settings)
+    for step in range(steps):
+        if before and step == after:
+            before(parameters, optimizer)
+        give(parameters, step)
+        optimizer.step()
+    return parameters, optimizer
+
+
+def same(parameters, others):
+    return all(torch.equal(one, other) for one, other in zip(parameters, others))
+
+
+def finite(optimizer):
+    return all(value.isfinite().all() for parameter, state in optimizer.state.items()
+               for value in (parameter, *state.values()))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("size,gamma", [(3e38, 0.025), (2e36, 1.0), (1e20, 0.025)])
+def test_huge_gradients_that_alternate(rule, max_grad_norm, clip, size, gamma):
+    """Skipped or clipped; afterwards the weights still learn."""
+    settings = dict(max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, lr=1e-3)
+    parameters, optimizer = build(rule, **settings)
+    for step in range(6):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, size * (-1) ** step)
+        optimizer.step()
+        told = optimizer.telemetry()
+        clipped = max_grad_norm is not None or told.get(f"{rule}/clipped", 0.0) == 1.0
+        # A sign has the same size whatever the momentum's.
+        remembered = rule in ("lion", "mars-lion") and told[f"{rule}/momentum"] > 0
+        assert finite(optimizer) and (told["skipped_steps"] == step + 1 or clipped or remembered)
+    before = [parameter.detach().clone() for parameter in parameters]
+    for step in range(8):
+        give(parameters, step)
+        optimizer.step()
+    assert finite(optimizer) and optimizer.telemetry()["skipped_in_a_row"] == 0
+    assert not any(torch.equal(one, other) for one, other in zip(parameters, before))
+
+
+@pytest.mark.parametrize("rule,settings,size", [
+    ("mars-adamw", {}, 3e38), ("mars-adamw", {"gamma": 1.0}, 2e36),
+    ("mars-adamw", {"clip": None}, 1e20), ("adamw", {}, 1e20), ("mars-lion", {}, 3e38),
+    ("muon", {}, 3e38), ("muon", {}, 1e25), ("mars-m", {"max_grad_norm": 1.0}, 3e38),
+    ("mars-adamw", {"last_grad_dtype": torch.float16}, 1e5),
+    ("mars-m", {"last_grad_dtype": torch.float16}, 1e5)])
+def test_a_step_too_large_to_compute_changes_nothing(rule, settings, size):
+    def huge(parameters, optimizer):
+        for sign in (1, -1):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, sign * size)
+            optimizer.step()
+        assert optimizer.telemetry()["skipped_in_a_row"] == 2
+
+    clean, _ = ordinary(rule, 6, **settings)
+    for after in (0, 3):
+        parameters, optimizer = ordinary(rule, 6, huge, after, **settings)
+        assert same(parameters, clean) and optimizer.telemetry()["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("rule", CORRECTED)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_last_grads_start_with_the_first_step_that_counts(rule, bad):
+    def start(parameters, optimizer):
+        optimizer.start_last_grads(parameters)
+
+    def start_with_a_bad_gradient(parameters, optimizer):
+        give(parameters, 7)
+        parameters[0].grad[0, 0] = bad
+        optimizer.start_last_grads(parameters)
+        optimizer.step()
+        assert optimizer.telemetry()["skipped_in_a_row"] == 1
+
+    wanted, _ = ordinary(rule, 6, start, 3)
+    parameters, optimizer = ordinary(rule, 6, start_with_a_bad_gradient, 3)
+    uninterrupted, _ = ordinary(rule, 6)
+    assert same(parameters, wanted) and not same(parameters, uninterrupted)
+    assert optimizer.telemetry()["skipped_steps"] == 1 and finite(optimizer)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+def test_a_last_gradient_that_broke_is_left_out(bad):
+    """As an optimizer of an earlier release may have saved it: every step after it was skipped."""
+    def load(parameters, optimizer):
+        broken = copy.deepcopy(optimizer.state_dict())
+        for state in broken["state"].values():
+            state["last_grad"].fill_(bad)
+        optimizer.load_state_dict(broken)
+
+    def start(parameters, optimizer):
+        optimizer.start_last_grads(parameters)
+
+    wanted, _ = ordinary("mars-adamw", 6, start, 3)
+    parameters, optimizer = ordinary("mars-adamw", 6, load, 3)
+    assert same(parameters, wanted) and optimizer.telemetry()["skipped_steps"] == 0
+
+
+def exact(rule, bad=None, forget=()):
+    """Parameters after six steps in exact mode, with a `bad` entry in the look-ahead before step 3.
+
+    Before steps `forget` the last gradients are dropped.
+    """
+    parameters, optimizer = build(rule, exact=True, max_grad_norm=0.1)
+    for step in range(6):
+        give(parameters, step + 2)
+        if step == 2 and bad is not None:
+            parameters[0].grad[0, 0] = bad
+        optimizer.look_ahead()
+        give(parameters, step)
+        if step in forget:
+            optimizer.start_last_grads(parameters)
+        optimizer.step()
+    assert optimizer.telemetry()["skipped_steps"] == 0
+    return parameters
+
+
+@pytest.mark.parametrize("rule", CORRECTED)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_look_ahead_that_is_not_finite_corrects_nothing(rule, bad):
+    """Of no tensor: without its norm, what the others would be corrected by is not clipped."""
+    assert same(exact(rule, bad), exact(rule, forget=[3]))
+    assert not same(exact(rule), exact(rule, forget=[3]))
+
+
+def test_telemetry_tells_that_one_gradient_rules_the_momentum():
+    def huge(parameters, optimizer):
+        give(parameters, 0, scale=1e15)
+        optimizer.step()
+
+    cases = [("muon", huge), ("lion", huge), ("muon", None), ("adamw", None), ("mars-adamw", None)]
+    for rule, after in cases:
+        _, optimizer = ordinary(rule, 6, after, 3)
+        told = optimizer.telemetry()[f"{rule}/momentum"]
+        assert told > 1e10 if after else 0 < told < 10
