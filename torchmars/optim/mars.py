@@ -4,6 +4,7 @@ Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Trai
 2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,10 @@ from torchmars.optim.elementwise import (
     adamw_, can_compile, inner_products, lean_lion_, lean_momentum_, lion_, momentum_, run_pass, squared_norms)
 from torchmars.optim.norms import MeshGroups, ShardSum, sharding_key
 from torchmars.optim.owners import MatrixShape
+from torchmars.optim.param_groups import DEFAULTS, complete_group, warn_of_unsorted
 from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
+from torchmars.optim.state import (
+    Known, Loaded, State, carried_state, check_loaded, known_parameters, parameter_name, unchanged)
 from torchmars.optim.update import GroupUpdate, Summary, flat, local_part
 
 COMPILE_FROM = 2**22  # local elements of all parameters: smaller models are faster than their compilation
@@ -38,11 +42,15 @@ class MARS(torch.optim.Optimizer):
     of mesh dimensions that parameters are sharded over, two all-to-alls for each bucket of sharded matrices (with replicas an all-gather
     too), and never waits for the device. Creating the optimizer is then collective. State is created here, not at the first step.
 
+    Parameters may be replaced in `param_groups`, sharded or moved to another device or dtype later:
+    their state follows at the next step, which is then collective as the constructor.
+
     Args:
         params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`. A group may set each of the
             arguments from `lr` to `split`, and a name for itself, `role`.
-        lr: learning rate.
-        betas: decay of the momentum and of the second moment (for "lion": of the update and of the momentum).
+        lr: learning rate; None: the default of the rule, as in `param_groups`.
+        betas: decay of the momentum and of the second moment (for "lion": of the update and of the momentum); None: the
+            default of the rule. They may follow a schedule.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         rule: one of the seven above.
@@ -60,79 +68,165 @@ class MARS(torch.optim.Optimizer):
         compile: fuse each pass over a tensor into one kernel by torch.compile; None: for large models, where a compiler is found.
 
     A step whose gradients are not all finite changes nothing (in exact mode the last gradient is still replaced); `telemetry` counts
-    such steps. Raises `ValueError`, naming the argument, for a value out of range.
+    such steps. Raises `ValueError`, naming the argument, for a value out of range. Warns where a matrix rule is given
+    parameters that `param_groups` has not sorted: it would orthogonalise embeddings and heads.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 6e-3, betas: tuple[float, float] = (0.95, 0.99), eps: float = 1e-8,
+    def __init__(self, params: Iterable[Any], lr: float | None = None, betas: tuple[float, float] | None = None, eps: float = 1e-8,
                  weight_decay: float = 0.0, *, rule: str = "mars-adamw", gamma: float = 0.025, gamma_next: float | None = None,
                  clip: float | None = 1.0, flatten: bool = False, split: int | tuple[int, ...] = 1,
                  max_grad_norm: float | None = None, exact: bool = False, last_grad_dtype: torch.dtype | None = None,
                  matrix_dtype: torch.dtype = torch.bfloat16, overlap: bool = True, compile: bool | None = None) -> None:
-        check_hyperparameters(max_grad_norm=max_grad_norm)
+        check_hyperparameters(max_grad_norm=max_grad_norm, rule=rule)
+        for name, dtype in (("last_grad_dtype", last_grad_dtype), ("matrix_dtype", matrix_dtype)):
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
         self.max_grad_norm, self.exact, self.last_grad_dtype = max_grad_norm, exact, last_grad_dtype
         self.matrix_dtype, self.overlap = matrix_dtype, overlap
         self._groups = MeshGroups()
+        self._forget_plans()
+        self.ahead: dict[Tensor, Tensor] = {}  # exact mode: parameter -> the next step's last gradient
+        self._looked_ahead = False
+        self._uncorrected: set[Tensor] = set()  # parameters whose state has no last gradient yet
+        self._asked_to_compile = compile
+        self.grad_norm = torch.zeros((), dtype=torch.float64)
+        self.skipped = torch.zeros(3, dtype=torch.int64)  # in all, in a row now, longest row since telemetry
+        self._last: list[tuple[str, Summary]] = []  # of the last step, by role
+        own = {key: value for key, value in (("lr", lr), ("betas", betas)) if value is not None}
+        self._by_rule = {"lr", "betas"} - set(own)  # what follows from each group's rule
+        params = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor
+        super().__init__(params, dict(lr=DEFAULTS[rule]["lr"], betas=DEFAULTS[rule]["betas"], eps=eps, weight_decay=weight_decay,
+                                      rule=rule, gamma=gamma, gamma_next=gamma_next, clip=clip, flatten=flatten, split=split) | own)
+        self._settle()
+        if RULES[rule].kind == "matrix":
+            # Groups that name a rule or a role were sorted on purpose.
+            warn_of_unsorted((group for group, given in zip(self.param_groups, params)
+                              if not isinstance(given, dict) or not {"rule", "role"} & set(given)), rule, stacklevel=3)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with state for each of its parameters. Collective for sharded parameters, as the constructor.
+
+        Raises `ValueError` or `TypeError` for a group that it cannot take, and is then as it was before.
+        """
+        if isinstance(param_group, dict):  # torch says so where it is not
+            param_group = complete_group(param_group, self.defaults, self._by_rule, len(self.param_groups))
+        self._follow()
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_parameters(first_group=len(self.param_groups) - 1)
+            state = {parameter: self._new_state(parameter, group) for parameter in group["params"]}
+            self._plan(group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self.state.update(state)
+        self._look_ahead_for(state)
+
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
+        # The count lives beside the parameter: the kernels read it there, and the host never needs it.
+        state = {"step": torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)}
+        for name in RULES[group["rule"]].buffers(is_lean(group, self.exact)):
+            dtype = self.last_grad_dtype if name == "last_grad" else None
+            state[name] = torch.zeros_like(parameter, dtype=dtype).detach()
+        return state
+
+    def _look_ahead_for(self, state: dict[Tensor, State]) -> None:
+        """Exact mode: room for the next last gradients of the parameters of `state`."""
+        if self.exact:
+            self.ahead |= {parameter: torch.zeros_like(each["last_grad"]) for parameter, each in state.items() if "last_grad" in each}
+
+    def _forget_plans(self) -> None:
         self._shard_sum = ShardSum(self._groups)
         self._places: dict[Tensor, int] = {}  # parameter -> its place among the reduced products
         self._shardings: list[exchange.Sharding] = []
         self.owner_loads: dict[int, int] = {}  # global rank -> FLOPs of the matrices it owns
-        self.ahead: dict[Tensor, Tensor] = {}  # exact mode: parameter -> the next step's last gradient
-        self._looked_ahead = False
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma,
-                                      gamma_next=gamma_next, clip=clip, flatten=flatten, split=split))
-        first = local_part(next(iter(self._places)))
-        elements = sum(local_part(p).numel() for p in self._places)
-        self.compile = compile if compile is not None else elements >= COMPILE_FROM and can_compile(first.device)
-        self.grad_norm = torch.zeros((), dtype=torch.float64, device=first.device)
-        self.skipped = torch.zeros(3, dtype=torch.int64, device=first.device)  # in all, in a row now, longest row since telemetry
-        self._last: list[tuple[str, Summary]] = []  # of the last step, by role
+        self._known: Known = []  # what the plans and the state were made for
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with state for each of its parameters. Collective for sharded parameters, as the constructor."""
-        merged = self.defaults | param_group
-        check_hyperparameters(**{key: merged[key] for key in ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip")})
-        if merged["rule"] == "lion" and merged["betas"][1] == 0:
-            raise ValueError(f"betas must have a second number above 0 for lion, got {merged['betas']}")
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for parameter in group["params"]:
-            check_parameter(parameter, local_part(parameter), group["rule"])
-            self.state[parameter] = self._new_state(parameter, group)
-            self._places[parameter] = len(self._places)
-            self._shard_sum.add(parameter)
+    def _plan(self, group: dict[str, Any]) -> None:
+        """Give a group's parameters their places in the reductions, and its matrices their owners. Collective."""
+        shardings, loads = [], dict(self.owner_loads)
         if RULES[group["rule"]].kind == "matrix":
             together: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
                 together.setdefault(sharding_key(parameter), []).append(parameter)
             for parameters in together.values():
                 shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"]) for p in parameters]
-                self._shardings.append(exchange.Sharding(parameters, shapes, self.owner_loads, self._groups))
+                shardings.append(exchange.Sharding(parameters, shapes, loads, self._groups))
+        for parameter in group["params"]:
+            self._places[parameter] = len(self._places)
+            self._shard_sum.add(parameter)
+        self._shardings += shardings
+        self.owner_loads = loads
+        self._known += known_parameters([group])
 
-    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        # The count lives beside the parameter: the kernels read it there, and the host never needs it.
-        state = {"step": torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)}
-        for name in RULES[group["rule"]].buffers(is_lean(group, self.exact)):
-            dtype = self.last_grad_dtype if name == "last_grad" else None
-            state[name] = torch.zeros_like(parameter, dtype=dtype).detach()
-        if "last_grad" in state and self.exact:
-            self.ahead[parameter] = torch.zeros_like(state["last_grad"])
-        return state
+    def _settle(self) -> None:
+        """Do what depends on where the parameters are and how large."""
+        locals = [local_part(parameter) for parameter in self._places]
+        device = locals[0].device if locals else torch.device("cpu")
+        large = sum(each.numel() for each in locals) >= COMPILE_FROM
+        self.compile = large and can_compile(device) if self._asked_to_compile is None else self._asked_to_compile
+        self.grad_norm, self.skipped = (torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
+                                        for each in (self.grad_norm, self.skipped))
+
+    def _follow(self) -> None:
+        """Let state and plans follow parameters that were replaced, sharded or moved since they were made.
+
+        Accelerate puts FSDP2's shards in the place of the parameters; `model.to` keeps the parameters
+        and swaps what is in them. Collective where sharded parameters changed.
+        """
+        if unchanged(self.param_groups, self._known):
+            return
+        if self._looked_ahead:
+            raise RuntimeError("parameters were replaced or moved between look_ahead() and step()")
+        self._check_parameters()
+        state, former = carried_state(self.param_groups, self._known, self.state, self._new_state)
+        self.state = defaultdict(dict, state)
+        self._uncorrected = {parameter for parameter, old in former.items() if old in self._uncorrected}
+        self.ahead.clear()
+        self._look_ahead_for(state)
+        self._forget_plans()
+        for group in self.param_groups:
+            self._plan(group)
+        self._settle()
+
+    def _check_parameters(self, first_group: int = 0) -> None:
+        for number, group in enumerate(self.param_groups[first_group:], start=first_group):
+            for place, parameter in enumerate(group["params"]):
+                check_parameter(parameter, local_part(parameter), group["rule"], parameter_name(group, number, place))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's. Collective where sharded parameters were replaced since the last step."""
+        self._follow()
+        saved = super().state_dict()
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, self._places):
+            if parameter in self._uncorrected:  # its zeros are no last gradient
+                saved["state"][number] = {key: value for key, value in saved["state"][number].items() if key != "last_grad"}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Raises `ValueError` where it is not of these rules and forms."""
-        dtypes = {parameter: {key: value.dtype for key, value in state.items()} for parameter, state in self.state.items()}
-        rules = [group["rule"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        if [group["rule"] for group in self.param_groups] != rules:
-            raise ValueError(f"state_dict is of the rules {[group['rule'] for group in self.param_groups]}, these groups have {rules}")
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for number, parameter in zip(numbers, (p for group in self.param_groups for p in group["params"])):
-            saved, wanted = state_dict["state"].get(number, {}), dtypes[parameter]
-            if set(saved) != set(wanted):
-                raise ValueError(f"state_dict has {sorted(saved)} for a parameter that needs {sorted(wanted)}")
-            # torch has cast everything to the parameter's dtype, and left step where it was saved.
-            self.state[parameter] = {key: saved[key].detach().clone().to(device=local_part(parameter).device, dtype=dtype)
-                                     for key, dtype in wanted.items()}
+        """Load what `state_dict` returned, or the state of torch's AdamW into the rules "adamw" and "mars-adamw".
+
+        Into "adamw" with its hyperparameters; "mars-adamw" keeps its own and makes its first step without correction
+        (`start_last_grads`). All or nothing: raises `ValueError`, naming the parameter, the key and the shapes, where
+        something does not fit, and has changed nothing then.
+        """
+        self._follow()
+        found: list[Loaded] = []
+
+        def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            found.append(check_loaded(saved, self.param_groups, self._new_state))
+            numbers = (number for group in saved["param_groups"] for number in group["params"])
+            return saved | {"param_groups": found[0].groups, "state": dict(zip(numbers, found[0].state.values()))}
+
+        checking = self.register_load_state_dict_pre_hook(check)  # after the hooks of others, which may change what is loaded
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            checking.remove()
+        self.state = defaultdict(dict, found[0].state)  # torch has cast everything to the parameter's dtype
+        self._uncorrected = set(found[0].without_last_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()  # all of it: a copy must be able to step
@@ -146,27 +240,23 @@ class MARS(torch.optim.Optimizer):
         """
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
-        self._take_gradients(self.ahead)
-        self._looked_ahead = True
-
-    @torch.no_grad()
-    def start_last_grads(self, parameters: Iterable[Tensor]) -> None:
-        """Before a step: let its own gradients be the last ones of `parameters`, as in a first step (h_1 = g_1: no correction).
-
-        For state that was loaded without a last gradient, such as AdamW's, or with one of other data.
-        """
-        self._take_gradients({parameter: self.state[parameter]["last_grad"] for parameter in parameters if "last_grad" in self.state[parameter]})
-
-    def _take_gradients(self, targets: dict[Tensor, Tensor]) -> None:
-        """Copy the gradients of now, after the global clip, to `targets`, by parameter; zeros where there is none."""
+        self._follow()
         updates = self._gather()
         scale, _, _ = self._reduce(updates, with_last=False)
         seen = {parameter: gradient for update in updates for parameter, gradient in zip(update.parameters, update.grads)}
-        for parameter, target in targets.items():
+        for parameter, target in self.ahead.items():
             if parameter in seen:
                 flat(local_part(target)).copy_(seen[parameter] * scale.to(seen[parameter].dtype))
             else:
                 target.zero_()
+        self._looked_ahead = True
+
+    def start_last_grads(self, parameters: Iterable[Tensor]) -> None:
+        """Leave the next update of each of `parameters` that counts without correction, as in a first step (h_1 = g_1).
+
+        For state that was loaded without a last gradient, such as AdamW's, or with one of other data.
+        """
+        self._uncorrected |= {parameter for parameter in parameters if "last_grad" in self.state[parameter]}
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -186,6 +276,7 @@ class MARS(torch.optim.Optimizer):
         if self.exact and not self._looked_ahead:
             raise RuntimeError("exact mode needs look_ahead() before each step()")
 
+        self._follow()
         updates = self._gather()
         scale, ok, products = self._reduce(updates, with_last=True)
         for update in updates:
@@ -193,7 +284,8 @@ class MARS(torch.optim.Optimizer):
 
         matrix, others = ([u for u in updates if (u.rule.kind == "matrix") == wanted] for wanted in (True, False))
         for update in matrix:
-            self._update_momentum(update)
+            if not update.lean:
+                self._update_momentum(update)
         pieces = {parameter: (update, number) for update in matrix for number, parameter in enumerate(update.parameters)}
 
         def read(sharding: exchange.Sharding, number: int, piece: exchange.Piece) -> Tensor:
@@ -211,12 +303,16 @@ class MARS(torch.optim.Optimizer):
                 self._update_elementwise(update)
 
         exchange.run(self._shardings, read, write, meanwhile, dtype=self.matrix_dtype, overlap=self.overlap)
+        for update in matrix:
+            if update.lean:  # its input is made of the buffer before this step
+                self._update_momentum(update)
         self._finish(updates, ok)
         return loss
 
     def _gather(self) -> list[GroupUpdate]:
         """The parameters that have a gradient: an update for each group and dtype."""
-        return [GroupUpdate(group, [p for p in group["params"] if p.grad is not None and p.dtype == dtype], self.state, self.exact)
+        return [GroupUpdate(group, [p for p in group["params"] if p.grad is not None and p.dtype == dtype], self.state, self.exact,
+                            self._uncorrected)
                 for group in self.param_groups for dtype in dict.fromkeys(p.dtype for p in group["params"] if p.grad is not None)]
 
     def _reduce(self, updates: list[GroupUpdate], with_last: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -245,7 +341,7 @@ class MARS(torch.optim.Optimizer):
         return scale, ok, products
 
     def _update_momentum(self, update: GroupUpdate) -> None:
-        """The second pass of matrix rules, up to the momentum."""
+        """The second pass of matrix rules: the momentum."""
         if update.lean:
             run_pass(lean_momentum_, list(zip(update.momenta, update.grads)), update.lean_factors(), self.compile)
         else:
@@ -277,6 +373,10 @@ class MARS(torch.optim.Optimizer):
             state = self.state[parameter]
             state["last_grad"], self.ahead[parameter] = ahead, state["last_grad"]
         self._looked_ahead = False
+        if self.exact:
+            self._uncorrected.clear()
+        elif self._uncorrected and ok:  # waits for the device, after loading only
+            self._uncorrected.difference_update(*(update.parameters for update in updates))
         total, row, longest = self.skipped.unbind()
         row = (row + 1) * ~ok
         self.skipped = torch.stack([total + ~ok, row, torch.maximum(longest, row)])

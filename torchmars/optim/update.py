@@ -1,5 +1,6 @@
 """One group's share of a step: its tensors on this rank, and the factors that multiply them."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +45,11 @@ class GroupUpdate:
     step is done. Factors are 0-d tensors in the dtype of the computation: at least float32.
     """
 
-    def __init__(self, group: dict[str, Any], parameters: list[Tensor], state: dict[Tensor, dict[str, Tensor]], exact: bool) -> None:
+    def __init__(self, group: dict[str, Any], parameters: list[Tensor], state: dict[Tensor, dict[str, Tensor]], exact: bool,
+                 uncorrected: Set[Tensor] = frozenset()) -> None:
         self.group, self.exact, self.rule = group, exact, RULES[group["rule"]]
         self.parameters = parameters
+        self.uncorrected = [parameter in uncorrected for parameter in parameters]
         self.locals = [flat(local_part(parameter)) for parameter in parameters]
         self.grads = [flat(_local_gradient(parameter)) for parameter in parameters]
         states = [state[parameter] for parameter in parameters]
@@ -55,7 +58,7 @@ class GroupUpdate:
         def buffers(name: str) -> list[Tensor]:
             return [flat(local_part(each[name])) for each in states if name in each]
 
-        self.momenta = buffers("momentum") or buffers("exp_avg")
+        self.momenta = buffers("momentum") or buffers("momentum_buffer") or buffers("exp_avg")
         self.squares, self.last_grads = buffers("exp_avg_sq"), buffers("last_grad")
         self.lean = not self.last_grads and self.rule.kind != "adamw"  # by the state there is, whatever clip says by now
         if self.rule.corrected and self.lean and group["clip"] is not None:
@@ -73,6 +76,8 @@ class GroupUpdate:
         first_step = (counts == 0).double()
         if self.last_grads:
             kappa = (1 - first_step) * (self.group["gamma"] * beta1 / (1 - beta1))
+            if any(self.uncorrected):
+                kappa = kappa * ~torch.tensor(self.uncorrected, device=kappa.device)
             clip = torch.ones_like(kappa)
             if self.group["clip"] is not None:
                 norms = corrected_squared_norms(self.products, scale, kappa).sqrt()
@@ -83,9 +88,10 @@ class GroupUpdate:
             self.unbias = [(1 / (1 - beta ** (counts + 1))).to(self.dtype).unbind() for beta in (beta1, beta2)]
         if self.lean:
             gamma_next = self.group["gamma"] if self.group["gamma_next"] is None else self.group["gamma_next"]
-            decay, weight, out, first = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"], gamma_next)
-            self.decay, self.out = self._scalar(decay), self._scalar(out)
-            self.weights = (weight + first * first_step).to(self.dtype).unbind()
+            lean = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"], gamma_next)
+            self.decay, self.mix = self._scalar(lean.decay), self._scalar(lean.mix)
+            self.weights, self.outs = ((value + lean.first * first_step).to(self.dtype).unbind()
+                                       for value in (lean.weight, lean.out))
 
     def summary(self) -> Summary:
         return Summary(self.products, self.scale, self.clip, self.kappa)
@@ -102,18 +108,23 @@ class GroupUpdate:
 
     def lean_factors(self) -> list[dict[str, Any]]:
         """For each parameter, what the passes over a lean momentum need."""
-        return [self._shared() | {"decay": self.decay, "out": self.out, "weight": weight} for weight in self.weights]
+        return [self._shared() | {"decay": self.decay, "mix": self.mix, "out": out, "weight": weight}
+                for out, weight in zip(self.outs, self.weights)]
 
     def _shared(self) -> dict[str, Any]:
         return {"scale": self.scale, "ok": self.ok, "lr": self.lr, "weight_decay": self.weight_decay}
 
     def matrix_input(self, number: int, shape: MatrixShape, place: Slices) -> Tensor:
-        """The part `place` of what is to be orthogonalised, within the local [batch, rows, cols]."""
+        """The part `place` of what is to be orthogonalised, within the local [batch, rows, cols].
+
+        A lean momentum must not have been updated yet, another must.
+        """
         momentum = self._matrix(self.momenta[number], number, shape)[place]
         if not self.lean:
             return momentum
         gradient = self._matrix(self.grads[number], number, shape)[place]
-        return momentum + self.out * self.scale * torch.where(self.ok, gradient, 0)
+        used = self.scale * torch.where(self.ok, gradient, 0).to(self.dtype)
+        return self.mix * momentum.to(self.dtype) + self.outs[number] * used
 
     def apply_matrix(self, number: int, shape: MatrixShape, place: Slices, direction: Tensor, scale: float) -> None:
         """x <- x - lr (scale direction + weight_decay x) for the part `place` of the parameter, if the step counts."""
