@@ -3,6 +3,7 @@
 import hashlib
 import pickle
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from torchmars.checkpoint.former import former_names
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.optim import MARS
 from torchmars.parallel.mesh import Layout
@@ -78,9 +80,21 @@ def load(folder: Path, manifest: Manifest, layout: Layout, model: nn.Module, opt
         random = {name: value for name, value in random.items() if name in saved}
     else:
         random = {}
-    read_tensors(folder, state | random, layout.control)
+    read_state(folder, manifest, model, state | random, saved, layout.control)
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.rank)
     set_rng_state(random)
+
+
+def read_state(folder: Path, manifest: Manifest, model: nn.Module, state: dict[str, Tensor],
+               saved: Collection[str], group: dist.ProcessGroup | None) -> None:
+    """`read_tensors`, also where the checkpoint has some of `state` under former names.
+
+    `saved` are its names, `model` is one of the parameters that `state` is of.
+    """
+    former = former_names(manifest, model, state, saved)
+    read_tensors(folder, {former.get(name, (name,))[0]: value for name, value in state.items()}, group)
+    for name, (_, factor) in former.items():
+        state[name].mul_(factor)
 
 
 def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:

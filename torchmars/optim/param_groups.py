@@ -180,7 +180,8 @@ def warn_of_unsorted(groups: Iterable[dict[str, Any]], rule: str, stacklevel: in
         names = group.get("param_names")
         found = [name for name in names or () if looks_like(name)]
         if found or not names:
-            what = repr(found[0]) if found else "all parameters (without names, none can be left out)"
-            warnings.warn(f"MARS(rule={rule!r}) orthogonalises {what}, which is wrong for embeddings and heads: "
-                          f"MARS(param_groups(model, {rule!r})) gives them their own rule", stacklevel=stacklevel)
+            what = f"{found[0]!r}" if found else "all its parameters, whose names it does not know"
+            warnings.warn(f"MARS(rule={rule!r}) orthogonalises {what}: that is wrong for embeddings and heads. "
+                          f"MARS(param_groups(model, {rule!r})) gives them their own rule; groups of matrices that "
+                          "name their rule are taken as they are", stacklevel=stacklevel)
             return
