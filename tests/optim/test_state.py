@@ -2,6 +2,7 @@
 
 import copy
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -89,9 +90,19 @@ def accelerated():
     return result
 
 
-def test_accelerate_with_fsdp2():
+def on_two_ranks():
+    return replaced_on_meshes(), accelerated() if find_spec("accelerate") else None
+
+
+@pytest.fixture(scope="module")
+def results():
+    """One start of ranks for two tests."""
+    return run_ranks(on_two_ranks, 2)
+
+
+def test_accelerate_with_fsdp2(results):
     pytest.importorskip("accelerate")
-    for result in run_ranks(accelerated, 2):
+    for _, result in results:
         for (rule, efficient, *loaded), parameters in result.items():
             if loaded:
                 assert parameters
@@ -120,13 +131,13 @@ def replaced_on_meshes():
     return results, len(optimizer.state), len(optimizer._shardings)
 
 
-def test_shards_replaced_by_others():
+def test_shards_replaced_by_others(results):
     parameters = [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0))) for shape in ((6, 7), (5, 3))]
     run(MARS([{"params": parameters, "rule": "mars-m"}], lr=LR, matrix_dtype=torch.float32), parameters,
         [gradients(tuple(p.shape), 8, seed) for seed, p in enumerate(parameters)])
-    for results, states, shardings in run_ranks(replaced_on_meshes, 2):
+    for (actual, states, shardings), _ in results:
         assert (states, shardings) == (2, 1)  # nothing is left of former parameters
-        for one, other in zip(results, parameters):
+        for one, other in zip(actual, parameters):
             torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
 
 

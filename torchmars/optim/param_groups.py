@@ -154,7 +154,7 @@ def complete_group(param_group: dict[str, Any], defaults: dict[str, Any], by_rul
     """
     group = dict(param_group)
     for key in set(group) - set(defaults):
-        for meant in difflib.get_close_matches(key, defaults, n=1, cutoff=0.8):
+        for meant in difflib.get_close_matches(key.lower(), defaults, n=1, cutoff=0.8):
             if not (key.startswith(f"{meant}_") or key.endswith(f"_{meant}")):  # weight_decay_mult
                 raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
     check_hyperparameters(rule=group.get("rule", defaults["rule"]))
