@@ -27,7 +27,8 @@ def mars(x: Tensor, gradients: list[Tensor], *, rule="mars-adamw", lr=6e-3, beta
          clip=1.0, last=None) -> tuple[Tensor, int]:
     """The parameter after the steps, in float64, and the number of steps on which the clip was active.
 
-    `gamma` and `betas` may be lists, one for each step; `last` a list of the h of each step (exact mode) after the first.
+    `gamma` and `betas` may be lists, one for each step; `last` a list of the h of each step (exact
+    mode) after the first.
     """
     x = x.double()
     m, v, h, clipped = torch.zeros_like(x), torch.zeros_like(x), None, 0
@@ -54,7 +55,10 @@ def mars(x: Tensor, gradients: list[Tensor], *, rule="mars-adamw", lr=6e-3, beta
 
 
 def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay) -> Tensor:
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", algorithm 2. `betas` may be a list of pairs, one for each step."""
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", algorithm 2.
+
+    `betas` may be a list of pairs, one for each step.
+    """
     x, m = x.double(), torch.zeros_like(x.double())
     for t, g in enumerate(g.double() for g in gradients):
         b1, b2 = betas[t] if isinstance(betas, list) else betas
@@ -64,7 +68,10 @@ def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay) -> Tens
 
 
 def muon(x: Tensor, gradients: list[Tensor], *, lr, momentum, weight_decay) -> Tensor:
-    """Muon with Nesterov momentum and Moonlight's scale (Liu et al., arXiv 2502.16982). `momentum` may be a list, one for each step."""
+    """Muon with Nesterov momentum and Moonlight's scale (Liu et al., arXiv 2502.16982).
+
+    `momentum` may be a list, one for each step.
+    """
     x, buffer = x.double(), torch.zeros_like(x.double())
     for t, g in enumerate(g.double() for g in gradients):
         mu = momentum[t] if isinstance(momentum, list) else momentum

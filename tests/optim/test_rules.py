@@ -74,7 +74,7 @@ def test_gamma_may_follow_a_schedule(rule, clip):
 def one_cycle(rule, steps=20):
     """The betas of each step under torch's OneCycleLR, as it cycles them by default."""
     optimizer = MARS([{"params": [nn.Parameter(torch.ones(2, 2))], "rule": rule}], **BASE)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=BASE["lr"], total_steps=steps + 1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, BASE["lr"], total_steps=steps + 1)
     betas = []
     for _ in range(steps):
         betas.append(optimizer.param_groups[0]["betas"])
@@ -83,7 +83,8 @@ def one_cycle(rule, steps=20):
     return betas
 
 
-@pytest.mark.parametrize("rule,settings", [("lion", {}), ("muon", {})] + [(rule, {"clip": None}) for rule in MARS_RULES[1:]])
+@pytest.mark.parametrize("rule,settings", [
+    ("lion", {}), ("muon", {}), *((rule, {"clip": None}) for rule in MARS_RULES[1:])])
 @pytest.mark.parametrize("schedule", ["one cycle", "jumps"])
 def test_betas_may_follow_a_schedule(rule, settings, schedule):
     jumps = [((0.9, 0.5, 0.97, 0.0)[t % 4], (0.99, 0.8, 0.0)[t % 3]) for t in range(20)]

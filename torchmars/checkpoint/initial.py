@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import open_newest
-from torchmars.checkpoint.state import model_state, named_parameters, optimizer_state, optimizer_state_names, read_index, read_state
+from torchmars.checkpoint.state import (
+    model_state, named_parameters, optimizer_state, optimizer_state_names, read_index, read_state)
 from torchmars.console import say
 from torchmars.errors import UserError
 from torchmars.optim import MARS
@@ -37,9 +38,10 @@ def init_from(source: Path, with_optimizer: bool, layout: Layout, model: nn.Modu
     taken = without = []
     if with_optimizer:
         taken, without = shared_state(optimizer, manifest.optimizer)
-        there = {f"optimizer.{name}.{key}" for name, words in current_names(manifest.optimizer).items()
-                 if name in taken for key in words.split()[1:]}
-        state |= {name: value for name, value in optimizer_state(optimizer).items() if name in there}
+        names = current_names(manifest.optimizer)
+        there = {f"optimizer.{name}.{key}" for name in taken for key in names[name].split()[1:]}
+        state |= {name: value for name, value in optimizer_state(optimizer).items()
+                  if name in there}
     read_state(folder, manifest, model, state, saved, layout.control)
     said = f"weights of {folder}"
     if with_optimizer:

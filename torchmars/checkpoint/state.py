@@ -92,7 +92,8 @@ def read_state(folder: Path, manifest: Manifest, model: nn.Module, state: dict[s
     `saved` are its names, `model` is one of the parameters that `state` is of.
     """
     former = former_names(manifest, model, state, saved)
-    read_tensors(folder, {former.get(name, (name,))[0]: value for name, value in state.items()}, group)
+    by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
+    read_tensors(folder, by_name, group)
     for name, (_, factor) in former.items():
         state[name].mul_(factor)
 

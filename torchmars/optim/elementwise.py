@@ -57,8 +57,8 @@ def _compiled(function: Callable) -> Callable:
 def _announce_compilation() -> None:
     """Say once why the first step takes so long; on one rank only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning("compiling the optimizer's kernels: the first step takes some seconds longer; "
-                       "MARS(..., compile=False) does without")
+        logger.warning("compiling the optimizer's kernels: the first step takes some seconds "
+                       "longer; MARS(..., compile=False) does without")
 
 
 def can_compile(device: torch.device) -> bool:
@@ -179,6 +179,7 @@ def lean_coefficients(rule: str, betas: Sequence[float], gamma: float, gamma_nex
     if rule == "lion":
         return Lean(mix=beta1, out=1 - beta1, decay=beta2, weight=1 - beta2)
     if rule == "muon":
-        return Lean(mix=(1 - beta1) * beta1**2, out=(1 - beta1) * (1 + beta1), decay=beta1, weight=1.0)
+        return Lean(mix=(1 - beta1) * beta1**2, out=(1 - beta1) * (1 + beta1), decay=beta1,
+                    weight=1.0)
     out = 1 - beta1 + gamma * beta1
     return Lean(mix=beta1, out=out, decay=beta1, weight=out - gamma_next, first=-gamma * beta1)

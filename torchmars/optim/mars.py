@@ -49,8 +49,8 @@ class MARS(torch.optim.Optimizer):
         params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`. A group may set each of the
             arguments from `lr` to `split`, and a name for itself, `role`.
         lr: learning rate; None: the default of the rule, as in `param_groups`.
-        betas: decay of the momentum and of the second moment (for "lion": of the update and of the momentum); None: the
-            default of the rule. They may follow a schedule.
+        betas: decay of the momentum and of the second moment (for "lion": of the update and of the
+            momentum); None: the default of the rule. They may follow a schedule.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         rule: one of the seven above.
@@ -68,12 +68,15 @@ class MARS(torch.optim.Optimizer):
         compile: fuse each pass over a tensor into one kernel by torch.compile; None: for large models, where a compiler is found.
 
     A step whose gradients are not all finite changes nothing (in exact mode the last gradient is still replaced); `telemetry` counts
-    such steps. Raises `ValueError`, naming the argument, for a value out of range. Warns where a matrix rule is given
-    parameters that `param_groups` has not sorted: it would orthogonalise embeddings and heads.
+    such steps. Raises `ValueError`, naming the argument, for a value out of range. Warns where a
+    matrix rule is given parameters that `param_groups` has not sorted: it would orthogonalise
+    embeddings and heads.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float | None = None, betas: tuple[float, float] | None = None, eps: float = 1e-8,
-                 weight_decay: float = 0.0, *, rule: str = "mars-adamw", gamma: float = 0.025, gamma_next: float | None = None,
+    def __init__(self, params: Iterable[Any], lr: float | None = None,
+                 betas: tuple[float, float] | None = None, eps: float = 1e-8,
+                 weight_decay: float = 0.0, *, rule: str = "mars-adamw",
+                 gamma: float = 0.025, gamma_next: float | None = None,
                  clip: float | None = 1.0, flatten: bool = False, split: int | tuple[int, ...] = 1,
                  max_grad_norm: float | None = None, exact: bool = False, last_grad_dtype: torch.dtype | None = None,
                  matrix_dtype: torch.dtype = torch.bfloat16, overlap: bool = True, compile: bool | None = None) -> None:
@@ -90,26 +93,32 @@ class MARS(torch.optim.Optimizer):
         self._uncorrected: set[Tensor] = set()  # parameters whose state has no last gradient yet
         self._asked_to_compile = compile
         self.grad_norm = torch.zeros((), dtype=torch.float64)
-        self.skipped = torch.zeros(3, dtype=torch.int64)  # in all, in a row now, longest row since telemetry
+        # In all, in a row now, longest row since telemetry.
+        self.skipped = torch.zeros(3, dtype=torch.int64)
         self._last: list[tuple[str, Summary]] = []  # of the last step, by role
         own = {key: value for key, value in (("lr", lr), ("betas", betas)) if value is not None}
         self._by_rule = {"lr", "betas"} - set(own)  # what follows from each group's rule
         params = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor
-        super().__init__(params, dict(lr=DEFAULTS[rule]["lr"], betas=DEFAULTS[rule]["betas"], eps=eps, weight_decay=weight_decay,
-                                      rule=rule, gamma=gamma, gamma_next=gamma_next, clip=clip, flatten=flatten, split=split) | own)
+        defaults = {key: DEFAULTS[rule][key] for key in ("lr", "betas")} | own
+        super().__init__(params, defaults | dict(
+            eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma, gamma_next=gamma_next,
+            clip=clip, flatten=flatten, split=split))
         self._settle()
         if RULES[rule].kind == "matrix":
             # Groups that name a rule or a role were sorted on purpose.
-            warn_of_unsorted((group for group, given in zip(self.param_groups, params)
-                              if not isinstance(given, dict) or not {"rule", "role"} & set(given)), rule, stacklevel=3)
+            unsorted = [group for group, given in zip(self.param_groups, params)
+                        if not isinstance(given, dict) or not {"rule", "role"} & set(given)]
+            warn_of_unsorted(unsorted, rule, stacklevel=3)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with state for each of its parameters. Collective for sharded parameters, as the constructor.
+        """Add a group, with state for each of its parameters.
 
-        Raises `ValueError` or `TypeError` for a group that it cannot take, and is then as it was before.
+        Collective for sharded parameters, as the constructor. Raises `ValueError` or `TypeError`
+        for a group that it cannot take, and is then as it was before.
         """
         if isinstance(param_group, dict):  # torch says so where it is not
-            param_group = complete_group(param_group, self.defaults, self._by_rule, len(self.param_groups))
+            param_group = complete_group(param_group, self.defaults, self._by_rule,
+                                         len(self.param_groups))
         self._follow()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -134,7 +143,8 @@ class MARS(torch.optim.Optimizer):
     def _look_ahead_for(self, state: dict[Tensor, State]) -> None:
         """Exact mode: room for the next last gradients of the parameters of `state`."""
         if self.exact:
-            self.ahead |= {parameter: torch.zeros_like(each["last_grad"]) for parameter, each in state.items() if "last_grad" in each}
+            self.ahead |= {parameter: torch.zeros_like(each["last_grad"])
+                           for parameter, each in state.items() if "last_grad" in each}
 
     def _forget_plans(self) -> None:
         self._shard_sum = ShardSum(self._groups)
@@ -144,14 +154,15 @@ class MARS(torch.optim.Optimizer):
         self._known: Known = []  # what the plans and the state were made for
 
     def _plan(self, group: dict[str, Any]) -> None:
-        """Give a group's parameters their places in the reductions, and its matrices their owners. Collective."""
+        """Give a group's parameters places in reductions and its matrices owners. Collective."""
         shardings, loads = [], dict(self.owner_loads)
         if RULES[group["rule"]].kind == "matrix":
             together: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
                 together.setdefault(sharding_key(parameter), []).append(parameter)
             for parameters in together.values():
-                shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"]) for p in parameters]
+                shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"])
+                          for p in parameters]
                 shardings.append(exchange.Sharding(parameters, shapes, loads, self._groups))
         for parameter in group["params"]:
             self._places[parameter] = len(self._places)
@@ -165,52 +176,64 @@ class MARS(torch.optim.Optimizer):
         locals = [local_part(parameter) for parameter in self._places]
         device = locals[0].device if locals else torch.device("cpu")
         large = sum(each.numel() for each in locals) >= COMPILE_FROM
-        self.compile = large and can_compile(device) if self._asked_to_compile is None else self._asked_to_compile
-        self.grad_norm, self.skipped = (torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
-                                        for each in (self.grad_norm, self.skipped))
+        self.compile = self._asked_to_compile
+        if self.compile is None:
+            self.compile = large and can_compile(device)
+        self.grad_norm, self.skipped = (
+            torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
+            for each in (self.grad_norm, self.skipped))
 
     def _follow(self) -> None:
-        """Let state and plans follow parameters that were replaced, sharded or moved since they were made.
+        """Let state and plans follow parameters that were replaced, sharded or moved.
 
-        Accelerate puts FSDP2's shards in the place of the parameters; `model.to` keeps the parameters
-        and swaps what is in them. Collective where sharded parameters changed.
+        Accelerate puts FSDP2's shards in the place of the parameters; `model.to` keeps the
+        parameters and swaps what is in them. Collective where sharded parameters changed. All or
+        nothing.
         """
         if unchanged(self.param_groups, self._known):
             return
         if self._looked_ahead:
             raise RuntimeError("parameters were replaced or moved between look_ahead() and step()")
         self._check_parameters()
-        state, former = carried_state(self.param_groups, self._known, self.state, self._new_state)
-        self.state = defaultdict(dict, state)
-        self._uncorrected = {parameter for parameter, old in former.items() if old in self._uncorrected}
-        self.ahead.clear()
-        self._look_ahead_for(state)
-        self._forget_plans()
-        for group in self.param_groups:
-            self._plan(group)
+        before = dict(self.__dict__)
+        try:
+            state, former = carried_state(self.param_groups, self._known, self.state,
+                                          self._new_state)
+            self.state, self.ahead = defaultdict(dict, state), {}
+            self._uncorrected = {p for p, old in former.items() if old in self._uncorrected}
+            self._look_ahead_for(state)
+            self._forget_plans()
+            for group in self.param_groups:
+                self._plan(group)
+        except BaseException:
+            self.__dict__.update(before)
+            raise
         self._settle()
 
     def _check_parameters(self, first_group: int = 0) -> None:
         for number, group in enumerate(self.param_groups[first_group:], start=first_group):
             for place, parameter in enumerate(group["params"]):
-                check_parameter(parameter, local_part(parameter), group["rule"], parameter_name(group, number, place))
+                check_parameter(parameter, local_part(parameter), group["rule"],
+                                parameter_name(group, number, place))
 
     def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's. Collective where sharded parameters were replaced since the last step."""
+        """As any optimizer's. Collective where sharded parameters were replaced since a step."""
         self._follow()
         saved = super().state_dict()
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, self._places):
             if parameter in self._uncorrected:  # its zeros are no last gradient
-                saved["state"][number] = {key: value for key, value in saved["state"][number].items() if key != "last_grad"}
+                saved["state"][number] = dict(saved["state"][number])
+                del saved["state"][number]["last_grad"]
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or the state of torch's AdamW into the rules "adamw" and "mars-adamw".
+        """Load what `state_dict` returned, or the state of torch's AdamW.
 
-        Into "adamw" with its hyperparameters; "mars-adamw" keeps its own and makes its first step without correction
-        (`start_last_grads`). All or nothing: raises `ValueError`, naming the parameter, the key and the shapes, where
-        something does not fit, and has changed nothing then.
+        That goes into the rule "adamw", with its hyperparameters, and into "mars-adamw", which
+        keeps its own and makes its first step without correction (`start_last_grads`). All or
+        nothing: raises `ValueError`, naming the parameter, the key and the shapes, where something
+        does not fit, and has changed nothing then.
         """
         self._follow()
         found: list[Loaded] = []
@@ -218,14 +241,17 @@ class MARS(torch.optim.Optimizer):
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             found.append(check_loaded(saved, self.param_groups, self._new_state))
             numbers = (number for group in saved["param_groups"] for number in group["params"])
-            return saved | {"param_groups": found[0].groups, "state": dict(zip(numbers, found[0].state.values()))}
+            state = dict(zip(numbers, found[0].state.values()))
+            return saved | {"param_groups": found[0].groups, "state": state}
 
-        checking = self.register_load_state_dict_pre_hook(check)  # after the hooks of others, which may change what is loaded
+        # After the hooks of others, which may change what is loaded.
+        checking = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)
         finally:
             checking.remove()
-        self.state = defaultdict(dict, found[0].state)  # torch has cast everything to the parameter's dtype
+        # torch has cast everything to the parameter's dtype.
+        self.state = defaultdict(dict, found[0].state)
         self._uncorrected = set(found[0].without_last_grad)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -252,11 +278,12 @@ class MARS(torch.optim.Optimizer):
         self._looked_ahead = True
 
     def start_last_grads(self, parameters: Iterable[Tensor]) -> None:
-        """Leave the next update of each of `parameters` that counts without correction, as in a first step (h_1 = g_1).
+        """Leave the next update of each of `parameters` that counts without correction.
 
-        For state that was loaded without a last gradient, such as AdamW's, or with one of other data.
+        As in a first step (h_1 = g_1). For state that was loaded without a last gradient, such as
+        AdamW's, or with one of other data.
         """
-        self._uncorrected |= {parameter for parameter in parameters if "last_grad" in self.state[parameter]}
+        self._uncorrected |= {p for p in parameters if "last_grad" in self.state[p]}
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -311,8 +338,10 @@ class MARS(torch.optim.Optimizer):
 
     def _gather(self) -> list[GroupUpdate]:
         """The parameters that have a gradient: an update for each group and dtype."""
-        return [GroupUpdate(group, [p for p in group["params"] if p.grad is not None and p.dtype == dtype], self.state, self.exact,
-                            self._uncorrected)
+        def of(group: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
+            return [p for p in group["params"] if p.grad is not None and p.dtype == dtype]
+
+        return [GroupUpdate(group, of(group, dtype), self.state, self.exact, self._uncorrected)
                 for group in self.param_groups for dtype in dict.fromkeys(p.dtype for p in group["params"] if p.grad is not None)]
 
     def _reduce(self, updates: list[GroupUpdate], with_last: bool) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -154,14 +154,15 @@ def complete_group(param_group: dict[str, Any], defaults: dict[str, Any], by_rul
     """
     group = dict(param_group)
     for key in set(group) - set(defaults):
-        for meant in difflib.get_close_matches(key.lower(), defaults, n=1, cutoff=0.8):
+        for meant in difflib.get_close_matches(str(key).lower(), defaults, n=1, cutoff=0.8):
             if not (key.startswith(f"{meant}_") or key.endswith(f"_{meant}")):  # weight_decay_mult
                 raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
     check_hyperparameters(rule=group.get("rule", defaults["rule"]))
     for key in by_rule:
         group.setdefault(key, DEFAULTS[group.get("rule", defaults["rule"])][key])
     merged = defaults | group
-    check_hyperparameters(**{key: merged[key] for key in ("lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip")})
+    check_hyperparameters(**{key: merged[key] for key in
+                             ("lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip")})
     if not isinstance(group["params"], Tensor | set):  # torch takes the one, refuses the other
         group["params"] = list(group["params"])
         names: dict[Any, str] = {}
@@ -175,13 +176,15 @@ def complete_group(param_group: dict[str, Any], defaults: dict[str, Any], by_rul
 
 
 def warn_of_unsorted(groups: Iterable[dict[str, Any]], rule: str, stacklevel: int) -> None:
-    """Warn where `groups` that nobody sorted by role may leave embeddings and heads to a matrix rule."""
+    """Warn where `groups` that nobody sorted may leave embeddings and heads to a matrix rule."""
     for group in groups:
         names = group.get("param_names")
         found = [name for name in names or () if looks_like(name)]
         if found or not names:
             what = f"{found[0]!r}" if found else "all its parameters, whose names it does not know"
-            warnings.warn(f"MARS(rule={rule!r}) orthogonalises {what}: that is wrong for embeddings and heads. "
-                          f"MARS(param_groups(model, {rule!r})) gives them their own rule; groups of matrices that "
-                          "name their rule are taken as they are", stacklevel=stacklevel)
+            warnings.warn(f"MARS(rule={rule!r}) orthogonalises {what}: that is wrong for "
+                          f"embeddings and heads. MARS(param_groups(model, {rule!r})) gives them "
+                          "their own rule; groups of matrices that name their rule are taken as "
+                          "they are",
+                          stacklevel=stacklevel)
             return

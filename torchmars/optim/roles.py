@@ -1,7 +1,7 @@
 """Roles of a model's parameters: what each of them is, whatever its rule.
 
-Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv 2411.10438,
-2510.21800). Names are those of torchvision, timm and transformers.
+Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
+2411.10438, 2510.21800). Names are those of torchvision, timm and transformers.
 """
 
 import re
@@ -19,9 +19,9 @@ _EMBEDDING_PARTS = {"embed", "embeds", "embedding", "embeddings", "token", "toke
                     "position", "positional", "table", "wte", "wpe"}
 _VECTOR_NAME = re.compile(r"(.*_)?bias|A_log")  # A_log: decay rates of Mamba
 _HEAD_NAME = re.compile(r"head|lm_head|classifier")
-# These are hidden matrices where they are repeated, as q_head is in each block of a Funnel Transformer.
+# These are hidden matrices where they are repeated, as q_head in each block of Funnel Transformers.
 _OTHER_HEAD_NAME = re.compile(r"(?!pre_).*_(head|classifier)|head_dist")
-_OTHER_HEAD_LAYER = re.compile(r"output|score")  # as layers, not as modules of several: BERT's blocks
+_OTHER_HEAD_LAYER = re.compile(r"output|score")  # BERT's blocks have modules of several so named
 
 
 def roles(model: nn.Module) -> dict[str, str]:

@@ -112,7 +112,8 @@ def check_parameter(parameter: Tensor, local: Tensor, rule: str, name: str) -> N
     `local` is this rank's part of it, `name` what the message calls it.
     """
     if not parameter.is_floating_point():
-        raise ValueError(f"params must be real floating-point tensors, {name} is of {parameter.dtype}")
+        raise ValueError("params must be real floating-point tensors, "
+                         f"{name} is of {parameter.dtype}")
     if RULES[rule].kind == "matrix" and parameter.ndim < 2:
         raise ValueError(f"{rule} needs parameters of at least two dimensions, {name} has shape "
                          f"{tuple(parameter.shape)}: MARS(param_groups(model, {rule!r})) gives "

@@ -172,11 +172,13 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
                          f"here it is of {rule}")
     for key in ("amsgrad", "maximize"):
         if "rule" not in theirs and theirs.get(key):
-            raise ValueError(f"group {number} of the state_dict has {key}=True, which {rule} has not")
+            raise ValueError(f"group {number} of the state_dict has {key}=True, "
+                             f"which {rule} has not")
     merged = dict(ours)
     if rule == saved_rule:
         merged |= {key: value for key, value in theirs.items() if key not in _TORCH_KEYS}
-        check_hyperparameters(**{key: merged[key] for key in ("lr", "betas", "eps", "weight_decay")})
+        check_hyperparameters(**{key: merged[key]
+                                 for key in ("lr", "betas", "eps", "weight_decay")})
     return merged | {"params": theirs["params"]}
 
 

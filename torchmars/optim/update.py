@@ -45,8 +45,9 @@ class GroupUpdate:
     step is done. Factors are 0-d tensors in the dtype of the computation: at least float32.
     """
 
-    def __init__(self, group: dict[str, Any], parameters: list[Tensor], state: dict[Tensor, dict[str, Tensor]], exact: bool,
-                 uncorrected: Set[Tensor] = frozenset()) -> None:
+    def __init__(self, group: dict[str, Any], parameters: list[Tensor],
+                 state: dict[Tensor, dict[str, Tensor]], exact: bool,
+                 uncorrected: Set[Tensor]) -> None:
         self.group, self.exact, self.rule = group, exact, RULES[group["rule"]]
         self.parameters = parameters
         self.uncorrected = [parameter in uncorrected for parameter in parameters]
@@ -88,7 +89,8 @@ class GroupUpdate:
             self.unbias = [(1 / (1 - beta ** (counts + 1))).to(self.dtype).unbind() for beta in (beta1, beta2)]
         if self.lean:
             gamma_next = self.group["gamma"] if self.group["gamma_next"] is None else self.group["gamma_next"]
-            lean = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"], gamma_next)
+            lean = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"],
+                                     gamma_next)
             self.decay, self.mix = self._scalar(lean.decay), self._scalar(lean.mix)
             self.weights, self.outs = ((value + lean.first * first_step).to(self.dtype).unbind()
                                        for value in (lean.weight, lean.out))
@@ -108,7 +110,8 @@ class GroupUpdate:
 
     def lean_factors(self) -> list[dict[str, Any]]:
         """For each parameter, what the passes over a lean momentum need."""
-        return [self._shared() | {"decay": self.decay, "mix": self.mix, "out": out, "weight": weight}
+        shared = self._shared() | {"decay": self.decay, "mix": self.mix}
+        return [shared | {"out": out, "weight": weight}
                 for out, weight in zip(self.outs, self.weights)]
 
     def _shared(self) -> dict[str, Any]:
