@@ -5,10 +5,15 @@ import re
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.tiny import run_folder_of, tiny_tables, train, write_text
+from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state
+from torchmars.checkpoint.folder import checkpoints_folder
+from torchmars.checkpoint.initial import init_from
 from torchmars.config_file import config_from_tables
 from torchmars.errors import UserError
 from torchmars.generate import load
@@ -82,6 +87,69 @@ def test_the_exploit_is_one():
         assert getattr(builtins, RAN)
     finally:
         delattr(builtins, RAN)
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def former_buffer(rule, betas):
+    """Today's name of what Lion and Muon called "momentum" up to version 0.1, and its scale."""
+    b1, b2 = betas
+    return ("exp_avg", b1 / b2) if rule == "lion" else ("momentum_buffer", b1 * (1 - b1))
+
+
+def give_former_names(folder, trainer):
+    """Write the state of a trainer of Lion and Muon as version 0.1 did."""
+    written = state.training_state(trainer.layout, trainer.model, trainer.optimizer)
+    for group in trainer.optimizer.param_groups:
+        key, scale = former_buffer(group["rule"], group["betas"])
+        for name in group["param_names"]:
+            buffer = written.pop(f"optimizer.{name}.{key}")
+            written[f"optimizer.{name}.momentum"] = buffer * scale
+    dcp.save(written, checkpoint_id=folder)
+    manifest = manifests.read(folder)
+    for name, words in manifest.optimizer.items():
+        manifest.optimizer[name] = f"{words.split()[0]} momentum step"
+    manifest.files = {name: manifests.describe(folder / name) for name in manifest.files}
+    trainer.layout.on_first(lambda: manifest.write(folder))
+
+
+def read_former_names(tables):
+    """For both roads to a checkpoint: whether it is read as it was; what the second says."""
+    config = config_from_tables(tables, "in a test")
+    trainer = Trainer(config, mesh.start(config.parallelism))
+    trainer.run()
+    folder = checkpoints_folder(config) / "step-00000003"
+    give_former_names(folder, trainer)
+    for group in trainer.optimizer.param_groups:
+        group["betas"] = (0.5, 0.5)  # those that the checkpoint was made with count
+    kept = state.optimizer_state(trainer.optimizer)
+    expected = {name: local(value).clone() for name, value in kept.items()}
+
+    def same(road):
+        for value in kept.values():
+            value.zero_()
+        road()
+        return all(torch.allclose(local(kept[name]), expected[name], rtol=1e-6, atol=0)
+                   for name in kept)
+
+    def init():
+        return init_from(folder, True, trainer.layout, trainer.model, trainer.optimizer)[0]
+
+    return same(lambda: trainer.load(folder)), same(init), init(), {
+        name.rpartition(".")[2] for name in kept}
+
+
+def test_a_checkpoint_with_former_names_is_read(tmp_path):
+    """Of Lion and Muon, whose buffer was scaled by the betas; also under other betas by now."""
+    write_text(tmp_path)
+    matrix = {"rule": "muon", "betas": [0.95, 0.99]}
+    tables = tiny_tables(tmp_path, training={"steps": 3}, checkpoint={"verify": "off"},
+                         optimizer={"name": "lion", "betas": [0.9, 0.98], "matrix": matrix})
+    for loaded, initial, said, keys in run_ranks(read_former_names, 2, tables):
+        assert loaded and initial and "optimizer's state of 15 of 15 tensors" in said
+        assert keys == {"exp_avg", "momentum_buffer", "step"}
 
 
 def test_random_numbers_go_on():

@@ -27,12 +27,14 @@ def mars(x: Tensor, gradients: list[Tensor], *, rule="mars-adamw", lr=6e-3, beta
          clip=1.0, last=None) -> tuple[Tensor, int]:
     """The parameter after the steps, in float64, and the number of steps on which the clip was active.
 
-    `gamma` may be a list, one for each step; `last` a list of the h of each step (exact mode) after the first.
+    `gamma` and `betas` may be lists, one for each step; `last` a list of the h of each step (exact
+    mode) after the first.
     """
-    x, (b1, b2) = x.double(), betas
+    x = x.double()
     m, v, h, clipped = torch.zeros_like(x), torch.zeros_like(x), None, 0
     for t, g in enumerate((g.double() for g in gradients), start=1):
         gamma_t = gamma[t - 1] if isinstance(gamma, list) else gamma
+        b1, b2 = betas[t - 1] if isinstance(betas, list) else betas
         kappa = gamma_t * b1 / (1 - b1)
         if t > 1 and last is not None:
             h = last[t - 1].double()
@@ -53,20 +55,28 @@ def mars(x: Tensor, gradients: list[Tensor], *, rule="mars-adamw", lr=6e-3, beta
 
 
 def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay) -> Tensor:
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", algorithm 2."""
-    x, m, (b1, b2) = x.double(), torch.zeros_like(x.double()), betas
-    for g in (g.double() for g in gradients):
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", algorithm 2.
+
+    `betas` may be a list of pairs, one for each step.
+    """
+    x, m = x.double(), torch.zeros_like(x.double())
+    for t, g in enumerate(g.double() for g in gradients):
+        b1, b2 = betas[t] if isinstance(betas, list) else betas
         x = x - lr * ((b1 * m + (1 - b1) * g).sign() + weight_decay * x)
         m = b2 * m + (1 - b2) * g
     return x
 
 
 def muon(x: Tensor, gradients: list[Tensor], *, lr, momentum, weight_decay) -> Tensor:
-    """Muon with Nesterov momentum and Moonlight's scale (Liu et al., arXiv 2502.16982)."""
+    """Muon with Nesterov momentum and Moonlight's scale (Liu et al., arXiv 2502.16982).
+
+    `momentum` may be a list, one for each step.
+    """
     x, buffer = x.double(), torch.zeros_like(x.double())
-    for g in (g.double() for g in gradients):
-        buffer = momentum * buffer + g
-        x = x - lr * (direction("muon", g + momentum * buffer) + weight_decay * x)
+    for t, g in enumerate(g.double() for g in gradients):
+        mu = momentum[t] if isinstance(momentum, list) else momentum
+        buffer = mu * buffer + g
+        x = x - lr * (direction("muon", g + mu * buffer) + weight_decay * x)
     return x
 
 

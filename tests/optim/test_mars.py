@@ -119,7 +119,8 @@ def test_closure_scheduler_and_missing_gradients():
 def test_groups_have_their_own_settings():
     tensors = [nn.Parameter(torch.full((4,), 2.0)) for _ in range(3)]
     optimizer = MARS([{"params": tensors[:1], "gamma": 0.3}, {"params": tensors[1:2], "rule": "adamw", "lr": 1e-2},
-                      {"params": tensors[2:], "clip": None}], lr=1e-3, weight_decay=0.0)
+                      {"params": tensors[2:], "clip": None}],
+                     lr=1e-3, betas=SETTINGS["betas"], weight_decay=0.0)
     sequences = [gradients((4,), 5, seed=3)] * 3
     run(optimizer, tensors, sequences)
     for tensor, settings in zip(tensors, [{"gamma": 0.3}, {"gamma": 0.0, "clip": None, "lr": 1e-2}, {"clip": None}]):

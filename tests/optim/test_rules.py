@@ -71,6 +71,38 @@ def test_gamma_may_follow_a_schedule(rule, clip):
     compare(parameters, mars, torch.float64, 1e-11, rule=rule, clip=clip, gamma=gammas)
 
 
+def one_cycle(rule, steps=20):
+    """The betas of each step under torch's OneCycleLR, as it cycles them by default."""
+    optimizer = MARS([{"params": [nn.Parameter(torch.ones(2, 2))], "rule": rule}], **BASE)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, BASE["lr"], total_steps=steps + 1)
+    betas = []
+    for _ in range(steps):
+        betas.append(optimizer.param_groups[0]["betas"])
+        optimizer.step()
+        scheduler.step()
+    return betas
+
+
+@pytest.mark.parametrize("rule,settings", [
+    ("lion", {}), ("muon", {}), *((rule, {"clip": None}) for rule in MARS_RULES[1:])])
+@pytest.mark.parametrize("schedule", ["one cycle", "jumps"])
+def test_betas_may_follow_a_schedule(rule, settings, schedule):
+    jumps = [((0.9, 0.5, 0.97, 0.0)[t % 4], (0.99, 0.8, 0.0)[t % 3]) for t in range(20)]
+    betas = one_cycle(rule) if schedule == "one cycle" else jumps
+
+    def change(optimizer, step):
+        optimizer.param_groups[0]["betas"] = betas[step]
+
+    assert len(set(betas)) > 2
+    parameters, _ = train(rule, torch.float64, before=change, betas=betas[0], **settings)
+    if rule == "lion":
+        compare(parameters, lion, torch.float64, 1e-11, betas=betas, **BASE)
+    elif rule == "muon":
+        compare(parameters, muon, torch.float64, 1e-7, momentum=[b1 for b1, _ in betas], **BASE)
+    else:
+        compare(parameters, mars, torch.float64, 1e-11, rule=rule, betas=betas, **settings)
+
+
 @pytest.mark.parametrize("rule", MARS_RULES)
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_exact_mode(rule, clip):

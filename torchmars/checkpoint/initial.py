@@ -8,13 +8,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import open_newest
 from torchmars.checkpoint.state import (model_state, named_parameters, optimizer_state,
-                                        optimizer_state_names, read_tensors, saved_shapes)
+                                        optimizer_state_names, read_state, saved_shapes)
 from torchmars.console import say
 from torchmars.errors import UserError
 from torchmars.optim import MARS
+from torchmars.optim.rules import state_fits
 from torchmars.parallel.mesh import Layout
 
 
@@ -36,9 +38,11 @@ def init_from(source: Path, with_optimizer: bool, layout: Layout, model: nn.Modu
     taken = without = []
     if with_optimizer:
         taken, without = shared_state(optimizer, manifest.optimizer)
-        owners = {f"optimizer.{name}" for name in taken}
-        state |= {name: value for name, value in optimizer_state(optimizer).items() if name.rpartition(".")[0] in owners and name in saved}
-    read_tensors(folder, state, layout.control)
+        names = current_names(manifest.optimizer)
+        there = {f"optimizer.{name}.{key}" for name in taken for key in names[name].split()[1:]}
+        state |= {name: value for name, value in optimizer_state(optimizer).items()
+                  if name in there}
+    read_state(folder, manifest, model, state, saved, layout.control)
     said = f"weights of {folder}"
     if with_optimizer:
         said += f", and the optimizer's state of {len(taken)} of {len(manifest.optimizer)} tensors"
@@ -58,17 +62,16 @@ def open_source(source: Path, level: Literal["full", "size"]) -> tuple[Path, Man
 def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], list[str]]:
     """The parameters whose state can be taken from another optimizer's, and those of them that lack the last gradient, by name.
 
-    `saved` is a manifest's `optimizer`. The moving averages of AdamW mean the same under every rule that keeps them; Lion's and Muon's
-    momentum only under the rule it was made by.
+    `saved` is a manifest's `optimizer`.
     """
     taken, without = [], []
+    saved = current_names(saved)
     for name, wanted in optimizer_state_names(optimizer).items():
         rule, *needed = wanted.split()
         saved_rule, *there = saved.get(name, "").split() or ["none"]
-        missing = set(needed) - set(there)
-        if missing <= {"last_grad"} and ("momentum" not in needed or rule == saved_rule):
+        if state_fits(rule, needed, saved_rule, there):
             taken.append(name)
-            if missing:
+            if set(needed) - set(there):
                 without.append(name)
     return taken, without
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import Config
@@ -93,8 +94,9 @@ def check_same_run(folder: Path, manifest: Manifest, config: Config, data: str, 
     if manifest.data != data:
         raise UserError(f"{folder} was trained on other tokens than those in {config.data.path}: "
                         f"restore the shards or choose another run.name")
+    saved_names = current_names(manifest.optimizer)
     for name, wanted in optimizer_state_names(optimizer).items():
-        saved = manifest.optimizer.get(name)
+        saved = saved_names.get(name)
         if saved != wanted:
             raise UserError(f"{folder} has for {name} the rule and state ({saved}), the config's optimizer ({wanted}): "
                             "set optimizer.clip, the roles' and groups' rules back, or choose another run.name")

@@ -4,6 +4,7 @@ import hashlib
 import io
 import pickle
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from torchmars.checkpoint.former import former_names
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.files import read_bytes
 from torchmars.optim import MARS
@@ -80,9 +82,22 @@ def load(folder: Path, manifest: Manifest, layout: Layout, model: nn.Module, opt
         random = {name: value for name, value in random.items() if name in saved}
     else:
         random = {}
-    read_tensors(folder, state | random, layout.control)
+    read_state(folder, manifest, model, state | random, saved, layout.control)
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.rank)
     set_rng_state(random)
+
+
+def read_state(folder: Path, manifest: Manifest, model: nn.Module, state: dict[str, Tensor],
+               saved: Collection[str], group: dist.ProcessGroup | None) -> None:
+    """`read_tensors`, also where the checkpoint has some of `state` under former names.
+
+    `saved` are its names, `model` is one of the parameters that `state` is of.
+    """
+    former = former_names(manifest, model, state, saved)
+    by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
+    read_tensors(folder, by_name, group)
+    for name, (_, factor) in former.items():
+        state[name].mul_(factor)
 
 
 def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:

@@ -11,15 +11,19 @@ is 0 then), `rate` one minus a beta.
 """
 
 import functools
+import logging
 import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 COMPILE_FROM = 2**16  # elements; for less a kernel of its own does not pay
 TOGETHER = 4  # tensors of one size in a call: calls cost time, and so does compiling long ones
@@ -46,7 +50,16 @@ def run_pass(function: Callable[[Tensors, Factors], Any], tensors: Tensors, fact
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
+    _announce_compilation()
     return torch.compile(function, dynamic=True)
+
+
+@functools.cache
+def _announce_compilation() -> None:
+    """Say once why the first step takes so long; on one rank only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("compiling the optimizer's kernels: the first step takes some seconds "
+                       "longer; MARS(..., compile=False) does without")
 
 
 def can_compile(device: torch.device) -> bool:
@@ -118,12 +131,11 @@ def lean_momentum_(tensors: Tensors, factors: Factors) -> None:
 
 
 def lean_lion_(tensors: Tensors, factors: Factors) -> None:
-    """Lion on each (p, u, g) in place: `lean_momentum_`, then the sign of u + out g."""
+    """Lion on each (p, u, g) in place: the sign of mix u + out g, then `lean_momentum_`."""
     for (p, u, g), f in zip(tensors, factors):
-        used = g.to(f["scale"].dtype) * f["scale"]
-        new_u = f["decay"] * u + f["weight"] * used
-        _sign(p, new_u + f["out"] * used, f)
-        _set(u, new_u, f["ok"])
+        used, wide = g.to(f["scale"].dtype) * f["scale"], u.to(f["scale"].dtype)
+        _sign(p, f["mix"] * wide + f["out"] * used, f)
+        _set(u, f["decay"] * wide + f["weight"] * used, f["ok"])
 
 
 def _sign(p: Tensor, momentum: Tensor, f: dict[str, Any]) -> None:
@@ -142,16 +154,34 @@ def _set(old: Tensor, new: Tensor, ok: Tensor) -> None:
     old.copy_(torch.where(ok, new.to(old.dtype), old))
 
 
-def lean_coefficients(rule: str, betas: tuple[float, float], gamma: float, gamma_next: float) -> tuple[float, float, float, float]:
-    """(decay, weight, out, first) such that u <- decay u + weight g and m = u + out g is the rule's momentum.
+class Lean(NamedTuple):
+    """A momentum that follows from one buffer u and the gradient g alone.
 
-    At the first step `first` is added to the weight. It holds without the per-tensor clip. For MARS in approximate form,
-    m_t = b m_{t-1} + (1 - b) g_t + gamma_t b (g_t - g_{t-1}) has g_{t-1} drop out exactly if u_t = m_t - gamma_{t+1} g_t, so a schedule of
-    gamma needs the next step's value. Lion and Nesterov's momentum are the same with gamma = 1 - b1 / b2 and 1 - mu.
+    The update takes the direction of mix u + out g, and then u <- decay u + weight g. At the first
+    step `first` is added to `out` and to `weight`.
+    """
+
+    mix: float
+    out: float
+    decay: float
+    weight: float
+    first: float = 0.0
+
+
+def lean_coefficients(rule: str, betas: Sequence[float], gamma: float, gamma_next: float) -> Lean:
+    """The coefficients of one step; exact whatever betas and gamma did before, without a clip.
+
+    Lion (Chen et al., arXiv 2302.06675, algorithm 2) keeps u = m, the moving average of g. Muon
+    (Moonlight's form, arXiv 2502.16982) keeps u = B, with B_t = mu B_{t-1} + g_t and the direction
+    of g_t + mu B_t, here times 1 - mu, so that it is of the gradient's size. For MARS in
+    approximate form, m_t = b m_{t-1} + (1 - b) g_t + gamma_t b (g_t - g_{t-1}) has g_{t-1} drop out
+    exactly if u_t = m_t - gamma_{t+1} g_t, so a schedule of gamma needs the next step's value.
     """
     beta1, beta2 = betas
     if rule == "lion":
-        return beta2, (1 - beta2) * beta1 / beta2, 1 - beta1 / beta2, 0.0
+        return Lean(mix=beta1, out=1 - beta1, decay=beta2, weight=1 - beta2)
     if rule == "muon":
-        return beta1, beta1 * (1 - beta1), 1 - beta1, 0.0
-    return beta1, 1 - beta1 + gamma * beta1 - gamma_next, gamma_next, -gamma * beta1
+        return Lean(mix=(1 - beta1) * beta1**2, out=(1 - beta1) * (1 + beta1), decay=beta1,
+                    weight=1.0)
+    out = 1 - beta1 + gamma * beta1
+    return Lean(mix=beta1, out=out, decay=beta1, weight=out - gamma_next, first=-gamma * beta1)

@@ -5,6 +5,7 @@ Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Trai
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,9 +20,12 @@ from torchmars.optim.elementwise import (
     adamw_, can_compile, inner_products, lean_lion_, lean_momentum_, lion_, momentum_, run_pass, squared_norms)
 from torchmars.optim.norms import Agreement, MeshGroups, ShardSum, sharding_key
 from torchmars.optim.owners import MatrixShape
+from torchmars.optim.param_groups import DEFAULTS, complete_group, warn_of_unsorted
 from torchmars.optim.precision import (
     matrix_dtype_name, resolve_matrix_dtype, wire_and_product)
 from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
+from torchmars.optim.state import (
+    Known, Loaded, State, carried_state, check_loaded, known_parameters, parameter_name, unchanged)
 from torchmars.optim.update import GroupUpdate, Summary, flat, local_part, role_telemetry
 
 COMPILE_FROM = 2**22  # local elements of all parameters: smaller models are faster than their compilation
@@ -51,11 +55,15 @@ class MARS(torch.optim.Optimizer):
     `norm_group=torch.distributed.group.WORLD` for MARS, or each rank clips by the norm of its own
     ones.
 
+    Parameters may be replaced in `param_groups`, sharded or moved to another device or dtype later:
+    their state follows at the next step, which is then collective as the constructor.
+
     Args:
         params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`. A group may set each of the
             arguments from `lr` to `split`, and a name for itself, `role`.
-        lr: learning rate.
-        betas: decay of the momentum and of the second moment (for "lion": of the update and of the momentum).
+        lr: learning rate; None: the default of the rule, as in `param_groups`.
+        betas: decay of the momentum and of the second moment (for "lion": of the update and of the
+            momentum); None: the default of the rule. They may follow a schedule.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         rule: one of the seven above.
@@ -83,85 +91,188 @@ class MARS(torch.optim.Optimizer):
     A step whose gradients are not all finite, or so large that a number of the update would
     overflow, changes nothing (in exact mode the last gradient is still replaced); `telemetry`
     counts such steps. A last gradient like that counts as none: the tensor's next correction is 0,
-    as in a first step. Raises `ValueError`, naming the argument, for a value out of range.
+    as in a first step. Raises `ValueError`, naming the argument, for a value out of range. Warns
+    where a matrix rule is given parameters that `param_groups` has not sorted: it would
+    orthogonalise embeddings and heads.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 6e-3, betas: tuple[float, float] = (0.95, 0.99), eps: float = 1e-8,
-                 weight_decay: float = 0.0, *, rule: str = "mars-adamw", gamma: float = 0.025, gamma_next: float | None = None,
+    def __init__(self, params: Iterable[Any], lr: float | None = None,
+                 betas: tuple[float, float] | None = None, eps: float = 1e-8,
+                 weight_decay: float = 0.0, *, rule: str = "mars-adamw",
+                 gamma: float = 0.025, gamma_next: float | None = None,
                  clip: float | None = 1.0, flatten: bool = False, split: int | tuple[int, ...] = 1,
                  max_grad_norm: float | None = None, exact: bool = False, last_grad_dtype: torch.dtype | None = None,
                  matrix_dtype: str | torch.dtype = "auto", overlap: bool = True,
                  compile: bool | None = None, norm_group: dist.ProcessGroup | None = None) -> None:
-        check_hyperparameters(max_grad_norm=max_grad_norm)
+        check_hyperparameters(max_grad_norm=max_grad_norm, rule=rule)
+        if last_grad_dtype is not None and not last_grad_dtype.is_floating_point:
+            raise ValueError(f"last_grad_dtype must be a floating-point dtype, got {last_grad_dtype}")
         self.max_grad_norm, self.exact, self.last_grad_dtype = max_grad_norm, exact, last_grad_dtype
         self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
         self._groups = MeshGroups()
-        self._shard_sum = ShardSum(self._groups)
-        self._agreement = Agreement(self._groups, norm_group)
-        self._places: dict[Tensor, int] = {}  # parameter -> its place among the reduced products
-        self._shardings: list[exchange.Sharding] = []
-        self.owner_loads: exchange.OwnerLoads = {}
+        self._norm_group = norm_group
+        self._forget_plans()
         self.ahead: dict[Tensor, Tensor] = {}  # exact mode: parameter -> the next step's last gradient
         self._looked_ahead = False
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma,
-                                      gamma_next=gamma_next, clip=clip, flatten=flatten, split=split))
-        first = local_part(next(iter(self._places)))
-        elements = sum(local_part(p).numel() for p in self._places)
-        self.compile = compile if compile is not None else elements >= COMPILE_FROM and can_compile(first.device)
-        self.grad_norm = torch.zeros((), dtype=torch.float64, device=first.device)
-        self.skipped = torch.zeros(3, dtype=torch.int64, device=first.device)  # in all, in a row now, longest row since telemetry
+        self._asked_to_compile = compile
+        self.grad_norm = torch.zeros((), dtype=torch.float64)
+        # In all, in a row now, longest row since telemetry.
+        self.skipped = torch.zeros(3, dtype=torch.int64)
         self._last: list[tuple[str, Summary]] = []  # of the last step, by role
+        own = {key: value for key, value in (("lr", lr), ("betas", betas)) if value is not None}
+        self._by_rule = {"lr", "betas"} - set(own)  # what follows from each group's rule
+        params = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor
+        defaults = {key: DEFAULTS[rule][key] for key in ("lr", "betas")} | own
+        super().__init__(params, defaults | dict(
+            eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma, gamma_next=gamma_next,
+            clip=clip, flatten=flatten, split=split))
+        self._settle()
+        if RULES[rule].kind == "matrix":
+            # Groups that name a rule or a role were sorted on purpose.
+            unsorted = [group for group, given in zip(self.param_groups, params)
+                        if not isinstance(given, dict) or not {"rule", "role"} & set(given)]
+            warn_of_unsorted(unsorted, rule, stacklevel=3)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with state for each of its parameters. Collective for sharded parameters, as the constructor."""
-        merged = self.defaults | param_group
-        check_hyperparameters(**{key: merged[key] for key in ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip")})
-        if merged["rule"] == "lion" and merged["betas"][1] == 0:
-            raise ValueError(f"betas must have a second number above 0 for lion, got {merged['betas']}")
+        """Add a group, with state for each of its parameters.
+
+        Collective for sharded parameters, as the constructor. Raises `ValueError` or `TypeError`
+        for a group that it cannot take, and is then as it was before.
+        """
+        if isinstance(param_group, dict):  # torch says so where it is not
+            param_group = complete_group(param_group, self.defaults, self._by_rule,
+                                         len(self.param_groups))
+        self._follow()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for parameter in group["params"]:
-            check_parameter(parameter, local_part(parameter), group["rule"])
-            self.state[parameter] = self._new_state(parameter, group)
-            self._places[parameter] = len(self._places)
-            self._shard_sum.add(parameter)
-        self._agreement.cover(self._places)
-        if RULES[group["rule"]].kind == "matrix":
-            together: dict[Any, list[Tensor]] = {}
-            for parameter in group["params"]:
-                together.setdefault(sharding_key(parameter), []).append(parameter)
-            for parameters in together.values():
-                shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"]) for p in parameters]
-                self._shardings.append(exchange.Sharding(
-                    parameters, shapes, self.owner_loads, self._groups, self.matrix_dtype))
+        try:
+            self._check_parameters(first_group=len(self.param_groups) - 1)
+            state = {parameter: self._new_state(parameter, group) for parameter in group["params"]}
+            self._plan(group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self.state.update(state)
+        self._look_ahead_for(state)
 
-    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
         # The count lives beside the parameter: the kernels read it there, and the host never needs it.
         state = {"step": torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)}
         for name in RULES[group["rule"]].buffers(is_lean(group, self.exact)):
             dtype = self.last_grad_dtype if name == "last_grad" else None
             state[name] = torch.zeros_like(parameter, dtype=dtype).detach()
-        if "last_grad" in state and self.exact:
-            self.ahead[parameter] = torch.zeros_like(state["last_grad"])
         return state
 
+    def _look_ahead_for(self, state: dict[Tensor, State]) -> None:
+        """Exact mode: room for the next last gradients of the parameters of `state`."""
+        if self.exact:
+            self.ahead |= {parameter: torch.zeros_like(each["last_grad"])
+                           for parameter, each in state.items() if "last_grad" in each}
+
+    def _forget_plans(self) -> None:
+        self._shard_sum = ShardSum(self._groups)
+        self._agreement = Agreement(self._groups, self._norm_group)
+        self._places: dict[Tensor, int] = {}  # parameter -> its place among the reduced products
+        self._shardings: list[exchange.Sharding] = []
+        self.owner_loads: exchange.OwnerLoads = {}
+        self._known: Known = []  # what the plans and the state were made for
+
+    def _plan(self, group: dict[str, Any]) -> None:
+        """Give a group's parameters places in reductions and its matrices owners. Collective."""
+        shardings, loads = [], {ranks: dict(each) for ranks, each in self.owner_loads.items()}
+        if RULES[group["rule"]].kind == "matrix":
+            together: dict[Any, list[Tensor]] = {}
+            for parameter in group["params"]:
+                together.setdefault(sharding_key(parameter), []).append(parameter)
+            for parameters in together.values():
+                shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"])
+                          for p in parameters]
+                shardings.append(exchange.Sharding(parameters, shapes, loads, self._groups,
+                                                   self.matrix_dtype))
+        for parameter in group["params"]:
+            self._places[parameter] = len(self._places)
+            self._shard_sum.add(parameter)
+        self._agreement.cover(self._places)
+        self._shardings += shardings
+        self.owner_loads = loads
+        self._known += known_parameters([group])
+
+    def _settle(self) -> None:
+        """Do what depends on where the parameters are and how large."""
+        locals = [local_part(parameter) for parameter in self._places]
+        device = locals[0].device if locals else torch.device("cpu")
+        large = sum(each.numel() for each in locals) >= COMPILE_FROM
+        self.compile = self._asked_to_compile
+        if self.compile is None:
+            self.compile = large and can_compile(device)
+        self.grad_norm, self.skipped = (
+            torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
+            for each in (self.grad_norm, self.skipped))
+
+    def _follow(self) -> None:
+        """Let state and plans follow parameters that were replaced, sharded or moved.
+
+        Accelerate puts FSDP2's shards in the place of the parameters; `model.to` keeps the
+        parameters and swaps what is in them. Collective where sharded parameters changed. All or
+        nothing.
+        """
+        if unchanged(self.param_groups, self._known):
+            return
+        if self._looked_ahead:
+            raise RuntimeError("parameters were replaced or moved between look_ahead() and step()")
+        self._check_parameters()
+        before = dict(self.__dict__)
+        try:
+            state = carried_state(self.param_groups, self._known, self.state, self._new_state)
+            self.state, self.ahead = defaultdict(dict, state), {}
+            self._look_ahead_for(state)
+            self._forget_plans()
+            for group in self.param_groups:
+                self._plan(group)
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+        self._settle()
+
+    def _check_parameters(self, first_group: int = 0) -> None:
+        for number, group in enumerate(self.param_groups[first_group:], start=first_group):
+            for place, parameter in enumerate(group["params"]):
+                check_parameter(parameter, local_part(parameter), group["rule"],
+                                parameter_name(group, number, place))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's. Collective where sharded parameters were replaced since a step."""
+        self._follow()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Raises `ValueError` where it is not of these rules and forms."""
-        dtypes = {parameter: {key: value.dtype for key, value in state.items()} for parameter, state in self.state.items()}
-        rules = [group["rule"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        if [group["rule"] for group in self.param_groups] != rules:
-            raise ValueError(f"state_dict is of the rules {[group['rule'] for group in self.param_groups]}, these groups have {rules}")
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for number, parameter in zip(numbers, (p for group in self.param_groups for p in group["params"])):
-            saved, wanted = state_dict["state"].get(number, {}), dtypes[parameter]
-            if set(saved) != set(wanted):
-                raise ValueError(f"state_dict has {sorted(saved)} for a parameter that needs {sorted(wanted)}")
-            # torch has cast everything to the parameter's dtype, and left step where it was saved.
-            self.state[parameter] = {key: saved[key].detach().clone().to(device=local_part(parameter).device, dtype=dtype)
-                                     for key, dtype in wanted.items()}
+        """Load what `state_dict` returned, or the state of torch's AdamW.
+
+        That goes into the rule "adamw", with its hyperparameters, and into "mars-adamw", which
+        keeps its own and makes its first step without correction (`start_last_grads`). All or
+        nothing: raises `ValueError`, naming the parameter, the key and the shapes, where something
+        does not fit, and has changed nothing then.
+        """
+        self._follow()
+        found: list[Loaded] = []
+
+        def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            found.append(check_loaded(saved, self.param_groups, self._new_state))
+            numbers = (number for group in saved["param_groups"] for number in group["params"])
+            state = dict(zip(numbers, found[0].state.values()))
+            return saved | {"param_groups": found[0].groups, "state": state}
+
+        # After the hooks of others, which may change what is loaded.
+        checking = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            checking.remove()
+        # torch has cast everything to the parameter's dtype.
+        self.state = defaultdict(dict, found[0].state)
+        self.start_last_grads(found[0].without_last_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()  # all of it: a copy must be able to step
@@ -175,6 +286,7 @@ class MARS(torch.optim.Optimizer):
         """
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
+        self._follow()
         updates = self._gather()
         scale, ok, _ = self._reduce(updates, with_last=False)
         seen = {parameter: gradient for update in updates
@@ -189,12 +301,13 @@ class MARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def start_last_grads(self, parameters: Iterable[Tensor]) -> None:
-        """Let the next step that counts start the last gradients of `parameters`, uncorrected.
+        """Leave the next update of each of `parameters` that counts without correction.
 
-        For state that was loaded without a last gradient, such as AdamW's, or with one of other data.
+        As in a first step (h_1 = g_1). For state that was loaded without a last gradient, such as
+        AdamW's, or with one of other data.
         """
         for parameter in parameters:
-            if "last_grad" in self.state[parameter]:
+            if "last_grad" in self.state[parameter]:  # NaN: there is none
                 self.state[parameter]["last_grad"].fill_(math.nan)
 
     @torch.no_grad()
@@ -215,6 +328,7 @@ class MARS(torch.optim.Optimizer):
         if self.exact and not self._looked_ahead:
             raise RuntimeError("exact mode needs look_ahead() before each step()")
 
+        self._follow()
         updates = self._gather()
         scale, ok, products = self._reduce(updates, with_last=True)
         for update in updates:
@@ -222,7 +336,8 @@ class MARS(torch.optim.Optimizer):
 
         matrix, others = ([u for u in updates if (u.rule.kind == "matrix") == wanted] for wanted in (True, False))
         for update in matrix:
-            self._update_momentum(update)
+            if not update.lean:
+                self._update_momentum(update)
         pieces = {parameter: (update, number) for update in matrix for number, parameter in enumerate(update.parameters)}
 
         def read(sharding: exchange.Sharding, number: int, piece: exchange.Piece) -> Tensor:
@@ -240,6 +355,9 @@ class MARS(torch.optim.Optimizer):
                 self._update_elementwise(update)
 
         exchange.run(self._shardings, read, write, meanwhile, overlap=self.overlap)
+        for update in matrix:
+            if update.lean:  # its input is made of the buffer before this step
+                self._update_momentum(update)
         self._finish(updates, ok)
         return loss
 
@@ -282,7 +400,7 @@ class MARS(torch.optim.Optimizer):
         return scale, ok, products
 
     def _update_momentum(self, update: GroupUpdate) -> None:
-        """The second pass of matrix rules, up to the momentum."""
+        """The second pass of matrix rules: the momentum."""
         if update.lean:
             run_pass(lean_momentum_, list(zip(update.momenta, update.grads)), update.lean_factors(), self.compile)
         else:

@@ -1,18 +1,19 @@
-"""Roles of a model's parameters, and the optimizer groups that follow from them.
+"""The optimizer groups that follow from the roles of a model's parameters.
 
 Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv 2411.10438, 2510.21800).
 """
 
-from collections.abc import Sequence
+import difflib
+import warnings
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES, check_hyperparameters
 
-HEAD_NAMES = ("head", "lm_head", "output", "classifier")
-ROLES = ("matrix", "convolution", "embedding", "head", "vector")
 GROUP_KEYS = ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "clip", "split", "flatten")
 
 # Settings of each optimizer, for GPT-2 small; published where there are published ones. lr_1d None: half of lr.
@@ -49,31 +50,6 @@ def complete_settings(name: str, **given: Any) -> dict[str, Any]:
             base = key.removesuffix("_1d")
             check_hyperparameters(key.removeprefix(base), **{base: value or None if key == "clip" else value})
     return settings
-
-
-def roles(model: nn.Module) -> dict[str, str]:
-    """The role of every trainable parameter, by name: "embedding", "head", "vector", "convolution" or "matrix".
-
-    A parameter of an `nn.Embedding` is an embedding, also where an output layer shares it; what has fewer than two dimensions
-    is a vector; the weight of a module named head, lm_head, output or classifier is the head; weights of convolutions are
-    matrices [out, -1]; all else is a matrix, or a batch of them.
-    """
-    result = {}
-    owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)
-              if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd)}
-    for name, parameter in model.named_parameters():
-        module = owners.get(id(parameter))
-        if not parameter.requires_grad:
-            continue
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            result[name] = "embedding"
-        elif parameter.ndim < 2:
-            result[name] = "vector"
-        elif len(name.split(".")) > 1 and name.split(".")[-2] in HEAD_NAMES:
-            result[name] = "head"
-        else:
-            result[name] = "matrix" if module is None else "convolution"
-    return result
 
 
 def role_settings(name: str, **settings: Any) -> dict[str, dict[str, Any]]:
@@ -166,3 +142,49 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
     return changed
+
+
+def complete_group(param_group: dict[str, Any], defaults: dict[str, Any], by_rule: Collection[str],
+                   number: int) -> dict[str, Any]:
+    """A copy of a user's group, checked, with its rule's values of the settings `by_rule`.
+
+    `defaults` are the optimizer's, `number` is the group's among its groups. Keys that are no
+    settings of ours are carried. Raises `ValueError` for a value out of range, for a key that looks
+    like a misspelt setting and for a parameter that the group has twice.
+    """
+    group = dict(param_group)
+    for key in set(group) - set(defaults):
+        for meant in difflib.get_close_matches(str(key).lower(), defaults, n=1, cutoff=0.8):
+            if not (key.startswith(f"{meant}_") or key.endswith(f"_{meant}")):  # weight_decay_mult
+                raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
+    check_hyperparameters(rule=group.get("rule", defaults["rule"]))
+    for key in by_rule:
+        group.setdefault(key, DEFAULTS[group.get("rule", defaults["rule"])][key])
+    merged = defaults | group
+    check_hyperparameters(**{key: merged[key] for key in
+                             ("lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip")})
+    if not isinstance(group["params"], Tensor | set):  # torch takes the one, refuses the other
+        group["params"] = list(group["params"])
+        names: dict[Any, str] = {}
+        for place, each in enumerate(group["params"]):
+            name, parameter = each if isinstance(each, tuple) else (place, each)
+            if parameter in names:
+                raise ValueError(f"group {number} has one parameter twice, as {names[parameter]} "
+                                 f"and as {name!r}: name it once")
+            names[parameter] = repr(name)
+    return group
+
+
+def warn_of_unsorted(groups: Iterable[dict[str, Any]], rule: str, stacklevel: int) -> None:
+    """Warn where `groups` that nobody sorted may leave embeddings and heads to a matrix rule."""
+    for group in groups:
+        names = group.get("param_names")
+        found = [name for name in names or () if looks_like(name)]
+        if found or not names:
+            what = f"{found[0]!r}" if found else "all its parameters, whose names it does not know"
+            warnings.warn(f"MARS(rule={rule!r}) orthogonalises {what}: that is wrong for "
+                          f"embeddings and heads. MARS(param_groups(model, {rule!r})) gives them "
+                          "their own rule; groups of matrices that name their rule are taken as "
+                          "they are",
+                          stacklevel=stacklevel)
+            return

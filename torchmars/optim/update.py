@@ -38,6 +38,7 @@ class Summary:
     scale: Tensor
     clip: Tensor | None
     kappa: Tensor | None
+    rate1: float
 
     def sums(self, state: dict[Tensor, dict[str, Tensor]]) -> Tensor:
         """What telemetry adds up over tensors, [9] in float64.
@@ -47,7 +48,8 @@ class Summary:
         of the global clip, c the corrected gradient.
         """
         scale, gg = self.scale.double(), self.products[:, 0]
-        memory = sum(squared_memory(parameter, state[parameter]) for parameter in self.parameters)
+        memory = sum(squared_memory(parameter, state[parameter], self.rate1)
+                     for parameter in self.parameters)
         sums = [gg.sum(), scale**2 * gg.sum(), memory]
         if self.clip is None:
             return F.pad(torch.stack(sums), (0, 6))
@@ -58,18 +60,22 @@ class Summary:
         return torch.stack([*sums, torch.full_like(memory, len(self.clip))])
 
 
-def squared_memory(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
+def squared_memory(parameter: Tensor, state: dict[str, Tensor], rate1: float) -> Tensor:
     """The squared size of what earlier gradients left in a parameter's state.
 
     That is ||m||^2, or the sum of the second moment where there is one; from this rank's part, as
-    if the parts of other ranks were alike.
+    if the parts of other ranks were alike. Muon's buffer is a sum of gradients: `rate1`, one minus
+    its decay, makes it their average.
     """
     if "exp_avg_sq" in state:
         part = local_part(state["exp_avg_sq"])
         squared = part.sum(dtype=torch.float64)
     else:
-        part = local_part(state["momentum"] if "momentum" in state else state["exp_avg"])
-        squared = torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        name, scale = next((name, scale) for name, scale in
+                           (("momentum_buffer", rate1), ("momentum", 1.0), ("exp_avg", 1.0))
+                           if name in state)
+        part = local_part(state[name])
+        squared = (scale * torch.linalg.vector_norm(part, dtype=torch.float64)).square()
     return squared * (parameter.numel() / max(part.numel(), 1))
 
 
@@ -105,7 +111,7 @@ class GroupUpdate:
         def buffers(name: str) -> list[Tensor]:
             return [flat(local_part(each[name])) for each in states if name in each]
 
-        self.momenta = buffers("momentum") or buffers("exp_avg")
+        self.momenta = buffers("momentum") or buffers("momentum_buffer") or buffers("exp_avg")
         self.squares, self.last_grads = buffers("exp_avg_sq"), buffers("last_grad")
         self.lean = not self.last_grads and self.rule.kind != "adamw"  # by the state there is, whatever clip says by now
         if self.rule.corrected and self.lean and group["clip"] is not None:
@@ -119,7 +125,10 @@ class GroupUpdate:
         No entry is larger than the norm. While h is no larger than g may be, a correction and all
         that leads to it stay below 2 (1 + kappa) ||g||.
         """
-        limits = [torch.finfo(self.momenta[0].dtype).max / 2]
+        # Muon's buffer is a sum of gradients, as large as 1 / (1 - b1) of them.
+        is_sum = self.rule.kind == "matrix" and not self.rule.corrected
+        sums = 1 / (1 - self.group["betas"][0]) if is_sum else 1.0
+        limits = [torch.finfo(self.momenta[0].dtype).max / 2 / sums]
         limits += [math.sqrt(torch.finfo(square.dtype).max / 2) for square in self.squares[:1]]
         if self.rule.kind == "matrix":  # travels as it is, and is divided by its norm
             wide = torch.promote_types(wire, torch.float32)
@@ -165,12 +174,15 @@ class GroupUpdate:
             self.unbias = [(1 / (1 - beta ** (counts + 1))).to(self.dtype).unbind() for beta in (beta1, beta2)]
         if self.lean:
             gamma_next = self.group["gamma"] if self.group["gamma_next"] is None else self.group["gamma_next"]
-            decay, weight, out, first = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"], gamma_next)
-            self.decay, self.out = self._scalar(decay), self._scalar(out)
-            self.weights = (weight + first * first_step).to(self.dtype).unbind()
+            lean = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"],
+                                     gamma_next)
+            self.decay, self.mix = self._scalar(lean.decay), self._scalar(lean.mix)
+            self.weights, self.outs = ((value + lean.first * first_step).to(self.dtype).unbind()
+                                       for value in (lean.weight, lean.out))
 
     def summary(self) -> Summary:
-        return Summary(self.parameters, self.products, self.scale, self.clip, self.kappa)
+        return Summary(self.parameters, self.products, self.scale, self.clip, self.kappa,
+                       1 - self.group["betas"][0])
 
     def correction_factors(self) -> list[dict[str, Any]]:
         """For each parameter, what the passes over a corrected gradient need."""
@@ -186,18 +198,24 @@ class GroupUpdate:
 
     def lean_factors(self) -> list[dict[str, Any]]:
         """For each parameter, what the passes over a lean momentum need."""
-        return [self._shared() | {"decay": self.decay, "out": self.out, "weight": weight} for weight in self.weights]
+        shared = self._shared() | {"decay": self.decay, "mix": self.mix}
+        return [shared | {"out": out, "weight": weight}
+                for out, weight in zip(self.outs, self.weights)]
 
     def _shared(self) -> dict[str, Any]:
         return {"scale": self.scale, "ok": self.ok, "lr": self.lr, "weight_decay": self.weight_decay}
 
     def matrix_input(self, number: int, shape: MatrixShape, place: Slices) -> Tensor:
-        """The part `place` of what is to be orthogonalised, within the local [batch, rows, cols]."""
+        """The part `place` of what is to be orthogonalised, within the local [batch, rows, cols].
+
+        A lean momentum must not have been updated yet, another must.
+        """
         momentum = self._matrix(self.momenta[number], number, shape)[place]
         if not self.lean:
             return momentum
         gradient = self._matrix(self.grads[number], number, shape)[place]
-        return momentum + self.out * self.scale * torch.where(self.ok, gradient, 0)
+        used = self.scale * torch.where(self.ok, gradient, 0).to(self.dtype)
+        return self.mix * momentum.to(self.dtype) + self.outs[number] * used
 
     def apply_matrix(self, number: int, shape: MatrixShape, place: Slices, direction: Tensor, scale: float) -> None:
         """x <- x - lr (scale direction + weight_decay x) for the part `place` of the parameter, if the step counts."""

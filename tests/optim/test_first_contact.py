@@ -1,0 +1,183 @@
+"""What a newcomer does first: bare parameters, default settings, slips. Nothing is silent."""
+
+import copy
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from torchmars.optim import MARS, elementwise, param_groups
+from torchmars.optim.param_groups import DEFAULTS
+from torchmars.optim.rules import RULES
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up = nn.Embedding(9, 6), nn.Linear(6, 6, bias=False)
+        self.lm_head = nn.Linear(6, 9, bias=False)
+
+
+def caught(function):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        function()
+    return [str(each.message) for each in found if "orthogonalises" in str(each.message)]
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.kind == "matrix"])
+def test_unsorted_parameters_of_a_matrix_rule(rule):
+    model = Net()
+    (bare,) = caught(lambda: MARS(model.parameters(), rule=rule))
+    assert f"param_groups(model, '{rule}')" in bare and "names" in bare
+    (named,) = caught(lambda: MARS(model.named_parameters(), rule=rule))
+    assert "'embed.weight'" in named and "param_groups" in named
+    (grouped,) = caught(
+        lambda: MARS([{"params": iter([p])} for p in model.parameters()], rule=rule)
+    )
+    assert "param_groups" in grouped
+    for good in (
+        lambda: MARS(param_groups(model, rule), rule=rule),
+        lambda: MARS(param_groups(model, rule)),
+        lambda: MARS([{"params": [model.up.weight], "rule": rule}]),
+        lambda: MARS([("up.weight", model.up.weight)], rule=rule),
+    ):
+        assert caught(good) == []
+    with pytest.raises(
+        ValueError,
+        match=r"parameter 'bias' \(1 of group 0\) has shape \(6,\).*"
+        rf"param_groups\(model, '{rule}'\)",
+    ):
+        MARS(nn.Linear(6, 6).named_parameters(), rule=rule)
+    with pytest.raises(ValueError, match="parameter 1 of group 0 has shape .*param_groups"):
+        MARS(nn.Linear(6, 6).parameters(), rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_defaults_are_those_of_the_rule(rule):
+    def settings(*args, **kwargs):
+        group = MARS(*args, **kwargs).param_groups[0]
+        return group["lr"], group["betas"]
+
+    parameter, expected = nn.Parameter(torch.ones(2, 2)), DEFAULTS[rule]
+    assert settings([parameter], rule=rule) == (expected["lr"], expected["betas"])
+    assert settings([{"params": [parameter], "rule": rule}]) == (expected["lr"], expected["betas"])
+    assert settings([{"params": [parameter], "rule": rule, "lr": 0.5}], betas=(0.1, 0.2)) == (
+        0.5,
+        (0.1, 0.2),
+    )
+    assert MARS([parameter], rule=rule).defaults["lr"] == expected["lr"]
+
+
+@pytest.mark.parametrize(
+    "key,meant",
+    [
+        ("weight_dacay", "weight_decay"),
+        ("beta", "betas"),
+        ("gama", "gamma"),
+        ("clips", "clip"),
+        ("splits", "split"),
+        ("Rule", "rule"),
+        ("flaten", "flatten"),
+        ("gamma_nxt", "gamma_next"),
+    ],
+)
+def test_a_misspelt_key_is_refused(key, meant):
+    with pytest.raises(ValueError, match=f"group 0 has the key '{key}': did you mean '{meant}'"):
+        MARS([{"params": [nn.Parameter(torch.ones(2))], key: 0.5}])
+
+
+def test_other_keys_are_carried():
+    others = {
+        "initial_lr": 0.1,
+        "lr_scale": 0.5,
+        "max_lr": 1.0,
+        "weight_decay_mult": 2.0,
+        "role": "vector",
+        "name": "x",
+    }
+    optimizer = MARS([{"params": [nn.Parameter(torch.ones(2))], **others}])
+    assert {key: optimizer.param_groups[0][key] for key in others} == others
+    torch.optim.lr_scheduler.StepLR(optimizer, 1, last_epoch=3)  # needs initial_lr
+
+
+MISTAKES = [
+    (lambda p, q: {"params": [q], "lr": -1.0}, "lr must be"),
+    (lambda p, q: {"params": [q], "lr": "x"}, "lr must be a number, got x"),
+    (lambda p, q: {"params": [q], "betas": 0.9}, "betas must be numbers"),
+    (lambda p, q: {"params": [q], "rule": "sgd"}, "rule must be one of"),
+    (lambda p, q: {"params": [q, q]}, "group 1 has one parameter twice, as 0 and as 1"),
+    (lambda p, q: {"params": [q, p]}, "more than one parameter group"),
+    (lambda p, q: {"params": [q], "lr_": 1.0, "epss": 1.0}, "did you mean 'eps'"),
+    (lambda p, q: {"params": [q], "rule": "mars-m", "split": 3}, "split"),
+    (
+        lambda p, q: {"params": [q, nn.Parameter(torch.ones(3))], "rule": "mars-m"},
+        "parameter 1 of group 1 .*param_groups",
+    ),
+    (
+        lambda p, q: {"params": [q, torch.ones(2, dtype=torch.int32)]},
+        "parameter 1 of group 1 is of torch.int32",
+    ),
+    (
+        lambda p, q: {"params": [q, torch.ones(4, 4)[:, ::2].requires_grad_()]},
+        "parameter 1 of group 1 has strides",
+    ),
+    (lambda p, q: {"params": [("q", q)]}, "with/without names"),
+    (lambda p, q: {"params": {q}}, "ordered"),
+    (lambda p, q: [q], "must be a dict"),
+]
+
+
+@pytest.mark.parametrize("make,message", MISTAKES)
+def test_a_group_that_fails_leaves_the_optimizer_as_it_was(make, message):
+    p, q, r = (nn.Parameter(torch.ones(4, 4)) for _ in range(3))
+    optimizer = MARS([{"params": [p], "rule": "mars-m"}])
+    before = copy.deepcopy((optimizer.state_dict(), optimizer.owner_loads))
+    with pytest.raises((ValueError, TypeError), match=message):
+        optimizer.add_param_group(make(p, q))
+    assert (
+        optimizer.owner_loads == before[1]
+        and optimizer.state_dict()["param_groups"] == before[0]["param_groups"]
+    )
+    assert set(optimizer.state) == {p} and len(optimizer._shardings) == 1
+    optimizer.add_param_group({"params": [q, r], "rule": "mars-m"})
+    for parameter in (p, q, r):
+        parameter.grad = torch.eye(4)
+    optimizer.step()
+    assert torch.equal(p, q) and not torch.equal(p, torch.ones(4, 4))
+
+
+def test_mistakes_in_the_constructor():
+    parameter = nn.Parameter(torch.ones(2))
+    for name in ("last_grad_dtype", "matrix_dtype"):
+        with pytest.raises(
+            ValueError, match=f"{name} must be a floating-point dtype, got torch.int32"
+        ):
+            MARS([parameter], **{name: torch.int32})
+    with pytest.raises(ValueError, match="group 0 has one parameter twice, as 'a' and as 'b'"):
+        MARS([("a", parameter), ("b", parameter)])
+    MARS([{"params": []}]).add_param_group({"params": [parameter]})  # as a stage without parameters
+
+
+def test_compilation_is_announced_once(caplog, monkeypatch):
+    """Without compiling: what is compiled is left as it is here."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for cached in (elementwise._compiled, elementwise._announce_compilation):
+        cached.cache_clear()
+    try:
+        optimizers = [
+            MARS([nn.Parameter(torch.ones(2**16))], rule=rule, compile=True)
+            for rule in ("mars-adamw", "mars-lion")
+        ]
+        with caplog.at_level(logging.WARNING):
+            for optimizer in optimizers:
+                assert not caplog.records or optimizer is not optimizers[0]
+                optimizer.param_groups[0]["params"][0].grad = torch.ones(2**16)
+                optimizer.step(), optimizer.step()
+    finally:
+        for cached in (elementwise._compiled, elementwise._announce_compilation):
+            cached.cache_clear()
+    (record,) = [each for each in caplog.records if "compil" in each.getMessage()]
+    assert "compile=False" in record.getMessage()

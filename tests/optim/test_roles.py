@@ -1,0 +1,154 @@
+"""Roles by the names of torchvision, timm and transformers."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchmars.optim.roles import roles
+
+
+def matrices(model):
+    """Roles of all but the vectors of one dimension."""
+    sizes = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    return {
+        name: role for name, role in roles(model).items() if sizes[name] > 1 or role != "vector"
+    }
+
+
+class Block(nn.Module):
+    """A hidden block whose layers have the names of heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.ModuleDict({"q_head": nn.Linear(8, 8), "output": nn.Linear(8, 8)})
+        self.mlp = nn.ModuleDict({"fc": nn.Linear(8, 16), "score": nn.Linear(16, 8)})
+        self.gate = nn.Parameter(torch.zeros(1, 8))
+        self.scale = nn.Parameter(torch.zeros(8, 1, 1))  # as ConvNeXt's in torchvision
+
+
+class ViT(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.cls_token, self.reg_token = (
+            nn.Parameter(torch.zeros(1, 1, 8)),
+            nn.Parameter(torch.zeros(1, 4, 8)),
+        )
+        self.pos_embed, self.pos_embedding = (
+            nn.Parameter(torch.zeros(1, 9, 8)),
+            nn.Parameter(torch.zeros(1, 9, 8)),
+        )
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, 8, 4)})
+        self.blocks = nn.Sequential(Block(), Block())
+        self.norm = nn.LayerNorm((9, 8))
+        for name, layer in head.items():
+            setattr(self, name, layer)
+
+
+@pytest.mark.parametrize(
+    "head,expected",
+    [
+        ({"head": nn.Linear(8, 5)}, {"head.weight"}),
+        ({"fc": nn.Linear(8, 5)}, {"fc.weight"}),
+        ({"score": nn.Linear(8, 1, bias=False)}, {"score.weight"}),
+        ({"embed_out": nn.Linear(8, 5)}, {"embed_out.weight"}),
+        ({"heads": nn.ModuleDict({"head": nn.Linear(8, 5)})}, {"heads.head.weight"}),
+        (
+            {"head": nn.ModuleDict({"norm": nn.LayerNorm(8), "fc": nn.Linear(8, 5)})},
+            {"head.fc.weight"},
+        ),
+        (
+            {"head": nn.Linear(8, 5), "head_dist": nn.Linear(8, 5)},
+            {"head.weight", "head_dist.weight"},
+        ),
+        ({"pre_classifier": nn.Linear(8, 8), "classifier": nn.Linear(8, 5)}, {"classifier.weight"}),
+        (
+            {"classifier": nn.Sequential(nn.Linear(8, 9), nn.ReLU(), nn.Linear(9, 5))},
+            {"classifier.2.weight"},
+        ),
+        ({"pooler": nn.ModuleDict({"dense": nn.Linear(8, 8)})}, set()),
+    ],
+)
+def test_a_vision_transformer_with_every_kind_of_head(head, expected):
+    found = matrices(ViT(head))
+    assert {name for name, role in found.items() if role == "head"} == expected
+    assert {name for name, role in found.items() if role == "embedding"} == {
+        "cls_token",
+        "reg_token",
+        "pos_embed",
+        "pos_embedding",
+    }
+    assert {name for name, role in found.items() if role == "vector"} == (
+        {"norm.weight", "norm.bias"}
+        | {f"blocks.{i}.{name}" for i in (0, 1) for name in ("gate", "scale")}
+    )
+    hidden = {
+        f"blocks.{i}.{name}.weight"
+        for i in (0, 1)
+        for name in ("attn.q_head", "attn.output", "mlp.fc", "mlp.score")
+    }
+    assert hidden <= {name for name, role in found.items() if role == "matrix"}
+    assert found["patch_embed.proj.weight"] == "convolution"
+
+
+def test_the_last_layer_of_a_classifier():
+    layers = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 5))
+    assert [role for role in roles(layers).values() if role != "vector"] == [
+        "convolution",
+        "matrix",
+        "head",
+    ]
+    wrapped = roles(
+        nn.ModuleDict({"module": nn.ModuleDict({"layer1": nn.Linear(8, 8), "fc": nn.Linear(8, 5)})})
+    )
+    assert wrapped["module.fc.weight"] == "head" and wrapped["module.layer1.weight"] == "matrix"
+    lone = nn.ModuleDict(
+        {"embed": nn.Embedding(9, 8), "mlp": nn.ModuleDict({"fc": nn.Linear(8, 8)})}
+    )
+    assert roles(lone)["mlp.fc.weight"] == "matrix"
+    assert roles(nn.Linear(8, 5)) == {"weight": "matrix", "bias": "vector"}
+
+
+def test_models_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    small = dict(
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=20,
+    )
+    made = {
+        "GPT2LMHeadModel": transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=20),
+        "LlamaForCausalLM": transformers.LlamaConfig(**small),
+        "LlamaForSequenceClassification": transformers.LlamaConfig(**small),
+        "BertForSequenceClassification": transformers.BertConfig(**small),
+        "RobertaForMaskedLM": transformers.RobertaConfig(**small),
+        "RobertaForSequenceClassification": transformers.RobertaConfig(**small),
+    }
+    heads, hidden = {}, {}
+    for name, config in made.items():
+        with torch.device("meta"):
+            found = matrices(getattr(transformers, name)(config))
+        heads[name] = [each for each, role in found.items() if role == "head"]
+        hidden[name] = [each for each, role in found.items() if role == "matrix"]
+        assert all(
+            "embed" in each or "wte" in each or "wpe" in each
+            for each, role in found.items()
+            if role == "embedding"
+        )
+    assert heads == {
+        "GPT2LMHeadModel": [],
+        "LlamaForCausalLM": ["lm_head.weight"],
+        "LlamaForSequenceClassification": ["score.weight"],
+        "BertForSequenceClassification": ["classifier.weight"],
+        "RobertaForMaskedLM": [],
+        "RobertaForSequenceClassification": ["classifier.out_proj.weight"],
+    }
+    assert {name: len(each) for name, each in hidden.items()} == {
+        "GPT2LMHeadModel": 4,
+        "LlamaForCausalLM": 7,
+        "LlamaForSequenceClassification": 7,
+        "BertForSequenceClassification": 7,
+        "RobertaForMaskedLM": 7,
+        "RobertaForSequenceClassification": 7,
+    }

@@ -1,0 +1,111 @@
+"""Roles of a model's parameters: what each of them is, whatever its rule.
+
+Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
+2411.10438, 2510.21800). Names are those of torchvision, timm and transformers.
+"""
+
+import re
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.13: the one base of all convolutions
+
+ROLES = ("matrix", "convolution", "embedding", "head", "vector")
+
+_EMBEDDINGS = nn.Embedding | nn.EmbeddingBag
+_NORMS = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm
+# Parts of the name of a parameter that a module holds directly, such as cls_token or rel_pos_h.
+_EMBEDDING_PARTS = {"embed", "embeds", "embedding", "embeddings", "token", "tokens", "pos",
+                    "position", "positional", "table", "wte", "wpe"}
+_VECTOR_NAME = re.compile(r"(.*_)?bias|A_log")  # A_log: decay rates of Mamba
+_HEAD_NAME = re.compile(r"head|lm_head|classifier")
+# These are hidden matrices where they are repeated, as q_head in each block of Funnel Transformers.
+_OTHER_HEAD_NAME = re.compile(r"(?!pre_).*_(head|classifier)|head_dist")
+_OTHER_HEAD_LAYER = re.compile(r"output|score")  # BERT's blocks have modules of several so named
+
+
+def roles(model: nn.Module) -> dict[str, str]:
+    """The role of every trainable parameter, by name: one of ROLES.
+
+    An embedding is the parameter of an `nn.Embedding`, also where an output layer shares it, and
+    one that a module holds under a name such as cls_token or pos_embed. A vector has fewer than two
+    dimensions, or one at most that is longer than 1 (a gate [1, d]), or is a norm's or a bias. The
+    head is the last matrix in a module named head, lm_head, classifier or *_head, or a layer named
+    output or score, and in a model without any of these its last layer, if that is an `nn.Linear`
+    that the model holds itself (fc).
+    Weights of convolutions are matrices [out, -1]. All else is a matrix, or a batch of them.
+    """
+    owners = {id(p): each for each in model.modules() for p in each.parameters(recurse=False)}
+    for each in model.modules():  # a tied tensor is an embedding, whatever else holds it
+        if isinstance(each, _EMBEDDINGS):
+            owners |= {id(p): each for p in each.parameters(recurse=False)}
+    heads = _heads(model)
+    return {name: _role(name, parameter, owners[id(parameter)], name in heads)
+            for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def looks_like(name: str) -> str | None:
+    """The role "embedding" or "head" where a parameter's name alone tells it, else None."""
+    parts = name.split(".")
+    last = parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]
+    if _EMBEDDING_PARTS & set(last.split("_")) and "patch" not in last:
+        return "embedding"
+    return "head" if _HEAD_NAME.fullmatch(last) else None
+
+
+def _role(name: str, parameter: Tensor, owner: nn.Module, is_head: bool) -> str:
+    last = name.rpartition(".")[2]
+    if isinstance(owner, _EMBEDDINGS):
+        return "embedding"
+    if parameter.ndim < 2 or isinstance(owner, _NORMS) or _VECTOR_NAME.fullmatch(last):
+        return "vector"
+    if _EMBEDDING_PARTS & set(last.split("_")):
+        return "embedding"
+    if is_head:
+        return "head"
+    if sum(size > 1 for size in parameter.shape) < 2 and not isinstance(owner, _ConvNd):
+        return "vector"
+    return "convolution" if isinstance(owner, _ConvNd) else "matrix"
+
+
+def _heads(model: nn.Module) -> set[str]:
+    """The names of the output layers' weights, also of those that an embedding shares."""
+    # With duplicates, since a tied output layer tells that the last matrix is a hidden one.
+    matrices = [name for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1]
+    last_in: dict[str, str] = {}  # by module named as a head
+    for name in matrices:
+        last_in |= {prefix: name for prefix in _head_prefixes(name)}
+    alike: dict[str, list[str]] = {}
+    for prefix in last_in:
+        alike.setdefault(re.sub(r"\d+", "*", prefix), []).append(prefix)
+    heads = {last_in[prefix] for same in alike.values() for prefix in same
+             if len(same) == 1 or _HEAD_NAME.fullmatch(prefix.rpartition(".")[2])}
+    if heads or not matrices:
+        return heads
+    # Wrappers, such as DDP's, have nothing but one child.
+    root, path = model, ""
+    while len(children := _children(root)) == 1 and not _has_parameters(root, recurse=False):
+        path += f"{children[0][0]}."
+        root = children[0][1]
+    owner, _, last = matrices[-1].removeprefix(path).rpartition(".")
+    linear = "." not in owner and isinstance(dict(root.named_children()).get(owner), nn.Linear)
+    return {matrices[-1]} if linear and last == "weight" else set()
+
+
+def _head_prefixes(name: str) -> Iterator[str]:
+    """The paths of the modules around a parameter that are named as a head."""
+    parts = name.split(".")[:-1]
+    for number, part in enumerate(parts):
+        names = [_HEAD_NAME, _OTHER_HEAD_NAME]
+        if number == len(parts) - 1:
+            names.append(_OTHER_HEAD_LAYER)
+        if any(pattern.fullmatch(part) for pattern in names):
+            yield ".".join(parts[:number + 1])
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in module.named_children() if _has_parameters(child)]
+
+
+def _has_parameters(module: nn.Module, recurse: bool = True) -> bool:
+    return next(module.parameters(recurse=recurse), None) is not None

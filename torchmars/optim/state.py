@@ -1,0 +1,203 @@
+"""Each parameter's state: where it lies, how it follows its parameter, what of a saved one fits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchmars.optim.owners import intervals
+from torchmars.optim.rules import check_hyperparameters, current_name, state_fits, unscaling
+from torchmars.optim.update import local_part
+
+Layout = tuple[object, ...]
+State = dict[str, Tensor]
+NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
+Known = list[list[tuple[Tensor, Layout]]]  # the parameters of each group, as they were laid out
+# Keys of the groups of torch's own AdamW that mean nothing here.
+_TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
+               "decoupled_weight_decay")
+
+
+def layout_of(parameter: Tensor) -> Layout:
+    """All that the state of a parameter has in common with it."""
+    sharding = ((parameter.device_mesh, tuple(parameter.placements))
+                if isinstance(parameter, DTensor) else None)
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device, sharding
+
+
+def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:
+    """The parameters of `groups` and their layouts, as `unchanged` compares them."""
+    return [[(parameter, layout_of(parameter)) for parameter in group["params"]]
+            for group in groups]
+
+
+def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
+    """Whether the groups still have the parameters of `known`, laid out as they were."""
+    return len(groups) == len(known) and all(
+        len(group["params"]) == len(before)
+        and all(parameter is same and layout_of(parameter) == layout
+                for parameter, (same, layout) in zip(group["params"], before))
+        for group, before in zip(groups, known))
+
+
+def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
+    """What messages call a parameter: its place among the groups, and its name if it has one."""
+    names = group.get("param_names")
+    where = f"{place} of group {group_number}"
+    return f"parameter {names[place]!r} ({where})" if names else f"parameter {where}"
+
+
+def carried_state(groups: Sequence[dict[str, Any]], known: Known, state: dict[Tensor, State],
+                  new_state: NewState) -> dict[Tensor, State]:
+    """The state of the parameters of `groups`, which once were `known`.
+
+    What lies otherwise by now gets a state of its layout with the same values. Raises `ValueError`
+    where a parameter was replaced by one of another shape. Changes nothing.
+    """
+    before = {parameter: layout for group in known for parameter, layout in group}
+    former = _predecessors(groups, known)
+    carried = {}
+    for group in groups:
+        for parameter in group["params"]:
+            old = former.get(parameter)
+            if old is parameter and layout_of(parameter) == before[parameter]:
+                carried[parameter] = state[parameter]
+                continue
+            carried[parameter] = new_state(parameter, group)
+            if old is not None:
+                for key in carried[parameter].keys() & state[old].keys():
+                    fill(carried[parameter][key], state[old][key])
+    return carried
+
+
+def _predecessors(groups: Sequence[dict[str, Any]], known: Known) -> dict[Tensor, Tensor]:
+    """For each parameter, the one whose state it goes on with: itself, or the one it replaced.
+
+    A parameter replaced the one at its place of its group, if that one is in no group any more.
+    Others are new and left out.
+    """
+    present = {parameter for group in groups for parameter in group["params"]}
+    before = {parameter: layout for group in known for parameter, layout in group}
+    result = {}
+    for number, group in enumerate(groups):
+        old = known[number] if number < len(known) else []
+        for place, parameter in enumerate(group["params"]):
+            if parameter in before:
+                former = parameter
+            elif len(old) == len(group["params"]) and old[place][0] not in present:
+                former = old[place][0]
+            else:
+                continue
+            shape = before[former][0]
+            if parameter.shape != shape:
+                raise ValueError(f"{parameter_name(group, number, place)} has shape "
+                                 f"{tuple(parameter.shape)} now, and its state {tuple(shape)}: "
+                                 "it can be replaced by a tensor of its own shape only")
+            result[parameter] = former
+    return result
+
+
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy a whole tensor's values to one of another device, dtype, layout or sharding.
+
+    Collective if `source` is sharded otherwise than `target`.
+    """
+    if source.is_meta:  # no values yet
+        return
+    alike = isinstance(source, DTensor) and isinstance(target, DTensor) and (
+        source.device_mesh, source.placements) == (target.device_mesh, target.placements)
+    if alike:
+        source = source.to_local()
+    elif isinstance(source, DTensor):
+        source = source.full_tensor()
+    if isinstance(target, DTensor) and not alike:
+        mesh = target.device_mesh
+        block = intervals(target.shape, mesh.shape, target.placements, mesh.get_coordinate())
+        source = source[tuple(slice(*interval) for interval in block)]
+    local_part(target).copy_(source)
+
+
+@dataclass
+class Loaded:
+    """A saved state that fits: what the optimizer's groups and state become."""
+
+    groups: list[dict[str, Any]]
+    """The saved param_groups, with what they do not say in the optimizer's words."""
+    state: dict[Tensor, State]
+    without_last_grad: list[Tensor]
+    """Parameters whose rule keeps a last gradient, which the saved state has not."""
+
+
+def check_loaded(saved: dict[str, Any], groups: Sequence[dict[str, Any]],
+                 new_state: NewState) -> Loaded:
+    """What loading `saved`, a `state_dict`, makes of an optimizer with `groups`. Changes nothing.
+
+    The state of torch's AdamW, whose groups name no rule, is that of the rule "adamw". It and that
+    rule's fit "mars-adamw" too, which then keeps its own hyperparameters. Raises `ValueError`
+    naming the parameter, the key and the shapes where something does not fit.
+    """
+    if not {"state", "param_groups"} <= set(saved):
+        raise ValueError(f"state_dict must have 'state' and 'param_groups', got {sorted(saved)}")
+    if len(saved["param_groups"]) != len(groups):
+        raise ValueError(f"state_dict has {len(saved['param_groups'])} parameter groups, "
+                         f"this optimizer {len(groups)}")
+    loaded = Loaded([], {}, [])
+    for number, (theirs, ours) in enumerate(zip(saved["param_groups"], groups)):
+        if len(theirs["params"]) != len(ours["params"]):
+            raise ValueError(f"group {number} has {len(theirs['params'])} parameters in the "
+                             f"state_dict, {len(ours['params'])} in this optimizer")
+        loaded.groups.append(_merged(theirs, ours, number))
+        for place, (key, parameter) in enumerate(zip(theirs["params"], ours["params"])):
+            name = parameter_name(ours, number, place)
+            entries = saved["state"].get(key, {})
+            fresh = loaded.state[parameter] = new_state(parameter, ours)
+            # torch's AdamW has no state for what had no gradient yet.
+            if entries or "rule" in theirs:
+                current = _current(entries, theirs, ours["rule"], fresh, name)
+                if "last_grad" in fresh.keys() - current.keys():
+                    loaded.without_last_grad.append(parameter)
+                for each in fresh.keys() & current.keys():
+                    fill(fresh[each], current[each])
+    return loaded
+
+
+def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[str, Any]:
+    """The hyperparameters of a group after loading."""
+    rule, saved_rule = ours["rule"], theirs.get("rule", "adamw")
+    if rule != saved_rule and (rule, saved_rule) != ("mars-adamw", "adamw"):
+        raise ValueError(f"group {number} of the state_dict is of the rule {saved_rule}, "
+                         f"here it is of {rule}")
+    for key in ("amsgrad", "maximize"):
+        if "rule" not in theirs and theirs.get(key):
+            raise ValueError(f"group {number} of the state_dict has {key}=True, "
+                             f"which {rule} has not")
+    merged = dict(ours)
+    if rule == saved_rule:
+        merged |= {key: value for key, value in theirs.items() if key not in _TORCH_KEYS}
+        check_hyperparameters(**{key: merged[key]
+                                 for key in ("lr", "betas", "eps", "weight_decay")})
+    return merged | {"params": theirs["params"]}
+
+
+def _current(entries: dict[str, Any], theirs: dict[str, Any], rule: str, wanted: State,
+             name: str) -> State:
+    """A parameter's saved state by today's names, if it fits what is `wanted`."""
+    saved_rule = theirs.get("rule", "adamw")
+    current = {}
+    for key, value in entries.items():
+        value = torch.as_tensor(value, dtype=None if torch.is_tensor(value) else torch.float32)
+        if current_name(saved_rule, key) != key:
+            value = value * unscaling(saved_rule, theirs["betas"])
+        current[current_name(saved_rule, key)] = value
+    odd = current.keys() - wanted.keys()
+    if odd or not state_fits(rule, wanted, saved_rule, current):
+        raise ValueError(f"{name} has the state {', '.join(sorted(entries)) or 'none'} in the "
+                         f"state_dict, {rule} needs {', '.join(sorted(wanted))}")
+    for key, value in current.items():
+        if value.shape != wanted[key].shape:
+            raise ValueError(f"{name}: {key} has shape {tuple(value.shape)} in the state_dict, "
+                             f"here {tuple(wanted[key].shape)}")
+    return current
