@@ -51,6 +51,18 @@ def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
     assert "mfu 25.6%" in capsys.readouterr().out  # 512 tokens/s x 1000 FLOP of 2 x 10^6
 
 
+def test_one_gradient_that_rules_the_momentum_is_in_the_line(tmp_path, capsys):
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 1, 100)
+    writer.open()
+    for step, momentum in enumerate((9.0, 3e23), start=1):
+        told = {"grad_norm": 0.5, "a/momentum": momentum, "b/momentum": 1.0}
+        writer.train(step, loss=2.0, lr=0.1, told=told)
+    ordinary, ruled = capsys.readouterr().out.splitlines()
+    assert "momentum" not in ordinary
+    assert "an earlier gradient rules: momentum 3e+23 x gradient" in ruled
+
+
 def run_with_wandb(tables):
     os.environ["WANDB_MODE"] = "offline"
     train_here(tables)

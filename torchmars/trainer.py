@@ -249,9 +249,9 @@ class Trainer:
         """Raise `UserError` once every one of the last steps was skipped for its gradient."""
         if told["skipped_in_a_row"] >= MAX_SKIPPED_IN_A_ROW:
             spikes = ", or their losses stood out (guards.spike_sigmas)" if self.spikes.active else ""
-            skipped = f"the last {told['skipped_in_a_row']:.0f} steps up to {self.step} were skipped"
-            raise UserError(f"{skipped}, since their gradients were not finite or too large to compute "
-                            f"with{spikes}: "
+            steps = f"the last {told['skipped_in_a_row']:.0f} steps up to {self.step}"
+            raise UserError(f"{steps} were skipped, since their gradients were not finite or too "
+                            f"large to compute with{spikes}: "
                             f"lower optimizer.lr, or go on from the newest checkpoint with another setting")
 
     def set_hyperparameters(self) -> float:

@@ -1,5 +1,7 @@
-"""MARS on DTensor shards of every placement: the same as on whole tensors, with one all-reduce a step
-and one more where there are copies."""
+"""MARS on DTensor shards of every placement: the same as on whole tensors.
+
+A step makes one all-reduce, and one more where there are copies.
+"""
 
 import pytest
 import torch
@@ -62,7 +64,8 @@ def on_mesh(shape, placements):
 
 @pytest.mark.parametrize("shape,placements,all_reduces", [
     ((2,), [Shard(0)], 1), ((4,), [Shard(0)], 1), ((4,), [Shard(1)], 1), ((4,), [Replicate()], 1),
-    ((2, 2), [Replicate(), Shard(0)], 2), ((2, 2), [Shard(0), Shard(0)], 1), ((2, 2), [Shard(1), Shard(0)], 1)])
+    ((2, 2), [Replicate(), Shard(0)], 2), ((2, 2), [Shard(0), Shard(0)], 1),
+    ((2, 2), [Shard(1), Shard(0)], 1)])
 def test_every_placement_equals_whole_tensors(shape, placements, all_reduces):
     expected = unsharded()
     size = torch.Size(shape).numel()

@@ -109,7 +109,8 @@ def on_fsdp_tp(rules, settings):
     for build in (Layers, PartlyParallel):
         for rule in rules:
             model = build()
-            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], styles)
             fully_shard(model, mesh=mesh["dp"])
             result[build.__name__, rule] = train_layers(model, rule, settings)
     strided = [type(placement).__name__ for placement in model.up.weight.placements]
@@ -137,8 +138,8 @@ def test_fsdp_over_tensor_parallel():
     rules = ELEMENTWISE + MATRIX
     exact = {"clip": None, "max_grad_norm": None}
     results = run_ranks(on_fsdp_tp, 4, rules, exact)
-    builds = (Layers, PartlyParallel)
-    expected = {(build.__name__, rule): train_layers(build(), rule, exact) for build in builds for rule in rules}
+    expected = {(build.__name__, rule): train_layers(build(), rule, exact)
+                for build in (Layers, PartlyParallel) for rule in rules}
     for result, strided in results:
         assert "_StridedShard" in strided
         for (name, rule), parameters in result.items():
@@ -247,8 +248,9 @@ def test_overlap_changes_nothing():
 
 def plan_error(mesh, placements, sizes):
     """What the optimizer says of parameters of these `sizes` on this rank."""
-    parameters = [nn.Parameter(distribute_tensor(torch.ones(size), mesh, placements, src_data_rank=None))
-                  for size in sizes]
+    wholes = [torch.ones(size) for size in sizes]
+    parameters = [nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+                  for whole in wholes]
     try:
         MARS(parameters, rule="mars-m")
     except RuntimeError as error:
@@ -256,7 +258,7 @@ def plan_error(mesh, placements, sizes):
 
 
 def different_plans():
-    """On one dimension, and where all shards of the first replica agree: none of its ranks may wait."""
+    """On one dimension, and where all shards of one replica agree: none of its ranks may wait."""
     rank = dist.get_rank()
     sizes = [(8, 4), (4, 4), (4, 4)]
     swapped = [(8, 4), (4, 4), (6, 4)] if rank == 3 else sizes
@@ -267,11 +269,12 @@ def different_plans():
 
 
 def test_ranks_that_plan_differently_say_so():
-    beginning = "the ranks do not hold the same parameters in the same order: matrix parameter number 2 of their mesh is "
-    one = "of shape (4, 4), flatten False, split 1, placed (Replicate(), Shard(dim=0)) on rank 0"
-    other = "of shape (6, 4), flatten False, split 1, placed (Replicate(), Shard(dim=0)) on rank 3"
-    fewer = "of shape (4, 4), flatten False, split 1, placed (Shard(dim=0),) on rank 0 and missing on rank 1"
-    wanted = [f"{beginning}{one} and {other}", f"{beginning}{fewer}"]
+    beginning = ("the ranks do not hold the same parameters in the same order: matrix parameter "
+                 "number 2 of their mesh is of shape (4, 4), flatten False, split 1, placed")
+    swapped = ("(Replicate(), Shard(dim=0)) on rank 0 and of shape (6, 4), flatten False, split 1, "
+               "placed (Replicate(), Shard(dim=0)) on rank 3")
+    fewer = "(Shard(dim=0),) on rank 0 and missing on rank 1"
+    wanted = [f"{beginning} {swapped}", f"{beginning} {fewer}"]
     assert run_ranks(different_plans, 4, timeout=30) == [wanted] * 4
 
 
