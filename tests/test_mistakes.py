@@ -9,6 +9,8 @@ import copy
 import hashlib
 import json
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.mistakes import (KEYS, fuzz, junk, make_checkpoint, make_place, mistake, scalars,
                             words)
-from tests.test_run_train import finish
+from tests.test_run_train import ROOT, finish
 from tests.tiny import tiny_tables
 from torchmars.checkpoint import __main__ as checkpoint_command
 from torchmars.checkpoint.folder import checkpoints
@@ -88,6 +90,36 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
     assert read_environment(job | {"ENVIRONMENT": ""}).NNODES == 1  # started by hand within the job
     said = mistake(read_environment, job | {"SLURM_GPUS_ON_NODE": "gpu:8"})
     assert "SLURM_GPUS_ON_NODE must be a whole number" in said
+
+
+@pytest.fixture
+def job(place):
+    """The environment of a SLURM job's script, with commands that only note how they are called."""
+    (place / "bin").mkdir()
+    for name in ("scontrol", "srun"):
+        command = place / "bin" / name
+        command.write_text(f'#!/bin/sh\necho {name} $RDZV_ENDPOINT "$@" >> called\necho n1\n')
+        command.chmod(0o755)
+    path = f"{place / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {"PATH": path, "SLURM_JOB_ID": "12007", "ENVIRONMENT": "BATCH", "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+def test_a_mistake_in_a_job_ends_it_once(place, job):
+    for wrong in ({"NGPU": "x"}, {"NNODES": "two"}, {"NNODES": "a[$(id)]"}, {"RDZV_TIMEOUT": ""},
+                  {"SLURM_JOB_NUM_NODES": "x"}):
+        code, out, err = finish(place / "tiny.toml", **job | wrong)
+        assert code == 2 and not out and err.count("\n") == 1 and err.startswith("error: ")
+        assert next(iter(wrong)) in err
+        assert not re.search("srun|requeue", (place / "called").read_text())
+
+
+def test_a_job_starts_a_launcher_on_each_node(place, job):
+    code, _, err = finish(place / "tiny.toml", "--training.steps", "2", **job)
+    called = (place / "called").read_text()
+    assert code == 0, err
+    assert "srun n1:20007 --ntasks=2 --ntasks-per-node=1" in called and "requeue" not in called
+    assert f"--prepared \"$@\" - {place / 'tiny.toml'} --training.steps 2\n" in called
 
 
 # Configs.
