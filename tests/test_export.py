@@ -1,4 +1,4 @@
-"""Exported weights: the same bytes for the same weights, readable as other files are, and nothing else harmed."""
+"""Exported weights: the same bytes for the same weights, and nothing else harmed."""
 
 import os
 import stat
@@ -30,10 +30,11 @@ def test_a_file_has_the_mode_that_the_umask_gives(tmp_path, umask):
 
 
 def test_the_same_weights_give_the_same_bytes(tmp_path):
-    """Also where the tensors come in another order; of two metadata keys, safetensors lets chance decide which is first."""
+    """Also where the tensors come in another order. safetensors orders metadata by chance."""
     weights = {f"weight{number}": torch.full((3,), float(number)) for number in range(8)}
     for number in range(12):
-        write_weights(dict(sorted(weights.items(), reverse=number % 2 == 1)), tmp_path / f"{number}.safetensors")
+        ordered = dict(sorted(weights.items(), reverse=number % 2 == 1))
+        write_weights(ordered, tmp_path / f"{number}.safetensors")
     assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
 
 
@@ -48,7 +49,8 @@ def test_a_file_that_cannot_be_completed_leaves_the_one_before(tmp_path, monkeyp
     monkeypatch.setattr(export, "save_file", full)
     with pytest.raises(OSError):
         write_weights({"weight": torch.zeros(2)}, file)
-    assert os.listdir(tmp_path) == [file.name] and torch.equal(load_file(file)["weight"], torch.ones(2))
+    assert os.listdir(tmp_path) == [file.name]
+    assert torch.equal(load_file(file)["weight"], torch.ones(2))
 
 
 def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, capsys, monkeypatch):
@@ -70,13 +72,16 @@ def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, c
 
     for file in (checkpoint / "weights.safetensors", tmp_path / "link" / "w.safetensors"):
         code, _, err = command(run, file)
-        assert code == 2 and "would lie in the checkpoint" in err and err.count("\n") == 1 and not file.exists()
+        assert code == 2 and "would lie in the checkpoint" in err and err.count("\n") == 1
+        assert not file.exists()
     assert opened(checkpoint, "full").step == 2
     file = tmp_path / "weights.safetensors"
     file.write_text("mine")
     code, _, err = command(run, file)
-    assert code == 2 and "exists: name another file, or replace it with --force" in err and file.read_text() == "mine"
+    assert code == 2 and "exists: name another file, or replace it with --force" in err
+    assert file.read_text() == "mine"
     code, out, _ = command(run, file, "--force")
     assert code == 0 and "36,000 weights" in out and len(load_file(file)) == 15
-    code, _, _ = command(checkpoint, run / "checkpoints" / "again.safetensors")
-    assert code == 0 and (run / "checkpoints" / "again.safetensors").read_bytes() == file.read_bytes()
+    again = run / "checkpoints" / "again.safetensors"
+    code, _, _ = command(checkpoint, again)
+    assert code == 0 and again.read_bytes() == file.read_bytes()

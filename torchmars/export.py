@@ -1,6 +1,6 @@
-"""`python -m torchmars.export RUN_OR_CHECKPOINT FILE.safetensors`: the weights alone, under the names they have here.
+"""`python -m torchmars.export RUN_OR_CHECKPOINT FILE.safetensors`: the weights alone.
 
-The same weights give the same file, byte for byte.
+Their names are those they have here. The same weights give the same file, byte for byte.
 """
 
 from pathlib import Path
@@ -37,21 +37,24 @@ def main() -> None:
 
 
 def check_file(file: Path, force: bool) -> None:
-    """Raise `UserError` where `file` cannot be the one to write, or is there already and not to be replaced by `force`."""
+    """Raise `UserError` where `file` must not be written, or only by `force`."""
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must be named *.safetensors")
     if wrong := misfit(file, "file"):
         raise UserError(f"cannot write {file}: {wrong}: name a new file, or one to replace with --force")
     for folder in file.resolve().parents:
         if (folder / NAME).exists() and (folder / ".metadata").exists():
-            raise UserError(f"{file} would lie in the checkpoint {folder}, which a foreign file makes a damaged one: "
-                            "write it elsewhere")
+            raise UserError(f"{file} would lie in the checkpoint {folder}, which takes foreign "
+                            "files for damage: write it elsewhere")
     if file.exists() and not force:
         raise UserError(f"{file} exists: name another file, or replace it with --force")
 
 
 def write_weights(weights: dict[str, Tensor], file: Path) -> None:
-    """Write `weights` to `file`, whole or not at all, with the mode that the umask gives. Raises `OSError` or `SafetensorError`."""
+    """Write `weights` to `file`, whole or not at all, with the mode that the umask gives.
+
+    Raises `OSError` or `SafetensorError`.
+    """
     partial = file.with_name(file.name + PARTIAL)
     try:
         partial.unlink(missing_ok=True)

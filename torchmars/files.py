@@ -82,7 +82,7 @@ def sha256(file: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a folder with all that is in it, or a link, but never what a link points to."""
+    """Delete a file, a folder with all that is in it, or a link; never what a link points to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -89,8 +89,9 @@ def prepare_shards(config: Config) -> shards.Manifest:
     return manifest
 
 
-def read(config: DataConfig, files: list[Path], made_from: dict[Path, sources.Source]) -> Iterator[str]:
-    """All documents of `files`, with a progress bar. What each file was like goes into `made_from`."""
+def read(config: DataConfig, files: list[Path],
+         made_from: dict[Path, sources.Source]) -> Iterator[str]:
+    """All documents of `files`, with a progress bar; `made_from` gets what each file was like."""
     with tqdm(total=sum(file.stat().st_size for file in files), unit="B", unit_scale=True,
               desc=f"tokenising {config.corpus} ({config.tokenizer})") as bar:
         for file in files:

@@ -58,7 +58,8 @@ class Trainer:
 
         folder = Path(config.data.path)
         self.manifest = layout.on_first(lambda: prepare_shards(config))
-        windows, self.validation_windows = (Windows(folder, self.manifest.splits[name], training.seq_len) for name in SPLITS)
+        windows, self.validation_windows = (
+            Windows(folder, self.manifest.splits[name], training.seq_len) for name in SPLITS)
         layout.agree(lambda: check_shards(self.manifest, folder, layout.rank, layout.size))
         self.data = self.manifest.fingerprint()
         self.loader = Loader(windows, seed=config.run.seed,
@@ -164,8 +165,9 @@ class Trainer:
                 self.signals.received is not None, self.saver.overdue(),
                 self.loader.changed is not None, self.layout.first and is_gone(self.lock))
             if gone:
-                raise UserError(f"{self.lock} is gone after step {self.step}: the run folder was deleted, moved or unmounted "
-                                "while the run went on. Put it back, and start the run again")
+                raise UserError(f"{self.lock} is gone after step {self.step}: the run folder was deleted, "
+                                "moved or unmounted while the run went on. Put it back, and start "
+                                "the run again")
             if changed:  # the step is worth nothing, and nothing of it was reported or saved
                 self.layout.agree(self.loader.check)
             if made is None:
@@ -282,8 +284,9 @@ class Trainer:
         """The mean loss over the validation windows, the same ones on every layout."""
         total = torch.zeros(2, dtype=torch.float64, device=self.layout.device)  # sum of losses, targets
         batches: list[tuple[Tensor, int]] = []
-        self.layout.agree(lambda: batches.extend(validation_batches(  # if one rank cannot, none begins
-            self.validation_windows, self.config.validation.windows, self.microbatch_size, self.layout.rank, self.layout.size)))
+        self.layout.agree(lambda: batches.extend(validation_batches(
+            self.validation_windows, self.config.validation.windows, self.microbatch_size,
+            self.layout.rank, self.layout.size)))  # before the first pass, which needs all ranks
         self.model.eval()
         for tokens, count in batches:
             losses = token_losses(self.model, tokens)[:count]

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: only what runs make is ever deleted, and of a link the link alone."""
+"""A run's folder of checkpoints: only what runs make is deleted, and of a link the link alone."""
 
 import os
 import shutil
@@ -46,15 +46,16 @@ def test_links_to_nothing_and_plain_files_are_deleted_too(tmp_path):
 def test_only_names_that_runs_make_are_leftovers(tmp_path):
     made = ["step-00000004.damaged", "step-00000004.deleted", "step-00000004.partial",
             "step-00000006-2.partial", "step-123456789.partial"]
-    for name in (*made, "step-mine.partial", "step-4.partial", "step-00000004", "step-00000004.partial.bak",
-                 "step-00000004.bak", "step-00000004-x.partial", "step-000000004.partial", "other.partial"):
+    for name in (*made, "step-mine.partial", "step-4.partial", "step-00000004", "other.partial",
+                 "step-00000004.bak", "step-00000004.partial.bak", "step-00000004-x.partial",
+                 "step-000000004.partial"):
         (tmp_path / name).mkdir()
     assert [path.name for path in leftovers(tmp_path)] == made
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004"]
 
 
 def refuse(name):
-    """Let nothing whose name contains `name` be deleted in this process, as in a folder of another user."""
+    """Let nothing whose name contains `name` be deleted in this process, as if another user's."""
     remove = folders.remove
 
     def refusing(path):
@@ -76,7 +77,7 @@ def test_a_name_that_cannot_be_had_gets_a_number(tmp_path, monkeypatch):
 
 
 def among_links(tables, there):
-    """Train with links and things of others among the checkpoints, one of which cannot be deleted; what this rank said."""
+    """Train with links and things of others among the checkpoints; what this rank said."""
     said = listen_here(tables | {"training": tables["training"] | {"steps": 4}})
     folder = run_folder_of(tables) / "checkpoints"
     shutil.move(folder / "step-00000004", there / "step-00000004")
@@ -98,10 +99,11 @@ def test_a_run_goes_on_from_a_linked_checkpoint_and_saves_beside_what_it_cannot_
     (said,) = run_ranks(among_links, 1, tables, tmp_path / "disk")
     folder = run_folder_of(tables) / "checkpoints"
     assert "continue  from step 4" in said and list(metrics(tables)) == list(range(1, 13))
-    assert said.count("warning: cannot delete") == 1 and "step-00000008.partial: Operation not permitted" in said
+    assert said.count("warning: cannot delete") == 1
+    assert "step-00000008.partial: Operation not permitted" in said
     assert "could not be written" not in said
     assert {path.name for path in folder.iterdir()} == {
         "step-00000010", "step-00000012", "step-00000008.partial", "step-mine.partial"}
     assert whole(tmp_path / "disk" / "mine")
-    assert opened(tmp_path / "disk" / "step-00000004", "full").step == 4  # the link alone was pruned
+    assert opened(tmp_path / "disk" / "step-00000004", "full").step == 4  # the link alone is gone
     assert [step_of(path) for path in checkpoints(folder)] == [10, 12]

@@ -4,7 +4,9 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
+import types
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.ranks import run_ranks
 from tests.tiny import listen, listen_here, metrics, run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import folder as folders
-from torchmars.checkpoint import state
+from torchmars.checkpoint import saver, state
 from torchmars.checkpoint.folder import checkpoints, dispensable, step_of
 from torchmars.checkpoint.resume import newest_good, opened
 from torchmars.checkpoint.saver import Saver, _TensorWriter
@@ -35,28 +37,52 @@ def steps_kept(tables):
 
 
 def change_after_saving(tables):
-    """Save in the background, slowly; meanwhile train on. The weights as saved and as they were when the save began."""
+    """Save in the background, where each write waits to be let go; meanwhile train on.
+
+    Returns how long training waited, the steps visible from time to time, and whether the weights
+    changed meanwhile and came back as they had been.
+    """
     config = config_from_tables(tables, "in a test")
     trainer = Trainer(config, mesh.start(config.parallelism))
-    write = Saver._write
-    Saver._write = lambda *args: time.sleep(0.5) or write(*args)
-    trainer.train_step()
-    trainer.step += 1
+    write, wait, let_go = Saver._write, Saver.wait, {step: threading.Event() for step in (1, 2)}
+
+    def write_once_let_go(saver, manifest, *rest):
+        let_go[manifest.step].wait()
+        return write(saver, manifest, *rest)
+
+    Saver._write = write_once_let_go
+
+    def visible():
+        return [step_of(path) for path in checkpoints(trainer.saver.folder)]
+
+    def save():
+        trainer.train_step()
+        trainer.step += 1
+        tensors = state.training_state(trainer.layout, trainer.model, trainer.optimizer)
+        return trainer.saver.save(make_manifest(trainer), tensors)
+
+    stalls = [save()]  # returns while its write has not begun
     then = {name: value.full_tensor().clone() for name, value in trainer.model.state_dict().items()}
-    manifest = make_manifest(trainer)
-    stall = trainer.saver.save(manifest, state.training_state(trainer.layout, trainer.model, trainer.optimizer))
-    trainer.train_step()
-    assert checkpoints(trainer.saver.folder) == []
+    seen = [visible()]
+
+    def let_go_and_wait(saver):
+        seen.append(visible())
+        let_go[1].set()
+        wait(saver)
+
+    Saver.wait = let_go_and_wait
     began = time.perf_counter()
-    trainer.step += 1
-    second = trainer.saver.save(make_manifest(trainer), state.training_state(trainer.layout, trainer.model, trainer.optimizer))
+    stalls.append(save())  # never two at once: it waits for the first, and not for its own write
     waited = time.perf_counter() - began
-    assert [step_of(path) for path in checkpoints(trainer.saver.folder)] == [1]  # never two at once: the second waited for the first
+    seen.append(visible())
     changed = any(not torch.equal(value.full_tensor(), then[name]) for name, value in trainer.model.state_dict().items())
+    Saver.wait = wait
+    let_go[2].set()
     trainer.saver.finish()
+    seen.append(visible())
     trainer.load(checkpoints(trainer.saver.folder)[0])
     same = all(torch.equal(value.full_tensor(), then[name]) for name, value in trainer.model.state_dict().items())
-    return stall, second, waited, changed, same
+    return stalls, waited, seen, changed, same
 
 
 def make_manifest(trainer):
@@ -74,9 +100,10 @@ class Silent:
 
 
 def test_what_is_saved_is_the_step_that_was_saved(tables):
-    for stall, second, waited, changed, same in run_ranks(change_after_saving, 2, tables):
+    for stalls, waited, seen, changed, same in run_ranks(change_after_saving, 2, tables):
         assert changed and same
-        assert stall < 0.4 < second <= waited  # the first did not wait for its own slow write, the second did
+        assert seen == [[], [], [1], [1, 2]]
+        assert 0 < stalls[0] and 0 < stalls[1] <= waited
 
 
 def test_asynchronous_and_not_the_losses_and_files_are_the_same(tables):
@@ -169,7 +196,8 @@ def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
                     raise OSError(28, "No space left on device")
                 return write(data)
 
-            yield type("Full", (), {"write": staticmethod(full), "__getattr__": lambda _, name: getattr(stream, name)})()
+            others = {"__getattr__": lambda _, name: getattr(stream, name)}
+            yield type("Full", (), others | {"write": staticmethod(full)})()
 
     writer.fs.create_stream = create_stream
     with pytest.raises(CheckpointException) as failed:
@@ -197,7 +225,7 @@ def test_a_full_disk(tables, tmp_path):
     with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=2m", "none"):
         out = listen(2, tables)
         assert out.count("warning: the checkpoint") == 3 and out.count("error: the checkpoint") == 1 and "No space left on device" in out
-        assert out.count("could not be written: No space left on device") == 4  # the disk's words, not those of torch.save or DCP
+        assert out.count("could not be written: No space left on device") == 4  # the disk's words
         found = checkpoints(run_folder_of(tables) / "checkpoints")
         assert [opened(path, "full").step for path in found] == [2, 4]
         assert not list(found[0].parent.glob("*.partial"))
@@ -260,6 +288,8 @@ def killed_at(tables, count):
 
     config = config_from_tables(tables, "in a test")
     trainer = Trainer(config, mesh.start(config.parallelism))
+    save = trainer.save
+    trainer.save = lambda: trainer.saver.wait() or save()  # the calls of two threads in one order
     os.fsync, os.rename, os.rmdir, os.unlink = (counted(each) for each in (os.fsync, os.rename, os.rmdir, os.unlink))
     trainer.run()
 
@@ -316,8 +346,24 @@ def test_a_run_keeps_what_it_is_told_to(tables):
     assert best == 12 and steps_kept(tables) == [12, 18, 20]
 
 
+def train_by_the_clock(tables):
+    """Train with a clock by which each step takes a minute."""
+    train_step, minutes = Trainer.train_step, 0
+
+    def step(self):
+        nonlocal minutes
+        minutes += 1
+        return train_step(self)
+
+    Trainer.train_step = step
+    saver.time = types.SimpleNamespace(monotonic=lambda: 60.0 * minutes,
+                                       perf_counter=time.perf_counter)
+    listen_here(tables)
+
+
 def test_by_the_clock(tables):
-    tables["checkpoint"] |= {"interval": 0, "interval_minutes": 0.2 / 60}
+    tables["checkpoint"] |= {"interval": 0, "interval_minutes": 7}
     tables["training"]["steps"] = 60
-    train(2, tables)
+    run_ranks(train_by_the_clock, 2, tables)
     assert len(steps_kept(tables)) > 2 and steps_kept(tables)[-1] == 60
+    assert steps_kept(tables) == [7, 14, 21, 28, 35, 42, 49, 56, 60]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -54,7 +55,8 @@ def holding(original, counts):
 
 if os.environ["RANK"] == rank and place == "save":  # all that makes something durable or visible
     saving = lambda: threading.current_thread().name == "checkpoint"
-    os.fsync, os.rename, os.rmdir, os.unlink = (holding(each, saving) for each in (os.fsync, os.rename, os.rmdir, os.unlink))
+    for name in ("fsync", "rename", "rmdir", "unlink"):
+        setattr(os, name, holding(getattr(os, name), saving))
 elif os.environ["RANK"] == rank:
     Trainer.train_step = holding(Trainer.train_step, lambda: True)
 main()
@@ -82,9 +84,11 @@ def launch(tables, log, hold=None):
     if hold:
         (folder / "holding.py").write_text(HOLDING)
         program = [str(folder / "holding.py")]
-        environment |= {"PYTHONPATH": str(ROOT), "HOLD": f"{hold.rank},{hold.place},{hold.number},{hold.marker}"}
-    return subprocess.Popen([sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2", *program, str(file)],
-                            cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+        where = f"{hold.rank},{hold.place},{hold.number},{hold.marker}"
+        environment |= {"PYTHONPATH": str(ROOT), "HOLD": where}
+    command = [sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen([*command, *program, str(file)], cwd=ROOT, env=environment,
+                            stdout=log, stderr=log, start_new_session=True)
 
 
 def ranks_of(launcher):
@@ -103,11 +107,12 @@ def kill(number):
 
 
 def next_hold(count, marker, rng):
-    """Where the `count`-th kill hits: in a save, then at a step, in turn; the point itself is random, from a fixed seed."""
+    """Where the `count`-th kill hits: in a save, then at a step, where the seed says."""
     rank = rng.randrange(2)
     if count % 2:
         return Hold(rank, "step", rng.randint(1, 6), marker)
-    return Hold(rank, "save", rng.randint(1, 20 if rank == 0 else 2), marker)  # rank 1 makes one file of each save durable
+    calls = 20 if rank == 0 else 2  # rank 1 makes only one file of each save durable
+    return Hold(rank, "save", rng.randint(1, calls), marker)
 
 
 def kill_at(hold, launcher, everyone):
@@ -129,8 +134,8 @@ def kill_at(hold, launcher, everyone):
 
 def rank_number(process):
     """Which rank a process is."""
-    environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    return next(int(each.removeprefix(b"RANK=")) for each in environment if each.startswith(b"RANK="))
+    environment = Path(f"/proc/{process}/environ").read_bytes()
+    return int(re.search(rb"(^|\0)RANK=(\d+)", environment)[2])
 
 
 def campaign(folder, kills, steps):
@@ -157,7 +162,9 @@ def campaign(folder, kills, steps):
     lines = [[line.split(', "train/tokens_per_second"')[0] for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()
               if "stall_ms" not in line] for tables in (straight, killed)]
     assert lines[0] == lines[1] and len(lines[0]) == steps + steps // 50
-    print(f"{kills} kills, {inside} of them inside a save, in {time.monotonic() - began:.0f} s: the run ends bit for bit as the unbroken one")
+    seconds = time.monotonic() - began
+    print(f"{kills} kills, {inside} of them inside a save, in {seconds:.0f} s: "
+          "the run ends bit for bit as the unbroken one")
     return inside
 
 

@@ -116,16 +116,18 @@ def replace(file):
     other.rename(file)
 
 
-CHANGES = {truncate: "bytes, its manifest says", zero: "was altered", replace: "was altered", os.unlink: "is missing"}
+CHANGES = {truncate: "bytes, its manifest says", zero: "was altered", replace: "was altered",
+           os.unlink: "is missing"}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_shard_that_changes_is_named_and_gives_no_tokens(split, tmp_path, change, workers):
-    """A short read and not a bus error; zeros and not what is there now, for a rank must stay in step until all know."""
+    """A short read and not a bus error; zeros, for a rank must stay in step until all know."""
     folder = shutil.copytree(split[0], tmp_path / "shards")
     windows = Windows(folder, split[1], T)
-    loader = Loader(windows, seed=3, global_batch_size=12, microbatch_size=6, rank=0, ranks=1, num_workers=workers)
+    loader = Loader(windows, seed=3, global_batch_size=12, microbatch_size=6, rank=0, ranks=1,
+                    num_workers=workers)
     before = torch.cat(loader.step())
     assert before.any() and loader.changed is None
     for shard in split[1].shards:
@@ -133,7 +135,8 @@ def test_a_shard_that_changes_is_named_and_gives_no_tokens(split, tmp_path, chan
     for _ in range(8):  # a worker has read some steps ahead
         batch = loader.step()
     assert [tokens.shape for tokens in batch] == [(6, T + 1)] * 2 and not torch.cat(batch).any()
-    with pytest.raises(ChangedData, match=rf"^the data changed while the run read them: the shard \S+bin .*{CHANGES[change]}"):
+    message = rf"^the data changed while the run read them: the shard \S+bin .*{CHANGES[change]}"
+    with pytest.raises(ChangedData, match=message):
         loader.check()
     assert "\n" not in str(loader.changed)
     loader.close()

@@ -1,4 +1,4 @@
-"""What a run says of data that are not any more what they were: sources, settings, and shards under its hands."""
+"""What a run says of data that are not what they were: sources, settings, shards being read."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import listen_here, metrics, run_folder_of, tiny_config, tiny_tables, write_config, write_text
+from tests.tiny import (listen_here, metrics, run_folder_of, tiny_config, tiny_tables,
+                        write_config, write_text)
 from torchmars import prepare
 from torchmars.data import sources
 from torchmars.data.loader import ChangedData, Windows
@@ -42,7 +43,8 @@ def change_content(books):
     (lambda books: (books / "a.txt").write_text("other"), "a.txt has changed"),
     (lambda books: (books / "b.txt").unlink(), "b.txt is gone"),
     (lambda books: (books / "c.txt").write_text("more"), "c.txt is new"),
-    (lambda books: [(books / f"c{n}.txt").write_text("more") for n in range(5)], "c2.txt is new and 2 more"),
+    (lambda books: [(books / f"c{n}.txt").write_text("more") for n in range(5)],
+     "c2.txt is new and 2 more"),
 ])
 def test_a_corpus_that_has_changed_since_is_one_line(config, tmp_path, change, message):
     change(tmp_path / "books")
@@ -74,7 +76,8 @@ def test_prepare_says_it(config, tmp_path, capsys, monkeypatch):
 
 def test_another_validation_fraction_is_refused(config, tmp_path):
     config.data.validation_fraction = 0.1
-    with pytest.raises(UserError, match="prepared with data.validation_fraction = 0.05, the config says 0.1: set it back"):
+    message = "prepared with data.validation_fraction = 0.05, the config says 0.1: set it back"
+    with pytest.raises(UserError, match=message):
         prepare_shards(config)
     manifest = tmp_path / "shards" / "manifest.json"
     raw = json.loads(manifest.read_text())
@@ -84,7 +87,7 @@ def test_another_validation_fraction_is_refused(config, tmp_path):
 
 
 def disturbed(tables, at, disturb, on_rank):
-    """Train; at the `at`-th step's first read this rank, if it is `on_rank`, disturbs the data. What it said."""
+    """Train; before step `at` this rank disturbs the data if it is `on_rank`. What it said."""
     from torchmars.trainer import Trainer
 
     train_step, disturbance = Trainer.train_step, DISTURBANCES[disturb]
@@ -125,23 +128,28 @@ def zeroed(name):
     return zero
 
 
-DISTURBANCES = {"zeros": zeroed("train-00000.bin"), "cut": lambda folder: os.truncate(folder / "train-00000.bin", 10),
-                "gone": lambda folder: shutil.rmtree(folder), "seen by one": seen_by_one,
+DISTURBANCES = {"zeros": zeroed("train-00000.bin"),
+                "cut": lambda folder: os.truncate(folder / "train-00000.bin", 10),
+                "gone": shutil.rmtree,
+                "seen by one": seen_by_one,
                 "validation": zeroed("validation-00000.bin")}
 
 
 def test_a_run_ends_with_one_line_on_every_rank_when_its_shards_change(tmp_path):
     """And nothing that was made of the changed tokens is reported or saved."""
     write_text(tmp_path)
-    runs = {name: tiny_tables(tmp_path, run={"name": name}, data={"path": str(tmp_path / name)}, training={"steps": 8},
-                              validation={"interval": 6, "windows": 4}, checkpoint={"interval": 3})
+    settings = {"training": {"steps": 8}, "checkpoint": {"interval": 3},
+                "validation": {"interval": 6, "windows": 4}}
+    runs = {name: tiny_tables(tmp_path, run={"name": name}, data={"path": str(tmp_path / name)},
+                              **settings)
             for name in DISTURBANCES}
     for rank in run_ranks(disturbed_by_all, 2, runs):
         for name, said in zip(runs, rank):
-            assert said.count("error: the data changed") == 1 and said.count("error") == 1, (name, said)
+            assert said.count("error: the data changed") == said.count("error") == 1, (name, said)
             assert f"{'validation' if name == 'validation' else 'train'}-00000.bin" in said
     for name, tables in runs.items():
         losses = metrics(tables)
-        assert list(losses) == list(range(1, 7 if name == "validation" else 4)) and min(losses.values()) > 1
+        assert list(losses) == list(range(1, 7 if name == "validation" else 4))
+        assert min(losses.values()) > 1
         found = run_folder_of(tables) / "checkpoints"
         assert [path.name for path in found.iterdir()] == ["step-00000003"]

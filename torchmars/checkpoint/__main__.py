@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
     command.add_argument("--keep_last", type=int, help="newest checkpoints to keep; default: the run's checkpoint.keep_last")
     command.add_argument("--keep_every", type=int, help="steps whose multiples are kept; default: the run's checkpoint.keep_every")
     command.add_argument("--damaged", action="store_true",
-                         help="delete those that are not good, too, and what was set aside as *.damaged")
+                         help="delete those that are not good, and *.damaged, too")
     command.add_argument("--dry_run", action="store_true", help="only say what would be deleted")
     return parser.parse_args()
 
@@ -79,7 +79,8 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
     good = judge(found)
     if found and not good:
         raise UserError(f"no checkpoint in {folder} is good: nothing was deleted")
-    unwanted = (DELETED, DAMAGED) if args.damaged else (DELETED,)  # .partial may be a save under way
+    # A .partial may be a save under way.
+    unwanted = (DELETED, DAMAGED) if args.damaged else (DELETED,)
     going = [path for path in leftovers(folder) if path.suffix in unwanted]
     going += [path for path in found if path not in good and args.damaged]
     if good:
@@ -95,7 +96,8 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
     gone = [path for path in going if path not in stuck]
     for path in gone:
         say(f"{'would delete' if args.dry_run else 'deleted'} {path}")
-    say(f"{len(good) - sum(path in good for path in gone)} checkpoints {'would stay' if args.dry_run else 'stay'}")
+    staying = len(good) - sum(path in good for path in gone)
+    say(f"{staying} checkpoints {'would stay' if args.dry_run else 'stay'}")
     if stuck:
         raise UserError(f"{len(stuck)} of {len(going)} could not be deleted: see the warnings")
 
@@ -115,7 +117,8 @@ def loss_of(manifest: Manifest) -> str:
     return "-" if manifest.validation_loss is None or math.isnan(manifest.validation_loss) else f"{manifest.validation_loss:.4f}"
 
 
-LEFT = {PARTIAL: "of a save under way or cut short", DAMAGED: "set aside as damaged; prune --damaged deletes it"}
+LEFT = {PARTIAL: "of a save under way or cut short",
+        DAMAGED: "set aside as damaged; prune --damaged deletes it"}
 COMMANDS = {"list": list_checkpoints, "verify": verify_checkpoints, "prune": prune_checkpoints}
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from torchmars.files import PARTIAL, remove, sync_folder
 DELETED, DAMAGED = ".deleted", ".damaged"
 # The names that runs make. Everything else in the folder is the user's and is left alone.
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
-LEFTOVER = re.compile(rf"{STEP.pattern}(-\d+)?({'|'.join(map(re.escape, (PARTIAL, DELETED, DAMAGED)))})")
+SUFFIXES = "|".join(map(re.escape, (PARTIAL, DELETED, DAMAGED)))
+LEFTOVER = re.compile(rf"{STEP.pattern}(-\d+)?({SUFFIXES})")  # with a number: see `vacated`
 
 
 def run_folder(config: Config) -> Path:
@@ -45,7 +46,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What crashed saves and deletions left, and what was set aside as damaged: folders, files or links."""
+    """What crashed saves and deletions left, and what was set aside: folders, files or links."""
     return sorted(path for path in folder.glob("step-*") if LEFTOVER.fullmatch(path.name))
 
 
@@ -69,7 +70,7 @@ def set_aside(checkpoint: Path, suffix: str) -> Path:
 
 
 def vacated(leftover: Path) -> Path:
-    """A free name for a leftover: `leftover`, which is deleted, or one with a number where that cannot be done."""
+    """A free name: `leftover` once it is deleted, with a number where it cannot be."""
     for number in itertools.count():
         path = leftover.with_stem(f"{leftover.stem}-{number}") if number else leftover
         with contextlib.suppress(OSError):
@@ -87,7 +88,7 @@ def delete(path: Path) -> None:
 
 
 def delete_all(paths: Iterable[Path], warn: Callable[[str], None]) -> list[Path]:
-    """Delete checkpoints and leftovers. Those that cannot be deleted are passed over with a warning, and returned."""
+    """Delete checkpoints and leftovers. Warn of those that cannot be deleted, and return them."""
     stuck = []
     for path in paths:
         try:

@@ -19,7 +19,8 @@ from torch.futures import Future
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import (DAMAGED, checkpoints, checkpoints_folder, delete_all,
-                                         dispensable, leftovers, set_aside, step_folder, step_of, vacated)
+                                         dispensable, leftovers, set_aside, step_folder, step_of,
+                                         vacated)
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.state import reason
 from torchmars.config import Config
@@ -148,7 +149,8 @@ class Saver:
         partial = self.layout.on_first(begin)
         try:
             # DCP flushes each file to the disk; the manifest does the same for their names.
-            dcp.save(state, storage_writer=_TensorWriter(partial), process_group=self.layout.control)
+            writer = _TensorWriter(partial)
+            dcp.save(state, storage_writer=writer, process_group=self.layout.control)
         except CheckpointException as error:  # not an Exception
             raise UserError(reason(error)) from None
         parts = self.layout.agree(mine)
@@ -184,7 +186,7 @@ class Saver:
 
 
 class _TensorWriter(dcp.FileSystemWriter):
-    """DCP's writer that says why the disk refused: torch.save hides it, and says where its archive broke off."""
+    """DCP's writer, but it says why the disk refused; torch.save only where its archive ends."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

@@ -114,7 +114,7 @@ def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGrou
 
 
 def reason(error: CheckpointException) -> str:
-    """What went wrong first, in one line; what the disk said before what came of it on other ranks."""
+    """What went wrong first, in one line: what the disk said, if it said something."""
     exceptions = [exception for exception, _ in error.failures.values()]
     for exception in exceptions:
         if isinstance(exception, OSError) and exception.strerror:

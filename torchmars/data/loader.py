@@ -24,9 +24,10 @@ class ChangedData(UserError):
 class Windows(Dataset):
     """The windows of a split: window w is tokens [w T, w T + T + 1) of its shards, end to end (T = `seq_len`).
 
-    The one token of overlap makes every token but the first a target once. Make this before the shards are verified: each
-    read looks whether its shard has been written to since, and verifies it anew if so. Shards are not memory-mapped, since
-    one that is cut short would end the process by a bus error.
+    The one token of overlap makes every token but the first a target once. Make this before the
+    shards are verified: each read looks whether its shard has been written to since, and verifies
+    it anew if so. Shards are not memory-mapped, since one that is cut short would end the process
+    by a bus error.
     """
 
     def __init__(self, folder: Path, split: Split, seq_len: int) -> None:
@@ -46,7 +47,8 @@ class Windows(Dataset):
             first, last = self.starts[shard:shard + 2]
             if first >= end:
                 break
-            parts.append(self._read(shard, int(max(begin, first) - first), int(min(end, last) - first)))
+            part = max(begin, first) - first, min(end, last) - first
+            parts.append(self._read(shard, *map(int, part)))
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
     def _read(self, shard: int, begin: int, end: int) -> np.ndarray:
@@ -63,7 +65,7 @@ class Windows(Dataset):
             self.stamps[shard] = stamp  # only touched, or copied from the same
 
 
-Stamp = tuple[int, int] | None  # a file's size and the time of the last write to it; None where it cannot be read
+Stamp = tuple[int, int] | None  # a file's size and time of the last write; None: it cannot be read
 
 
 def _stamp(file: str | int) -> Stamp:
@@ -170,8 +172,8 @@ class Loader:
     def step(self) -> list[Tensor]:
         """This rank's microbatches of the next global batch; `position` moves on past it.
 
-        Where the data have changed they are zeros, since other ranks may not know it yet and expect this one to take part in
-        the step: look at `changed` before its results are used.
+        Where the data have changed they are zeros, since other ranks may not know it yet and expect
+        this one to take part in the step: look at `changed` before its results are used.
         """
         batch = self.peek()
         self._peeked = None
@@ -191,12 +193,14 @@ class Loader:
                 self.check()
                 self._peeked = [next(self._stream()) for _ in range(count)]
             except ChangedData as error:
-                self.changed = ChangedData(str(error).rpartition("ChangedData: ")[2].strip())  # a worker's has a traceback before it
-                # Its frames refer to the workers in a circle, and those do not end where the garbage collector comes for them.
+                # What a worker has raised comes with the traceback before its message.
+                self.changed = ChangedData(str(error).rpartition("ChangedData: ")[2].strip())
+                # The frames and the workers refer to each other. Workers whose end is left to the
+                # garbage collector do not end.
                 error.with_traceback(None)
                 self.close()
-                zeros = torch.zeros(self.microbatch_size, self.windows.seq_len + 1, dtype=torch.int64)
-                self._peeked = [zeros] * count
+                shape = self.microbatch_size, self.windows.seq_len + 1
+                self._peeked = [torch.zeros(shape, dtype=torch.int64)] * count
         return self._peeked
 
     def _stream(self) -> Iterator[Tensor]:

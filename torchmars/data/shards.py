@@ -1,7 +1,8 @@
 """The on-disk format: shards of uint16 tokens beside a JSON manifest that says what they hold.
 
-A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files `train-00000.bin`, `validation-00000.bin` of little-endian
-uint16 tokens without a header. The manifest is written last, so a folder without one is unfinished.
+A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files
+`train-00000.bin`, `validation-00000.bin` of little-endian uint16 tokens without a header. The
+manifest is written last of those that a run needs, so a folder without one is unfinished.
 """
 
 import hashlib
@@ -133,7 +134,8 @@ def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[s
         raise UserError("the corpus has no text: check data.files")
 
     manifest = Manifest(tokenizer.name, tokenizer.vocab_size, config.corpus, config.files,
-                        {"train": train.close(), "validation": validation.close()}, config.validation_fraction)
+                        {"train": train.close(), "validation": validation.close()},
+                        config.validation_fraction)
     (partial / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1) + "\n")
     if folder.exists():
         folder.rmdir()
@@ -187,7 +189,8 @@ def check_manifest(manifest: Manifest, config: DataConfig, folder: Path) -> None
         unknown = key == "files" and not wanted or key == "validation_fraction" and found is None
         if found != wanted and not unknown:
             raise UserError(f"{folder} was prepared with data.{key} = {json.dumps(found)}, the config says {json.dumps(wanted)}: "
-                            "set it back, set data.path to another folder, or remove this one to prepare it anew")
+                            "set it back, set data.path to another folder, or remove this one to "
+                            "prepare it anew")
 
 
 def check_shards(manifest: Manifest, folder: Path, part: int = 0, parts: int = 1) -> None:
@@ -201,15 +204,21 @@ def check_shards(manifest: Manifest, folder: Path, part: int = 0, parts: int = 1
 
 
 def check_shard(shard: Shard, folder: Path) -> None:
-    """Raise `UserError` where a shard is missing, truncated or altered, or cannot be read. Reads every byte."""
-    path, remedy = folder / shard.file, f"restore it, or remove the folder {folder} to prepare it anew"
+    """Raise `UserError` where a shard is missing, truncated, altered or cannot be read.
+
+    Reads every byte.
+    """
+    path = folder / shard.file
+    remedy = f"restore it, or remove the folder {folder} to prepare it anew"
     try:
         if not path.is_file():
             raise UserError(f"the shard {path} is missing: {remedy}")
         if (size := path.stat().st_size) != 2 * shard.tokens:
-            raise UserError(f"the shard {path} has {size} bytes, its manifest says {2 * shard.tokens}: {remedy}")
+            raise UserError(f"the shard {path} has {size} bytes, its manifest says "
+                            f"{2 * shard.tokens}: {remedy}")
         if sha256(path) != shard.sha256:
-            raise UserError(f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}")
+            raise UserError(f"the shard {path} was altered (its SHA-256 is not the manifest's): "
+                            f"{remedy}")
     except OSError as error:
         raise UserError(f"the shard {path} cannot be read ({error.strerror}): {remedy}") from None
 

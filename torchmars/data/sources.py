@@ -1,4 +1,7 @@
-"""What files a corpus was tokenised from, and whether they are still the same: `sources.json` beside the shards."""
+"""What files a corpus was tokenised from, and whether they are still the same.
+
+`sources.json` beside the shards has their names, as the config gave them, sizes, times and SHA-256.
+"""
 
 import contextlib
 import json
@@ -36,10 +39,10 @@ def write(folder: Path, sources: dict[Path, Source]) -> None:
 
 
 def warning(config: DataConfig) -> str | None:
-    """A line on how the corpus differs from what the shards in data.path were made from; None where it does not.
+    """A line on how the corpus differs from what the shards in data.path were made of, if so.
 
-    It is no mistake: shards are all that a run needs, and a run that has begun must go on with them. So the text may also
-    have been put away: None where none of its files is there any more.
+    It is no mistake: shards are all that a run needs, and a run that has begun must go on with
+    them. So the text may also have been put away: None where none of its files is there any more.
     """
     folder = Path(config.path)
     try:
@@ -48,26 +51,33 @@ def warning(config: DataConfig) -> str | None:
     except FileNotFoundError:  # prepared by an older version
         return None
     except (OSError, ValueError, AttributeError, UserError) as error:
-        return f"warning   {folder / NAME} cannot be read ({error}): whether the corpus has changed is not known"
+        return (f"warning   {folder / NAME} cannot be read ({error}): "
+                "whether the corpus has changed is not known")
     if not any(file.exists() for file in sources):
         return None
-    changes = [f"{file} {what}" for file, source in sources.items() if (what := change(file, source))]
-    with contextlib.suppress(UserError):  # a pattern that matches nothing any more: its files are gone, as said
+    changes = [f"{file} {what}" for file, source in sources.items()
+               if (what := change(file, source))]
+    with contextlib.suppress(UserError):  # a pattern that matches nothing: its files are gone
         added = set(source_files(config)) - set(sources) if config.files else set()
         changes += [f"{file} is new" for file in sorted(added)]
     if not changes:
         return None
     some = ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
-    return (f"warning   the corpus is not what {folder} was made from: {some}. Runs read what was tokenised; "
-            "for the corpus as it is now set data.path to a new folder, and run.name to a new run")
+    return (f"warning   the corpus is not what {folder} was made from: {some}. Runs read what was "
+            "tokenised; for the corpus as it is now set data.path to a new folder, and run.name to "
+            "a new run")
 
 
 def change(file: Path, source: Source) -> str | None:
-    """What has become of a file since it was `source`; None where its content is the same. Reads it only if it was written to."""
+    """What has become of a file since it was `source`; None where its content is the same.
+
+    Reads the file only where it was written to.
+    """
     try:
         stat = file.stat()
-        if stat.st_size == source.size and (stat.st_mtime_ns == source.mtime_ns or sha256(file) == source.sha256):
-            return None
-        return "has changed"
+        if stat.st_size != source.size:
+            return "has changed"
+        same = stat.st_mtime_ns == source.mtime_ns or sha256(file) == source.sha256
+        return None if same else "has changed"
     except OSError:
         return "is gone"
