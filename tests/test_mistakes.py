@@ -23,11 +23,13 @@ from tests.test_run_train import ROOT, finish
 from tests.tiny import tiny_tables
 from torchmars.checkpoint import __main__ as checkpoint_command
 from torchmars.checkpoint.folder import checkpoints
+from torchmars.config import MetricsConfig
 from torchmars.config_file import config_text, load_config, read_toml
 from torchmars.data import corpus
 from torchmars.environment import Environment, read_environment
 from torchmars.generate import load
 from torchmars.launch import config_from_args, parse
+from torchmars.metrics import check_writers
 from torchmars.prepare import prepare
 
 sizes = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
@@ -90,6 +92,12 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
     assert read_environment(job | {"ENVIRONMENT": ""}).NNODES == 1  # started by hand within the job
     said = mistake(read_environment, job | {"SLURM_GPUS_ON_NODE": "gpu:8"})
     assert "SLURM_GPUS_ON_NODE must be a whole number" in said
+
+
+def test_the_mode_of_wandb(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    check_writers(MetricsConfig())
+    assert "WANDB_MODE must be one of online" in mistake(check_writers, MetricsConfig(wandb=True))
 
 
 @pytest.fixture
@@ -199,6 +207,8 @@ def test_texts_and_command_lines(place, examples):
      "guards.hang_seconds must be at least 0 and at most 1,000,000, got inf"),
     (["--training.steps", str(2**63)],
      "training.steps must be at least 1 and at most 1,000,000,000, got 9223372036854775808"),
+    (["--training.global_batch_size", "1000000000", "--training.seq_len", "10000000"],
+     "must be at most 100,000,000,000 tokens a step"),
     (["--model.n_layer", "3000000000"], "model.n_layer must be"),
     (["--model.n_embd", "3000000000"], "model.n_embd must be"),
     (["--run.seed", str(2**63)], "run.seed must be"),

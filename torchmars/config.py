@@ -118,6 +118,12 @@ class TrainingConfig:
     compile: bool = False
     """Compile each block with torch.compile."""
 
+    def check(self) -> None:
+        tokens = self.global_batch_size * self.seq_len
+        require(tokens <= 10**11, f"training.global_batch_size = {self.global_batch_size} times "
+                f"training.seq_len = {self.seq_len} must be at most {10**11:,} tokens a step: "
+                "lower one of them")
+
     def microbatches(self, dp_size: int) -> tuple[int, int]:
         """The microbatch size per rank and the number of accumulation steps on `dp_size` data-parallel ranks.
 
@@ -382,7 +388,7 @@ class Config:
     def resolve(self) -> None:
         """Check every section, then fill in what follows from the rest. Raises `UserError`."""
         check_bounds(self, Config)
-        for section in (self.data, self.schedule, self.parallelism, self.checkpoint):
+        for section in (self.data, self.training, self.schedule, self.parallelism, self.checkpoint):
             section.check()
         self.optimizer.check()
         if self.data.path is None:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import math
+import os
 import resource
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 9
 # From this size of the momentum over that of the gradient on
 # one earlier gradient decides where the weights go.
 MOMENTUM = 100
+WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -170,8 +172,11 @@ class Metrics:
 
 
 def check_writers(config: MetricsConfig) -> None:
-    """Raise `UserError` where a writer that the config asks for is not installed."""
+    """Raise `UserError` where a writer that the config asks for cannot be had."""
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("metrics.tensorboard needs the tensorboard package: pip install 'torchmars[tensorboard]'")
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("metrics.wandb needs the wandb package: pip install wandb")
+    mode = os.environ.get("WANDB_MODE")
+    if config.wandb and mode not in (None, *WANDB_MODES):
+        raise UserError(f"WANDB_MODE must be one of {', '.join(WANDB_MODES)}, got {mode!r}")

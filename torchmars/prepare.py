@@ -32,6 +32,9 @@ def main() -> None:
     with reported():
         args, ranks = take_count(sys.argv[1:], "--ranks", 1)
         args, nodes = take_count(args, "--nodes", 1)
+        if ranks % nodes:
+            raise UserError(f"--ranks {ranks} does not divide over --nodes {nodes}: "
+                            f"choose a multiple of {nodes}")
         config = load_config(args, "python -m torchmars.prepare [--ranks N] [--nodes M]")
         prepare(config, ranks, nodes)
         if warning := sources.warning(config.data):
