@@ -30,7 +30,7 @@ def former_names(manifest: Manifest, model: nn.Module, state: Collection[str],
     What is read is multiplied by the factor. `saved` are the checkpoint's names, `model` is of the
     same parameters. The betas are those of the config that the checkpoint was made with.
     """
-    if not any("momentum" in words.split() for words in manifest.optimizer.values()):
+    if current_names(manifest.optimizer) == manifest.optimizer:
         return {}
     found = {}
     settings = config_from_tables(manifest.config, "in the checkpoint").optimizer.settings()
