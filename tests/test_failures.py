@@ -81,16 +81,19 @@ def test_a_machine_that_hears_nothing_does_not_wait_for_ever(tmp_path, clock, wr
     assert clock.now == pytest.approx(failures.WAIT_SECONDS if writable else 0, abs=0.5)
 
 
-NO_TRAFFIC = "NoTraffic: n1: the ranks have met, but cannot exchange data (nothing has come in 45 s): set GLOO_SOCKET_IFNAME, ..."
+NO_TRAFFIC = "NoTraffic: n1: the ranks have met, but cannot exchange data (...): set GLOO_SOCKET..."
 
 
-def test_a_network_that_carries_nothing_is_the_verdict_unless_a_rank_has_died_elsewhere(tmp_path, clock, monkeypatch):
+def test_silence_of_the_network_is_the_verdict_unless_a_rank_has_died(tmp_path, clock, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    verdict = first(tmp_path, ended(tmp_path, 0, 1, CLOSED, at=10), ended(tmp_path, 1, 2, NO_TRAFFIC, at=11))
-    assert (verdict.code, verdict.message) == (2, NO_TRAFFIC.replace("NoTraffic", "error")) and clock.now > 0
+    lost, silent = ended(tmp_path, 0, 1, CLOSED, at=10), ended(tmp_path, 1, 2, NO_TRAFFIC, at=11)
+    verdict = first(tmp_path, lost, silent)
+    assert (verdict.code, verdict.message) == (2, NO_TRAFFIC.replace("NoTraffic", "error"))
     began = clock.now
-    monkeypatch.setenv("SLURMD_NODENAME", "n2")  # all machines have said the same: none waits for a cause
-    assert first(tmp_path, ended(tmp_path, 2, 2, NO_TRAFFIC, at=9)).code == 2 and clock.now < began + 1
+    assert began > failures.WAIT_SECONDS
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")  # all machines say the same: none waits for a cause
+    assert first(tmp_path, ended(tmp_path, 2, 2, NO_TRAFFIC, at=9)).code == 2
+    assert clock.now < began + 1
     monkeypatch.setenv("SLURMD_NODENAME", "n3")
     assert first(tmp_path, ended(tmp_path, 4, -9)).code == -9
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
@@ -103,9 +106,10 @@ def test_a_hang_comes_before_the_kill_of_the_rank_that_did_not_end(tmp_path, clo
     _, hung = ended(tmp_path, 1, 70)
     _, killed = ended(tmp_path, 0, -9)
     hung.timestamp, killed.timestamp = 100, 130
-    ours = [failure_of(0, killed, ["the last line"]), hang_of(1, hung, "error: no step for ...\n  rank 0: ...")]
+    report = "error: no step for ...\n  rank 0: ..."
+    ours = [failure_of(0, killed, ["its last line"]), hang_of(1, hung, report)]
     failure = first_failure(ours, logs)
-    assert (failure.code, failure.rank) == (70, 1) and failure.message.startswith("error: no step")
+    assert (failure.code, failure.rank, failure.message) == (70, 1, report)
 
 
 def test_a_machine_that_has_lost_the_others_says_what_they_say(tmp_path):

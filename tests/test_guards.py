@@ -154,13 +154,17 @@ def hanging(folder, how, grace):
     """The launcher of a run whose ranks hang, and the folder in which they say where."""
     ranks = len(how.split())
     write_text(folder)
-    config = tiny_config(folder, guards={"hang_seconds": 3.0}, training={"global_batch_size": 4 * ranks})
+    config = tiny_config(folder, guards={"hang_seconds": 3.0},
+                         training={"global_batch_size": 4 * ranks})
     write_config(config, folder / "hang.toml")
     script = folder / "hang.py"
     script.write_text(HANGING_RUN)
-    process = subprocess.Popen([sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", str(ranks), str(script), str(folder / "hang.toml")],
-                               cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RDZV_TIMEOUT": "300", "HANG": how, "GRACE": grace})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", str(ranks),
+         str(script), str(folder / "hang.toml")],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RDZV_TIMEOUT": "300",
+                          "HANG": how, "GRACE": grace})
     try:
         yield process, Path(config.run.folder) / config.run.name / "hang"
     finally:
@@ -181,7 +185,10 @@ def test_a_rank_that_hangs_is_found_and_every_rank_tells_where_it_stands(tmp_pat
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
 def test_ranks_that_are_blocked_outside_python_are_found_by_the_others(tmp_path):
-    """Also where the first rank is one of them. The interpreter ends the last one, once the second has said where it stands."""
+    """Also where the first rank is one of them.
+
+    The interpreter ends the last one, once the second has said where it stands.
+    """
     with hanging(tmp_path, "stop not block", "1 1 4") as (process, folder):
         while "Timeout (" not in text_of(folder / "rank-00002.txt"):
             assert process.poll() is None
@@ -193,8 +200,10 @@ def test_ranks_that_are_blocked_outside_python_are_found_by_the_others(tmp_path)
     report = err[err.rindex("error: no step for guards.hang_seconds = 3 s"):].splitlines()
     assert len(report) == 4 and f"rank 0: no word; process {stopped} on " in report[1]
     assert re.search(r"rank 1: \d+ s in step 4: waiting in the collective gloo:", report[2])
-    assert re.search(r"rank 2: blocked outside Python in File .*hang.py\", line \d+ in read", report[3])
-    assert report[2] in (folder.parent / "logs" / "rank-00001.log").read_text()  # it has said so itself
+    assert re.search(r"rank 2: blocked outside Python in File .*hang.py\", line \d+ in read",
+                     report[3])
+    said = (folder.parent / "logs" / "rank-00001.log").read_text()
+    assert report[2] in said  # itself, too
 
 
 def text_of(file):

@@ -114,12 +114,13 @@ if os.environ.get("RANK") == "3":
     os.write(2, b"ImportError: libnothing is missing\\n")
     os._exit(1)
 if "RANK" in os.environ:
-    os.environ["RDZV_TIMEOUT"] = "5"  # they need not wait for long, but the machines may take their time to meet
+    os.environ["RDZV_TIMEOUT"] = "5"  # not for the machines, which may take their time to meet
 """
 
 
 @needs_proc
-def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(config, tmp_path, endpoint):
+def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
+        config, tmp_path, endpoint):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sitecustomize.py").write_text(DIES)  # Python runs it first
     where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
@@ -155,7 +156,8 @@ slurm = pytest.mark.skipif(idle_nodes() < 2, reason="needs a SLURM cluster of tw
 def submit(config, log, endpoint, *args):
     """Submit a job of two nodes, a rank on each; its number. Both may be this machine, so they meet at an address of its own."""
     said = subprocess.run(["sbatch", "--parsable", "--nodes=2", f"--output={log}", str(ROOT / "run_train.sh"), *args], cwd=config.parent, capture_output=True,
-                          text=True, env=os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "CONFIG_FILE": str(config), "RDZV_ENDPOINT": endpoint,
+                          text=True, env=os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1",
+                                                       "CONFIG_FILE": str(config), "RDZV_ENDPOINT": endpoint,
                                                        "PYTHONPATH": str(ROOT)})
     assert said.returncode == 0, said.stderr
     return said.stdout.strip()
@@ -180,7 +182,8 @@ def stepping(log, least=10):
 @slurm
 def test_a_job_trains_to_the_end_and_a_mistaken_one_fails_once(config, tmp_path, endpoint):
     job = submit(config, tmp_path / "job.log", endpoint)
-    mistaken = submit(config, tmp_path / "mistaken.log", endpoint, "--run.name", "other", "--training.stps", "3")  # it never gets there
+    mistaken = submit(config, tmp_path / "mistaken.log", endpoint,  # where it never gets
+                      "--run.name", "other", "--training.stps", "3")
     wait_until(lambda: not state_of(job) and not state_of(mistaken))
     straight = tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 8})
     train(2, straight)
@@ -200,9 +203,11 @@ def test_a_cancelled_job_ends_every_process_and_stays_cancelled(config, tmp_path
 
 @slurm
 @pytest.mark.slow
-def test_a_job_that_is_signalled_comes_back_and_ends_as_if_nothing_had_happened(config, tmp_path, endpoint):
+def test_a_job_that_is_signalled_comes_back_and_ends_as_if_nothing_had_happened(
+        config, tmp_path, endpoint):
     """SLURM holds a job that was put back for two minutes."""
-    job = submit(config, tmp_path / "job.log", endpoint, "--training.steps", "800", "--schedule.name", "constant")
+    job = submit(config, tmp_path / "job.log", endpoint,
+                 "--training.steps", "800", "--schedule.name", "constant")
     wait_until(lambda: stepping(tmp_path / "job.log"))
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
     wait_until(lambda: state_of(job) == "PENDING")

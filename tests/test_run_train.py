@@ -17,7 +17,7 @@ from torchmars.checkpoint.folder import checkpoints
 from torchmars.signals import ECHO_SECONDS
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 600  # seconds after which a process counts as hung, on a machine that is busy with other things
+LIMIT = 600  # seconds after which a process counts as hung, on a machine busy with other things
 
 
 @pytest.fixture
@@ -33,8 +33,9 @@ def start(config, *args, within=(), **environment):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen([*within, str(ROOT / "run_train.sh"), *args], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             start_new_session=True, cwd=config.parent,
-                            env=os.environ | {"PATH": path, "NGPU": "2", "CONFIG_FILE": str(config), "OMP_NUM_THREADS": "1",
-                                              "RDZV_TIMEOUT": "300"} | environment)
+                            env=os.environ | {"PATH": path, "NGPU": "2", "CONFIG_FILE": str(config),
+                                              "OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300"}
+                            | environment)
 
 
 def finish(*args, **environment):
@@ -98,7 +99,8 @@ def test_without_the_script_a_mistake_still_ends_every_rank(config, tmp_path):
     subprocess.run([sys.executable, "-m", "torchmars.prepare", str(config)], check=True, capture_output=True, cwd=ROOT)
     altered(tmp_path)
     ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-                            "torchmars.train", str(config)], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT)
+                            "torchmars.train", str(config)], capture_output=True, text=True,
+                           cwd=ROOT, timeout=LIMIT)
     assert ended.returncode == 1 and ended.stderr.count("error: the shard") == 1
     alone = subprocess.run([sys.executable, "-m", "torchmars.train", str(config)], capture_output=True, text=True, cwd=ROOT)
     assert alone.returncode == 2 and alone.stderr.count("\n") == 1
@@ -128,7 +130,8 @@ def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(config, tmp_path):
     """Once with each signal; Ctrl-C reaches the whole process group of the terminal."""
     step = 0
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        process = begun(config, within=["env", "--default-signal=HUP"])  # these tests may run under nohup
+        # These tests may run under nohup.
+        process = begun(config, within=["env", "--default-signal=HUP"])
         assert len(processes(config)) >= 3  # the launcher and two ranks
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT)
@@ -221,14 +224,18 @@ def test_ranks_save_and_end_with_their_launcher(config, tmp_path):
         assert int(ignored, 16) & 1 << signal.SIGHUP - 1
     process.kill()
     assert all_gone(config)
-    assert len(checkpoints(tmp_path / "runs" / "tiny" / "checkpoints")) == 1  # checkpoint.interval is 0
+    saved = checkpoints(tmp_path / "runs" / "tiny" / "checkpoints")
+    assert len(saved) == 1  # checkpoint.interval is 0
 
 
 # A rank that dies once while it writes a certain checkpoint.
 DIES_ONCE = """
 import os, signal, sys
 if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    sys.addaudithook(lambda event, args: event == "open" and "step-00000030" in str(args[0]) and os.kill(os.getpid(), signal.SIGKILL))
+    def hook(event, args):
+        if event == "open" and "step-00000030" in str(args[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
 """
 
 
@@ -237,8 +244,10 @@ def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_h
     train(2, tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 60}, checkpoint={"interval": 10}))
     (tmp_path / "dies").mkdir()
     (tmp_path / "dies" / "sitecustomize.py").write_text(DIES_ONCE)  # Python runs it first
-    code, out, err = finish(config, "--run.name", "killed", "--training.steps", "60", "--checkpoint.interval", "10", "--validation.interval", "0",
-                            "--validation.sample_tokens", "0", MAX_RESTARTS="2", PYTHONPATH=f"{tmp_path / 'dies'}:{ROOT}")
+    code, out, err = finish(config, "--run.name", "killed", "--training.steps", "60",
+                            "--checkpoint.interval", "10", "--validation.interval", "0",
+                            "--validation.sample_tokens", "0", MAX_RESTARTS="2",
+                            PYTHONPATH=f"{tmp_path / 'dies'}:{ROOT}")
     assert code == 0, err
     assert out.count("continue  from step 20") == 1 and out.count("continue  from step") == 1
     files = [manifests.read(tmp_path / "runs" / name / "checkpoints" / "step-00000060").files for name in ("straight", "killed")]
@@ -268,7 +277,8 @@ def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(confi
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_log_on_a_full_disk_does_not_end_a_run(config, tmp_path):
     with open("/dev/full", "w") as full:
-        ended = subprocess.run([sys.executable, "-m", "torchmars.train", str(config)], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=LIMIT)
+        ended = subprocess.run([sys.executable, "-m", "torchmars.train", str(config)], stdout=full,
+                               stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=LIMIT)
     assert ended.returncode == 0, ended.stderr
     assert manifests.read(tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000004").step == 4
 

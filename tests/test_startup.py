@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (RendezvousParameters,
+                                                  rendezvous_handler_registry)
 from torch.distributed.run import parse_args
 
 from tests.ranks import run_ranks
@@ -25,10 +26,12 @@ ROOT = Path(__file__).parents[1]
 def compare(tables, store, odd):
     """Compare two ranks, each on a machine of its own; the second is `odd` in one way. What each got, or is told."""
     rank = dist.get_rank()
-    os.environ |= {"SLURMD_NODENAME": f"n{rank + 1}", "LOCAL_RANK": "0", "RDZV_TIMEOUT": "3" if odd == "absent" else "100"}
+    os.environ |= {"SLURMD_NODENAME": f"n{rank + 1}", "LOCAL_RANK": "0",
+                   "RDZV_TIMEOUT": "3" if odd == "absent" else "100"}
     startup.LOOK_SECONDS = 1.0
     now = 1060.0 if rank == 1 and odd == "late" else 1000.0
-    startup.time = type("Clock", (), {"time": staticmethod(lambda: now), "monotonic": time.monotonic, "sleep": time.sleep})
+    startup.time = type("Clock", (), {"time": staticmethod(lambda: now),
+                                      "monotonic": time.monotonic, "sleep": time.sleep})
     if rank == 1:
         if odd == "absent":
             return None
@@ -89,9 +92,10 @@ main()
 
 def launch(script, config):
     """Start a script for two ranks. The limits are for a machine that is busy with other things."""
-    return subprocess.run([sys.executable, "-m", "torchmars.launch", "--nproc-per-node", "2", str(script), str(config)],
-                          capture_output=True, text=True, cwd=ROOT, timeout=300,
-                          env=os.environ | {"RDZV_TIMEOUT": "250", "PYTHONPATH": str(ROOT)})
+    command = ["torchmars.launch", "--nproc-per-node", "2", str(script), str(config)]
+    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True,
+                          cwd=ROOT, timeout=500,
+                          env=os.environ | {"RDZV_TIMEOUT": "400", "PYTHONPATH": str(ROOT)})
 
 
 def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
@@ -137,7 +141,7 @@ class StartedTimer:
         pass
 
 
-def test_machines_that_have_met_are_not_taken_for_strangers_however_late_their_ranks_start(tmp_path, monkeypatch, capsys):
+def test_machines_that_have_met_may_take_long_to_start_their_ranks(tmp_path, monkeypatch, capsys):
     class Ended(BaseException):
         pass
 
@@ -147,16 +151,17 @@ def test_machines_that_have_met_are_not_taken_for_strangers_however_late_their_r
     def meet(config, command):
         with pytest.raises(Ended, match="2"):
             StartedTimer.fire()
-        parameters = RendezvousParameters(config.rdzv_backend, "localhost:0", "test", 1, 1, is_host=True)
-        rendezvous_handler_registry.create_handler(parameters)
+        rendezvous_handler_registry.create_handler(
+            RendezvousParameters(config.rdzv_backend, "localhost:0", "test", 1, 1, is_host=True))
         StartedTimer.fire()
         return lambda *args: None
 
     monkeypatch.setattr(launcher.threading, "Timer", StartedTimer)
     monkeypatch.setattr(launcher.os, "_exit", end)
     monkeypatch.setattr(launcher, "elastic_launch", meet)
-    args = parse_args(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "torchmars.train"])
+    args = parse_args(["--rdzv-endpoint", "localhost:0", "-m", "torchmars.train"])
     args.meeting = "n1:29400"
     logs = RankLogs(tmp_path / "logs", tmp_path, {0})
     assert launcher.launch(args, logs, tiny_config(tmp_path)) == 0
-    assert capsys.readouterr().err.count("did not meet at n1:29400 (whoever listens there does not answer)") == 1
+    said = "did not meet at n1:29400 (whoever listens there does not answer)"
+    assert capsys.readouterr().err.count(said) == 1

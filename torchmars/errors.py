@@ -29,7 +29,10 @@ class LostRank(Exception):
 
 
 class NoTraffic(Exception):
-    """The ranks have met, but cannot exchange data. A mistake in the network's settings, or what another rank's death does."""
+    """The ranks have met, but cannot exchange data.
+
+    That is a mistake in the network's settings, or what another rank's death does.
+    """
 
 
 @contextlib.contextmanager

@@ -15,9 +15,11 @@ from torchmars.logs import RankLogs
 from torchmars.parallel import mesh
 
 WAIT_SECONDS = 35.0  # for the word of the machine whose rank failed first: torchrun gives that one's other ranks 30 to end
-# SIGABRT: so NCCL ends a rank that waits for a dead one. "rank 3: ": an error that another rank has told this one.
-FALLOUT = re.compile(r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|broken pipe|gloo|NCCL|timed out|SIGTERM|SIGABRT|"
-                     r"RuntimeError: rank \d+: ", re.IGNORECASE)
+# SIGABRT: so NCCL ends a rank that waits for a dead one.
+# "rank 3: ": an error that another rank has told this one.
+FALLOUT = re.compile(r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|"
+                     r"broken pipe|gloo|NCCL|timed out|SIGTERM|SIGABRT|RuntimeError: rank \d+: ",
+                     re.IGNORECASE)
 
 
 class Kind(IntEnum):
@@ -25,7 +27,7 @@ class Kind(IntEnum):
 
     CAUSE = 0
     SYMPTOM = 1
-    """Ranks wait for one that hangs, or that cannot be reached. It may have died on another machine."""
+    """Ranks wait for one that hangs or cannot be reached. It may have died on another machine."""
     FALLOUT = 2
     """What another rank's failure has done to this one."""
 
@@ -54,8 +56,9 @@ def failure_of(rank: int, ended: ProcessFailure, last_lines: list[str]) -> Failu
     said = ended.message
     if isinstance(said, dict):  # what @record wrote
         told = said["message"]
-        a_line = told.startswith(("LostRank: ", "NoTraffic: "))
-        text = f"error: {told.partition(': ')[2]}" if a_line else said["extraInfo"]["py_callstack"].rstrip()
+        text = said["extraInfo"]["py_callstack"].rstrip()
+        if told.startswith(("LostRank: ", "NoTraffic: ")):  # a line says it all
+            text = f"error: {told.partition(': ')[2]}"
     else:
         told = said if ended.exitcode < 0 else f"it ended with exit code {ended.exitcode}"
         text = "\n".join([*last_lines, told])

@@ -92,7 +92,8 @@ def remove(path: Path) -> None:
 def lock(file: Path, doing: str, patience: float = 60.0) -> None:
     """Keep other processes from what this one is `doing` for as long as it lives.
 
-    Waits `patience` seconds for one that is about to end. Raises `UserError` where it does not. The file says which process has the lock.
+    Waits `patience` seconds for one that is about to end. Raises `UserError` where it does not.
+    The file says which process has the lock.
     """
     with contextlib.suppress(OSError):  # a folder that cannot be written, as will be said later, or a file system without locks
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,11 +101,13 @@ def lock(file: Path, doing: str, patience: float = 60.0) -> None:
         deadline, told = time.monotonic() + patience, False
         while True:
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: that would live on in a rank's helpers
+                # Not flock: that would live on in a rank's helpers.
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 owner = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown which"
                 if time.monotonic() > deadline:
-                    raise UserError(f"another process is {doing}: stop it first ({owner})") from None
+                    raise UserError(
+                        f"another process is {doing}: stop it first ({owner})") from None
                 if not told:
                     say(f"waiting for another process that is {doing} ({owner})")
                 told = True
@@ -112,12 +115,16 @@ def lock(file: Path, doing: str, patience: float = 60.0) -> None:
                 continue
             os.ftruncate(descriptor, 0)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
+            me = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+            os.pwrite(descriptor, me.encode(), 0)
             return
 
 
 def is_gone(file: Path) -> bool:
-    """Whether a file that was there is not any more. A file system that cannot be asked just now does not count."""
+    """Whether a file that was there is not any more.
+
+    A file system that cannot be asked just now does not count.
+    """
     try:
         file.stat()
     except FileNotFoundError:

@@ -3,8 +3,9 @@
 It first does what needs no ranks (prepare.py), unless that has been done, `--prepared`. It ends with the run's own exit code (torchrun makes 1 of every code, and starts ranks again after any but 0: so a rank that has said its last
 word leaves its code in a file and ends with 0), keeps what every rank prints (logs.py), and says last what the first rank that failed has said.
 
-Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 75 stopped by SIGTERM, SIGINT, SIGHUP or SIGUSR1, saved, not complete: start
-it again; 70 a rank hung; 128 + n ended by signal n; anything else: a crash.
+Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 75 stopped by SIGTERM,
+SIGINT, SIGHUP or SIGUSR1, saved, not complete: start it again; 70 a rank hung; 128 + n ended by
+signal n; anything else: a crash.
 """
 
 import argparse
@@ -20,8 +21,8 @@ from pathlib import Path
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (RendezvousError, RendezvousHandler, RendezvousParameters,
-                                                  rendezvous_handler_registry)
+from torch.distributed.elastic.rendezvous import (RendezvousError, RendezvousHandler,
+                                                  RendezvousParameters, rendezvous_handler_registry)
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import (config_from_args, determine_local_world_size, get_args_parser,
                                    parse_min_max_nnodes)
@@ -50,9 +51,9 @@ def main(options: list[str] | None = None) -> None:
     with reported(), tempfile.TemporaryDirectory() as scratch:
         options = sys.argv[1:] if options is None else options
         prepared = options[:1] == ["--prepared"]
-        signals = ",".join(number.name for number in (*stopping(), signal.SIGQUIT))  # QUIT ends ranks at once
+        signals = (*stopping(), signal.SIGQUIT)  # QUIT is passed on, and ends ranks at once
         args = parse(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-                      "--signals-to-handle", signals,
+                      "--signals-to-handle", ",".join(number.name for number in signals),
                       "--log-dir", scratch, *options[prepared:]])
         with refused_by_torchrun():
             nodes = parse_min_max_nnodes(args.nnodes)[1]
@@ -143,7 +144,8 @@ def failures_of(error: ChildFailedError, logs: RankLogs, run: Config) -> list[Fa
     hang, failures = run_folder(run) / "hang", []
     for rank, ended in error.failures.items():
         if ended.exitcode == EXIT_HUNG or was_blocked(hang, rank, ended.pid):
-            failures.append(hang_of(rank, ended, hang_report(hang, logs.ranks, run.guards.hang_seconds)))
+            stands = hang_report(hang, logs.ranks, run.guards.hang_seconds)
+            failures.append(hang_of(rank, ended, stands))
         else:
             failures.append(failure_of(rank, ended, list(logs.last[rank])))
     return failures

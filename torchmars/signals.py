@@ -1,6 +1,7 @@
-"""Stopping a run from outside. The first signal asks it to save and end, a second one ends it at once.
+"""Stopping a run from outside.
 
-Those signals are SIGTERM, SIGINT, SIGUSR1 and SIGHUP. The end of the launcher counts as the first.
+The first signal asks it to save and end, a second one ends it at once. Those signals are SIGTERM,
+SIGINT, SIGUSR1 and SIGHUP. The end of the launcher counts as the first.
 """
 
 import os
@@ -19,7 +20,10 @@ LAUNCHER = "TORCHMARS_LAUNCHER"  # names the process number of the launcher, for
 
 
 def stopping() -> list[signal.Signals]:
-    """The signals that stop this process. SIGHUP does not where nohup, or another parent, has made it ignored."""
+    """The signals that stop this process.
+
+    SIGHUP is not among them where nohup, or another parent, has made it ignored.
+    """
     return [number for number in STOPPING
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
@@ -31,9 +35,10 @@ def ignore(*unused: Any) -> None:
 
 
 def follow_launcher() -> None:
-    """Send this process, a rank, `ORPHANED` once its launcher is gone. A process that was started alone has none.
+    """Send this process, a rank, `ORPHANED` once its launcher is gone.
 
     `StopSignals` takes that for a request to save and end. Outside of it, it ends the process.
+    A process that was started alone has no launcher.
     """
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     launcher = int(os.environ.get(LAUNCHER, os.getppid())) if under_torchrun else None
@@ -62,7 +67,9 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
-            self.received = "the end of its launcher" if number == ORPHANED else signal.Signals(number).name
+            self.received = signal.Signals(number).name
+            if number == ORPHANED:
+                self.received = "the end of its launcher"
             self.at = time.monotonic()
         elif number != ORPHANED and time.monotonic() - self.at > ECHO_SECONDS:
             os._exit(128 + number)

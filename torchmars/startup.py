@@ -67,7 +67,8 @@ def compare_ranks(config: Config, store: dist.Store) -> str:
     wrong, cluster = json.loads(wait_for_first(store, "verdict"))
     store.set(f"read/{rank}", "")
     if rank == 0:
-        with contextlib.suppress(*[LostRank] if wrong else []):  # what is wrong is the verdict, whoever reads it
+        # What is wrong is the verdict, also where a rank does not come to read it.
+        with contextlib.suppress(*[LostRank] if wrong else []):
             wait_for_all(store, "read", size)  # the store ends with this process
         for line in wrong[:-1]:
             say_error(line)

@@ -27,7 +27,8 @@ class Watchdog:
     """`with Watchdog(...) as watchdog:` ends the process with code 70 once `seconds` have passed since the last `watchdog.beat`.
 
     Before that, each rank writes the stacks of its threads to `folder`/rank-00000.txt and what torch's flight recorder has of collectives to
-    `folder`/flight_0, which `torchfrtrace` reads; the first rank that can prints a line for each rank. 0 seconds: it watches nothing.
+    `folder`/flight_0, which `torchfrtrace` reads. The first rank that can prints a line for each.
+    0 seconds: it watches nothing.
     """
 
     def __init__(self, folder: Path, layout: Layout, seconds: float, aside: str) -> None:
@@ -83,11 +84,13 @@ class Watchdog:
                     os._exit(EXIT_HUNG)
 
     def _arm(self) -> None:
-        """Where not even the watching thread gets its turn, the interpreter's own watchdog writes the stacks and ends the process with 1.
+        """Put off the interpreter's own watchdog: it writes the stacks and ends the process with 1.
 
-        By then the other ranks have said where they stand. The launcher makes 70 of the 1.
+        It is for a process where not even the watching thread gets its turn. By then the other
+        ranks have said where they stand. The launcher makes 70 of the 1.
         """
-        faulthandler.dump_traceback_later(self.seconds + 3 * GRACE_SECONDS, exit=True, file=self.stream)
+        seconds = self.seconds + 3 * GRACE_SECONDS
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.stream)
 
     def _report(self) -> None:
         main = sys._current_frames()[threading.main_thread().ident]
@@ -97,12 +100,13 @@ class Watchdog:
             faulthandler.dump_traceback(self.stream)
             self._flight().write_bytes((c10d._dump_nccl_trace if self.on_gpu else c10d._dump_fr_trace)())
         silent = self._wait_for_others()
-        if self.layout.rank == min(set(range(self.layout.size)) - silent, default=0):
+        if self.layout.rank == min(set(range(self.layout.size)) - silent):
             say(hang_report(self.folder, self.layout.size, self.seconds), error=True)
 
     def _wait_for_others(self) -> set[int]:
         """Wait until every rank has written its word; those that do not."""
-        silent, deadline = set(range(self.layout.size)) - {self.layout.rank}, time.monotonic() + GRACE_SECONDS
+        silent = set(range(self.layout.size)) - {self.layout.rank}
+        deadline = time.monotonic() + GRACE_SECONDS
         while silent := {rank for rank in silent if word_of(self.folder, rank) is None}:
             if time.monotonic() > deadline:
                 break
@@ -133,27 +137,35 @@ def lines_of(folder: Path, rank: int) -> list[str]:
 
 def word_of(folder: Path, rank: int) -> str | None:
     """What a rank that has found a hang wrote of itself."""
-    return next((line for line in lines_of(folder, rank) if line.startswith(f"rank {rank}: ")), None)
+    words = (line for line in lines_of(folder, rank) if line.startswith(f"rank {rank}: "))
+    return next(words, None)
 
 
 def was_blocked(folder: Path, rank: int, process: int) -> bool:
     """Whether this process of a rank was ended by the interpreter's own watchdog."""
-    first, *rest = lines_of(folder, rank) or [""]
-    return first.startswith(f"process {process} on ") and any(line.startswith(BLOCKED) for line in rest)
+    lines = lines_of(folder, rank) or [""]
+    return lines[0].startswith(f"process {process} on ") and is_blocked(lines)
+
+
+def is_blocked(lines: list[str]) -> bool:
+    """Whether these lines of a rank are by the interpreter's own watchdog."""
+    return any(line.startswith(BLOCKED) for line in lines)
 
 
 def hang_report(folder: Path, ranks: int, seconds: float) -> str:
     """Where each rank stands, in lines, by what the ranks left in `folder`."""
-    lines = [f"error: no step for guards.hang_seconds = {seconds:g} s; stacks are in {folder}:"]
-    return "\n  ".join(lines + [word_of(folder, rank) or silence_of(folder, rank) for rank in range(ranks)])
+    head = f"error: no step for guards.hang_seconds = {seconds:g} s; stacks are in {folder}:"
+    words = [word_of(folder, rank) or silence_of(folder, rank) for rank in range(ranks)]
+    return "\n  ".join([head, *words])
 
 
 def silence_of(folder: Path, rank: int) -> str:
     """What is known of a rank that wrote no word."""
     lines = lines_of(folder, rank)
-    if any(line.startswith(BLOCKED) for line in lines):
-        last_thread = max(number for number, line in enumerate(lines) if "most recent call first" in line)
-        return f"rank {rank}: blocked outside Python in {lines[last_thread + 1].strip()}"  # the main thread
+    innermost = [line.strip() for before, line in zip(lines, lines[1:])
+                 if "most recent call first" in before]
+    if is_blocked(lines) and innermost:  # the main thread comes last
+        return f"rank {rank}: blocked outside Python in {innermost[-1]}"
     process = lines[0] if lines else "its process"
     return f"rank {rank}: no word; {process} is stopped, dead or blocked outside Python"
 

@@ -182,7 +182,8 @@ def _network_check() -> Iterator[None]:
             f"{node()}: the ranks have met, but cannot exchange data ({reason}): "
             "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
             "that connects the machines, and see that no firewall is between them"))
-        os._exit(EXIT_MISTAKE)  # the launcher ends the others, and asks whether a rank elsewhere has died
+        # The launcher ends the others, and asks whether a rank elsewhere has died.
+        os._exit(EXIT_MISTAKE)
 
     late = threading.Timer(patience().total_seconds(), give_up, [f"nothing has come in {patience().total_seconds():g} s"])
     late.daemon = True
