@@ -157,7 +157,8 @@ def submit(config, log, endpoint, *args):
     """Submit a job of two nodes, a rank on each; its number. Both may be this machine, so they meet at an address of its own."""
     said = subprocess.run(["sbatch", "--parsable", "--nodes=2", f"--output={log}", str(ROOT / "run_train.sh"), *args], cwd=config.parent, capture_output=True,
                           text=True, env=os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1",
-                                                       "CONFIG_FILE": str(config), "RDZV_ENDPOINT": endpoint,
+                                                       "CONFIG_FILE": str(config),
+                                                       "RDZV_ENDPOINT": endpoint,
                                                        "PYTHONPATH": str(ROOT)})
     assert said.returncode == 0, said.stderr
     return said.stdout.strip()

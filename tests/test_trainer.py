@@ -123,8 +123,8 @@ def test_a_run_whose_folder_vanishes_ends_and_names_it(tmp_path):
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, checkpoint={"interval": 5})
     for error in run_ranks(without_its_folder, 2, tables):
-        assert error.startswith(f"{run_folder_of(tables)}/lock is gone after step 3: the run folder "
-                                "was deleted, moved or unmounted")
+        assert error.startswith(f"{run_folder_of(tables)}/lock is gone after step 3: the run "
+                                "folder was deleted, moved or unmounted")
     assert not run_folder_of(tables).exists()
 
 
