@@ -97,12 +97,12 @@ class Plan:
     @property
     def largest_load(self) -> int:
         """The largest Newton–Schulz work of a rank, in FLOPs."""
-        return sum(max(loads.values()) for loads in self.simulation.optimizer.owner_loads.values())
+        return sum(max(loads.values()) for loads in self.simulation.optimizer.plans.owner_loads.values())
 
     @property
     def balance(self) -> float:
         """The largest over the mean Newton–Schulz work of a rank."""
-        sets = self.simulation.optimizer.owner_loads.values()
+        sets = self.simulation.optimizer.plans.owner_loads.values()
         return self.largest_load / sum(sum(loads.values()) / len(loads) for loads in sets)
 
     @property
@@ -148,7 +148,7 @@ class Plan:
         return "1 machine" if count == 1 else f"{count} machines"
 
     def _owners(self) -> list[str]:
-        loads = self.simulation.optimizer.owner_loads
+        loads = self.simulation.optimizer.plans.owner_loads
         if not loads:
             return ["none: no rule of this run orthogonalises matrices"]
         ranks = {rank for each in loads.values() for rank in each}
@@ -167,7 +167,7 @@ class Plan:
         yield from self._memory_warnings()
         yield from self._network_warnings()
         training, schedule = self.config.training, self.config.schedule
-        if self.simulation.optimizer.owner_loads and self.balance > 1.5 and self.owner_share > OPTIMIZER_SHARE:
+        if self.simulation.optimizer.plans.owner_loads and self.balance > 1.5 and self.owner_share > OPTIMIZER_SHARE:
             yield (f"ranks wait for the owner of the largest matrices: split what is fused (optimizer.groups, split = 3 for QKV), or raise "
                    f"training.global_batch_size = {training.global_batch_size}, so that the step's share falls")
         if self.epochs is not None and self.epochs > REPEATS:

@@ -328,7 +328,7 @@ class Trainer:
         self.layout.say(f"run       {run_folder(config)}, seed {config.run.seed}")
         for line in summary(config, self.layout, self.model, self.optimizer):
             self.layout.say(line)
-        warning = slow_warning(config, matrices=bool(self.optimizer.owner_loads))
+        warning = slow_warning(config, matrices=bool(self.optimizer.plans.owner_loads))
         if warning and not self.fast:
             self.layout.say(f"warning   {warning}")
         self.layout.say(f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "

@@ -134,14 +134,14 @@ MISTAKES = [
 def test_a_group_that_fails_leaves_the_optimizer_as_it_was(make, message):
     p, q, r = (nn.Parameter(torch.ones(4, 4)) for _ in range(3))
     optimizer = MARS([{"params": [p], "rule": "mars-m"}])
-    before = copy.deepcopy((optimizer.state_dict(), optimizer.owner_loads))
+    before = copy.deepcopy((optimizer.state_dict(), optimizer.plans.owner_loads))
     with pytest.raises((ValueError, TypeError), match=message):
         optimizer.add_param_group(make(p, q))
     assert (
-        optimizer.owner_loads == before[1]
+        optimizer.plans.owner_loads == before[1]
         and optimizer.state_dict()["param_groups"] == before[0]["param_groups"]
     )
-    assert set(optimizer.state) == {p} and len(optimizer._shardings) == 1
+    assert set(optimizer.state) == {p} and len(optimizer.plans.shardings) == 1
     optimizer.add_param_group({"params": [q, r], "rule": "mars-m"})
     for parameter in (p, q, r):
         parameter.grad = torch.eye(4)

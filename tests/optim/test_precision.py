@@ -31,7 +31,7 @@ def test_a_cpu_is_fast_by_its_capabilities(monkeypatch, capabilities, onednn, fa
 def resolved(matrix_dtype):
     """What a rank alone takes for `matrix_dtype`, and what its matrices travel and are multiplied in."""
     optimizer = MARS([nn.Parameter(torch.ones(4, 6))], rule="mars-m", matrix_dtype=matrix_dtype)
-    [sharding] = optimizer._shardings
+    [sharding] = optimizer.plans.shardings
     return sharding.matrix_dtype, sharding.wire, sharding.product
 
 

@@ -170,7 +170,7 @@ def counted(shape, placements, rule, matrix_dtype):
         patch.setattr(DTensor, "full_tensor", lambda self: calls.append(self))
         optimizer.step()
     names = {str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()}
-    return names, sent, len(calls), sum(len(sharding.buckets) for sharding in optimizer._shardings)
+    return names, sent, len(calls), sum(len(sharding.buckets) for sharding in optimizer.plans.shardings)
 
 
 # Rule, matrix_dtype, and the bytes of an entry on the wire.
@@ -237,7 +237,7 @@ def overlapped(overlap):
     mesh = init_device_mesh("cpu", (2,))
     parameters = [nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])) for start in starts()]
     optimizer = steps(parameters, "mars-m", lambda gradient: distribute_tensor(gradient, mesh, [Shard(0)]), overlap=overlap)
-    assert len(optimizer._shardings[0].buckets) > 2
+    assert len(optimizer.plans.shardings[0].buckets) > 2
     return whole(parameters)
 
 
@@ -288,7 +288,7 @@ def agreed(asked):
         for each in asked:
             try:
                 optimizer = MARS(parameters, rule="mars-m", matrix_dtype=each[dist.get_rank()])
-                answers.append(optimizer._shardings[0].matrix_dtype)
+                answers.append(optimizer.plans.shardings[0].matrix_dtype)
             except ValueError as error:
                 answers.append(str(error))
     return answers

@@ -13,19 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from torchmars.optim import exchange
-from torchmars.optim.elementwise import (
-    adamw_, can_compile, inner_products, lean_lion_, lean_momentum_, lion_, momentum_, run_pass, squared_norms)
-from torchmars.optim.norms import Agreement, MeshGroups, ShardSum, sharding_key
-from torchmars.optim.owners import MatrixShape
+from torchmars.optim.elementwise import can_compile, inner_products, run_pass, squared_norms
+from torchmars.optim.norms import MeshGroups
 from torchmars.optim.param_groups import DEFAULTS, complete_group, warn_of_unsorted
+from torchmars.optim.plans import Plans
 from torchmars.optim.precision import (
     matrix_dtype_name, resolve_matrix_dtype, wire_and_product)
 from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
 from torchmars.optim.state import (
-    Known, Loaded, State, carried_state, check_loaded, known_parameters, parameter_name, unchanged)
+    Loaded, State, carried_state, check_loaded, parameter_name, unchanged)
 from torchmars.optim.update import GroupUpdate, Summary, flat, local_part, role_telemetry
 
 COMPILE_FROM = 2**22  # local elements of all parameters: smaller models are faster than their compilation
@@ -111,9 +109,7 @@ class MARS(torch.optim.Optimizer):
         self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
-        self._groups = MeshGroups()
-        self._norm_group = norm_group
-        self._forget_plans()
+        self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype)
         self.ahead: dict[Tensor, Tensor] = {}  # exact mode: parameter -> the next step's last gradient
         self._looked_ahead = False
         self._asked_to_compile = compile
@@ -150,7 +146,7 @@ class MARS(torch.optim.Optimizer):
         try:
             self._check_parameters(first_group=len(self.param_groups) - 1)
             state = {parameter: self._new_state(parameter, group) for parameter in group["params"]}
-            self._plan(group)
+            self.plans.add(group)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -171,37 +167,9 @@ class MARS(torch.optim.Optimizer):
             self.ahead |= {parameter: torch.zeros_like(each["last_grad"])
                            for parameter, each in state.items() if "last_grad" in each}
 
-    def _forget_plans(self) -> None:
-        self._shard_sum = ShardSum(self._groups)
-        self._agreement = Agreement(self._groups, self._norm_group)
-        self._places: dict[Tensor, int] = {}  # parameter -> its place among the reduced products
-        self._shardings: list[exchange.Sharding] = []
-        self.owner_loads: exchange.OwnerLoads = {}
-        self._known: Known = []  # what the plans and the state were made for
-
-    def _plan(self, group: dict[str, Any]) -> None:
-        """Give a group's parameters places in reductions and its matrices owners. Collective."""
-        shardings, loads = [], {ranks: dict(each) for ranks, each in self.owner_loads.items()}
-        if RULES[group["rule"]].kind == "matrix":
-            together: dict[Any, list[Tensor]] = {}
-            for parameter in group["params"]:
-                together.setdefault(sharding_key(parameter), []).append(parameter)
-            for parameters in together.values():
-                shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"])
-                          for p in parameters]
-                shardings.append(exchange.Sharding(parameters, shapes, loads, self._groups,
-                                                   self.matrix_dtype))
-        for parameter in group["params"]:
-            self._places[parameter] = len(self._places)
-            self._shard_sum.add(parameter)
-        self._agreement.cover(self._places)
-        self._shardings += shardings
-        self.owner_loads = loads
-        self._known += known_parameters([group])
-
     def _settle(self) -> None:
         """Do what depends on where the parameters are and how large."""
-        locals = [local_part(parameter) for parameter in self._places]
+        locals = [local_part(parameter) for parameter in self.plans.places]
         device = locals[0].device if locals else torch.device("cpu")
         large = sum(each.numel() for each in locals) >= COMPILE_FROM
         self.compile = self._asked_to_compile
@@ -218,22 +186,17 @@ class MARS(torch.optim.Optimizer):
         parameters and swaps what is in them. Collective where sharded parameters changed. All or
         nothing.
         """
-        if unchanged(self.param_groups, self._known):
+        if unchanged(self.param_groups, self.plans.known):
             return
         if self._looked_ahead:
             raise RuntimeError("parameters were replaced or moved between look_ahead() and step()")
         self._check_parameters()
-        before = dict(self.__dict__)
-        try:
-            state = carried_state(self.param_groups, self._known, self.state, self._new_state)
-            self.state, self.ahead = defaultdict(dict, state), {}
-            self._look_ahead_for(state)
-            self._forget_plans()
-            for group in self.param_groups:
-                self._plan(group)
-        except BaseException:
-            self.__dict__.update(before)
-            raise
+        state = carried_state(self.param_groups, self.plans.known, self.state, self._new_state)
+        plans = Plans(self.plans.mesh_groups, self.plans.agreement.norm_group, self.matrix_dtype)
+        for group in self.param_groups:
+            plans.add(group)
+        self.plans, self.state, self.ahead = plans, defaultdict(dict, state), {}
+        self._look_ahead_for(state)
         self._settle()
 
     def _check_parameters(self, first_group: int = 0) -> None:
@@ -332,12 +295,12 @@ class MARS(torch.optim.Optimizer):
         updates = self._gather()
         scale, ok, products = self._reduce(updates, with_last=True)
         for update in updates:
-            update.set_factors(scale, ok, [products[self._places[p]] for p in update.parameters])
+            update.set_factors(scale, ok, self.plans.products_of(update.parameters, products))
 
         matrix, others = ([u for u in updates if (u.rule.kind == "matrix") == wanted] for wanted in (True, False))
         for update in matrix:
             if not update.lean:
-                self._update_momentum(update)
+                update.update_momentum(self.compile)
         pieces = {parameter: (update, number) for update in matrix for number, parameter in enumerate(update.parameters)}
 
         def read(sharding: exchange.Sharding, number: int, piece: exchange.Piece) -> Tensor:
@@ -352,12 +315,12 @@ class MARS(torch.optim.Optimizer):
 
         def meanwhile() -> None:
             for update in others:
-                self._update_elementwise(update)
+                update.update_elementwise(self.compile, clipped=self.max_grad_norm is not None)
 
-        exchange.run(self._shardings, read, write, meanwhile, overlap=self.overlap)
+        exchange.run(self.plans.shardings, read, write, meanwhile, overlap=self.overlap)
         for update in matrix:
             if update.lean:  # its input is made of the buffer before this step
-                self._update_momentum(update)
+                update.update_momentum(self.compile)
         self._finish(updates, ok)
         return loss
 
@@ -375,20 +338,20 @@ class MARS(torch.optim.Optimizer):
         Every rank reduces all places, also those whose parameters have no gradient on this one.
         """
         zeros = torch.zeros(3, dtype=torch.float64, device=self.grad_norm.device)
-        partial = [zeros] * len(self._places)
+        partial = [zeros] * len(self.plans.places)
         for update in updates:
             if with_last and update.last_grads:
                 values = run_pass(inner_products, list(zip(update.grads, update.last_grads)), [{}] * len(update.grads), self.compile)
             else:
                 values = run_pass(squared_norms, [(gradient,) for gradient in update.grads], [{}] * len(update.grads), self.compile)
             for parameter, value in zip(update.parameters, values):
-                partial[self._places[parameter]] = value
-        products = self._shard_sum.sum(partial)
+                partial[self.plans.places[parameter]] = value
+        products = self.plans.shard_sum.sum(partial)
         total = torch.stack(products).sum(0)[0]
-        strains = [update.strain([products[self._places[p]] for p in update.parameters])
+        strains = [update.strain(self.plans.products_of(update.parameters, products))
                    for update in updates]
         strain = torch.stack([torch.zeros_like(total), *strains]).max()
-        total, strain = self._agreement.settle(torch.stack([total, strain])).unbind()
+        total, strain = self.plans.agreement.settle(torch.stack([total, strain])).unbind()
         norm = total.sqrt()
         scale, finite = torch.ones_like(norm), torch.isfinite(norm)
         if self.max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
@@ -398,30 +361,6 @@ class MARS(torch.optim.Optimizer):
         if with_last:
             self.grad_norm = norm
         return scale, ok, products
-
-    def _update_momentum(self, update: GroupUpdate) -> None:
-        """The second pass of matrix rules: the momentum."""
-        if update.lean:
-            run_pass(lean_momentum_, list(zip(update.momenta, update.grads)), update.lean_factors(), self.compile)
-        else:
-            run_pass(momentum_, list(zip(update.momenta, update.grads, update.last_grads)), update.correction_factors(), self.compile)
-
-    def _update_elementwise(self, update: GroupUpdate) -> None:
-        """The second pass of the rules that work element by element."""
-        if update.rule.kind == "sign" and update.lean:
-            run_pass(lean_lion_, list(zip(update.locals, update.momenta, update.grads)), update.lean_factors(), self.compile)
-        elif update.rule.kind == "sign":
-            run_pass(lion_, list(zip(update.locals, update.grads, update.last_grads, update.momenta)), update.correction_factors(),
-                     self.compile)
-        elif update.rule.corrected:
-            run_pass(adamw_, list(zip(update.locals, update.grads, update.last_grads, update.momenta, update.squares)),
-                     update.adamw_factors(), self.compile)
-        else:
-            # torch's own fused kernel, which takes many tensors at once. It raises the step counts itself.
-            adamw(update.locals, update.grads, update.momenta, update.squares, [], update.steps, fused=True,
-                  grad_scale=None if self.max_grad_norm is None else (1 / update.scale).float(), found_inf=(~update.ok).float(),
-                  amsgrad=False, maximize=False, beta1=update.group["betas"][0], beta2=update.group["betas"][1],
-                  **{key: update.group[key] for key in ("lr", "eps", "weight_decay")})
 
     def _finish(self, updates: list[GroupUpdate], ok: Tensor) -> None:
         """Count the step, and in exact mode make the look-ahead the last gradient."""
@@ -457,6 +396,6 @@ class MARS(torch.optim.Optimizer):
             sums[role] = sums.get(role, 0) + summary.sums(self.state)
         numbers, *rows = torch.stack([F.pad(of_all, (0, 6)), *sums.values()]).tolist()
         told = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), numbers))
-        for role, row in self._agreement.add_up(dict(zip(sums, rows))).items():
+        for role, row in self.plans.agreement.add_up(dict(zip(sums, rows))).items():
             told |= {f"{role}/{name}": value for name, value in role_telemetry(row).items()}
         return told

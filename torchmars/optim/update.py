@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
-from torchmars.optim.elementwise import corrected_squared_norms, lean_coefficients
+from torchmars.optim.elementwise import (
+    adamw_, corrected_squared_norms, lean_coefficients, lean_lion_, lean_momentum_, lion_, momentum_,
+    run_pass)
 from torchmars.optim.owners import MatrixShape
 from torchmars.optim.rules import RULES
 
@@ -204,6 +207,36 @@ class GroupUpdate:
 
     def _shared(self) -> dict[str, Any]:
         return {"scale": self.scale, "ok": self.ok, "lr": self.lr, "weight_decay": self.weight_decay}
+
+    def update_momentum(self, compile: bool) -> None:
+        """The second pass of matrix rules: the momentum."""
+        if self.lean:
+            run_pass(lean_momentum_, list(zip(self.momenta, self.grads)), self.lean_factors(), compile)
+        else:
+            tensors = list(zip(self.momenta, self.grads, self.last_grads))
+            run_pass(momentum_, tensors, self.correction_factors(), compile)
+
+    def update_elementwise(self, compile: bool, clipped: bool) -> None:
+        """The second pass of the rules that work element by element.
+
+        `clipped`: whether there is a global clip.
+        """
+        if self.rule.kind == "sign" and self.lean:
+            tensors = list(zip(self.locals, self.momenta, self.grads))
+            run_pass(lean_lion_, tensors, self.lean_factors(), compile)
+        elif self.rule.kind == "sign":
+            tensors = list(zip(self.locals, self.grads, self.last_grads, self.momenta))
+            run_pass(lion_, tensors, self.correction_factors(), compile)
+        elif self.rule.corrected:
+            tensors = list(zip(self.locals, self.grads, self.last_grads, self.momenta, self.squares))
+            run_pass(adamw_, tensors, self.adamw_factors(), compile)
+        else:
+            # torch's own fused kernel takes many tensors at once, and raises the step counts itself.
+            adamw(self.locals, self.grads, self.momenta, self.squares, [], self.steps, fused=True,
+                  grad_scale=(1 / self.scale).float() if clipped else None,
+                  found_inf=(~self.ok).float(), amsgrad=False, maximize=False,
+                  beta1=self.group["betas"][0], beta2=self.group["betas"][1],
+                  **{key: self.group[key] for key in ("lr", "eps", "weight_decay")})
 
     def matrix_input(self, number: int, shape: MatrixShape, place: Slices) -> Tensor:
         """The part `place` of what is to be orthogonalised, within the local [batch, rows, cols].
