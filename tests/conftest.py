@@ -8,5 +8,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_xdist_auto_num_workers(config: object) -> int:
-    """Return the number of workers: a core each, at most 4, since a test starts up to four ranks."""
+    """Return the number of workers: a core each, and at most 4, since a test may start 4 ranks."""
     return min(os.cpu_count() or 1, 4)

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PATIENCE = 900  # seconds until silent ranks are taken to hang: more than any busy machine needs
+
 # The server imports torch once and forks a fresh process for every rank, before any thread of torch's has started.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
                                  "torchmars.trainer", "tests.ranks"])
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """Call `function(*args)` on `size` ranks with a gloo process group; the results in rank order.
 
     `function` must be importable and its results picklable. The first failing rank's traceback becomes an AssertionError.
@@ -32,7 +34,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
         for process in ranks:
             process.start()
         try:
-            outcomes = _collect(results, ranks, time.monotonic() + timeout)
+            outcomes = _collect(results, ranks, time.monotonic() + PATIENCE)
         finally:
             for process in ranks:
                 process.join(timeout=10)

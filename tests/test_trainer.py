@@ -100,7 +100,7 @@ def broken_from_step_3(tables):
 def test_a_run_that_only_skips_stops(tmp_path):
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, metrics={"log_interval": 4})
-    errors = run_ranks(broken_from_step_3, 2, tables, timeout=60)
+    errors = run_ranks(broken_from_step_3, 2, tables)
     assert errors[0] == errors[1] and "the last 10 steps up to 12 were skipped" in errors[0]
     assert metrics(tables, "train/skipped_steps") == {1: 0, 4: 2, 8: 6, 12: 10}
 

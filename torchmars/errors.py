@@ -81,7 +81,8 @@ class Arguments(argparse.ArgumentParser):
 
 def report_failure(error: Exception) -> None:
     """One line on stderr, and a file for this rank's launcher: it says last what failed first."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # mistakes need no torch
+    # Not at the top: a mistake must be reported without the seconds that torch takes to import.
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
     say_error(error)

@@ -41,7 +41,8 @@ def check_file(file: Path, force: bool) -> None:
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must be named *.safetensors")
     if wrong := misfit(file, "file"):
-        raise UserError(f"cannot write {file}: {wrong}: name a new file, or one to replace with --force")
+        raise UserError(f"cannot write {file}: {wrong}: name a new file, or one to replace with "
+                        "--force")
     for folder in file.resolve().parents:
         if (folder / NAME).exists() and (folder / ".metadata").exists():
             raise UserError(f"{file} would lie in the checkpoint {folder}, which takes foreign "

@@ -19,6 +19,7 @@ from torchmars.data.shards import Manifest, read_manifest
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.dtypes import resolve_dtypes
 from torchmars.errors import UserError, reported
+from torchmars.optim.exchange import OwnerLoads
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel import mesh
 from torchmars.parallel.mesh import Layout
@@ -95,14 +96,19 @@ class Plan:
         return self.simulation.model.flops_per_token() * (2 if self.simulation.optimizer.exact else 1)
 
     @property
+    def owner_loads(self) -> OwnerLoads:
+        """The Newton–Schulz work of each rank, in FLOPs, for each set of ranks that share work."""
+        return self.simulation.optimizer.plans.owner_loads
+
+    @property
     def largest_load(self) -> int:
         """The largest Newton–Schulz work of a rank, in FLOPs."""
-        return sum(max(loads.values()) for loads in self.simulation.optimizer.plans.owner_loads.values())
+        return sum(max(loads.values()) for loads in self.owner_loads.values())
 
     @property
     def balance(self) -> float:
         """The largest over the mean Newton–Schulz work of a rank."""
-        sets = self.simulation.optimizer.plans.owner_loads.values()
+        sets = self.owner_loads.values()
         return self.largest_load / sum(sum(loads.values()) / len(loads) for loads in sets)
 
     @property
@@ -148,7 +154,7 @@ class Plan:
         return "1 machine" if count == 1 else f"{count} machines"
 
     def _owners(self) -> list[str]:
-        loads = self.simulation.optimizer.plans.owner_loads
+        loads = self.owner_loads
         if not loads:
             return ["none: no rule of this run orthogonalises matrices"]
         ranks = {rank for each in loads.values() for rank in each}
@@ -167,7 +173,7 @@ class Plan:
         yield from self._memory_warnings()
         yield from self._network_warnings()
         training, schedule = self.config.training, self.config.schedule
-        if self.simulation.optimizer.plans.owner_loads and self.balance > 1.5 and self.owner_share > OPTIMIZER_SHARE:
+        if self.owner_loads and self.balance > 1.5 and self.owner_share > OPTIMIZER_SHARE:
             yield (f"ranks wait for the owner of the largest matrices: split what is fused (optimizer.groups, split = 3 for QKV), or raise "
                    f"training.global_batch_size = {training.global_batch_size}, so that the step's share falls")
         if self.epochs is not None and self.epochs > REPEATS:

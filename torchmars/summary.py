@@ -16,7 +16,8 @@ def summary(config: Config, layout: Layout, model: GPT2, optimizer: MARS) -> lis
     training, args = config.training, model.args
     microbatch_size, accumulation_steps = training.microbatches(layout.size)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    matrices = f", matrices in {config.optimizer.matrix_dtype}" if optimizer.plans.owner_loads else ""
+    has_matrices = bool(optimizer.plans.owner_loads)
+    matrices = f", matrices in {config.optimizer.matrix_dtype}" if has_matrices else ""
     return [f"model     {config.model.name} {config.model.size}: {parameters:,} parameters, {args.n_layer} layers, {args.n_head} heads, "
             f"width {args.n_embd}, vocabulary {args.vocab_size}",
             f"layout    {layout.describe()}, {training.dtype} compute",

@@ -165,9 +165,9 @@ class Trainer:
                 self.signals.received is not None, self.saver.overdue(),
                 self.loader.changed is not None, self.layout.first and is_gone(self.lock))
             if gone:
-                raise UserError(f"{self.lock} is gone after step {self.step}: the run folder was deleted, "
-                                "moved or unmounted while the run went on. Put it back, and start "
-                                "the run again")
+                raise UserError(f"{self.lock} is gone after step {self.step}: the run folder was "
+                                "deleted, moved or unmounted while the run went on. "
+                                "Put it back, and start the run again")
             if changed:  # the step is worth nothing, and nothing of it was reported or saved
                 self.layout.agree(self.loader.check)
             if made is None:

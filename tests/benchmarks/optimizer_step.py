@@ -167,7 +167,7 @@ def main() -> None:
     for kind, args, contenders in (("element-wise", small, elementwise_contenders), ("matrices", narrow, matrix_contenders)):
         shape = f"{args.n_layer} layers of width {args.n_embd}"
         if options.ranks > 1:
-            rows = run_ranks(on_rank, options.ranks, kind, args, options.steps, timeout=900)[0]
+            rows = run_ranks(on_rank, options.ranks, kind, args, options.steps)[0]
             show(f"{kind}, {shape}, {options.ranks} ranks with one thread each", rows, measure(contenders, args, options.steps, 1))
         else:
             rows = measure(contenders, args, options.steps, options.threads)

@@ -127,7 +127,7 @@ def kill_at(hold, launcher, everyone):
     assert sorted(ranks) == [0, 1]
     for victim in [launcher.pid, *ranks.values()] if everyone else [ranks[hold.rank]]:
         kill(victim)
-    launcher.wait(timeout=120)  # after the death of one rank it ends the other
+    launcher.wait(timeout=600)  # after the death of one rank it ends the other
     while any(Path(f"/proc/{process}").exists() for process in ranks.values()):
         time.sleep(0.01)
 

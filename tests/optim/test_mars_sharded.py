@@ -175,6 +175,6 @@ def gradient_on_one_rank():
 
 
 def test_ranks_with_different_gradients_do_not_hang():
-    first, second = run_ranks(gradient_on_one_rank, 2, timeout=30)
+    first, second = run_ranks(gradient_on_one_rank, 2)
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], torch.ones(2)) and (second[1] < 1).all()

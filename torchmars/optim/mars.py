@@ -104,7 +104,8 @@ class MARS(torch.optim.Optimizer):
                  compile: bool | None = None, norm_group: dist.ProcessGroup | None = None) -> None:
         check_hyperparameters(max_grad_norm=max_grad_norm, rule=rule)
         if last_grad_dtype is not None and not last_grad_dtype.is_floating_point:
-            raise ValueError(f"last_grad_dtype must be a floating-point dtype, got {last_grad_dtype}")
+            raise ValueError("last_grad_dtype must be a floating-point dtype, "
+                             f"got {last_grad_dtype}")
         self.max_grad_norm, self.exact, self.last_grad_dtype = max_grad_norm, exact, last_grad_dtype
         self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
         # Whichever "auto" becomes, what travels is the same.

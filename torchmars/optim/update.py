@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from torchmars.optim.elementwise import (
-    adamw_, corrected_squared_norms, lean_coefficients, lean_lion_, lean_momentum_, lion_, momentum_,
-    run_pass)
+    adamw_, corrected_squared_norms, lean_coefficients, lean_lion_, lean_momentum_, lion_,
+    momentum_, run_pass)
 from torchmars.optim.owners import MatrixShape
 from torchmars.optim.rules import RULES
 
@@ -211,7 +211,8 @@ class GroupUpdate:
     def update_momentum(self, compile: bool) -> None:
         """The second pass of matrix rules: the momentum."""
         if self.lean:
-            run_pass(lean_momentum_, list(zip(self.momenta, self.grads)), self.lean_factors(), compile)
+            tensors = list(zip(self.momenta, self.grads))
+            run_pass(lean_momentum_, tensors, self.lean_factors(), compile)
         else:
             tensors = list(zip(self.momenta, self.grads, self.last_grads))
             run_pass(momentum_, tensors, self.correction_factors(), compile)
@@ -228,10 +229,11 @@ class GroupUpdate:
             tensors = list(zip(self.locals, self.grads, self.last_grads, self.momenta))
             run_pass(lion_, tensors, self.correction_factors(), compile)
         elif self.rule.corrected:
-            tensors = list(zip(self.locals, self.grads, self.last_grads, self.momenta, self.squares))
+            tensors = list(zip(self.locals, self.grads, self.last_grads, self.momenta,
+                               self.squares))
             run_pass(adamw_, tensors, self.adamw_factors(), compile)
         else:
-            # torch's own fused kernel takes many tensors at once, and raises the step counts itself.
+            # torch's own fused kernel takes many tensors at once. It raises the step counts itself.
             adamw(self.locals, self.grads, self.momenta, self.squares, [], self.steps, fused=True,
                   grad_scale=(1 / self.scale).float() if clipped else None,
                   found_inf=(~self.ok).float(), amsgrad=False, maximize=False,
