@@ -151,10 +151,11 @@ def test_a_group_that_fails_leaves_the_optimizer_as_it_was(make, message):
 
 def test_mistakes_in_the_constructor():
     parameter = nn.Parameter(torch.ones(2))
-    for name in ("last_grad_dtype", "matrix_dtype"):
-        with pytest.raises(
-            ValueError, match=f"{name} must be a floating-point dtype, got torch.int32"
-        ):
+    for name, wanted in (
+        ("last_grad_dtype", "a floating-point dtype"),
+        ("matrix_dtype", "one of auto, bfloat16, mixed, float32"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be {wanted}, got torch.int32"):
             MARS([parameter], **{name: torch.int32})
     with pytest.raises(ValueError, match="group 0 has one parameter twice, as 'a' and as 'b'"):
         MARS([("a", parameter), ("b", parameter)])
