@@ -167,7 +167,7 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize("args,message", [(("--world-size", "12"), "--world-size 12 does not fill machines of --gpus-per-node 8"), ((), "--world-size N is missing"),
-                                          (("--world-size", "0"), "--world-size must be followed by a whole number of at least 1")])
+                                          (("--world-size", "0"), "--world-size must be at least 1, got 0")])
 def test_mistakes_on_the_command_line(args, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan", *args])
     with pytest.raises(SystemExit, match="2"):

@@ -17,6 +17,8 @@ from torchmars.errors import UserError
 from torchmars.loss import backward
 from torchmars.parallel import mesh
 
+pytestmark = pytest.mark.xdist_group("test_trainer")  # one worker makes its fixtures
+
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2}),
            "replicas": (2, {"dp_replicate": 2})}
 MATRIX_RULES = ("mars-shampoo", "mars-m", "muon")

@@ -13,6 +13,8 @@ from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import newest_good, opened
 
+pytestmark = pytest.mark.xdist_group("checkpoint.test_manifest")  # one worker makes its fixtures
+
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
@@ -99,7 +101,9 @@ def test_sizes_alone_find_what_is_cut_or_missing(tables, tmp_path):
 
 
 def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """The files of a run, but for the lock, which names the last process that had it."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def test_ranks_fall_back_to_the_newest_good_one_and_set_the_damaged_aside(tables, tmp_path):

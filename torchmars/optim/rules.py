@@ -121,8 +121,8 @@ def check_parameter(parameter: Tensor, local: Tensor, rule: str, name: str) -> N
         raise ValueError("params must be real floating-point tensors, "
                          f"{name} is of {parameter.dtype}")
     if RULES[rule].kind == "matrix" and parameter.ndim < 2:
-        raise ValueError(f"{rule} needs parameters of at least two dimensions, {name} has shape "
-                         f"{tuple(parameter.shape)}: MARS(param_groups(model, {rule!r})) gives "
+        raise ValueError(f"a matrix rule needs parameters of at least two dimensions, {name} has "
+                         f"shape {tuple(parameter.shape)}: MARS(param_groups(model, {rule!r})) gives "
                          "norms and biases, embeddings and heads their own rule")
     if RULES[rule].kind == "matrix" and not local.is_contiguous():
         raise ValueError(f"params of a matrix rule must be contiguous, {name} has strides "
