@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from tests.commands import Warm
 from tests.mistakes import KEYS, fuzz, make_checkpoint, make_place, words
 
-pytestmark = pytest.mark.xdist_group("test_commands")  # one worker makes its fixtures
-
 # These take long, or the network.
 NOT_DRAWN = ("guards.hang_seconds", "training.compile", "metrics", "data.tokenizer",
              "validation.sample_tokens")

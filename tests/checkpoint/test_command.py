@@ -10,8 +10,6 @@ import pytest
 from tests.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.folder import checkpoints, step_of
 
-pytestmark = pytest.mark.xdist_group("checkpoint.test_command")  # one worker makes its fixtures
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -14,8 +14,6 @@ from torchmars.config_file import config_from_tables
 from torchmars.parallel import mesh
 from torchmars.trainer import Trainer
 
-pytestmark = pytest.mark.xdist_group("checkpoint.test_initial")  # one worker makes its fixtures
-
 ROOT = Path(__file__).parents[2]
 
 

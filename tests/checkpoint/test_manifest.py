@@ -13,8 +13,6 @@ from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import newest_good, opened
 
-pytestmark = pytest.mark.xdist_group("checkpoint.test_manifest")  # one worker makes its fixtures
-
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):

@@ -20,8 +20,6 @@ from torchmars.errors import UserError
 from torchmars.parallel import mesh
 from torchmars.trainer import Trainer
 
-pytestmark = pytest.mark.xdist_group("checkpoint.test_resume")  # one worker makes its fixtures
-
 # Layouts that a run is saved on and goes on on: ranks and parallelism.
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2})}
 NAMES = ("mars-adamw", "mars-m", "exact", "adamw")  # exact: mars-adamw in exact mode

@@ -20,8 +20,6 @@ from torchmars.generate import load
 from torchmars.parallel import mesh
 from torchmars.trainer import Trainer
 
-pytestmark = pytest.mark.xdist_group("checkpoint.test_state")  # one worker makes its fixtures
-
 RAN = "torchmars_exploit_ran"
 
 

@@ -12,8 +12,6 @@ from torchmars.data.loader import ChangedData, Loader, Windows, validation_batch
 from torchmars.data.shards import write_shards
 from torchmars.data.tokenizer import ByteTokenizer
 
-pytestmark = pytest.mark.xdist_group("data.test_loader")  # one worker makes its fixtures
-
 T = 16
 
 

@@ -16,8 +16,6 @@ from tests.optim.reference import gradients
 from tests.ranks import run_ranks
 from torchmars.optim import MARS
 
-pytestmark = pytest.mark.xdist_group("optim.test_norms")  # one worker makes its fixtures
-
 SHAPES = [(8, 6), (6, 8), (4, 4), (8, 8)]
 RULES = ("mars-adamw", "mars-m", "adamw", "muon")
 STEPS = 6

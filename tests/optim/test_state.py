@@ -16,8 +16,6 @@ from tests.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
 
-pytestmark = pytest.mark.xdist_group("optim.test_state")  # one worker makes its fixtures
-
 LR = 0.01
 
 
