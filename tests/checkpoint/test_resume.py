@@ -66,7 +66,12 @@ def test_a_checkpoint_every_interval_and_at_the_end(folder):
     assert (manifest.step, manifest.position, manifest.world_size) == (4, 4 * 16, 2)
 
 
-@pytest.mark.parametrize("there", LAYOUTS)
+# From each layout to one rank and to four; to the others as well with -m slow.
+THERE = [pytest.param(layout, marks=() if layout in ("one", "fsdp4") else pytest.mark.slow)
+         for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("there", THERE)
 def test_losses_on_every_layout_after_a_checkpoint_of_every_layout(folder, there):
     """The layout matrix: saved on each, resumed on each. Also with another microbatch size and number of workers."""
     runs = {}
