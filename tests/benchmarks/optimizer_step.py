@@ -82,7 +82,7 @@ def matrix_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
     yield "torch.optim.Muon", torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw").step, model
     for rule in ("mars-m", "muon"):
         parameters, model = matrices()
-        yield rule, MARS(parameters, rule=rule).step, model
+        yield rule, MARS([{"params": parameters, "rule": rule}]).step, model
 
 
 def synchronize() -> None:
