@@ -18,8 +18,16 @@ from typing import IO, NoReturn
 
 SECONDS = 300  # after which a command is taken to hang
 ROOT = Path(__file__).parents[1]
-MODULES = ("train", "prepare", "plan", "generate", "export", "checkpoint.__main__", "launch",
-           "environment")
+MODULES = (
+    "train",
+    "prepare",
+    "plan",
+    "generate",
+    "export",
+    "checkpoint.__main__",
+    "launch",
+    "environment",
+)
 
 
 class Warm:
@@ -27,16 +35,18 @@ class Warm:
 
     def __enter__(self) -> "Warm":
         command = [sys.executable, "-m", "tests.commands"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        text=True, cwd=ROOT)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.process.stdin.close()
         self.process.wait()
 
-    def run(self, module: str, args: list[str], cwd: Path,
-            unread: bool = False) -> tuple[int | None, str, str]:
+    def run(
+        self, module: str, args: list[str], cwd: Path, unread: bool = False
+    ) -> tuple[int | None, str, str]:
         """`python -m torchmars.MODULE args`: exit code (None: it hung), output, errors.
 
         `unread`: whoever would read the output has gone.

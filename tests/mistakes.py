@@ -24,34 +24,143 @@ from torchmars.errors import UserError, say_error
 from torchmars.models.initialize import init_weights
 from torchmars.prepare import prepare_shards
 
-KEYS = [*leaves(Config), "optimizer.groups", "run", "training", "optimizer.matrix", "nothing",
-        "training.stps", "a.b.c.d", ""]
-WORDS = ["", " ", "x", "two", "-1", "-0", "0", "1", "2", "3", "1.5", "1e3", "inf", "-inf", "nan",
-         "1,2", "0,", "+4", " 2", "2 ", "1_0", "0x10", "٣", "²", "½", "2:4", "true", "None", "[]",
-         "{}", "null", "9" * 20, "9" * 400, "9" * 5000, "a" * 300, "a/" * 2500, ".", "..", "/",
-         "//", "/..", "~", "~nosuchuser", "/dev/null", "/dev/zero", "/proc/self/mem", "fifo",
-         "loop", "loop/x", "file", "file/x", "folder", "nothing", "weights.safetensors",
-         "fifo.safetensors", "folder.safetensors", "\x1b[31m", "a\tb", "a\nb", "error: b",
-         "é\u2028", "\udcff", "*", "[", "**/*", "localhost:0", "localhost:29400", ":1", "a..b:1",
-         "[::1]:29400", "a" * 70 + ":80", "localhost:99999", "--training.steps", "=", "%s", "$(id)"]
-NUMBERS = [0, 1, -1, 2, 3, 7, 255, 2**31 - 1, 2**31, 3 * 10**9, 2**53, 2**63 - 1, 2**63, 10**30,
-           10**400, 0.5, -0.0, 1e-320, 1e38, 1e300, math.inf, -math.inf, math.nan]
+KEYS = [
+    *leaves(Config),
+    "optimizer.groups",
+    "run",
+    "training",
+    "optimizer.matrix",
+    "nothing",
+    "training.stps",
+    "a.b.c.d",
+    "",
+]
+WORDS = [
+    "",
+    " ",
+    "x",
+    "two",
+    "-1",
+    "-0",
+    "0",
+    "1",
+    "2",
+    "3",
+    "1.5",
+    "1e3",
+    "inf",
+    "-inf",
+    "nan",
+    "1,2",
+    "0,",
+    "+4",
+    " 2",
+    "2 ",
+    "1_0",
+    "0x10",
+    "٣",
+    "²",
+    "½",
+    "2:4",
+    "true",
+    "None",
+    "[]",
+    "{}",
+    "null",
+    "9" * 20,
+    "9" * 400,
+    "9" * 5000,
+    "a" * 300,
+    "a/" * 2500,
+    ".",
+    "..",
+    "/",
+    "//",
+    "/..",
+    "~",
+    "~nosuchuser",
+    "/dev/null",
+    "/dev/zero",
+    "/proc/self/mem",
+    "fifo",
+    "loop",
+    "loop/x",
+    "file",
+    "file/x",
+    "folder",
+    "nothing",
+    "weights.safetensors",
+    "fifo.safetensors",
+    "folder.safetensors",
+    "\x1b[31m",
+    "a\tb",
+    "a\nb",
+    "error: b",
+    "é\u2028",
+    "\udcff",
+    "*",
+    "[",
+    "**/*",
+    "localhost:0",
+    "localhost:29400",
+    ":1",
+    "a..b:1",
+    "[::1]:29400",
+    "a" * 70 + ":80",
+    "localhost:99999",
+    "--training.steps",
+    "=",
+    "%s",
+    "$(id)",
+]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    255,
+    2**31 - 1,
+    2**31,
+    3 * 10**9,
+    2**53,
+    2**63 - 1,
+    2**63,
+    10**30,
+    10**400,
+    0.5,
+    -0.0,
+    1e-320,
+    1e38,
+    1e300,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 words, numbers = st.sampled_from(WORDS), st.sampled_from(NUMBERS)
 scalars = st.one_of(words, numbers, st.booleans(), st.text(max_size=8), st.integers(), st.floats())
-junk = st.one_of(scalars, st.lists(scalars, max_size=3),
-                 st.dictionaries(words, scalars, max_size=2))
+junk = st.one_of(
+    scalars, st.lists(scalars, max_size=3), st.dictionaries(words, scalars, max_size=2)
+)
 
 
 def fuzz(examples, strategy, check):
     """Call `check` with what `strategy` draws."""
-    configured = settings(max_examples=examples, derandomize=True, database=None, deadline=None,
-                          suppress_health_check=list(HealthCheck))
+    configured = settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     configured(given(strategy)(lambda drawn: check(drawn)))()
 
 
 @contextlib.contextmanager
 def in_time(seconds=120):
     """Fail where the body hangs, as in the opening of a FIFO."""
+
     def give_up(*_):
         raise AssertionError(f"it hangs: nothing in {seconds} s")
 
@@ -111,7 +220,16 @@ def make_checkpoint(folder, steps=2):
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(model_state(model), storage_writer=dcp.FileSystemWriter(checkpoint), no_dist=True)
     files = {path.name: describe(path) for path in checkpoint.iterdir()}
-    Manifest(step=steps, position=16 * steps, world_size=1, data=manifest.fingerprint(),
-             vocab_size=manifest.vocab_size, optimizer=names, config=asdict(config),
-             validation_loss=5.5, recent_losses=[5.0], files=files).write(checkpoint)
+    Manifest(
+        step=steps,
+        position=16 * steps,
+        world_size=1,
+        data=manifest.fingerprint(),
+        vocab_size=manifest.vocab_size,
+        optimizer=names,
+        config=asdict(config),
+        validation_loss=5.5,
+        recent_losses=[5.0],
+        files=files,
+    ).write(checkpoint)
     return checkpoint

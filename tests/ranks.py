@@ -18,8 +18,16 @@ PATIENCE = 900  # seconds until silent ranks are taken to hang: more than any bu
 
 # The server imports torch once and forks a fresh process for every rank, before any thread of torch's has started.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
-                                 "torchmars.trainer", "tests.ranks"])
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torchmars.trainer",
+        "tests.ranks",
+    ]
+)
 
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
@@ -29,8 +37,14 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
-        ranks = [_context.Process(target=_rank, args=(function, rank, size, f"{folder}/store", results, args), daemon=False)
-                 for rank in range(size)]
+        ranks = [
+            _context.Process(
+                target=_rank,
+                args=(function, rank, size, f"{folder}/store", results, args),
+                daemon=False,
+            )
+            for rank in range(size)
+        ]
         for process in ranks:
             process.start()
         try:
@@ -46,7 +60,9 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
         return [pickle.loads(result) for _, result, _ in sorted(outcomes)]
 
 
-def _collect(results: Any, ranks: list[Any], deadline: float) -> list[tuple[int, bytes | None, str | None]]:
+def _collect(
+    results: Any, ranks: list[Any], deadline: float
+) -> list[tuple[int, bytes | None, str | None]]:
     outcomes: list[tuple[int, bytes | None, str | None]] = []
     while len(outcomes) < len(ranks):
         with contextlib.suppress(queue.Empty):
@@ -54,12 +70,18 @@ def _collect(results: Any, ranks: list[Any], deadline: float) -> list[tuple[int,
             continue
         heard = {rank for rank, _, _ in outcomes}
         for rank, process in enumerate(ranks):
-            assert process.exitcode in (None, 0) or rank in heard, f"rank {rank} died: exit code {process.exitcode}"
-        assert time.monotonic() < deadline, f"no word from ranks {sorted(set(range(len(ranks))) - heard)} in time"
+            assert process.exitcode in (None, 0) or rank in heard, (
+                f"rank {rank} died: exit code {process.exitcode}"
+            )
+        assert time.monotonic() < deadline, (
+            f"no word from ranks {sorted(set(range(len(ranks))) - heard)} in time"
+        )
     return outcomes
 
 
-def _rank(function: Callable[..., Any], rank: int, size: int, store: str, results: Any, args: tuple) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, size: int, store: str, results: Any, args: tuple
+) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     try:

@@ -9,8 +9,13 @@ from tests.commands import Warm
 from tests.mistakes import KEYS, fuzz, make_checkpoint, make_place, words
 
 # These take long, or the network.
-NOT_DRAWN = ("guards.hang_seconds", "training.compile", "metrics", "data.tokenizer",
-             "validation.sample_tokens")
+NOT_DRAWN = (
+    "guards.hang_seconds",
+    "training.compile",
+    "metrics",
+    "data.tokenizer",
+    "validation.sample_tokens",
+)
 COMMANDS = ("train", "prepare", "plan", "generate", "export", "checkpoint.__main__", "launch")
 
 
@@ -18,17 +23,26 @@ COMMANDS = ("train", "prepare", "plan", "generate", "export", "checkpoint.__main
 def command_lines(draw):
     """A command, and arguments of which most are wrong."""
     module = draw(st.sampled_from(COMMANDS))
-    flags = {"train": [], "prepare": ["--ranks", "--nodes"],
-             "plan": ["--world-size", "--gpus-per-node"],
-             "generate": ["--max_tokens", "--temperature", "--top_k", "--seed", "--prompt"],
-             "export": [], "checkpoint.__main__": ["--keep_last", "--keep_every", "--damaged"],
-             "launch": ["--nnodes", "--max-restarts", "--rdzv-conf"]}[module]
+    flags = {
+        "train": [],
+        "prepare": ["--ranks", "--nodes"],
+        "plan": ["--world-size", "--gpus-per-node"],
+        "generate": ["--max_tokens", "--temperature", "--top_k", "--seed", "--prompt"],
+        "export": [],
+        "checkpoint.__main__": ["--keep_last", "--keep_every", "--damaged"],
+        "launch": ["--nnodes", "--max-restarts", "--rdzv-conf"],
+    }[module]
     arg = words.filter(lambda word: "\0" not in word and len(word) < 6000)
     verb = draw(st.sampled_from(["list", "verify", "prune", "x"]))
-    start = {"train": ["tiny.toml"], "prepare": ["tiny.toml"],
-             "plan": ["tiny.toml", "--world-size", "2"], "generate": ["runs/tiny"],
-             "export": ["runs/tiny", "out.safetensors"], "checkpoint.__main__": [verb, "runs/tiny"],
-             "launch": ["--nproc-per-node", "0"]}[module]
+    start = {
+        "train": ["tiny.toml"],
+        "prepare": ["tiny.toml"],
+        "plan": ["tiny.toml", "--world-size", "2"],
+        "generate": ["runs/tiny"],
+        "export": ["runs/tiny", "out.safetensors"],
+        "checkpoint.__main__": [verb, "runs/tiny"],
+        "launch": ["--nproc-per-node", "0"],
+    }[module]
     if module in ("train", "prepare", "plan"):
         flags += [f"--{key}" for key in KEYS if not key.startswith(NOT_DRAWN)]
     args = [*start]
@@ -71,7 +85,7 @@ def test_commands(tmp_path, warm, examples):
 
 @pytest.mark.parametrize("module", [*COMMANDS, "environment"])
 def test_help_that_nobody_reads_to_its_end(warm, tmp_path, module):
-    for args in (["--help"], ["list", "--help"][:2 if "checkpoint" in module else 0] or ["-h"]):
+    for args in (["--help"], ["list", "--help"][: 2 if "checkpoint" in module else 0] or ["-h"]):
         code, out, err = warm.run(module, args, tmp_path)
         assert code == 0 and len(out) > 100 and err == ""
         assert warm.run(module, args, tmp_path, unread=True) == (0, "", "")
@@ -80,6 +94,9 @@ def test_help_that_nobody_reads_to_its_end(warm, tmp_path, module):
 def test_output_that_nobody_reads_to_its_end(warm, tmp_path):
     make_place(tmp_path)
     make_checkpoint(tmp_path)
-    for module, args in {"generate": ["runs/tiny"], "checkpoint.__main__": ["list", "runs/tiny"],
-                         "plan": ["tiny.toml", "--world-size", "2"]}.items():
+    for module, args in {
+        "generate": ["runs/tiny"],
+        "checkpoint.__main__": ["list", "runs/tiny"],
+        "plan": ["tiny.toml", "--world-size", "2"],
+    }.items():
         assert warm.run(module, args, tmp_path, unread=True) == (0, "", "")

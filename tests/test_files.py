@@ -29,7 +29,13 @@ sys.stdin.read()
 
 
 def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path, capsys):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     said, helper = holder.stdout.readline().split()
     assert said == "locked"
     try:

@@ -52,7 +52,12 @@ class EndsSoon(torch.nn.Module):
 
     def forward(self, tokens):
         following = {ord("h"): ord("i"), ord("i"): 256}.get(int(tokens[0, -1]), ord("h"))
-        return torch.nn.functional.one_hot(torch.tensor(following), 320).float().expand(*tokens.shape, 320) * 100
+        return (
+            torch.nn.functional.one_hot(torch.tensor(following), 320)
+            .float()
+            .expand(*tokens.shape, 320)
+            * 100
+        )
 
 
 def test_text_ends_with_its_document():
@@ -71,9 +76,23 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     run = tmp_path / "runs" / "tiny"
     text = command(run, "--prompt", "The ", "--max_tokens", 20, "--seed", 4)
     assert text.startswith("The ") and len(text) > 5
-    assert command(run / "checkpoints" / "step-00000030", "--prompt", "The ", "--max_tokens", 20, "--seed", 4) == text
-    for args, message in [((tmp_path / "nothing",), "neither a checkpoint nor a run"), ((run, "--max_tokens", 0), "--max_tokens must be"),
-                          ((run, "--temperature", -1), "--temperature must be")]:
+    assert (
+        command(
+            run / "checkpoints" / "step-00000030",
+            "--prompt",
+            "The ",
+            "--max_tokens",
+            20,
+            "--seed",
+            4,
+        )
+        == text
+    )
+    for args, message in [
+        ((tmp_path / "nothing",), "neither a checkpoint nor a run"),
+        ((run, "--max_tokens", 0), "--max_tokens must be"),
+        ((run, "--temperature", -1), "--temperature must be"),
+    ]:
         with pytest.raises(SystemExit) as ended:
             command(*args)
         assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import listen, listen_here, metrics, run_folder_of, tiny_config, tiny_tables, write_config, write_text
+from tests.tiny import (
+    listen,
+    listen_here,
+    metrics,
+    run_folder_of,
+    tiny_config,
+    tiny_tables,
+    write_config,
+    write_text,
+)
 from torchmars import loss
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config import GuardsConfig
@@ -38,7 +47,9 @@ def test_what_stands_out():
     assert not any(guard.stands_out(loss) for loss in losses)
     assert not guard.stands_out(2.39) and guard.stands_out(2.45) and guard.stands_out(50.0)
     assert not guard.stands_out(float("nan")) and not guard.stands_out(float("inf"))
-    assert len(guard.recent) == 64 and max(guard.recent) == 2.39  # what stands out does not raise the bar
+    assert (
+        len(guard.recent) == 64 and max(guard.recent) == 2.39
+    )  # what stands out does not raise the bar
 
 
 def with_spike(tables, samples):
@@ -60,10 +71,16 @@ def with_spike(tables, samples):
 def test_a_spike_is_skipped(tables):
     tables["guards"] = {"loss_spike": "skip"}
     out = run_ranks(with_spike, 2, tables, [25 * 16 + 3])[0]
-    assert re.search(r"spike     loss \d+\.\d+ at step 26, samples 400 to 415: guards.loss_spike = skip", out)
+    assert re.search(
+        r"spike     loss \d+\.\d+ at step 26, samples 400 to 415: guards.loss_spike = skip", out
+    )
     assert metrics(tables, "train/skipped_steps")[40] == 1
     losses = metrics(tables)
-    assert list(losses) == list(range(1, 41)) and losses[26] > 3 * losses[25] and losses[27] < 1.1 * losses[25]
+    assert (
+        list(losses) == list(range(1, 41))
+        and losses[26] > 3 * losses[25]
+        and losses[27] < 1.1 * losses[25]
+    )
     off = tables | {"run": tables["run"] | {"name": "off"}, "guards": {}}
     assert "spike  " not in run_ranks(with_spike, 2, off, [25 * 16 + 3])[0]
     assert metrics(off, "train/skipped_steps")[40] == 0
@@ -75,11 +92,20 @@ def test_a_spike_rolls_back_and_its_data_is_jumped(tables, mode):
     tables["guards"] = {"loss_spike": "rollback"}
     tables["optimizer"]["mode"] = mode
     out = run_ranks(with_spike, 2, tables, [25 * 16 + 3])[0]
-    assert out.count("spike     ") == 1 and "rollback  to step 20" in out and "goes on at sample 416" in out
+    assert (
+        out.count("spike     ") == 1
+        and "rollback  to step 20" in out
+        and "goes on at sample 416" in out
+    )
     assert list(metrics(tables)) == list(range(1, 41))
     tokens = metrics(tables, "train/tokens")
     assert tokens[20] == 20 * 16 * 32 and tokens[21] == (416 + 16) * 32
-    assert [step_of(path) for path in checkpoints(run_folder_of(tables) / "checkpoints")] == [10, 20, 30, 40]
+    assert [step_of(path) for path in checkpoints(run_folder_of(tables) / "checkpoints")] == [
+        10,
+        20,
+        30,
+        40,
+    ]
     assert max(metrics(tables).values()) < 6  # no line of the spike is left
 
 
@@ -88,8 +114,20 @@ def test_a_rollback_ends_the_same_after_a_crash(tables):
     tables["guards"] = {"loss_spike": "rollback"}
     run_ranks(with_spike, 2, tables, [25 * 16 + 3])
     cut = tables | {"run": tables["run"] | {"name": "cut"}}
-    run_ranks(with_spike, 2, cut | {"training": tables["training"] | {"steps": 20}, "schedule": {"warmup_steps": 5, "name": "constant"}}, [])
-    straight = tables | {"run": tables["run"] | {"name": "straight"}, "schedule": {"warmup_steps": 5, "name": "constant"}}
+    run_ranks(
+        with_spike,
+        2,
+        cut
+        | {
+            "training": tables["training"] | {"steps": 20},
+            "schedule": {"warmup_steps": 5, "name": "constant"},
+        },
+        [],
+    )
+    straight = tables | {
+        "run": tables["run"] | {"name": "straight"},
+        "schedule": {"warmup_steps": 5, "name": "constant"},
+    }
     run_ranks(with_spike, 2, straight, [25 * 16 + 3])
     run_ranks(with_spike, 2, cut | {"schedule": straight["schedule"]}, [25 * 16 + 3])
     assert metrics(cut) == metrics(straight)
@@ -98,10 +136,16 @@ def test_a_rollback_ends_the_same_after_a_crash(tables):
 def test_spikes_that_keep_coming_end_the_run(tables):
     tables["guards"] = {"loss_spike": "rollback"}
     outs = run_ranks(with_spike, 2, tables, range(25 * 16, 10**5))
-    assert all("error: the loss stood out after each of 3 returns to" in out and "step-00000020" in out for out in outs)
+    assert all(
+        "error: the loss stood out after each of 3 returns to" in out and "step-00000020" in out
+        for out in outs
+    )
     tables["checkpoint"]["interval"], tables["run"]["name"] = 0, "none"
     outs = run_ranks(with_spike, 2, tables, range(25 * 16, 10**5))
-    assert all("error: the loss stood out at step 26, and there is no checkpoint to go back to" in out for out in outs)
+    assert all(
+        "error: the loss stood out at step 26, and there is no checkpoint to go back to" in out
+        for out in outs
+    )
 
 
 def test_the_end_of_the_data_begins_another_epoch_and_is_told(tables, tmp_path):
@@ -109,7 +153,9 @@ def test_the_end_of_the_data_begins_another_epoch_and_is_told(tables, tmp_path):
     tables["training"] |= {"steps": 100, "seq_len": 32}
     tables["checkpoint"]["interval"] = 0
     out = listen(2, tables)
-    assert out.count("epoch ") == 1 and out.index("step  95/100") < out.index("epoch 2 begins: the data has been read 1 times") < out.index("step  96/100")
+    assert out.count("epoch ") == 1 and out.index("step  95/100") < out.index(
+        "epoch 2 begins: the data has been read 1 times"
+    ) < out.index("step  96/100")
 
 
 # HANG says how each rank hangs in the fourth step. The steps before may take as long as they like.
@@ -154,17 +200,36 @@ def hanging(folder, how, grace):
     """The launcher of a run whose ranks hang, and the folder in which they say where."""
     ranks = len(how.split())
     write_text(folder)
-    config = tiny_config(folder, guards={"hang_seconds": 3.0},
-                         training={"global_batch_size": 4 * ranks})
+    config = tiny_config(
+        folder, guards={"hang_seconds": 3.0}, training={"global_batch_size": 4 * ranks}
+    )
     write_config(config, folder / "hang.toml")
     script = folder / "hang.py"
     script.write_text(HANGING_RUN)
     process = subprocess.Popen(
-        [sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", str(ranks),
-         str(script), str(folder / "hang.toml")],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RDZV_TIMEOUT": "300",
-                          "HANG": how, "GRACE": grace})
+        [
+            sys.executable,
+            "-m",
+            "torchmars.launch",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            str(script),
+            str(folder / "hang.toml"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "RDZV_TIMEOUT": "300",
+            "HANG": how,
+            "GRACE": grace,
+        },
+    )
     try:
         yield process, Path(config.run.folder) / config.run.name / "hang"
     finally:
@@ -175,11 +240,20 @@ def test_a_rank_that_hangs_is_found_and_every_rank_tells_where_it_stands(tmp_pat
     with hanging(tmp_path, "not sleep", "600 600") as (process, folder):
         _, err = process.communicate(timeout=900)  # the rank sleeps for longer
     assert process.returncode == EXIT_HUNG, err
-    report = err[err.index("error: no step for guards.hang_seconds = 3 s"):]
-    assert re.search(r"rank 0: \d+ s in step 4: waiting in the collective gloo:\w+ number \d+ of group \d+, sizes .*; called from", report)
-    assert re.search(r"rank 1: \d+ s in step 4: in read \(.*hang.py:\d+\), in no collective; the last was gloo:", report)
+    report = err[err.index("error: no step for guards.hang_seconds = 3 s") :]
+    assert re.search(
+        r"rank 0: \d+ s in step 4: waiting in the collective gloo:\w+ number \d+ of group \d+, sizes .*; called from",
+        report,
+    )
+    assert re.search(
+        r"rank 1: \d+ s in step 4: in read \(.*hang.py:\d+\), in no collective; the last was gloo:",
+        report,
+    )
     # with no group of a save's among the collectives
-    assert "time.sleep" not in (folder / "rank-00000.txt").read_text() and "in read" in (folder / "rank-00001.txt").read_text()
+    assert (
+        "time.sleep" not in (folder / "rank-00000.txt").read_text()
+        and "in read" in (folder / "rank-00001.txt").read_text()
+    )
     assert (folder / "flight_0").stat().st_size and (folder / "flight_1").stat().st_size
 
 
@@ -197,11 +271,12 @@ def test_ranks_that_are_blocked_outside_python_are_found_by_the_others(tmp_path)
         os.kill(stopped, signal.SIGKILL)  # torchrun does so 30 s later
         _, err = process.communicate(timeout=900)
     assert process.returncode == EXIT_HUNG, err
-    report = err[err.rindex("error: no step for guards.hang_seconds = 3 s"):].splitlines()
+    report = err[err.rindex("error: no step for guards.hang_seconds = 3 s") :].splitlines()
     assert len(report) == 4 and f"rank 0: no word; process {stopped} on " in report[1]
     assert re.search(r"rank 1: \d+ s in step 4: waiting in the collective gloo:", report[2])
-    assert re.search(r"rank 2: blocked outside Python in File .*hang.py\", line \d+ in read",
-                     report[3])
+    assert re.search(
+        r"rank 2: blocked outside Python in File .*hang.py\", line \d+ in read", report[3]
+    )
     said = (folder.parent / "logs" / "rank-00001.log").read_text()
     assert report[2] in said  # itself, too
 

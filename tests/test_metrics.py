@@ -36,7 +36,9 @@ def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
         now[0] += 50
     writer.train(2, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
     line = capsys.readouterr().out
-    assert "256 tok/s" in line and "eta 0:00:36" in line  # 16 x 32 tokens in each of two steps of 2 s; 18 to come
+    assert (
+        "256 tok/s" in line and "eta 0:00:36" in line
+    )  # 16 x 32 tokens in each of two steps of 2 s; 18 to come
 
 
 def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
@@ -44,7 +46,9 @@ def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 2, flops_per_token=1000)
+    writer = metrics.Metrics(
+        tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 2, flops_per_token=1000
+    )
     writer.open()
     now[0] = 1.0
     writer.train(1, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
@@ -73,7 +77,11 @@ def test_tensorboard_and_wandb_offline(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_text(tmp_path)
-    run_ranks(run_with_wandb, 1, tiny_tables(tmp_path, training={"steps": 3}, metrics={"tensorboard": True, "wandb": True}))
+    run_ranks(
+        run_with_wandb,
+        1,
+        tiny_tables(tmp_path, training={"steps": 3}, metrics={"tensorboard": True, "wandb": True}),
+    )
     run = tmp_path / "runs" / "tiny"
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()

@@ -17,8 +17,7 @@ import pytest
 import tomli_w
 from hypothesis import strategies as st
 
-from tests.mistakes import (KEYS, fuzz, junk, make_checkpoint, make_place, mistake, scalars,
-                            words)
+from tests.mistakes import KEYS, fuzz, junk, make_checkpoint, make_place, mistake, scalars, words
 from tests.test_run_train import ROOT, finish
 from tests.tiny import tiny_tables
 from torchmars.checkpoint import __main__ as checkpoint_command
@@ -38,6 +37,7 @@ sizes = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytes
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A working folder as `make_place` makes it, with little in Python's library and no network."""
+
     def no_network(name):
         raise OSError("no network")
 
@@ -69,10 +69,17 @@ def test_variables(examples):
     fuzz(examples, st.dictionaries(st.sampled_from(VARIABLES), values), check)
 
 
-NONSENSE = {"NGPU": ["", "0", "9999999"], "NNODES": ["two", "1.5"], "NODE_RANK": ["-1"],
-            "MAX_RESTARTS": ["\x1b[0m"], "RDZV_TIMEOUT": ["inf", "45 s"],
-            "RDZV_ENDPOINT": ["29400"], "LOG_RANK": ["0,"], "OMP_NUM_THREADS": ["9" * 30],
-            "CONFIG_FILE": ["", "fifo", "a/" * 2500]}
+NONSENSE = {
+    "NGPU": ["", "0", "9999999"],
+    "NNODES": ["two", "1.5"],
+    "NODE_RANK": ["-1"],
+    "MAX_RESTARTS": ["\x1b[0m"],
+    "RDZV_TIMEOUT": ["inf", "45 s"],
+    "RDZV_ENDPOINT": ["29400"],
+    "LOG_RANK": ["0,"],
+    "OMP_NUM_THREADS": ["9" * 30],
+    "CONFIG_FILE": ["", "fifo", "a/" * 2500],
+}
 
 
 def test_run_train_names_the_variable_that_is_wrong(place):
@@ -85,8 +92,13 @@ def test_run_train_names_the_variable_that_is_wrong(place):
 
 
 def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
-    job = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH", "SLURM_JOB_NUM_NODES": "4",
-           "SLURM_GPUS_ON_NODE": "8", "RDZV_ENDPOINT": "n1:29400"}
+    job = {
+        "SLURM_JOB_ID": "7",
+        "ENVIRONMENT": "BATCH",
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_GPUS_ON_NODE": "8",
+        "RDZV_ENDPOINT": "n1:29400",
+    }
     environment = read_environment(job | {"NGPU": "2"})
     assert (environment.NNODES, environment.NGPU) == (4, 2) and read_environment(job).NGPU == 8
     assert read_environment(job | {"ENVIRONMENT": ""}).NNODES == 1  # started by hand within the job
@@ -108,14 +120,27 @@ def job(place):
         command = place / "bin" / name
         command.write_text(f'#!/bin/sh\necho {name} $RDZV_ENDPOINT "$@" >> called\necho n1\n')
         command.chmod(0o755)
-    path = f"{place / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {"PATH": path, "SLURM_JOB_ID": "12007", "ENVIRONMENT": "BATCH", "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "n[1-2]"}
+    path = (
+        f"{place / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    return {
+        "PATH": path,
+        "SLURM_JOB_ID": "12007",
+        "ENVIRONMENT": "BATCH",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
 
 
 def test_a_mistake_in_a_job_ends_it_once(place, job):
-    for wrong in ({"NGPU": "x"}, {"NNODES": "two"}, {"NNODES": "a[$(id)]"}, {"RDZV_TIMEOUT": ""},
-                  {"SLURM_JOB_NUM_NODES": "x"}):
+    for wrong in (
+        {"NGPU": "x"},
+        {"NNODES": "two"},
+        {"NNODES": "a[$(id)]"},
+        {"RDZV_TIMEOUT": ""},
+        {"SLURM_JOB_NUM_NODES": "x"},
+    ):
         code, out, err = finish(place / "tiny.toml", **job | wrong)
         assert code == 2 and not out and err.count("\n") == 1 and err.startswith("error: ")
         assert next(iter(wrong)) in err
@@ -127,7 +152,7 @@ def test_a_job_starts_a_launcher_on_each_node(place, job):
     called = (place / "called").read_text()
     assert code == 0, err
     assert "srun n1:20007 --ntasks=2 --ntasks-per-node=1" in called and "requeue" not in called
-    assert f"--prepared \"$@\" - {place / 'tiny.toml'} --training.steps 2\n" in called
+    assert f'--prepared "$@" - {place / "tiny.toml"} --training.steps 2\n' in called
 
 
 # Configs.
@@ -185,9 +210,18 @@ def test_texts_and_command_lines(place, examples):
     """Neither of which has to be of the right form at all."""
     text = (place / "tiny.toml").read_text()
     edits = st.tuples(st.integers(0, len(text)), st.text(max_size=5), st.integers(0, 40))
-    cut = edits.map(lambda edit: text[:edit[0]] + edit[1] + text[edit[0] + edit[2]:])
-    odd = st.sampled_from(["a = " + "[" * 5000, "a = " + "{b = " * 5000, "[" + "a." * 5000 + "b]",
-                           "a = " + "9" * 5000, "a = 0x" + "f" * 5000, "\0", "\ufeff\ufeff"])
+    cut = edits.map(lambda edit: text[: edit[0]] + edit[1] + text[edit[0] + edit[2] :])
+    odd = st.sampled_from(
+        [
+            "a = " + "[" * 5000,
+            "a = " + "{b = " * 5000,
+            "[" + "a." * 5000 + "b]",
+            "a = " + "9" * 5000,
+            "a = 0x" + "f" * 5000,
+            "\0",
+            "\ufeff\ufeff",
+        ]
+    )
     option = st.sampled_from([f"--{key}" for key in KEYS])
     arguments = st.lists(st.one_of(words, st.text(max_size=8), option), max_size=4)
     arguments = arguments.filter(lambda args: not {"-h", "--help"} & set(args))
@@ -202,45 +236,67 @@ def test_texts_and_command_lines(place, examples):
     fuzz(examples, st.tuples(arguments, st.one_of(cut, odd, st.binary(max_size=20))), check)
 
 
-@pytest.mark.parametrize("args,message", [
-    (["--guards.hang_seconds", "inf"],
-     "guards.hang_seconds must be at least 0 and at most 1,000,000, got inf"),
-    (["--training.steps", str(2**63)],
-     "training.steps must be at least 1 and at most 1,000,000,000, got 9223372036854775808"),
-    (["--training.global_batch_size", "1000000000", "--training.seq_len", "10000000"],
-     "must be at most 100,000,000,000 tokens a step"),
-    (["--model.n_layer", "3000000000"], "model.n_layer must be"),
-    (["--model.n_embd", "3000000000"], "model.n_embd must be"),
-    (["--run.seed", str(2**63)], "run.seed must be"),
-    (["--optimizer.lr", "inf"], "optimizer.lr must be"),
-    (["--optimizer.head.lr", "inf"], "optimizer.head.lr must be"),
-    (["--optimizer.matrix.split", "0"], "optimizer.matrix.split must be at least 1, got 0"),
-    (["--data.path", ""], "data.path must be the path of a file or folder"),
-    (["--data.path", "/"], "data.path must be the path of a file or folder"),
-    (["--data.path", "a/" * 2500], "data.path must be the path of a file or folder"),
-    (["--data.path", "loop"],
-     "data.path: loop is no folder that can be used (Too many levels of symbolic links)"),
-    (["--data.path", "file"], "data.path: file is no folder that can be used (Not a directory)"),
-    (["--data.path", "a" * 300], "data.path: a"),
-    (["--run.folder", "fifo"], "run.folder: fifo is no folder"),
-    (["--run.name", "a\0b"], "run.name must be"),
-    (["--run.name", "a" * 300], "run.name must be one folder name"),
-    (["--checkpoint.init_from", "fifo.safetensors"],
-     "checkpoint.init_from: fifo.safetensors is no file that can be used (Not a regular file)"),
-    (["--data.files", "~nosuchuser"], "data.files: '~nosuchuser' names no text file"),
-    (["--data.files", "fifo"], "data.files: 'fifo' names no text file"),
-    (["--data.files", ""], "data.files must be the path of a file or folder"),
-    (["--metrics.wandb_project", "\udcff"], "metrics.wandb_project must be Unicode text"),
-])
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (
+            ["--guards.hang_seconds", "inf"],
+            "guards.hang_seconds must be at least 0 and at most 1,000,000, got inf",
+        ),
+        (
+            ["--training.steps", str(2**63)],
+            "training.steps must be at least 1 and at most 1,000,000,000, got 9223372036854775808",
+        ),
+        (
+            ["--training.global_batch_size", "1000000000", "--training.seq_len", "10000000"],
+            "must be at most 100,000,000,000 tokens a step",
+        ),
+        (["--model.n_layer", "3000000000"], "model.n_layer must be"),
+        (["--model.n_embd", "3000000000"], "model.n_embd must be"),
+        (["--run.seed", str(2**63)], "run.seed must be"),
+        (["--optimizer.lr", "inf"], "optimizer.lr must be"),
+        (["--optimizer.head.lr", "inf"], "optimizer.head.lr must be"),
+        (["--optimizer.matrix.split", "0"], "optimizer.matrix.split must be at least 1, got 0"),
+        (["--data.path", ""], "data.path must be the path of a file or folder"),
+        (["--data.path", "/"], "data.path must be the path of a file or folder"),
+        (["--data.path", "a/" * 2500], "data.path must be the path of a file or folder"),
+        (
+            ["--data.path", "loop"],
+            "data.path: loop is no folder that can be used (Too many levels of symbolic links)",
+        ),
+        (
+            ["--data.path", "file"],
+            "data.path: file is no folder that can be used (Not a directory)",
+        ),
+        (["--data.path", "a" * 300], "data.path: a"),
+        (["--run.folder", "fifo"], "run.folder: fifo is no folder"),
+        (["--run.name", "a\0b"], "run.name must be"),
+        (["--run.name", "a" * 300], "run.name must be one folder name"),
+        (
+            ["--checkpoint.init_from", "fifo.safetensors"],
+            "checkpoint.init_from: fifo.safetensors is no file that can be used (Not a regular file)",
+        ),
+        (["--data.files", "~nosuchuser"], "data.files: '~nosuchuser' names no text file"),
+        (["--data.files", "fifo"], "data.files: 'fifo' names no text file"),
+        (["--data.files", ""], "data.files must be the path of a file or folder"),
+        (["--metrics.wandb_project", "\udcff"], "metrics.wandb_project must be Unicode text"),
+    ],
+)
 def test_what_is_too_large_and_paths_that_are_none_are_named(place, args, message):
     data = [] if "--data.path" in args else ["--data.path", "new"]
     said = mistake(lambda: prepare(load_config(["tiny.toml", *data, *args], "test"), 2, 1))
     assert message in said
 
 
-@pytest.mark.parametrize("content,message", [
-    ("a = " + "[" * 5000, "is nested too deeply"), ("a = " + "9" * 5000, "is not valid TOML"),
-    ("\0", "is not valid TOML"), (None, "Not a regular file")])
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        ("a = " + "[" * 5000, "is nested too deeply"),
+        ("a = " + "9" * 5000, "is not valid TOML"),
+        ("\0", "is not valid TOML"),
+        (None, "Not a regular file"),
+    ],
+)
 def test_toml_that_breaks_the_parser(tmp_path, content, message):
     file = tmp_path / "config.toml"
     os.mkfifo(file) if content is None else file.write_text(content)
@@ -258,6 +314,7 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path):
 
 
 # Manifests.
+
 
 def containers(value):
     """All (table or list, key) pairs within `value`."""
@@ -286,8 +343,18 @@ def altered(draw, value):
     return value
 
 
-TEXTS = ["[" * 100_000, '{"a":' * 100_000, '{"format": ' + "9" * 5000 + "}", "\ufeff{}", "[]",
-         "null", "3", '"format"', "{}", ""]
+TEXTS = [
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    '{"format": ' + "9" * 5000 + "}",
+    "\ufeff{}",
+    "[]",
+    "null",
+    "3",
+    '"format"',
+    "{}",
+    "",
+]
 broken_texts = st.one_of(st.sampled_from(TEXTS).map(str.encode), st.binary(max_size=20))
 
 
@@ -328,13 +395,17 @@ def test_manifests_of_checkpoints(place, examples):
     fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
 
 
-@pytest.mark.parametrize("change,message", [
-    ({"vocab_size": 3e9}, "vocab_size must be a whole number"),
-    ({"vocab_size": 3 * 10**9}, "vocab_size must be at least 1 and at most 65,536"),
-    ({"step": "2"}, "step must be a whole number, got '2'"),
-    ({"files": {"../x": {"size": 0, "sha256": ""}}}, "files must be one file name"),
-    ({"config": {"model": {"n_layer": 3 * 10**9}}}, "model.n_layer must be"),
-    ({"config": []}, "config must be a table")])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"vocab_size": 3e9}, "vocab_size must be a whole number"),
+        ({"vocab_size": 3 * 10**9}, "vocab_size must be at least 1 and at most 65,536"),
+        ({"step": "2"}, "step must be a whole number, got '2'"),
+        ({"files": {"../x": {"size": 0, "sha256": ""}}}, "files must be one file name"),
+        ({"config": {"model": {"n_layer": 3 * 10**9}}}, "model.n_layer must be"),
+        ({"config": []}, "config must be a table"),
+    ],
+)
 def test_a_forged_manifest_is_told_from_a_good_one(place, change, message):
     file = make_checkpoint(place) / "manifest.json"
     file.write_bytes(sealed(json.loads(file.read_text()) | change))

@@ -30,5 +30,9 @@ def test_config_is_valid(toml, tmp_path):
 
 
 def test_quickstart_is_the_documented_one():
-    config = load_config([str(Path(__file__).parents[1] / "train_configs" / "quickstart.toml")], "test")
-    assert config.optimizer.name == "mars-adamw" and f"step   1/{config.training.steps} | loss" in TEXT
+    config = load_config(
+        [str(Path(__file__).parents[1] / "train_configs" / "quickstart.toml")], "test"
+    )
+    assert (
+        config.optimizer.name == "mars-adamw" and f"step   1/{config.training.steps} | loss" in TEXT
+    )

@@ -24,18 +24,35 @@ LIMIT = 600  # seconds after which a process counts as hung, on a machine busy w
 def config(tmp_path):
     write_text(tmp_path)
     file = tmp_path / "tiny.toml"
-    write_config(tiny_config(tmp_path, training={"steps": 4}, validation={"interval": 2, "sample_tokens": 5}), file)
+    write_config(
+        tiny_config(
+            tmp_path, training={"steps": 4}, validation={"interval": 2, "sample_tokens": 5}
+        ),
+        file,
+    )
     return file
 
 
 def start(config, *args, within=(), **environment):
     """Start ./run_train.sh on two ranks, `within` another command, in a process group of its own as a terminal does."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.Popen([*within, str(ROOT / "run_train.sh"), *args], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            start_new_session=True, cwd=config.parent,
-                            env=os.environ | {"PATH": path, "NGPU": "2", "CONFIG_FILE": str(config),
-                                              "OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300"}
-                            | environment)
+    return subprocess.Popen(
+        [*within, str(ROOT / "run_train.sh"), *args],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd=config.parent,
+        env=os.environ
+        | {
+            "PATH": path,
+            "NGPU": "2",
+            "CONFIG_FILE": str(config),
+            "OMP_NUM_THREADS": "1",
+            "RDZV_TIMEOUT": "300",
+        }
+        | environment,
+    )
 
 
 def finish(*args, **environment):
@@ -56,9 +73,21 @@ def processes(config):
 def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
     code, out, err = finish(config)
     assert code == 0, err
-    for part in ("2 layers, 2 heads, width 32", "FSDP over 2 ranks (cpu, gloo), float32 compute", "16 x 32 tokens a step",
-                 "mars-adamw, approx", "embedding  mars-adamw", "bytes tokens; 4 steps read 2,048", "step 4/4 | loss", "grad norm", "tok/s", "GiB",
-                 "validation loss", "checkpoint ", "sample:"):
+    for part in (
+        "2 layers, 2 heads, width 32",
+        "FSDP over 2 ranks (cpu, gloo), float32 compute",
+        "16 x 32 tokens a step",
+        "mars-adamw, approx",
+        "embedding  mars-adamw",
+        "bytes tokens; 4 steps read 2,048",
+        "step 4/4 | loss",
+        "grad norm",
+        "tok/s",
+        "GiB",
+        "validation loss",
+        "checkpoint ",
+        "sample:",
+    ):
         assert part in out
     assert out.count("step 4/4 | loss") == 1  # one rank speaks
     assert "Warning" not in err and "Traceback" not in err
@@ -67,9 +96,18 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
     assert code == 0 and "complete  all 4 steps are done" in out and "step " not in out
     code, out, _ = finish(config, "--training.steps", "6", LOG_RANK="0,1", SLURMD_NODENAME="n1")
     assert code == 0 and "n1 rank 0 | continue  from step 4" in out and "step 6/6 | loss" in out
-    logs = [file.read_text() for file in sorted((tmp_path / "runs" / "tiny" / "logs").glob("rank-*.log"))]
-    assert len(logs) == 2 and all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+ rank 0 \| ", line) for line in logs[0].splitlines())
-    assert all(part in logs[0] for part in ("step 4/4 | loss", "complete  all 4", "n1 rank 0 | step 6/6 | loss"))
+    logs = [
+        file.read_text()
+        for file in sorted((tmp_path / "runs" / "tiny" / "logs").glob("rank-*.log"))
+    ]
+    assert len(logs) == 2 and all(
+        re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+ rank 0 \| ", line)
+        for line in logs[0].splitlines()
+    )
+    assert all(
+        part in logs[0]
+        for part in ("step 4/4 | loss", "complete  all 4", "n1 rank 0 | step 6/6 | loss")
+    )
 
 
 def altered(tmp_path):
@@ -77,38 +115,94 @@ def altered(tmp_path):
     shard.write_bytes(shard.read_bytes()[:-4])
 
 
-@pytest.mark.parametrize("args,damage,message", [
-    (["--training.stps", "3"], None, "did you mean training.steps?"),
-    (["--training.global_batch_size", "7"], None, "training.global_batch_size = 7 does not divide over 2"),
-    (["--parallelism.dp_shard", "3"], None, "does not make 2 ranks"),
-    ([], altered, "train-00000.bin has"),
-    (["--optimizer.matrix.rule", "mars-m", "--optimizer.matrix.split", "5"], None, "split = 5 does not divide the 96 rows"),
-    (["--optimizer.vector.rule", "muon"], None, "a matrix rule needs parameters of at least two dimensions"),
-])
+@pytest.mark.parametrize(
+    "args,damage,message",
+    [
+        (["--training.stps", "3"], None, "did you mean training.steps?"),
+        (
+            ["--training.global_batch_size", "7"],
+            None,
+            "training.global_batch_size = 7 does not divide over 2",
+        ),
+        (["--parallelism.dp_shard", "3"], None, "does not make 2 ranks"),
+        ([], altered, "train-00000.bin has"),
+        (
+            ["--optimizer.matrix.rule", "mars-m", "--optimizer.matrix.split", "5"],
+            None,
+            "split = 5 does not divide the 96 rows",
+        ),
+        (
+            ["--optimizer.vector.rule", "muon"],
+            None,
+            "a matrix rule needs parameters of at least two dimensions",
+        ),
+    ],
+)
 def test_mistakes_end_with_one_line_and_code_2(config, tmp_path, args, damage, message):
     if damage:
-        subprocess.run([sys.executable, "-m", "torchmars.prepare", str(config)], check=True, capture_output=True, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "-m", "torchmars.prepare", str(config)],
+            check=True,
+            capture_output=True,
+            cwd=ROOT,
+        )
         damage(tmp_path)
     code, out, err = finish(config, *args)
     assert code == 2 and message in err and out == ""
-    assert [line for line in err.splitlines() if line and not line.startswith("tokenising")] == err.splitlines()[-1:]
+    assert [
+        line for line in err.splitlines() if line and not line.startswith("tokenising")
+    ] == err.splitlines()[-1:]
 
 
 def test_without_the_script_a_mistake_still_ends_every_rank(config, tmp_path):
     """torchrun itself makes 1 of every exit code."""
-    subprocess.run([sys.executable, "-m", "torchmars.prepare", str(config)], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "torchmars.prepare", str(config)],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+    )
     altered(tmp_path)
-    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-                            "torchmars.train", str(config)], capture_output=True, text=True,
-                           cwd=ROOT, timeout=LIMIT)
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "torchmars.train",
+            str(config),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=LIMIT,
+    )
     assert ended.returncode == 1 and ended.stderr.count("error: the shard") == 1
-    alone = subprocess.run([sys.executable, "-m", "torchmars.train", str(config)], capture_output=True, text=True, cwd=ROOT)
+    alone = subprocess.run(
+        [sys.executable, "-m", "torchmars.train", str(config)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert alone.returncode == 2 and alone.stderr.count("\n") == 1
 
 
 def begun(config, *args, **environment):
     """A run of a million steps that has made some of them."""
-    process = start(config, "--training.steps", "1000000", "--validation.interval", "0", "--data.num_workers", "1", *args, **environment)
+    process = start(
+        config,
+        "--training.steps",
+        "1000000",
+        "--validation.interval",
+        "0",
+        "--data.num_workers",
+        "1",
+        *args,
+        **environment,
+    )
     for line in process.stdout:
         if line.startswith("step  ") and int(line.split("/")[0][4:]) > 5:
             return process
@@ -137,11 +231,19 @@ def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(config, tmp_path):
         out, err = process.communicate(timeout=LIMIT)
         assert process.returncode == 75, err
         reached = int(re.search(rf"stopped   by {number.name} after step (\d+), saved", out)[1])
-        assert reached > step and re.search(rf"checkpoint .*step-{reached:08d} ", out) and "Traceback" not in err
+        assert (
+            reached > step
+            and re.search(rf"checkpoint .*step-{reached:08d} ", out)
+            and "Traceback" not in err
+        )
         assert all_gone(config)
         step = reached
     code, out, err = finish(config, "--training.steps", str(step + 2))
-    assert code == 0 and f"continue  from step {step}" in out and f"step {step + 2}/{step + 2} | loss" in out, err
+    assert (
+        code == 0
+        and f"continue  from step {step}" in out
+        and f"step {step + 2}/{step + 2} | loss" in out
+    ), err
 
 
 @needs_proc
@@ -150,7 +252,9 @@ def test_a_signal_to_one_rank_stops_all(config):
     rank = [number for number in ranks_of(process.pid)][1]
     os.kill(rank, signal.SIGTERM)
     out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 75 and "stopped   by a signal to another rank after step" in out, err
+    assert process.returncode == 75 and "stopped   by a signal to another rank after step" in out, (
+        err
+    )
     assert all_gone(config)
 
 
@@ -159,7 +263,10 @@ def ranks_of(launcher):
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == launcher and b"torchmars.train" in (stat.parent / "cmdline").read_bytes():
+            if (
+                int(stat.read_text().rpartition(")")[2].split()[1]) == launcher
+                and b"torchmars.train" in (stat.parent / "cmdline").read_bytes()
+            ):
                 found.append(int(stat.parent.name))
     return sorted(found)
 
@@ -186,9 +293,27 @@ main()
 def test_a_second_signal_ends_at_once(config, tmp_path):
     """While the save that the first one asked for takes for ever."""
     (tmp_path / "slow.py").write_text(SLOW_SAVES)
-    process = subprocess.Popen([sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2", str(tmp_path / "slow.py"), str(config),
-                                "--training.steps", "1000000", "--validation.interval", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torchmars.launch",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(tmp_path / "slow.py"),
+            str(config),
+            "--training.steps",
+            "1000000",
+            "--validation.interval",
+            "0",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
     while "| loss" not in process.stdout.readline():
         pass
     process.send_signal(signal.SIGTERM)
@@ -240,17 +365,38 @@ if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] ==
 
 
 @needs_proc
-def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_happened(config, tmp_path):
-    train(2, tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 60}, checkpoint={"interval": 10}))
+def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_happened(
+    config, tmp_path
+):
+    train(
+        2,
+        tiny_tables(
+            tmp_path, run={"name": "straight"}, training={"steps": 60}, checkpoint={"interval": 10}
+        ),
+    )
     (tmp_path / "dies").mkdir()
     (tmp_path / "dies" / "sitecustomize.py").write_text(DIES_ONCE)  # Python runs it first
-    code, out, err = finish(config, "--run.name", "killed", "--training.steps", "60",
-                            "--checkpoint.interval", "10", "--validation.interval", "0",
-                            "--validation.sample_tokens", "0", MAX_RESTARTS="2",
-                            PYTHONPATH=f"{tmp_path / 'dies'}:{ROOT}")
+    code, out, err = finish(
+        config,
+        "--run.name",
+        "killed",
+        "--training.steps",
+        "60",
+        "--checkpoint.interval",
+        "10",
+        "--validation.interval",
+        "0",
+        "--validation.sample_tokens",
+        "0",
+        MAX_RESTARTS="2",
+        PYTHONPATH=f"{tmp_path / 'dies'}:{ROOT}",
+    )
     assert code == 0, err
     assert out.count("continue  from step 20") == 1 and out.count("continue  from step") == 1
-    files = [manifests.read(tmp_path / "runs" / name / "checkpoints" / "step-00000060").files for name in ("straight", "killed")]
+    files = [
+        manifests.read(tmp_path / "runs" / name / "checkpoints" / "step-00000060").files
+        for name in ("straight", "killed")
+    ]
     assert all(files[0][name] == files[1][name] for name in ("__0_0.distcp", "__1_0.distcp"))
 
 
@@ -270,15 +416,26 @@ def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(confi
         data[1000] ^= 1
         file.write_bytes(data)
     code, out, err = finish(config, "--training.steps", "6", MAX_RESTARTS="3")
-    assert code == 2 and err.count("error: ") == 1 and "__1_0.distcp was altered" in err and "step 5" not in out
+    assert (
+        code == 2
+        and err.count("error: ") == 1
+        and "__1_0.distcp was altered" in err
+        and "step 5" not in out
+    )
     assert "Traceback" not in err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_log_on_a_full_disk_does_not_end_a_run(config, tmp_path):
     with open("/dev/full", "w") as full:
-        ended = subprocess.run([sys.executable, "-m", "torchmars.train", str(config)], stdout=full,
-                               stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=LIMIT)
+        ended = subprocess.run(
+            [sys.executable, "-m", "torchmars.train", str(config)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=LIMIT,
+        )
     assert ended.returncode == 0, ended.stderr
     assert manifests.read(tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000004").step == 4
 
@@ -287,10 +444,25 @@ def test_a_mistake_that_one_rank_alone_finds_ends_all(config, tmp_path):
     """As where one machine has too few GPUs: the others would wait for it."""
     (tmp_path / "alone.py").write_text(
         "import os\nfrom torchmars.parallel import mesh\nfrom torchmars.errors import UserError\nfrom torchmars.train import main\n"
-        "def check():\n    if os.environ['RANK'] == '1':\n        raise UserError('too few GPUs')\nmesh.check_devices = check\nmain()\n")
-    ended = subprocess.run([sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2", str(tmp_path / "alone.py"), str(config)],
-                           capture_output=True, text=True, cwd=ROOT, timeout=LIMIT,
-                           env=os.environ | {"PYTHONPATH": str(ROOT), "RDZV_TIMEOUT": "300"})
+        "def check():\n    if os.environ['RANK'] == '1':\n        raise UserError('too few GPUs')\nmesh.check_devices = check\nmain()\n"
+    )
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torchmars.launch",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(tmp_path / "alone.py"),
+            str(config),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=LIMIT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RDZV_TIMEOUT": "300"},
+    )
     assert ended.returncode == 2
 
 

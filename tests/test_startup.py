@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import (RendezvousParameters,
-                                                  rendezvous_handler_registry)
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.run import parse_args
 
 from tests.ranks import run_ranks
@@ -26,12 +25,18 @@ ROOT = Path(__file__).parents[1]
 def compare(tables, store, odd):
     """Compare two ranks, each on a machine of its own; the second is `odd` in one way. What each got, or is told."""
     rank = dist.get_rank()
-    os.environ |= {"SLURMD_NODENAME": f"n{rank + 1}", "LOCAL_RANK": "0",
-                   "RDZV_TIMEOUT": "3" if odd == "absent" else "100"}
+    os.environ |= {
+        "SLURMD_NODENAME": f"n{rank + 1}",
+        "LOCAL_RANK": "0",
+        "RDZV_TIMEOUT": "3" if odd == "absent" else "100",
+    }
     startup.LOOK_SECONDS = 1.0
     now = 1060.0 if rank == 1 and odd == "late" else 1000.0
-    startup.time = type("Clock", (), {"time": staticmethod(lambda: now),
-                                      "monotonic": time.monotonic, "sleep": time.sleep})
+    startup.time = type(
+        "Clock",
+        (),
+        {"time": staticmethod(lambda: now), "monotonic": time.monotonic, "sleep": time.sleep},
+    )
     if rank == 1:
         if odd == "absent":
             return None
@@ -46,20 +51,33 @@ def compare(tables, store, odd):
         if odd == "gpu":
             startup.device_name = lambda: "NVIDIA H100"
     else:
-        startup.config_text = startup.config_text if odd not in ("elsewhere", "other data") else lambda config: "the same"
+        startup.config_text = (
+            startup.config_text
+            if odd not in ("elsewhere", "other data")
+            else lambda config: "the same"
+        )
     try:
-        return startup.compare_ranks(config_from_tables(tables, "in a test"), dist.FileStore(store, 2))
+        return startup.compare_ranks(
+            config_from_tables(tables, "in a test"), dist.FileStore(store, 2)
+        )
     except (UserError, LostRank) as error:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("odd,told", [
-    ("", "cluster   2 machines (n1, n2), 1 ranks on each: 2 x cpu; clocks within 0."),
-    ("gpu", "warning   devices differ, and the slowest sets the pace: cpu on n1, NVIDIA H100 on n2"),
-    ("late", "warning   the clock of n1 is 60.0 s behind that of n2"),
-    ("code", "UserError: n2 runs other code of torchmars than n1 (0123456789ab instead of "),
-    ("elsewhere", "UserError: n2 does not see what the first machine writes to "),
-    ("other data", "UserError: n2 sees other data in data.path than n1 (none instead of ")])
+@pytest.mark.parametrize(
+    "odd,told",
+    [
+        ("", "cluster   2 machines (n1, n2), 1 ranks on each: 2 x cpu; clocks within 0."),
+        (
+            "gpu",
+            "warning   devices differ, and the slowest sets the pace: cpu on n1, NVIDIA H100 on n2",
+        ),
+        ("late", "warning   the clock of n1 is 60.0 s behind that of n2"),
+        ("code", "UserError: n2 runs other code of torchmars than n1 (0123456789ab instead of "),
+        ("elsewhere", "UserError: n2 does not see what the first machine writes to "),
+        ("other data", "UserError: n2 sees other data in data.path than n1 (none instead of "),
+    ],
+)
 def test_ranks_are_compared(tmp_path, odd, told):
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "manifest.json").write_text("{}")
@@ -93,9 +111,14 @@ main()
 def launch(script, config):
     """Start a script for two ranks. The limits are for a machine that is busy with other things."""
     command = ["torchmars.launch", "--nproc-per-node", "2", str(script), str(config)]
-    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True,
-                          cwd=ROOT, timeout=500,
-                          env=os.environ | {"RDZV_TIMEOUT": "400", "PYTHONPATH": str(ROOT)})
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=500,
+        env=os.environ | {"RDZV_TIMEOUT": "400", "PYTHONPATH": str(ROOT)},
+    )
 
 
 def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
@@ -104,7 +127,10 @@ def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
     (tmp_path / "silent.py").write_text(SILENT)
     ended = launch(tmp_path / "silent.py", tmp_path / "tiny.toml")
     assert ended.returncode == 2, ended.stderr
-    assert "the ranks have met, but cannot exchange data (nothing has come in 4 s): set GLOO_SOCKET_IFNAME" in ended.stderr.splitlines()[-1]
+    assert (
+        "the ranks have met, but cannot exchange data (nothing has come in 4 s): set GLOO_SOCKET_IFNAME"
+        in ended.stderr.splitlines()[-1]
+    )
 
 
 VERDICT = """
@@ -152,7 +178,8 @@ def test_machines_that_have_met_may_take_long_to_start_their_ranks(tmp_path, mon
         with pytest.raises(Ended, match="2"):
             StartedTimer.fire()
         rendezvous_handler_registry.create_handler(
-            RendezvousParameters(config.rdzv_backend, "localhost:0", "test", 1, 1, is_host=True))
+            RendezvousParameters(config.rdzv_backend, "localhost:0", "test", 1, 1, is_host=True)
+        )
         StartedTimer.fire()
         return lambda *args: None
 

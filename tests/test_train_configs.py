@@ -15,7 +15,10 @@ def test_config(file):
     rule = file.stem.replace("gpt2_small_", "").replace("quickstart_", "").replace("_", "-")
     assert config.optimizer.name == ("mars-adamw" if rule == "quickstart" else rule)
     if file.stem.startswith("gpt2_small"):
-        assert config.training.global_batch_size * config.training.seq_len * config.training.steps == 49_152_000_000
+        assert (
+            config.training.global_batch_size * config.training.seq_len * config.training.steps
+            == 49_152_000_000
+        )
         for gpus in (1, 2, 4, 8, 16, 32):
             config.training.microbatches(gpus)
 

@@ -10,23 +10,48 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.1
 
 from tests.ranks import run_ranks
 from tests.tiny import (
-    listen_on, metrics, run_folder_of, set_bfloat16, tiny_tables, train, train_here, write_text)
+    listen_on,
+    metrics,
+    run_folder_of,
+    set_bfloat16,
+    tiny_tables,
+    train,
+    train_here,
+    write_text,
+)
 from torchmars import trainer
 from torchmars.config_file import load_config
 from torchmars.errors import UserError
 from torchmars.loss import backward
 from torchmars.parallel import mesh
 
-LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2}),
-           "replicas": (2, {"dp_replicate": 2})}
+LAYOUTS = {
+    "one": (1, {}),
+    "fsdp2": (2, {}),
+    "fsdp4": (4, {}),
+    "hsdp2x2": (4, {"dp_replicate": 2}),
+    "replicas": (2, {"dp_replicate": 2}),
+}
 MATRIX_RULES = ("mars-shampoo", "mars-m", "muon")
 # Optimizers and microbatch sizes: the first on every layout, the others on some; the rest is slow.
 VARIANTS = [(name, microbatch) for name in ("mars-adamw", "adamw") for microbatch in (None, 2)]
-OTHERS = [(name, 2) for name in ("mars-lion", "lion", *MATRIX_RULES, "mars-adamw exact",
-                                 "mars-m mixed", "mars-m float32")]
+OTHERS = [
+    (name, 2)
+    for name in (
+        "mars-lion",
+        "lion",
+        *MATRIX_RULES,
+        "mars-adamw exact",
+        "mars-m mixed",
+        "mars-m float32",
+    )
+]
 SOME = ("one", "fsdp2", "hsdp2x2")
-CASES = [(layout, *variant) for layout in LAYOUTS
-         for variant in (VARIANTS + OTHERS if layout in SOME else VARIANTS)]
+CASES = [
+    (layout, *variant)
+    for layout in LAYOUTS
+    for variant in (VARIANTS + OTHERS if layout in SOME else VARIANTS)
+]
 
 
 def optimizer(name):
@@ -45,11 +70,18 @@ def losses_of(folder, cases):
     result = {}
     for layout, (size, parallelism) in LAYOUTS.items():
         variants = [tuple(variant) for where, *variant in cases if where == layout]
-        runs = [tiny_tables(folder, run={"name": f"{layout}-{name}-{microbatch}"}, optimizer=optimizer(name),
-                            training={"steps": steps(name)} | ({} if microbatch is None else {"microbatch_size": microbatch}),
-                            parallelism=parallelism,
-                            validation={"interval": 10, "windows": 7})
-                for name, microbatch in variants]
+        runs = [
+            tiny_tables(
+                folder,
+                run={"name": f"{layout}-{name}-{microbatch}"},
+                optimizer=optimizer(name),
+                training={"steps": steps(name)}
+                | ({} if microbatch is None else {"microbatch_size": microbatch}),
+                parallelism=parallelism,
+                validation={"interval": 10, "windows": 7},
+            )
+            for name, microbatch in variants
+        ]
         if runs:
             train(size, *runs)
         for variant, run in zip(variants, runs):
@@ -63,7 +95,9 @@ def losses(tmp_path_factory):
 
 
 def same_as_on_one_rank(losses, layout, name, microbatch):
-    expected, expected_validation = losses["one", name, None if ("one", name, None) in losses else 2]
+    expected, expected_validation = losses[
+        "one", name, None if ("one", name, None) in losses else 2
+    ]
     actual, validation = losses[layout, name, microbatch]
     assert list(actual) == list(range(1, steps(name) + 1))
     # Rounding decides between two bfloat16 inputs of an orthogonalisation, and between the signs of an entry near 0.
@@ -92,7 +126,9 @@ def test_loss_falls(losses):
 
 
 def test_optimizers_differ(losses):
-    assert losses["one", "mars-adamw", None][0][20] != pytest.approx(losses["one", "adamw", None][0][20], rel=1e-3)
+    assert losses["one", "mars-adamw", None][0][20] != pytest.approx(
+        losses["one", "adamw", None][0][20], rel=1e-3
+    )
 
 
 def fails(tables):
@@ -143,8 +179,10 @@ def test_a_run_whose_folder_vanishes_ends_and_names_it(tmp_path):
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, checkpoint={"interval": 5})
     for error in run_ranks(without_its_folder, 2, tables):
-        assert error.startswith(f"{run_folder_of(tables)}/lock is gone after step 3: the run "
-                                "folder was deleted, moved or unmounted")
+        assert error.startswith(
+            f"{run_folder_of(tables)}/lock is gone after step 3: the run "
+            "folder was deleted, moved or unmounted"
+        )
     assert not run_folder_of(tables).exists()
 
 
@@ -152,8 +190,16 @@ def test_telemetry_is_in_the_metrics(tmp_path):
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, training={"steps": 3}, optimizer={"name": "mars-m"})
     train(2, tables)
-    for name in ("grad_norm", "optimizer_ms", "skipped_steps", "matrix/clipped", "matrix/correction", "matrix/cosine", "embedding/grad_norm",
-                 "vector/grad_norm"):
+    for name in (
+        "grad_norm",
+        "optimizer_ms",
+        "skipped_steps",
+        "matrix/clipped",
+        "matrix/correction",
+        "matrix/cosine",
+        "embedding/grad_norm",
+        "vector/grad_norm",
+    ):
         assert list(metrics(tables, f"train/{name}")) == [1, 2, 3]
 
 
@@ -165,7 +211,12 @@ def test_a_pattern_that_claims_nothing_is_refused(tmp_path):
 
 def test_gamma_follows_its_schedule(tmp_path):
     write_text(tmp_path)
-    tables = tiny_tables(tmp_path, training={"steps": 6}, optimizer={"gamma": 0.1}, schedule={"gamma": "linear", "final_gamma": 0.0})
+    tables = tiny_tables(
+        tmp_path,
+        training={"steps": 6},
+        optimizer={"gamma": 0.1},
+        schedule={"gamma": "linear", "final_gamma": 0.0},
+    )
     train(1, tables)
     corrections = metrics(tables, "train/matrix/correction")
     assert corrections[1] == 0 and corrections[6] == 0  # no last gradient yet; gamma 0
@@ -177,24 +228,35 @@ def test_ranks_on_different_cpus_compute_in_one_dtype(tmp_path):
     write_text(tmp_path)
 
     def tables(name, optimizer, **training):
-        return tiny_tables(tmp_path, run={"name": name}, optimizer=optimizer,
-                           training={"steps": 1} | training)
+        return tiny_tables(
+            tmp_path, run={"name": name}, optimizer=optimizer, training={"steps": 1} | training
+        )
 
     auto, named, adamw = listen_on(
-        [True, False], tables("auto", {"name": "muon"}),
+        [True, False],
+        tables("auto", {"name": "muon"}),
         tables("named", {"name": "muon", "matrix_dtype": "bfloat16"}, dtype="bfloat16"),
-        tables("adamw", {"name": "adamw"}, dtype="bfloat16"))
+        tables("adamw", {"name": "adamw"}, dtype="bfloat16"),
+    )
     assert "float32 compute" in auto and "muon, approx, matrices in mixed" in auto
     assert "warning" not in auto
     assert "bfloat16 compute" in named and "matrices in bfloat16" in named
-    assert named.count("warning") == 1 and (
-        "warning   training.dtype and optimizer.matrix_dtype = bfloat16 is slow here, since a "
-        "device of this run has no instructions for it: training.dtype = \"float32\" and "
-        "optimizer.matrix_dtype = \"mixed\" is many times faster\n") in named
+    assert (
+        named.count("warning") == 1
+        and (
+            "warning   training.dtype and optimizer.matrix_dtype = bfloat16 is slow here, since a "
+            'device of this run has no instructions for it: training.dtype = "float32" and '
+            'optimizer.matrix_dtype = "mixed" is many times faster\n'
+        )
+        in named
+    )
     assert "warning   training.dtype = bfloat16 is slow here" in adamw
     assert "matrices in" not in adamw and adamw.count("warning") == 1
-    fast, named = listen_on([True], tables("fast", {"name": "muon"}),
-                            tables("fast-named", {"name": "muon"}, dtype="bfloat16"))
+    fast, named = listen_on(
+        [True],
+        tables("fast", {"name": "muon"}),
+        tables("fast-named", {"name": "muon"}, dtype="bfloat16"),
+    )
     assert "float32 compute" in fast and "matrices in bfloat16" in fast and "warning" not in fast
     assert "bfloat16 compute" in named and "warning" not in named
 
@@ -221,10 +283,24 @@ def products_of_quickstarts(folder):
     with pytest.MonkeyPatch.context() as patch:
         set_bfloat16(False, patch)
         for file in QUICKSTARTS:
-            overrides = ["--run.folder", f"{folder}/runs", "--data.path", f"{folder}/shards",
-                         "--data.corpus", "text", "--data.files", f"{folder}/text.txt",
-                         "--data.num_workers", "0", "--training.steps", "2",
-                         "--validation.windows", "1", "--validation.sample_tokens", "0"]
+            overrides = [
+                "--run.folder",
+                f"{folder}/runs",
+                "--data.path",
+                f"{folder}/shards",
+                "--data.corpus",
+                "text",
+                "--data.files",
+                f"{folder}/text.txt",
+                "--data.num_workers",
+                "0",
+                "--training.steps",
+                "2",
+                "--validation.windows",
+                "1",
+                "--validation.sample_tokens",
+                "0",
+            ]
             config = load_config([str(file), *overrides], "test")
             with Products() as products:
                 trainer.Trainer(config, mesh.start(config.parallelism)).run()

@@ -27,8 +27,10 @@ def write_text(folder: Path, documents: int = 40, words: int = 300) -> Path:
     """A text file of `documents` documents of made-up but regular prose."""
     text = []
     for document in range(documents):
-        sentences = (f"The {('red', 'old', 'small')[(document + n) % 3]} fox number {document * n % 97} went over the hill. "
-                     for n in range(words // 10))
+        sentences = (
+            f"The {('red', 'old', 'small')[(document + n) % 3]} fox number {document * n % 97} went over the hill. "
+            for n in range(words // 10)
+        )
         text.append("".join(sentences))
     file = folder / "text.txt"
     file.write_text("\n<|endoftext|>\n".join(text))
@@ -40,8 +42,13 @@ def tiny_tables(folder: Path, **overrides: dict) -> dict[str, dict]:
     tables = {
         "run": {"name": "tiny", "folder": str(folder / "runs")},
         "model": {"n_layer": 2, "n_head": 2, "n_embd": 32},
-        "data": {"corpus": "text", "files": [str(folder / "text.txt")], "path": str(folder / "shards"), "num_workers": 0,
-                 "validation_fraction": 0.05},
+        "data": {
+            "corpus": "text",
+            "files": [str(folder / "text.txt")],
+            "path": str(folder / "shards"),
+            "num_workers": 0,
+            "validation_fraction": 0.05,
+        },
         "training": {"steps": 20, "global_batch_size": 16, "seq_len": 32},
         "optimizer": {"name": "mars-adamw"},
         "schedule": {"warmup_steps": 5},
@@ -108,5 +115,8 @@ def run_folder_of(tables: dict[str, dict]) -> Path:
 
 def metrics(tables: dict[str, dict], name: str = "train/loss") -> dict[int, float]:
     """What the run of `tables` reported under `name`, by step."""
-    lines = [json.loads(line) for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()
+    ]
     return {line["step"]: line[name] for line in lines if name in line}

@@ -19,9 +19,13 @@ def build_optimizer(config: Config, model: nn.Module) -> MARS:
     """The optimizer over `model`'s parameters. Raises `UserError` for groups that do not fit them."""
     optimizer = config.optimizer
     try:
-        return MARS(param_groups(model, **optimizer.settings()), max_grad_norm=config.training.max_grad_norm or None,
-                    exact=optimizer.mode == "exact", overlap=optimizer.overlap,
-                    last_grad_dtype=getattr(torch, optimizer.last_grad_dtype),
-                    matrix_dtype=optimizer.matrix_dtype)
+        return MARS(
+            param_groups(model, **optimizer.settings()),
+            max_grad_norm=config.training.max_grad_norm or None,
+            exact=optimizer.mode == "exact",
+            overlap=optimizer.overlap,
+            last_grad_dtype=getattr(torch, optimizer.last_grad_dtype),
+            matrix_dtype=optimizer.matrix_dtype,
+        )
     except ValueError as error:
         raise UserError(f"optimizer: {error}") from None

@@ -13,7 +13,18 @@ from torchmars.typed import Name, Place, Range, check_bounds
 
 Rule = Literal["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "lion", "muon"]
 MARS_RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
-OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "gamma", "clip", "optimize_1d", "lr_1d", "betas_1d", "weight_decay_1d")
+OPTIMIZER_SETTINGS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "gamma",
+    "clip",
+    "optimize_1d",
+    "lr_1d",
+    "betas_1d",
+    "weight_decay_1d",
+)
 
 # Upper bounds are beyond all that is meant, and below what overflows.
 Count = Annotated[int, Range(0, 1_000_000_000)]
@@ -30,7 +41,11 @@ def require(condition: bool, message: str) -> None:
 
 def set_fields(section: object) -> dict[str, Any]:
     """The fields of a section that are not None."""
-    return {each.name: getattr(section, each.name) for each in fields(section) if getattr(section, each.name) is not None}
+    return {
+        each.name: getattr(section, each.name)
+        for each in fields(section)
+        if getattr(section, each.name) is not None
+    }
 
 
 @dataclass
@@ -88,10 +103,14 @@ class DataConfig:
     """Processes per rank that read ahead; 0 reads in the training process."""
 
     def check(self) -> None:
-        require(self.corpus != "text" or bool(self.files) or self.path is not None,
-                'data.files is empty: name the files, folders or globs that data.corpus = "text" reads')
-        require(self.corpus == "text" or not self.files,
-                f'data.files has no meaning for data.corpus = "{self.corpus}": set data.corpus = "text"')
+        require(
+            self.corpus != "text" or bool(self.files) or self.path is not None,
+            'data.files is empty: name the files, folders or globs that data.corpus = "text" reads',
+        )
+        require(
+            self.corpus == "text" or not self.files,
+            f'data.files has no meaning for data.corpus = "{self.corpus}": set data.corpus = "text"',
+        )
 
 
 @dataclass
@@ -120,23 +139,30 @@ class TrainingConfig:
 
     def check(self) -> None:
         tokens = self.global_batch_size * self.seq_len
-        require(tokens <= 10**11, f"training.global_batch_size = {self.global_batch_size} times "
-                f"training.seq_len = {self.seq_len} must be at most {10**11:,} tokens a step: "
-                "lower one of them")
+        require(
+            tokens <= 10**11,
+            f"training.global_batch_size = {self.global_batch_size} times "
+            f"training.seq_len = {self.seq_len} must be at most {10**11:,} tokens a step: "
+            "lower one of them",
+        )
 
     def microbatches(self, dp_size: int) -> tuple[int, int]:
         """The microbatch size per rank and the number of accumulation steps on `dp_size` data-parallel ranks.
 
         Raises `UserError` with the numbers where they do not divide.
         """
-        require(self.global_batch_size % dp_size == 0,
-                f"training.global_batch_size = {self.global_batch_size} does not divide over {dp_size} data-parallel "
-                f"ranks: choose a multiple of {dp_size}")
+        require(
+            self.global_batch_size % dp_size == 0,
+            f"training.global_batch_size = {self.global_batch_size} does not divide over {dp_size} data-parallel "
+            f"ranks: choose a multiple of {dp_size}",
+        )
         per_rank = self.global_batch_size // dp_size
         size = self.microbatch_size or per_rank
-        require(per_rank % size == 0,
-                f"training.microbatch_size = {size} does not divide the {per_rank} sequences of each rank "
-                f"(training.global_batch_size = {self.global_batch_size} over {dp_size} ranks): choose a divisor of {per_rank}")
+        require(
+            per_rank % size == 0,
+            f"training.microbatch_size = {size} does not divide the {per_rank} sequences of each rank "
+            f"(training.global_batch_size = {self.global_batch_size} over {dp_size} ranks): choose a divisor of {per_rank}",
+        )
         return size, per_rank // size
 
 
@@ -223,18 +249,38 @@ class OptimizerConfig:
 
     def settings(self) -> dict[str, Any]:
         """The arguments of `param_groups` but the model."""
-        own = {key: getattr(self, key) for key in OPTIMIZER_SETTINGS if getattr(self, key) is not None}
-        by_role = {role: set_fields(getattr(self, role)) for role in ("matrix", "embedding", "head", "vector")}
-        by_pattern = [(group.pattern, {key: value for key, value in set_fields(group).items() if key != "pattern"}) for group in self.groups]
-        return own | {"name": self.name, "by_role": {role: given for role, given in by_role.items() if given}, "by_pattern": by_pattern}
+        own = {
+            key: getattr(self, key) for key in OPTIMIZER_SETTINGS if getattr(self, key) is not None
+        }
+        by_role = {
+            role: set_fields(getattr(self, role))
+            for role in ("matrix", "embedding", "head", "vector")
+        }
+        by_pattern = [
+            (
+                group.pattern,
+                {key: value for key, value in set_fields(group).items() if key != "pattern"},
+            )
+            for group in self.groups
+        ]
+        return own | {
+            "name": self.name,
+            "by_role": {role: given for role, given in by_role.items() if given},
+            "by_pattern": by_pattern,
+        }
 
     def check(self) -> None:
         """Check, and fill in the rule's defaults. Raises `UserError` for a value or a setting the rule cannot take."""
         # Here, for it imports torch, which takes seconds.
         from torchmars.optim.param_groups import check_groups, complete_settings
 
-        require(self.name in MARS_RULES or self.mode == "approx", f'optimizer.mode has no meaning for optimizer.name = "{self.name}"')
-        given = {key: getattr(self, key) for key in OPTIMIZER_SETTINGS if getattr(self, key) is not None}
+        require(
+            self.name in MARS_RULES or self.mode == "approx",
+            f'optimizer.mode has no meaning for optimizer.name = "{self.name}"',
+        )
+        given = {
+            key: getattr(self, key) for key in OPTIMIZER_SETTINGS if getattr(self, key) is not None
+        }
         try:
             for name, value in complete_settings(self.name, **given).items():
                 setattr(self, name, value)
@@ -263,10 +309,14 @@ class ScheduleConfig:
     """gamma at the last step, for a linear or cosine schedule of it."""
 
     def check(self) -> None:
-        require((self.gamma == "constant") == (self.final_gamma is None),
-                'schedule.final_gamma goes with schedule.gamma = "linear" or "cosine": set both or neither')
-        require(self.name == "wsd" or self.decay_steps is None,
-                f'schedule.decay_steps has no meaning for schedule.name = "{self.name}": remove it')
+        require(
+            (self.gamma == "constant") == (self.final_gamma is None),
+            'schedule.final_gamma goes with schedule.gamma = "linear" or "cosine": set both or neither',
+        )
+        require(
+            self.name == "wsd" or self.decay_steps is None,
+            f'schedule.decay_steps has no meaning for schedule.name = "{self.name}": remove it',
+        )
 
 
 @dataclass
@@ -280,15 +330,19 @@ class ParallelismConfig:
     """Ranks over which each copy is sharded (FSDP2); -1: all that remain."""
 
     def check(self) -> None:
-        require(self.dp_shard == -1 or self.dp_shard >= 1,
-                f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}")
+        require(
+            self.dp_shard == -1 or self.dp_shard >= 1,
+            f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}",
+        )
 
     def degrees(self, world_size: int) -> tuple[int, int]:
         """(dp_replicate, dp_shard) on `world_size` ranks; `UserError` with the numbers where they do not fit."""
         shard = world_size // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
-        require(self.dp_replicate * shard == world_size,
-                f"parallelism.dp_replicate = {self.dp_replicate} times parallelism.dp_shard = {self.dp_shard} does not "
-                f"make {world_size} ranks: change them or the number of ranks (NGPU)")
+        require(
+            self.dp_replicate * shard == world_size,
+            f"parallelism.dp_replicate = {self.dp_replicate} times parallelism.dp_shard = {self.dp_shard} does not "
+            f"make {world_size} ranks: change them or the number of ranks (NGPU)",
+        )
         return self.dp_replicate, shard
 
 
@@ -320,8 +374,10 @@ class CheckpointConfig:
     """Take the optimizer's state from init_from too, as far as this optimizer has use for it."""
 
     def check(self) -> None:
-        require(self.init_from is not None or not self.init_optimizer,
-                "checkpoint.init_optimizer has no meaning without checkpoint.init_from: set that too")
+        require(
+            self.init_from is not None or not self.init_optimizer,
+            "checkpoint.init_optimizer has no meaning without checkpoint.init_from: set that too",
+        )
 
 
 @dataclass
@@ -395,7 +451,11 @@ class Config:
             self.data.path = f"data/{self.data.corpus}-{self.data.tokenizer}"
         if self.schedule.name == "wsd" and self.schedule.decay_steps is None:
             self.schedule.decay_steps = self.training.steps // 5
-        require(self.schedule.final_gamma is None or self.optimizer.name in MARS_RULES,
-                f'schedule.gamma has no meaning for optimizer.name = "{self.optimizer.name}": remove it')
-        require(self.schedule.min_lr <= self.optimizer.lr,
-                f"schedule.min_lr = {self.schedule.min_lr} is above optimizer.lr = {self.optimizer.lr}: lower it")
+        require(
+            self.schedule.final_gamma is None or self.optimizer.name in MARS_RULES,
+            f'schedule.gamma has no meaning for optimizer.name = "{self.optimizer.name}": remove it',
+        )
+        require(
+            self.schedule.min_lr <= self.optimizer.lr,
+            f"schedule.min_lr = {self.schedule.min_lr} is above optimizer.lr = {self.optimizer.lr}: lower it",
+        )

@@ -24,7 +24,7 @@ def load_config(args: list[str], prog: str) -> Config:
     config = Config()
     for file in files:
         fill(config, read_toml(Path(file)), f"in {file}")
-    fill(config, parse_overrides(args[len(files):]), "on the command line")
+    fill(config, parse_overrides(args[len(files) :]), "on the command line")
     config.resolve()
     check_places(config)
     return config
@@ -54,8 +54,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomli.loads(read_text(path).removeprefix("\ufeff"))
     except OSError as error:
-        raise UserError(f"cannot read the config {path}: {error.strerror}: name a TOML file "
-                        "(CONFIG_FILE, or the first argument)") from None
+        raise UserError(
+            f"cannot read the config {path}: {error.strerror}: name a TOML file "
+            "(CONFIG_FILE, or the first argument)"
+        ) from None
     except RecursionError:
         raise UserError(f"{path} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # no TOML, no UTF-8, or a number of more digits than Python reads
@@ -66,14 +68,17 @@ def check_places(config: Config) -> None:
     """Raise `UserError` where what the config takes for a folder or a file is something else."""
     run, source = config.run, config.checkpoint.init_from or ""
     source_kind = "file" if source.endswith(".safetensors") else "folder"
-    places = [("run.folder", run.folder, "folder"),
-              ("run.name", f"{run.folder}/{run.name}", "folder"),
-              ("data.path", config.data.path, "folder"),
-              ("checkpoint.init_from", source, source_kind)]
+    places = [
+        ("run.folder", run.folder, "folder"),
+        ("run.name", f"{run.folder}/{run.name}", "folder"),
+        ("data.path", config.data.path, "folder"),
+        ("checkpoint.init_from", source, source_kind),
+    ]
     for option, place, kind in places:
         if wrong := misfit(place, kind):
-            raise UserError(f"{option}: {place} is no {kind} that can be used ({wrong}): "
-                            "choose another one")
+            raise UserError(
+                f"{option}: {place} is no {kind} that can be used ({wrong}): choose another one"
+            )
 
 
 def parse_overrides(args: list[str]) -> dict[str, Any]:
@@ -85,7 +90,9 @@ def parse_overrides(args: list[str]) -> dict[str, Any]:
         position += 1
         *path, key = option.removeprefix("--").replace("-", "_").split(".")
         if not (option.startswith("--") and path and key):
-            raise UserError(f"cannot read the argument {option!r}: overrides look like --section.key value, see --help")
+            raise UserError(
+                f"cannot read the argument {option!r}: overrides look like --section.key value, see --help"
+            )
         words = Words([value] if equals else [])
         while not equals and position < len(args) and not args[position].startswith("--"):
             words.append(args[position])
@@ -94,7 +101,9 @@ def parse_overrides(args: list[str]) -> dict[str, Any]:
         for name in path:
             table = table.setdefault(name, {})
             if isinstance(table, Words):
-                raise UserError(f"{option} cannot be given beside --{'.'.join(path)}: that is a table")
+                raise UserError(
+                    f"{option} cannot be given beside --{'.'.join(path)}: that is a table"
+                )
         table[key] = words
     return tables
 
@@ -107,9 +116,9 @@ def take_count(args: list[str], option: str, default: int, least: int = 1) -> tu
     if option not in args:
         return args, default
     place, hint = args.index(option), Annotated[int, Range(least, 100_000)]
-    count = convert(Words(args[place + 1:place + 2]), hint, option, "on the command line")
+    count = convert(Words(args[place + 1 : place + 2]), hint, option, "on the command line")
     check_bounds(count, hint, option)
-    return args[:place] + args[place + 2:], count
+    return args[:place] + args[place + 2 :], count
 
 
 def config_text(config: Config) -> str:
@@ -121,7 +130,12 @@ def print_help(prog: str) -> None:
     """Print every section and field with its docstring and default, then exit with 0."""
     import tyro  # takes longer than all checks of a config
 
-    tyro.cli(Config, args=["--help"], prog=f"{prog} CONFIG.toml", use_underscores=True,
-             description="Settings come from the TOML file; --section.key value overrides one of them. [[optimizer.groups]] tables, in TOML "
-             'only, claim parameters by name: pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix].',
-             config=(tyro.conf.FlagConversionOff,))
+    tyro.cli(
+        Config,
+        args=["--help"],
+        prog=f"{prog} CONFIG.toml",
+        use_underscores=True,
+        description="Settings come from the TOML file; --section.key value overrides one of them. [[optimizer.groups]] tables, in TOML "
+        'only, claim parameters by name: pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix].',
+        config=(tyro.conf.FlagConversionOff,),
+    )

@@ -11,8 +11,9 @@ from torchmars.optim.precision import resolve_matrix_dtype
 COMPUTE, MATRIX = "training.dtype", "optimizer.matrix_dtype"
 
 
-def resolve_dtypes(config: Config, device: torch.device, fast: bool,
-                   saved: dict[str, Any] | None = None) -> Config:
+def resolve_dtypes(
+    config: Config, device: torch.device, fast: bool, saved: dict[str, Any] | None = None
+) -> Config:
     """`config` with `training.dtype` and `optimizer.matrix_dtype` resolved.
 
     What is "auto" goes on as in `saved`, the config of the checkpoint that the run goes on from.
@@ -25,8 +26,11 @@ def resolve_dtypes(config: Config, device: torch.device, fast: bool,
         began = saved_dtypes(saved, device)
     compute = began[COMPUTE] if compute == "auto" else compute
     matrix = resolve_matrix_dtype(began[MATRIX] if matrix == "auto" else matrix, fast)
-    return replace(config, training=replace(config.training, dtype=compute),
-                   optimizer=replace(config.optimizer, matrix_dtype=matrix))
+    return replace(
+        config,
+        training=replace(config.training, dtype=compute),
+        optimizer=replace(config.optimizer, matrix_dtype=matrix),
+    )
 
 
 def saved_dtypes(saved: dict[str, Any], device: torch.device) -> dict[str, str]:
@@ -35,8 +39,10 @@ def saved_dtypes(saved: dict[str, Any], device: torch.device) -> dict[str, str]:
     A checkpoint that names none is older than the options: matrices were in bfloat16.
     """
     compute = saved["training"]["dtype"]
-    return {COMPUTE: default_dtype(device) if compute == "auto" else compute,
-            MATRIX: saved["optimizer"].get("matrix_dtype", "bfloat16")}
+    return {
+        COMPUTE: default_dtype(device) if compute == "auto" else compute,
+        MATRIX: saved["optimizer"].get("matrix_dtype", "bfloat16"),
+    }
 
 
 def default_dtype(device: torch.device) -> str:
@@ -55,5 +61,7 @@ def slow_warning(config: Config, matrices: bool) -> str | None:
     if not slow:
         return None
     remedy = " and ".join(f'{name} = "{fast}"' for name, fast in slow.items())
-    return (f"{' and '.join(slow)} = bfloat16 is slow here, since a device of this run has no "
-            f"instructions for it: {remedy} is many times faster")
+    return (
+        f"{' and '.join(slow)} = bfloat16 is slow here, since a device of this run has no "
+        f"instructions for it: {remedy} is many times faster"
+    )

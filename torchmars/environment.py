@@ -47,13 +47,17 @@ class Environment:
     def check(self) -> None:
         """Raise `UserError` where the variables do not go together."""
         if self.NNODES > 1 and not self.RDZV_ENDPOINT:
-            raise UserError(f"NNODES = {self.NNODES} needs RDZV_ENDPOINT=HOST:PORT, the same on "
-                            "every machine, HOST being one of them")
+            raise UserError(
+                f"NNODES = {self.NNODES} needs RDZV_ENDPOINT=HOST:PORT, the same on "
+                "every machine, HOST being one of them"
+            )
         if self.RDZV_ENDPOINT is not None:
             split_endpoint(self.RDZV_ENDPOINT)
         if self.NODE_RANK is not None and self.NODE_RANK >= self.NNODES:
-            raise UserError(f"NODE_RANK = {self.NODE_RANK} must be less than NNODES = "
-                            f"{self.NNODES}: machines are numbered from 0")
+            raise UserError(
+                f"NODE_RANK = {self.NODE_RANK} must be less than NNODES = "
+                f"{self.NNODES}: machines are numbered from 0"
+            )
         if self.NGPU is not None:
             check_shown(self.LOG_RANK, self.NGPU)
 
@@ -67,10 +71,15 @@ class Environment:
         """The options of torchrun that start `ranks` ranks on this machine for the run `job`."""
         endpoint = self.RDZV_ENDPOINT if self.NNODES > 1 else "localhost:0"
         seconds, shown = self.RDZV_TIMEOUT, ",".join(map(str, self.LOG_RANK))
-        return [f"--nnodes={self.NNODES}", f"--nproc-per-node={ranks}",
-                f"--rdzv-id={job}", f"--rdzv-endpoint={endpoint}",
-                f"--rdzv-conf=join_timeout={seconds},read_timeout={seconds}",
-                f"--max-restarts={self.MAX_RESTARTS}", f"--local-ranks-filter={shown}"]
+        return [
+            f"--nnodes={self.NNODES}",
+            f"--nproc-per-node={ranks}",
+            f"--rdzv-id={job}",
+            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-conf=join_timeout={seconds},read_timeout={seconds}",
+            f"--max-restarts={self.MAX_RESTARTS}",
+            f"--local-ranks-filter={shown}",
+        ]
 
 
 def read_environment(variables: Mapping[str, str]) -> Environment:
@@ -101,8 +110,9 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
     elif name == "LOG_RANK":
         read = [whole_number(part) for part in value.split(",")]
         if any(isinstance(part, str) for part in read):
-            raise UserError("LOG_RANK must be numbers of a machine's ranks, separated by commas, "
-                            f"got {value!r}")
+            raise UserError(
+                f"LOG_RANK must be numbers of a machine's ranks, separated by commas, got {value!r}"
+            )
     else:
         read = whole_number(value)
     read = convert(read, hint, source, "in the environment")
@@ -123,16 +133,19 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     except UnicodeError:  # a part that is empty or too long
         known = False
     if not (known and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
-        raise UserError("RDZV_ENDPOINT must be HOST:PORT, with a port from 1 to 65535, "
-                        f"got {endpoint!r}")
+        raise UserError(
+            f"RDZV_ENDPOINT must be HOST:PORT, with a port from 1 to 65535, got {endpoint!r}"
+        )
     return host, int(port)
 
 
 def check_shown(shown: list[int], ranks: int) -> None:
     """Raise `UserError` where LOG_RANK names a rank that a machine with `ranks` ranks has not."""
     if max(shown) >= ranks:
-        raise UserError(f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated "
-                        f"by commas, got {max(shown)}")
+        raise UserError(
+            f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated "
+            f"by commas, got {max(shown)}"
+        )
 
 
 def in_batch_job(variables: Mapping[str, str]) -> bool:
@@ -150,7 +163,7 @@ def main() -> None:
     with reported():
         first = sys.argv[1:2]
         mode = first if first in (["--prepare"], ["--prepared"]) else []
-        args = sys.argv[1 + len(mode):]
+        args = sys.argv[1 + len(mode) :]
         if args[:1] == [""]:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
         environment = read_environment(os.environ)

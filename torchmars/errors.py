@@ -14,7 +14,9 @@ EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to go on
 
 LONGEST = 1000  # characters of an error line
-LAST_WORD = "TORCHMARS_LAST_WORD"  # names the file in which a rank leaves its exit code for its launcher
+LAST_WORD = (
+    "TORCHMARS_LAST_WORD"  # names the file in which a rank leaves its exit code for its launcher
+)
 
 
 class UserError(Exception):
@@ -63,7 +65,7 @@ def say_error(error: object) -> None:
     text = " ".join(str(error).split())
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     if len(text) > LONGEST:
-        text = f"{text[:LONGEST // 2]} ... {text[-LONGEST // 2:]}"
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
     say(f"error: {text}", error=True)
 
 

@@ -17,10 +17,14 @@ from torchmars.generate import load
 
 
 def main() -> None:
-    parser = Arguments(prog="python -m torchmars.export",
-                       description="Write the weights of a checkpoint, in float32, to a "
-                       ".safetensors file, which checkpoint.init_from reads.")
-    parser.add_argument("folder", type=Path, help="a checkpoint, or a run, whose newest good checkpoint is taken")
+    parser = Arguments(
+        prog="python -m torchmars.export",
+        description="Write the weights of a checkpoint, in float32, to a "
+        ".safetensors file, which checkpoint.init_from reads.",
+    )
+    parser.add_argument(
+        "folder", type=Path, help="a checkpoint, or a run, whose newest good checkpoint is taken"
+    )
     parser.add_argument("file", type=Path, help="the .safetensors file to write")
     parser.add_argument("--force", action="store_true", help="replace the file if there is one")
     with reported():
@@ -41,12 +45,15 @@ def check_file(file: Path, force: bool) -> None:
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must be named *.safetensors")
     if wrong := misfit(file, "file"):
-        raise UserError(f"cannot write {file}: {wrong}: name a new file, or one to replace with "
-                        "--force")
+        raise UserError(
+            f"cannot write {file}: {wrong}: name a new file, or one to replace with --force"
+        )
     for folder in file.resolve().parents:
         if (folder / NAME).exists() and (folder / ".metadata").exists():
-            raise UserError(f"{file} would lie in the checkpoint {folder}, which takes foreign "
-                            "files for damage: write it elsewhere")
+            raise UserError(
+                f"{file} would lie in the checkpoint {folder}, which takes foreign "
+                "files for damage: write it elsewhere"
+            )
     if file.exists() and not force:
         raise UserError(f"{file} exists: name another file, or replace it with --force")
 

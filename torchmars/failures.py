@@ -17,9 +17,11 @@ from torchmars.parallel import mesh
 WAIT_SECONDS = 35.0  # for the word of the machine whose rank failed first: torchrun gives that one's other ranks 30 to end
 # SIGABRT: so NCCL ends a rank that waits for a dead one.
 # "rank 3: ": an error that another rank has told this one.
-FALLOUT = re.compile(r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|"
-                     r"broken pipe|gloo|NCCL|timed out|SIGTERM|SIGABRT|RuntimeError: rank \d+: ",
-                     re.IGNORECASE)
+FALLOUT = re.compile(
+    r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|"
+    r"broken pipe|gloo|NCCL|timed out|SIGTERM|SIGABRT|RuntimeError: rank \d+: ",
+    re.IGNORECASE,
+)
 
 
 class Kind(IntEnum):
@@ -84,13 +86,20 @@ def first_failure(ours: list[Failure], logs: RankLogs) -> Failure:
     # Here a symptom is a cause: what torchrun has killed since it did not end is what came of it.
     mine = min(ours, key=lambda failure: (failure.kind == Kind.FALLOUT, failure.time, failure.rank))
     folder, known = logs.folder / "failures", [mine]
-    with contextlib.suppress(OSError, ValueError, TypeError):  # a folder that cannot be written, a file that is half there
+    with contextlib.suppress(
+        OSError, ValueError, TypeError
+    ):  # a folder that cannot be written, a file that is half there
         folder.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / f"{logs.launch}-{mine.node}-{mine.rank}.json", json.dumps(asdict(mine)))
+        write_durably(
+            folder / f"{logs.launch}-{mine.node}-{mine.rank}.json", json.dumps(asdict(mine))
+        )
         deadline = time.monotonic() + WAIT_SECONDS
         while len(known) < logs.machines and all(failure.consequence for failure in known):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)
-            known = [Failure(**json.loads(file.read_text())) for file in folder.glob(f"{logs.launch}-*.json")]
+            known = [
+                Failure(**json.loads(file.read_text()))
+                for file in folder.glob(f"{logs.launch}-*.json")
+            ]
     return min(known, key=lambda failure: (failure.kind, failure.time, failure.rank))

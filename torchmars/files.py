@@ -95,7 +95,9 @@ def lock(file: Path, doing: str, patience: float = 60.0) -> None:
     Waits `patience` seconds for one that is about to end. Raises `UserError` where it does not.
     The file says which process has the lock.
     """
-    with contextlib.suppress(OSError):  # a folder that cannot be written, as will be said later, or a file system without locks
+    with contextlib.suppress(
+        OSError
+    ):  # a folder that cannot be written, as will be said later, or a file system without locks
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
         deadline, told = time.monotonic() + patience, False
@@ -107,7 +109,8 @@ def lock(file: Path, doing: str, patience: float = 60.0) -> None:
                 owner = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown which"
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"another process is {doing}: stop it first ({owner})") from None
+                        f"another process is {doing}: stop it first ({owner})"
+                    ) from None
                 if not told:
                     say(f"waiting for another process that is {doing} ({owner})")
                 told = True

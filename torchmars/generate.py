@@ -18,14 +18,27 @@ from torchmars.data.tokenizer import TOKENIZERS, Tokenizer
 from torchmars.errors import Arguments, UserError, reported
 from torchmars.typed import Range, is_text
 
-BOUNDS = {"max_tokens": Range(1, 1_000_000_000), "temperature": Range(0, 1_000_000),
-          "top_k": Range(1, 1_000_000_000), "seed": Range(-2**63, 2**63 - 1)}
+BOUNDS = {
+    "max_tokens": Range(1, 1_000_000_000),
+    "temperature": Range(0, 1_000_000),
+    "top_k": Range(1, 1_000_000_000),
+    "seed": Range(-(2**63), 2**63 - 1),
+}
 COLD = 1e-4  # the temperature below which logits, divided by it, leave the range of float32
 
 
 @torch.no_grad()
-def sample(model: nn.Module, tokens: list[int], count: int, *, vocab_size: int, temperature: float = 1.0,
-           top_k: int | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Iterator[int]:
+def sample(
+    model: nn.Module,
+    tokens: list[int],
+    count: int,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Iterator[int]:
     """`count` token ids that continue `tokens`, one by one; the model sees its last `seq_len` tokens.
 
     `temperature` divides the logits, 0 takes the likeliest token; `top_k` leaves only the k likeliest. Draws on the CPU from a
@@ -34,16 +47,20 @@ def sample(model: nn.Module, tokens: list[int], count: int, *, vocab_size: int, 
     generator = torch.Generator().manual_seed(seed)
     context = list(tokens)
     for _ in range(count):
-        window = torch.tensor([context[-model.args.seq_len:]], device=device)
-        logits = model(window)[0, -1, :vocab_size].float().cpu()  # rows past the vocabulary are padding
+        window = torch.tensor([context[-model.args.seq_len :]], device=device)
+        logits = (
+            model(window)[0, -1, :vocab_size].float().cpu()
+        )  # rows past the vocabulary are padding
         context.append(_draw(logits, temperature, top_k, generator))
         yield context[-1]
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     if not logits.isfinite().all():
-        raise UserError("the model's output is not finite, its training has diverged: take an "
-                        "earlier checkpoint")
+        raise UserError(
+            "the model's output is not finite, its training has diverged: take an "
+            "earlier checkpoint"
+        )
     if temperature < COLD:
         return int(logits.argmax())
     if top_k is not None:
@@ -69,21 +86,34 @@ def load(folder: Path) -> tuple[nn.Module, Tokenizer, Config]:
     model = build_meta_model(config, manifest.vocab_size).eval()
     for name, value in model_state(model).items():  # before a model takes memory that is not there
         if saved.get(name) != tuple(value.shape):
-            raise DamagedCheckpoint(f"{folder} does not have the model that its {NAME} describes: "
-                                    f"{name} is not of shape {list(value.shape)}")
+            raise DamagedCheckpoint(
+                f"{folder} does not have the model that its {NAME} describes: "
+                f"{name} is not of shape {list(value.shape)}"
+            )
     read_tensors(folder, model_state(model.to_empty(device="cpu")), group=None)
     return model, TOKENIZERS[config.data.tokenizer](), config
 
 
 def main() -> None:
-    parser = Arguments(prog="python -m torchmars.generate",
-                       description="Sample text from a checkpoint.",
-                       formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a checkpoint, or a run, whose newest checkpoint is taken")
+    parser = Arguments(
+        prog="python -m torchmars.generate",
+        description="Sample text from a checkpoint.",
+        formatter_class=ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "folder", type=Path, help="a checkpoint, or a run, whose newest checkpoint is taken"
+    )
     parser.add_argument("--prompt", default="\n", help="text to continue")
     parser.add_argument("--max_tokens", type=int, default=200, help="tokens to sample at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest token")
-    parser.add_argument("--top_k", type=int, default=None, help="sample from the k likeliest tokens only")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="divides the logits; 0 takes the likeliest token",
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=None, help="sample from the k likeliest tokens only"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     with reported():
         args = parser.parse_args()
@@ -93,8 +123,17 @@ def main() -> None:
         if not is_text(args.prompt):
             raise UserError("--prompt must be Unicode text: write it in UTF-8")
         model, tokenizer, _ = load(args.folder)
-        say(sample_text(model, tokenizer, args.prompt, args.max_tokens,
-                        temperature=args.temperature, top_k=args.top_k, seed=args.seed))
+        say(
+            sample_text(
+                model,
+                tokenizer,
+                args.prompt,
+                args.max_tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                seed=args.seed,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ class SpikeGuard:
         the optimizer skips it."""
         if not math.isfinite(loss):
             return False
-        if len(self.recent) >= FEWEST and loss > statistics.fmean(self.recent) + self.sigmas * statistics.stdev(self.recent):
+        if len(self.recent) >= FEWEST and loss > statistics.fmean(
+            self.recent
+        ) + self.sigmas * statistics.stdev(self.recent):
             return True
         self.recent.append(loss)
         return False

@@ -29,17 +29,27 @@ class Journal:
             self.descriptor = None
         self.pending, kept = b"", []
         try:
-            for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []:
+            for line in (
+                self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+                if self.path.exists()
+                else []
+            ):
                 try:
                     values = json.loads(line)
-                    if values["step"] < step or values["step"] == step and (validated or "validation/loss" not in values):
+                    if (
+                        values["step"] < step
+                        or values["step"] == step
+                        and (validated or "validation/loss" not in values)
+                    ):
                         kept.append(line + "\n")
                 except (ValueError, KeyError, TypeError):  # cut short by a crash
                     continue
             write_durably(self.path, "".join(kept))
             self.descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}: make room, or set run.folder to a folder you can write") from None
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror}: make room, or set run.folder to a folder you can write"
+            ) from None
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one line."""
@@ -58,10 +68,13 @@ class Journal:
     def _flush(self, durably: bool = False) -> None:
         try:
             while self.pending:
-                self.pending = self.pending[os.write(self.descriptor, self.pending):]
+                self.pending = self.pending[os.write(self.descriptor, self.pending) :]
             if durably:
                 os.fsync(self.descriptor)
         except OSError as error:
             if not self.complained:
-                say(f"warning: cannot write {self.path}: {error.strerror}; its lines are kept until there is room", error=True)
+                say(
+                    f"warning: cannot write {self.path}: {error.strerror}; its lines are kept until there is room",
+                    error=True,
+                )
             self.complained = True

@@ -21,19 +21,34 @@ from pathlib import Path
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (RendezvousError, RendezvousHandler,
-                                                  RendezvousParameters, rendezvous_handler_registry)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import (config_from_args, determine_local_world_size, get_args_parser,
-                                   parse_min_max_nnodes)
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
 from torchmars.checkpoint.folder import run_folder
 from torchmars.config import Config
 from torchmars.config_file import load_config
 from torchmars.console import say
 from torchmars.environment import check_shown, read_variable
-from torchmars.errors import (EXIT_HUNG, EXIT_MISTAKE, LAST_WORD, UserError, refuse, reported,
-                              say_error)
+from torchmars.errors import (
+    EXIT_HUNG,
+    EXIT_MISTAKE,
+    LAST_WORD,
+    UserError,
+    refuse,
+    reported,
+    say_error,
+)
 from torchmars.failures import Failure, Kind, failure_of, first_failure, hang_of, lost_machines
 from torchmars.logs import RankLogs
 from torchmars.parallel import mesh
@@ -52,9 +67,19 @@ def main(options: list[str] | None = None) -> None:
         options = sys.argv[1:] if options is None else options
         prepared = options[:1] == ["--prepared"]
         signals = (*stopping(), signal.SIGQUIT)  # QUIT is passed on, and ends ranks at once
-        args = parse(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-                      "--signals-to-handle", ",".join(number.name for number in signals),
-                      "--log-dir", scratch, *options[prepared:]])
+        args = parse(
+            [
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                "localhost:0",
+                "--signals-to-handle",
+                ",".join(number.name for number in signals),
+                "--log-dir",
+                scratch,
+                *options[prepared:],
+            ]
+        )
         with refused_by_torchrun():
             nodes = parse_min_max_nnodes(args.nnodes)[1]
             ranks = determine_local_world_size(args.nproc_per_node)
@@ -157,7 +182,10 @@ def say_first_failure(ours: list[Failure], logs: RankLogs) -> int:
     if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE:
         pass  # the rank has said it
     elif first.kind == Kind.CAUSE:
-        say(f"error: rank {first.rank} on {first.node} failed first; all it printed is in {logs.file(first.rank)}:\n{first.message}", error=True)
+        say(
+            f"error: rank {first.rank} on {first.node} failed first; all it printed is in {logs.file(first.rank)}:\n{first.message}",
+            error=True,
+        )
     elif first.message.startswith("error: "):
         say(first.message, error=True)
     else:
@@ -167,8 +195,10 @@ def say_first_failure(ours: list[Failure], logs: RankLogs) -> int:
 
 def not_met(args: argparse.Namespace, reason: str) -> int:
     """Say that the machines did not meet; the exit code."""
-    say_error(f"the {args.nnodes} machines did not meet at {args.meeting} ({reason}): check that each runs the same command with the "
-              "same NNODES, and that nothing else listens on that port")
+    say_error(
+        f"the {args.nnodes} machines did not meet at {args.meeting} ({reason}): check that each runs the same command with the "
+        "same NNODES, and that nothing else listens on that port"
+    )
     return EXIT_MISTAKE
 
 

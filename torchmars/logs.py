@@ -12,7 +12,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from torchmars.parallel import mesh
 
-
 LAST_LINES = 10  # of a rank, to be shown once it has failed
 
 
@@ -48,8 +47,16 @@ class RankLogs(DefaultLogsSpecs):
             for number, streams in ((1, places.stdouts), (2, places.stderrs)):
                 streams[local] = f"{places.error_files[local]}.{number}"
                 os.mkfifo(streams[local])
-                pipe = os.open(streams[local], os.O_RDWR | os.O_NONBLOCK)  # for writing too, so that it has no end
-                stream = Stream(self.file(rank), f"{mesh.node()} rank {rank} | ", number if local in self.shown else None, len(self.shown) > 1, self.last[rank])
+                pipe = os.open(
+                    streams[local], os.O_RDWR | os.O_NONBLOCK
+                )  # for writing too, so that it has no end
+                stream = Stream(
+                    self.file(rank),
+                    f"{mesh.node()} rank {rank} | ",
+                    number if local in self.shown else None,
+                    len(self.shown) > 1,
+                    self.last[rank],
+                )
                 self.pipes.register(pipe, selectors.EVENT_READ, stream)
         if not self.thread.is_alive():
             self.thread.start()
@@ -86,8 +93,16 @@ class RankLogs(DefaultLogsSpecs):
 class Stream:
     """One output of one rank: `write` takes what comes, and passes it on to the console as it is or, line by line, `marked`."""
 
-    def __init__(self, file: Path, prefix: str, console: int | None, marked: bool, last: deque[str]) -> None:
-        self.prefix, self.console, self.marked, self.last, self.rest = prefix, console, marked, last, b""
+    def __init__(
+        self, file: Path, prefix: str, console: int | None, marked: bool, last: deque[str]
+    ) -> None:
+        self.prefix, self.console, self.marked, self.last, self.rest = (
+            prefix,
+            console,
+            marked,
+            last,
+            b"",
+        )
         self.file: int | None = None
         with contextlib.suppress(OSError):
             self.file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -14,7 +14,9 @@ def token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
     tokens = tokens.to(next(model.parameters()).device, non_blocking=True)
     logits = model(tokens[:, :-1])
     targets = tokens[:, 1:]
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), reduction="none"
+    ).view_as(targets)
 
 
 def backward(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:

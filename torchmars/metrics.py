@@ -19,8 +19,18 @@ from torchmars.errors import UserError
 from torchmars.journal import Journal
 
 # Dense bfloat16 FLOP/s of one device, from the makers' data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12,
-              "L40S": 362e12, "A10G": 70e12, "L4": 121e12, "V100": 125e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "L4": 121e12,
+    "V100": 125e12,
+}
 
 # From this size of the momentum over that of the gradient on
 # one earlier gradient decides where the weights go.
@@ -47,7 +57,11 @@ class Stopwatch:
     """Times a block of device work without waiting for it: `with stopwatch: ...`, and later `milliseconds()`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self.events = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            if device.type == "cuda"
+            else None
+        )
 
     def __enter__(self) -> None:
         self.began = self.events[0].record() if self.events else time.perf_counter()
@@ -57,7 +71,11 @@ class Stopwatch:
 
     def milliseconds(self) -> float:
         """The time of the last block. On a GPU its work must have ended."""
-        return self.events[0].elapsed_time(self.events[1]) if self.events else (self.ended - self.began) * 1e3
+        return (
+            self.events[0].elapsed_time(self.events[1])
+            if self.events
+            else (self.ended - self.began) * 1e3
+        )
 
 
 class Metrics:
@@ -66,7 +84,16 @@ class Metrics:
     A run that continues from `step`, `validated` or not, drops what metrics.jsonl says of what is made again.
     """
 
-    def __init__(self, config: Config, active: bool, step: int, validated: bool, device: torch.device, ranks: int, flops_per_token: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        active: bool,
+        step: int,
+        validated: bool,
+        device: torch.device,
+        ranks: int,
+        flops_per_token: int,
+    ) -> None:
         self.active = active
         self.steps = config.training.steps
         self.step, self.validated = step, validated
@@ -90,8 +117,13 @@ class Metrics:
         if config.metrics.wandb:
             import wandb
 
-            self.wandb = wandb.init(project=config.metrics.wandb_project, name=config.run.name, group=config.run.name,
-                                    dir=folder, config=asdict(config))
+            self.wandb = wandb.init(
+                project=config.metrics.wandb_project,
+                name=config.run.name,
+                group=config.run.name,
+                dir=folder,
+                config=asdict(config),
+            )
         self.restart_clock()
 
     def rewind(self, step: int, validated: bool) -> None:
@@ -119,10 +151,19 @@ class Metrics:
         self.step = step
         seconds = (time.perf_counter() - self.clock) / max(step - self.clock_step, 1)
         rate = self.tokens_per_step / seconds
-        values = {"loss": loss, "lr": lr, "tokens_per_second": rate,
-                  "memory_gib": peak_memory(self.device)} | told
-        parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}", f"loss {loss:.4f}", f"lr {lr:.2e}",
-                 f"grad norm {told['grad_norm']:.3f}", f"{rate:,.0f} tok/s"]
+        values = {
+            "loss": loss,
+            "lr": lr,
+            "tokens_per_second": rate,
+            "memory_gib": peak_memory(self.device),
+        } | told
+        parts = [
+            f"step {step:>{len(str(self.steps))}}/{self.steps}",
+            f"loss {loss:.4f}",
+            f"lr {lr:.2e}",
+            f"grad norm {told['grad_norm']:.3f}",
+            f"{rate:,.0f} tok/s",
+        ]
         if told.get("skipped_steps"):
             parts.append(f"skipped {told['skipped_steps']:.0f}")
         momentum = max((told[name] for name in told if name.endswith("/momentum")), default=0.0)
@@ -154,7 +195,10 @@ class Metrics:
 
     def _write(self, step: int, kind: str, values: dict[str, float]) -> None:
         named = {f"{kind}/{name}": value for name, value in values.items()}
-        self.journal.write({"step": step} | {name: value if math.isfinite(value) else None for name, value in named.items()})
+        self.journal.write(
+            {"step": step}
+            | {name: value if math.isfinite(value) else None for name, value in named.items()}
+        )
         if self.tensorboard:
             for name, value in named.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -174,7 +218,9 @@ class Metrics:
 def check_writers(config: MetricsConfig) -> None:
     """Raise `UserError` where a writer that the config asks for cannot be had."""
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UserError("metrics.tensorboard needs the tensorboard package: pip install 'torchmars[tensorboard]'")
+        raise UserError(
+            "metrics.tensorboard needs the tensorboard package: pip install 'torchmars[tensorboard]'"
+        )
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("metrics.wandb needs the wandb package: pip install wandb")
     mode = os.environ.get("WANDB_MODE")

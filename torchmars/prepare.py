@@ -33,8 +33,10 @@ def main() -> None:
         args, ranks = take_count(sys.argv[1:], "--ranks", 1)
         args, nodes = take_count(args, "--nodes", 1)
         if ranks % nodes:
-            raise UserError(f"--ranks {ranks} does not divide over --nodes {nodes}: "
-                            f"choose a multiple of {nodes}")
+            raise UserError(
+                f"--ranks {ranks} does not divide over --nodes {nodes}: "
+                f"choose a multiple of {nodes}"
+            )
         config = load_config(args, "python -m torchmars.prepare [--ranks N] [--nodes M]")
         prepare(config, ranks, nodes)
         if warning := sources.warning(config.data):
@@ -51,13 +53,19 @@ def prepare(config: Config, ranks: int, nodes: int) -> None:
     shards.check_shards(manifest, Path(config.data.path))
     check_resume(config, manifest)
     for name, split in manifest.splits.items():
-        say(f"{config.data.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens in {split.documents:,} documents")
+        say(
+            f"{config.data.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens in {split.documents:,} documents"
+        )
 
 
 def check_resume(config: Config, manifest: shards.Manifest) -> None:
     """Raise `UserError` where the run can neither go on from a checkpoint of its own nor start as it should. Their bytes are left to the ranks."""
     level = "off" if config.checkpoint.verify == "off" else "size"
-    found = newest_good(checkpoints(checkpoints_folder(config)), lambda path: opened(path, level), warn=lambda text: None)
+    found = newest_good(
+        checkpoints(checkpoints_folder(config)),
+        lambda path: opened(path, level),
+        warn=lambda text: None,
+    )
     optimizer = build_optimizer(config, build_meta_model(config, manifest.vocab_size))
     if found:
         check_same_run(*found, config, manifest.fingerprint(), optimizer)
@@ -83,7 +91,9 @@ def prepare_shards(config: Config) -> shards.Manifest:
             shards.write_shards(config.data, tokenizer, read(config.data, files, made_from), folder)
             sources.write(folder, made_from)
         except OSError as error:
-            raise UserError(f"cannot write the shards to {folder}: {error}: set data.path to a folder you can write") from None
+            raise UserError(
+                f"cannot write the shards to {folder}: {error}: set data.path to a folder you can write"
+            ) from None
     manifest = shards.read_manifest(folder)
     shards.check_manifest(manifest, config.data, folder)
     args = model_args(config.model, manifest.vocab_size, config.training.seq_len)
@@ -92,11 +102,16 @@ def prepare_shards(config: Config) -> shards.Manifest:
     return manifest
 
 
-def read(config: DataConfig, files: list[Path],
-         made_from: dict[Path, sources.Source]) -> Iterator[str]:
+def read(
+    config: DataConfig, files: list[Path], made_from: dict[Path, sources.Source]
+) -> Iterator[str]:
     """All documents of `files`, with a progress bar; `made_from` gets what each file was like."""
-    with tqdm(total=sum(file.stat().st_size for file in files), unit="B", unit_scale=True,
-              desc=f"tokenising {config.corpus} ({config.tokenizer})") as bar:
+    with tqdm(
+        total=sum(file.stat().st_size for file in files),
+        unit="B",
+        unit_scale=True,
+        desc=f"tokenising {config.corpus} ({config.tokenizer})",
+    ) as bar:
         for file in files:
             with contextlib.suppress(OSError):  # `documents` names a file that cannot be read
                 made_from[file] = sources.describe(file)

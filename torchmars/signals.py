@@ -11,10 +11,16 @@ import time
 from types import FrameType
 from typing import Any
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP,
-            signal.SIGUSR1)  # USR1: what SLURM is told to send before the time limit
+STOPPING = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+)  # USR1: what SLURM is told to send before the time limit
 ORPHANED = signal.SIGUSR2  # what a rank sends itself when its launcher is gone
-ECHO_SECONDS = 1.0  # a launcher passes on what its ranks were sent as well: that is one request, not two
+ECHO_SECONDS = (
+    1.0  # a launcher passes on what its ranks were sent as well: that is one request, not two
+)
 
 LAUNCHER = "TORCHMARS_LAUNCHER"  # names the process number of the launcher, for its ranks
 
@@ -24,8 +30,11 @@ def stopping() -> list[signal.Signals]:
 
     SIGHUP is not among them where nohup, or another parent, has made it ignored.
     """
-    return [number for number in STOPPING
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return [
+        number
+        for number in STOPPING
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 def ignore(*unused: Any) -> None:
@@ -57,8 +66,9 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self.received: str | None = None
-        self.previous = {number: signal.signal(number, self._receive)
-                         for number in (*stopping(), ORPHANED)}
+        self.previous = {
+            number: signal.signal(number, self._receive) for number in (*stopping(), ORPHANED)
+        }
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -26,11 +26,19 @@ from torchmars.models.parallelize import parallelize
 from torchmars.optim import MARS
 from torchmars.parallel.mesh import Layout
 
-GATHERED = ("Unsharded Param", "Unsharded Grad", "All Gather", "Reduce Scatter")  # FSDPMemTracker's names
+GATHERED = (
+    "Unsharded Param",
+    "Unsharded Grad",
+    "All Gather",
+    "Reduce Scatter",
+)  # FSDPMemTracker's names
 
 # What a rank sends, as a part of the whole tensor, by the best known algorithms (rings): Thakur et al. 2005.
-PARTS = {"all-gather": lambda ranks: (ranks - 1) / ranks, "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
-         "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks}
+PARTS = {
+    "all-gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
+    "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,11 @@ class Simulation:
     @property
     def peak(self) -> int:
         """All that the rank holds at the worst moment of a step. The optimizer's own temporary tensors are small beside activations."""
-        return self.weights + self.optimizer_state + max(self.activations + self.gathered, self.gradients)
+        return (
+            self.weights
+            + self.optimizer_state
+            + max(self.activations + self.gathered, self.gradients)
+        )
 
 
 def simulate_step(config: Config, layout: Layout, vocab_size: int) -> Simulation:
@@ -79,17 +91,23 @@ def simulate_step(config: Config, layout: Layout, vocab_size: int) -> Simulation
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model.to_empty(device="cpu")
-    optimizer = build_optimizer(config, model)  # not in the fake mode: the ranks compare their plans, which takes values
+    optimizer = build_optimizer(
+        config, model
+    )  # not in the fake mode: the ranks compare their plans, which takes values
     optimizer.compile = False
     state = [tensor for each in optimizer.state.values() for tensor in each.values()]
-    checkpoint = sum(tensor.numel() * tensor.itemsize * (layout.size if name.startswith("rng.") else 1)
-                     for name, tensor in training_state(layout, model, optimizer).items())
+    checkpoint = sum(
+        tensor.numel() * tensor.itemsize * (layout.size if name.startswith("rng.") else 1)
+        for name, tensor in training_state(layout, model, optimizer).items()
+    )
 
     tracker, wire = FSDPMemTracker(model), Wire()
     passes = 2 if optimizer.exact else 1
     with fake, wire:
         with tracker:
-            model.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)  # else it refuses a second pass
+            model.register_forward_pre_hook(
+                lambda *_: tracker.reset_mod_stats(), prepend=True
+            )  # else it refuses a second pass
             # All microbatches but the last are alike, so a step of n is n - 1 times a step of two less n - 2 times a step of one.
             tokens = torch.zeros(microbatch_size, config.training.seq_len + 1, dtype=torch.int64)
             wire.weight = passes * (2 - accumulation_steps)
@@ -105,10 +123,22 @@ def simulate_step(config: Config, layout: Layout, vocab_size: int) -> Simulation
         optimizer.step()
     peak = next(iter(tracker.get_tracker_snapshot("peak").values()))
     gathered = sum(peak[name] for name in GATHERED)
-    if accumulation_steps > 1:  # the whole gradient, in float32, which the tracker takes for temporary tensors
+    if (
+        accumulation_steps > 1
+    ):  # the whole gradient, in float32, which the tracker takes for temporary tensors
         gathered += 4 * sum(parameter.numel() for parameter in model.parameters())
-    return Simulation(model, optimizer, held(model.parameters()), gradients, held(state) + held(optimizer.ahead.values()),
-                      peak["Total"] - peak["Sharded Param"] - gathered, gathered, checkpoint, wire.times, wire.sent)
+    return Simulation(
+        model,
+        optimizer,
+        held(model.parameters()),
+        gradients,
+        held(state) + held(optimizer.ahead.values()),
+        peak["Total"] - peak["Sharded Param"] - gathered,
+        gathered,
+        checkpoint,
+        wire.times,
+        wire.sent,
+    )
 
 
 class Wire(TorchDispatchMode):
@@ -127,15 +157,28 @@ class Wire(TorchDispatchMode):
 
     def _count(self, name: str, args: Any) -> None:
         """The argument lists are those of torch.ops.c10d, torch 2.11 to 2.13."""
-        group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()))
+        group = next(
+            dist.ProcessGroup.unbox(each)
+            for each in args
+            if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
+        )
         ranks = tuple(dist.get_process_group_ranks(group))
         if name == "alltoall_base":
             operation, (_, tensor, _, _, pieces) = "all-to-all", args[:5]
-            sent = tensor.nbytes * (1 - pieces[group.rank()] / max(sum(pieces), 1)) if pieces else tensor.nbytes * (1 - 1 / len(ranks))
+            sent = (
+                tensor.nbytes * (1 - pieces[group.rank()] / max(sum(pieces), 1))
+                if pieces
+                else tensor.nbytes * (1 - 1 / len(ranks))
+            )
         else:
-            operation, whole = {"allgather_base": ("all-gather", args[0]), "reduce_scatter_base": ("reduce-scatter", args[1]),
-                                "allreduce": ("all-reduce", args[0])}[name]
-            sent = sum(tensor.nbytes for tensor in (whole if isinstance(whole, list) else [whole])) * PARTS[operation](len(ranks))
+            operation, whole = {
+                "allgather_base": ("all-gather", args[0]),
+                "reduce_scatter_base": ("reduce-scatter", args[1]),
+                "allreduce": ("all-reduce", args[0]),
+            }[name]
+            sent = sum(
+                tensor.nbytes for tensor in (whole if isinstance(whole, list) else [whole])
+            ) * PARTS[operation](len(ranks))
         self.times[Kind(self.phase, operation, ranks)] += self.weight
         self.sent[Kind(self.phase, operation, ranks)] += self.weight * round(sent)
 
@@ -145,6 +188,8 @@ def held(tensors: Iterable[Tensor | None]) -> int:
     storages = {}
     for tensor in tensors:
         if tensor is not None:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            storage = (
+                tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            ).untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -23,10 +23,15 @@ LOOK_SECONDS = 10.0  # how long a new file may take to be seen on other machines
 CLOCK_SECONDS = 5.0  # difference of clocks from which on the logs of several machines mislead
 
 # What all ranks must have in common, what to call it, and what to do where they have not.
-COMMON = {"code": ("runs other code of torchmars", "install the same version on all machines"),
-          "torch": ("has another torch", "install the same version on all machines"),
-          "config": ("has another config", "give all machines the same file and the same options"),
-          "data": ("sees other data in data.path", "put data.path on a file system that all machines share")}
+COMMON = {
+    "code": ("runs other code of torchmars", "install the same version on all machines"),
+    "torch": ("has another torch", "install the same version on all machines"),
+    "config": ("has another config", "give all machines the same file and the same options"),
+    "data": (
+        "sees other data in data.path",
+        "put data.path on a file system that all machines share",
+    ),
+}
 
 
 @dataclass
@@ -57,7 +62,16 @@ def compare_ranks(config: Config, store: dist.Store) -> str:
     text = wait_for_first(store, "token")
     clock = time.time()
     folder = token.problem if rank == 0 or mesh.local_rank() > 0 or not text else token.look(text)
-    mine = Facts(mesh.node(), code_hash(), torch.__version__, digest(config_text(config).encode()), data_hash(config), device_name(), clock, folder)
+    mine = Facts(
+        mesh.node(),
+        code_hash(),
+        torch.__version__,
+        digest(config_text(config).encode()),
+        data_hash(config),
+        device_name(),
+        clock,
+        folder,
+    )
     store.set(f"facts/{rank}", json.dumps(asdict(mine)))
     if rank == 0:
         wait_for_all(store, "facts", size)
@@ -83,9 +97,15 @@ def wait_for_all(store: dist.Store, name: str, size: int) -> None:
     missing, deadline = list(range(size)), time.monotonic() + seconds
     while missing := [rank for rank in missing if not store.check([f"{name}/{rank}"])]:
         if time.monotonic() > deadline:
-            met = {store.get(f"here/{rank}").decode() for rank in range(size) if store.check([f"here/{rank}"])}
+            met = {
+                store.get(f"here/{rank}").decode()
+                for rank in range(size)
+                if store.check([f"here/{rank}"])
+            }
             some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            raise LostRank(f"{len(missing)} of {size} ranks did not come within {seconds:g} s: {some} (others are on {', '.join(sorted(met))}): see what they say")
+            raise LostRank(
+                f"{len(missing)} of {size} ranks did not come within {seconds:g} s: {some} (others are on {', '.join(sorted(met))}): see what they say"
+            )
         time.sleep(0.02)
 
 
@@ -95,7 +115,9 @@ def wait_for_first(store: dist.Store, key: str) -> str:
         store.wait([key], mesh.patience() + timedelta(seconds=2 * LOOK_SECONDS))
         return store.get(key).decode()
     except RuntimeError as error:  # DistStoreError, DistNetworkError
-        raise LostRank(f"rank {mesh.rank()} on {mesh.node()} lost rank 0 at the start ({str(error).splitlines()[0]}): see what that one says") from None
+        raise LostRank(
+            f"rank {mesh.rank()} on {mesh.node()} lost rank 0 at the start ({str(error).splitlines()[0]}): see what that one says"
+        ) from None
 
 
 class Token:
@@ -140,7 +162,12 @@ class Token:
 def code_hash() -> str:
     """A hash of this package's sources."""
     package = Path(__file__).parent
-    return digest(b"".join(str(file.relative_to(package)).encode() + file.read_bytes() for file in sorted(package.rglob("*.py"))))
+    return digest(
+        b"".join(
+            str(file.relative_to(package)).encode() + file.read_bytes()
+            for file in sorted(package.rglob("*.py"))
+        )
+    )
 
 
 def data_hash(config: Config) -> str:
@@ -163,8 +190,11 @@ def differences(everyone: list[Facts]) -> list[str]:
     """What must be the same and is not: a line for each machine and matter."""
     first, lines = everyone[0], []
     for facts in everyone:
-        lines += [f"{facts.node} {what} than {first.node} ({getattr(facts, name) or 'none'} instead of {getattr(first, name) or 'none'}): {remedy}"
-                  for name, (what, remedy) in COMMON.items() if getattr(facts, name) != getattr(first, name)]
+        lines += [
+            f"{facts.node} {what} than {first.node} ({getattr(facts, name) or 'none'} instead of {getattr(first, name) or 'none'}): {remedy}"
+            for name, (what, remedy) in COMMON.items()
+            if getattr(facts, name) != getattr(first, name)
+        ]
         lines += [f"{facts.node} {facts.folder}"] if facts.folder else []
     return list(dict.fromkeys(lines))
 
@@ -177,12 +207,24 @@ def describe(everyone: list[Facts]) -> str:
     some = ", ".join(list(ranks)[:8]) + (", ..." if len(ranks) > 8 else "")
     devices = Counter(facts.device for facts in everyone)
     spread = max(facts.clock for facts in everyone) - min(facts.clock for facts in everyone)
-    lines = [f"cluster   {len(ranks)} machines ({some}), {' or '.join(map(str, sorted(set(ranks.values()))))} ranks on each: "
-             f"{', '.join(f'{count} x {device}' for device, count in devices.items())}; clocks within {spread:.2f} s"]
+    lines = [
+        f"cluster   {len(ranks)} machines ({some}), {' or '.join(map(str, sorted(set(ranks.values()))))} ranks on each: "
+        f"{', '.join(f'{count} x {device}' for device, count in devices.items())}; clocks within {spread:.2f} s"
+    ]
     if len(devices) > 1:
-        odd = {device: next(facts.node for facts in everyone if facts.device == device) for device in devices}
-        lines.append(f"warning   devices differ, and the slowest sets the pace: {', '.join(f'{device} on {node}' for device, node in odd.items())}")
+        odd = {
+            device: next(facts.node for facts in everyone if facts.device == device)
+            for device in devices
+        }
+        lines.append(
+            f"warning   devices differ, and the slowest sets the pace: {', '.join(f'{device} on {node}' for device, node in odd.items())}"
+        )
     if spread > CLOCK_SECONDS:
-        slow, fast = min(everyone, key=lambda facts: facts.clock), max(everyone, key=lambda facts: facts.clock)
-        lines.append(f"warning   the clock of {slow.node} is {spread:.1f} s behind that of {fast.node}: times in their logs do not compare")
+        slow, fast = (
+            min(everyone, key=lambda facts: facts.clock),
+            max(everyone, key=lambda facts: facts.clock),
+        )
+        lines.append(
+            f"warning   the clock of {slow.node} is {spread:.1f} s behind that of {fast.node}: times in their logs do not compare"
+        )
     return "\n".join(lines)

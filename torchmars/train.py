@@ -19,7 +19,9 @@ from torchmars.trainer import Trainer
 @record
 def main() -> None:
     follow_launcher()
-    with reported(quiet=mesh.local_rank() != 0):  # a mistake that one machine alone may find: the launcher must end the others
+    with reported(
+        quiet=mesh.local_rank() != 0
+    ):  # a mistake that one machine alone may find: the launcher must end the others
         config = load_config(sys.argv[1:], "python -m torchmars.train")
         mesh.check_devices()
     try:

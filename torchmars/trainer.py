@@ -59,13 +59,20 @@ class Trainer:
         folder = Path(config.data.path)
         self.manifest = layout.on_first(lambda: prepare_shards(config))
         windows, self.validation_windows = (
-            Windows(folder, self.manifest.splits[name], training.seq_len) for name in SPLITS)
+            Windows(folder, self.manifest.splits[name], training.seq_len) for name in SPLITS
+        )
         layout.agree(lambda: check_shards(self.manifest, folder, layout.rank, layout.size))
         self.data = self.manifest.fingerprint()
-        self.loader = Loader(windows, seed=config.run.seed,
-                             global_batch_size=training.global_batch_size, microbatch_size=self.microbatch_size,
-                             rank=layout.rank, ranks=layout.size, num_workers=config.data.num_workers,
-                             pin_memory=layout.device.type == "cuda")
+        self.loader = Loader(
+            windows,
+            seed=config.run.seed,
+            global_batch_size=training.global_batch_size,
+            microbatch_size=self.microbatch_size,
+            rank=layout.rank,
+            ranks=layout.size,
+            num_workers=config.data.num_workers,
+            pin_memory=layout.device.type == "cuda",
+        )
 
         self.model = build_meta_model(config, self.manifest.vocab_size)
         self.flops_per_token = self.model.flops_per_token()
@@ -84,7 +91,9 @@ class Trainer:
         self.step = 0
         self.validation_loss: float | None = None  # at this step
         self.changes: list[str] = []  # of the config, since the checkpoint
-        self.without_last_grad: list[Tensor] = []  # what starts from state of another optimizer or other data
+        self.without_last_grad: list[
+            Tensor
+        ] = []  # what starts from state of another optimizer or other data
         state.seed_rng(config.run.seed, 0, layout.rank)
         self.lock = run_folder(config) / "lock"
         layout.on_first(lambda: lock(self.lock, f"training the run {run_folder(config)}"))
@@ -98,22 +107,38 @@ class Trainer:
             return f"from step {self.step}: {folder}"
         if settings.init_from is None:
             return None
-        said, self.without_last_grad = init_from(Path(settings.init_from), settings.init_optimizer, self.layout, self.model, self.optimizer)
+        said, self.without_last_grad = init_from(
+            Path(settings.init_from),
+            settings.init_optimizer,
+            self.layout,
+            self.model,
+            self.optimizer,
+        )
         self.forget_the_look_ahead()
         return f"from the {said}"
 
     def load_newest(self) -> Path | None:
         """Load the run's newest good checkpoint and return its folder; None where the run has no checkpoint."""
         self.saver.wait()
-        found = newest_good(self.layout.on_first(lambda: checkpoints(checkpoints_folder(self.config))), self.load, warn=self.layout.say)
+        found = newest_good(
+            self.layout.on_first(lambda: checkpoints(checkpoints_folder(self.config))),
+            self.load,
+            warn=self.layout.say,
+        )
         return found and found[0]
 
     def load(self, folder: Path) -> Manifest:
         """Verify the checkpoint `folder` and load it. Raises `DamagedCheckpoint` or, where it is another run's, `UserError`, on every rank."""
         layout, config = self.layout, self.config
         manifest = layout.on_first(lambda: manifests.read(folder))
-        layout.agree(lambda: manifests.verify(folder, manifest, config.checkpoint.verify, layout.rank, layout.size))
-        self.changes = layout.on_first(lambda: check_same_run(folder, manifest, config, self.data, self.optimizer))
+        layout.agree(
+            lambda: manifests.verify(
+                folder, manifest, config.checkpoint.verify, layout.rank, layout.size
+            )
+        )
+        self.changes = layout.on_first(
+            lambda: check_same_run(folder, manifest, config, self.data, self.optimizer)
+        )
         state.load(folder, manifest, layout, self.model, self.optimizer)
         if manifest.world_size != layout.size:
             self.changes.append(f"ranks {manifest.world_size} -> {layout.size}")
@@ -138,11 +163,24 @@ class Trainer:
         if self.step >= config.training.steps:
             return 0
         self.layout.on_first(self.write_resolved_config)
-        self.metrics = Metrics(config, self.layout.first, self.step, self.validation_loss is not None, self.layout.device, self.layout.size, self.flops_per_token)
+        self.metrics = Metrics(
+            config,
+            self.layout.first,
+            self.step,
+            self.validation_loss is not None,
+            self.layout.device,
+            self.layout.size,
+            self.flops_per_token,
+        )
         self.layout.on_first(self.metrics.open)
         hang = run_folder(config) / "hang"
         try:
-            with StopSignals() as self.signals, Watchdog(hang, self.layout, config.guards.hang_seconds, self.saver.group) as self.watchdog:
+            with (
+                StopSignals() as self.signals,
+                Watchdog(
+                    hang, self.layout, config.guards.hang_seconds, self.saver.group
+                ) as self.watchdog,
+            ):
                 try:
                     complete = self.train()
                 finally:
@@ -157,17 +195,24 @@ class Trainer:
     def train(self) -> bool:
         """The steps that are left; whether all were made, or a signal ended them early."""
         config, last, epoch = self.config, self.config.training.steps, self.loader.epoch
-        if self.step and self.validation_loss is None and self.validation_due():  # stopped by a signal before it could
+        if (
+            self.step and self.validation_loss is None and self.validation_due()
+        ):  # stopped by a signal before it could
             self.validate()
         while self.step < last:
             made = self.train_step()
             signalled, overdue, changed, gone = self.layout.any(
-                self.signals.received is not None, self.saver.overdue(),
-                self.loader.changed is not None, self.layout.first and is_gone(self.lock))
+                self.signals.received is not None,
+                self.saver.overdue(),
+                self.loader.changed is not None,
+                self.layout.first and is_gone(self.lock),
+            )
             if gone:
-                raise UserError(f"{self.lock} is gone after step {self.step}: the run folder was "
-                                "deleted, moved or unmounted while the run went on. "
-                                "Put it back, and start the run again")
+                raise UserError(
+                    f"{self.lock} is gone after step {self.step}: the run folder was "
+                    "deleted, moved or unmounted while the run went on. "
+                    "Put it back, and start the run again"
+                )
             if changed:  # the step is worth nothing, and nothing of it was reported or saved
                 self.layout.agree(self.loader.check)
             if made is None:
@@ -178,7 +223,9 @@ class Trainer:
                 self.report(*made)
             if self.loader.epoch != epoch:
                 epoch = self.loader.epoch
-                self.layout.say(f"epoch {epoch + 1} begins: the data has been read {epoch} times, and is read again in another order")
+                self.layout.say(
+                    f"epoch {epoch + 1} begins: the data has been read {epoch} times, and is read again in another order"
+                )
             stop = signalled and self.step < last
             with self.metrics.paused():
                 if self.validation_due() and not stop:
@@ -191,21 +238,30 @@ class Trainer:
         self.watchdog.beat("the last save")
         self.saver.finish()
         if self.step < last:
-            self.layout.say(f"stopped   by {self.signals.received or 'a signal to another rank'} after step {self.step}, saved; the same command goes on")
+            self.layout.say(
+                f"stopped   by {self.signals.received or 'a signal to another rank'} after step {self.step}, saved; the same command goes on"
+            )
         return self.step == last
 
     def report(self, loss: Tensor, lr: float) -> None:
         """Report the step just made. Waits for the device."""
         told = self.optimizer.telemetry()
         tokens = self.loader.position * self.config.training.seq_len
-        self.metrics.train(self.step, self.layout.mean(loss), lr, told | {"tokens": tokens, "optimizer_ms": self.stopwatch.milliseconds()})
+        self.metrics.train(
+            self.step,
+            self.layout.mean(loss),
+            lr,
+            told | {"tokens": tokens, "optimizer_ms": self.stopwatch.milliseconds()},
+        )
         self.refuse_to_go_on_skipping(told)
 
     def train_step(self) -> tuple[Tensor, float] | None:
         """One optimizer step: this rank's mean loss and the learning rate; None where the loss stands out and the run is to go back."""
         lr = self.set_hyperparameters()
         batch = self.loader.step()
-        if self.optimizer.exact:  # the next batch's gradient at these weights corrects the next step
+        if (
+            self.optimizer.exact
+        ):  # the next batch's gradient at these weights corrects the next step
             backward(self.model, self.loader.peek())
             self.optimizer.look_ahead()
             self.optimizer.zero_grad()
@@ -227,8 +283,10 @@ class Trainer:
         mean = self.layout.mean(loss)
         if not self.spikes.stands_out(mean):
             return False
-        self.layout.say(f"spike     loss {mean:.4f} at step {self.step + 1}, samples {self.loader.position - self.config.training.global_batch_size} to "
-                 f"{self.loader.position - 1}: guards.loss_spike = {self.config.guards.loss_spike}")
+        self.layout.say(
+            f"spike     loss {mean:.4f} at step {self.step + 1}, samples {self.loader.position - self.config.training.global_batch_size} to "
+            f"{self.loader.position - 1}: guards.loss_spike = {self.config.guards.loss_spike}"
+        )
         return True
 
     def roll_back(self) -> None:
@@ -237,35 +295,61 @@ class Trainer:
         self.watchdog.beat("a rollback")
         folder = self.load_newest()
         if folder is None:
-            raise UserError(f"the loss stood out at step {reached + 1}, and there is no checkpoint to go back to: lower optimizer.lr, raise "
-                            "guards.spike_sigmas, or lower checkpoint.interval")
+            raise UserError(
+                f"the loss stood out at step {reached + 1}, and there is no checkpoint to go back to: lower optimizer.lr, raise "
+                "guards.spike_sigmas, or lower checkpoint.interval"
+            )
         self.rollbacks[self.step] += 1
         if self.rollbacks[self.step] > MAX_ROLLBACKS:
-            raise UserError(f"the loss stood out after each of {MAX_ROLLBACKS} returns to {folder}: lower optimizer.lr or raise guards.spike_sigmas")
+            raise UserError(
+                f"the loss stood out after each of {MAX_ROLLBACKS} returns to {folder}: lower optimizer.lr or raise guards.spike_sigmas"
+            )
         self.loader.seek(position)
         self.forget_the_look_ahead()
-        self.layout.on_first(lambda: self.metrics.rewind(self.step, self.validation_loss is not None))
-        self.layout.say(f"rollback  to step {self.step}: {folder}; the data goes on at sample {position}")
+        self.layout.on_first(
+            lambda: self.metrics.rewind(self.step, self.validation_loss is not None)
+        )
+        self.layout.say(
+            f"rollback  to step {self.step}: {folder}; the data goes on at sample {position}"
+        )
 
     def refuse_to_go_on_skipping(self, told: dict[str, float]) -> None:
         """Raise `UserError` once every one of the last steps was skipped for its gradient."""
         if told["skipped_in_a_row"] >= MAX_SKIPPED_IN_A_ROW:
-            spikes = ", or their losses stood out (guards.spike_sigmas)" if self.spikes.active else ""
+            spikes = (
+                ", or their losses stood out (guards.spike_sigmas)" if self.spikes.active else ""
+            )
             steps = f"the last {told['skipped_in_a_row']:.0f} steps up to {self.step}"
-            raise UserError(f"{steps} were skipped, since their gradients were not finite or too "
-                            f"large to compute with{spikes}: "
-                            f"lower optimizer.lr, or go on from the newest checkpoint with another setting")
+            raise UserError(
+                f"{steps} were skipped, since their gradients were not finite or too "
+                f"large to compute with{spikes}: "
+                f"lower optimizer.lr, or go on from the newest checkpoint with another setting"
+            )
 
     def set_hyperparameters(self) -> float:
         """Set every group's learning rate and gamma for the step to come; returns the matrices' learning rate."""
-        schedule, base, total = self.config.schedule, self.config.optimizer.lr, self.config.training.steps
-        factor = lr_factor(self.step + 1, total, name=schedule.name, floor=schedule.min_lr / base,
-                           warmup_steps=schedule.warmup_steps, decay_steps=schedule.decay_steps)
-        for group, base_lr, gamma in zip(self.optimizer.param_groups, self.base_lrs, self.base_gammas):
+        schedule, base, total = (
+            self.config.schedule,
+            self.config.optimizer.lr,
+            self.config.training.steps,
+        )
+        factor = lr_factor(
+            self.step + 1,
+            total,
+            name=schedule.name,
+            floor=schedule.min_lr / base,
+            warmup_steps=schedule.warmup_steps,
+            decay_steps=schedule.decay_steps,
+        )
+        for group, base_lr, gamma in zip(
+            self.optimizer.param_groups, self.base_lrs, self.base_gammas
+        ):
             group["lr"] = base_lr * factor
             if schedule.final_gamma is not None:
-                group["gamma"], group["gamma_next"] = (between(step, total, gamma, schedule.final_gamma, schedule.gamma)
-                                                       for step in (self.step + 1, self.step + 2))
+                group["gamma"], group["gamma_next"] = (
+                    between(step, total, gamma, schedule.final_gamma, schedule.gamma)
+                    for step in (self.step + 1, self.step + 2)
+                )
         return base * factor
 
     def validation_due(self) -> bool:
@@ -282,11 +366,21 @@ class Trainer:
     @torch.no_grad()
     def mean_validation_loss(self) -> float:
         """The mean loss over the validation windows, the same ones on every layout."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.layout.device)  # sum of losses, targets
+        total = torch.zeros(
+            2, dtype=torch.float64, device=self.layout.device
+        )  # sum of losses, targets
         batches: list[tuple[Tensor, int]] = []
-        self.layout.agree(lambda: batches.extend(validation_batches(
-            self.validation_windows, self.config.validation.windows, self.microbatch_size,
-            self.layout.rank, self.layout.size)))  # before the first pass, which needs all ranks
+        self.layout.agree(
+            lambda: batches.extend(
+                validation_batches(
+                    self.validation_windows,
+                    self.config.validation.windows,
+                    self.microbatch_size,
+                    self.layout.rank,
+                    self.layout.size,
+                )
+            )
+        )  # before the first pass, which needs all ranks
         self.model.eval()
         for tokens, count in batches:
             losses = token_losses(self.model, tokens)[:count]
@@ -298,18 +392,39 @@ class Trainer:
     def save(self) -> None:
         """Save the step just made, or begin to."""
         self.watchdog.beat(f"saving step {self.step}")
-        manifest = Manifest(step=self.step, position=self.loader.position, world_size=self.layout.size, data=self.data,
-                            vocab_size=self.manifest.vocab_size, optimizer=state.optimizer_state_names(self.optimizer),
-                            config=asdict(self.config), validation_loss=self.validation_loss, recent_losses=list(self.spikes.recent))
+        manifest = Manifest(
+            step=self.step,
+            position=self.loader.position,
+            world_size=self.layout.size,
+            data=self.data,
+            vocab_size=self.manifest.vocab_size,
+            optimizer=state.optimizer_state_names(self.optimizer),
+            config=asdict(self.config),
+            validation_loss=self.validation_loss,
+            recent_losses=list(self.spikes.recent),
+        )
         self.metrics.sync()
-        self.metrics.stall(self.step, self.saver.save(manifest, state.training_state(self.layout, self.model, self.optimizer)))
+        self.metrics.stall(
+            self.step,
+            self.saver.save(
+                manifest, state.training_state(self.layout, self.model, self.optimizer)
+            ),
+        )
 
     def sample(self) -> str:
         """A text by the model as it is now. Every rank takes part."""
         self.model.eval()
-        with torch.compiler.set_stance("force_eager"):  # every length of context would be compiled anew
-            return sample_text(self.model, TOKENIZERS[self.config.data.tokenizer](), self.config.validation.sample_prompt,
-                               self.config.validation.sample_tokens, temperature=0.8, device=self.layout.device)
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # every length of context would be compiled anew
+            return sample_text(
+                self.model,
+                TOKENIZERS[self.config.data.tokenizer](),
+                self.config.validation.sample_prompt,
+                self.config.validation.sample_tokens,
+                temperature=0.8,
+                device=self.layout.device,
+            )
 
     def write_resolved_config(self) -> None:
         """Leave the settings that this run has in its folder, as a config that reproduces it."""
@@ -318,7 +433,9 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(folder / "config.toml", config_text(self.config))
         except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror}: set run.folder to a folder you can write") from None
+            raise UserError(
+                f"cannot write to {folder}: {error.strerror}: set run.folder to a folder you can write"
+            ) from None
 
     def announce(self) -> None:
         """Say what this run is about to do."""
@@ -331,17 +448,22 @@ class Trainer:
         warning = slow_warning(config, matrices=bool(self.optimizer.plans.owner_loads))
         if warning and not self.fast:
             self.layout.say(f"warning   {warning}")
-        self.layout.say(f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "
-                 f"{training.steps * per_step:,} ({training.steps * per_step / tokens:.2f} epochs)")
+        self.layout.say(
+            f"data      {config.data.path}: {tokens:,} {self.manifest.tokenizer} tokens; {training.steps} steps read "
+            f"{training.steps * per_step:,} ({training.steps * per_step / tokens:.2f} epochs)"
+        )
         if self.layout.first and (warning := sources.warning(config.data)):
             self.layout.say(warning)
         if self.step >= training.steps:
-            self.layout.say(f"complete  all {training.steps} steps are done: {step_folder(checkpoints_folder(config), self.step)}. "
-                     f"To go on: --training.steps {self.step + training.steps}")
+            self.layout.say(
+                f"complete  all {training.steps} steps are done: {step_folder(checkpoints_folder(config), self.step)}. "
+                f"To go on: --training.steps {self.step + training.steps}"
+            )
         elif self.origin:
             for change in self.changes:
                 self.layout.say(f"changed   {change}")
             self.layout.say(f"continue  {self.origin}")
+
 
 def due(step: int, interval: int, last: int) -> bool:
     """Whether something done every `interval` steps (0: never) and after the last one is due after `step`."""

@@ -48,8 +48,9 @@ class Name:
         """Raise `UserError` for a text that is no such name."""
         wrong = value in ("", ".", "..") or "/" in value or CONTROL.search(value)
         if wrong or len(value.encode()) > 200:
-            raise UserError(f"{name} must be one {self.kind} name of at most 200 bytes, "
-                            f"got {value!r}")
+            raise UserError(
+                f"{name} must be one {self.kind} name of at most 200 bytes, got {value!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ class Place:
         """Raise `UserError` for a text that is no such path."""
         wrong = not value or CONTROL.search(value) or len(value.encode()) > 3000
         if wrong or os.path.realpath(value) == "/":
-            raise UserError(f"{name} must be the path of a file or folder, not empty and not /, "
-                            f"got {value!r}")
+            raise UserError(
+                f"{name} must be the path of a file or folder, not empty and not /, got {value!r}"
+            )
 
 
 class Words(list[str]):
@@ -107,8 +109,10 @@ def hint_of(kind: type, key: str, source: str, prefix: str) -> Any:
     known = [each.name for each in dataclasses.fields(kind)]
     if key not in known:
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-        raise UserError(f"unknown {'key' if prefix else 'section'} {prefix}{key} {source}: "
-                        f"did you mean {prefix}{nearest}?")
+        raise UserError(
+            f"unknown {'key' if prefix else 'section'} {prefix}{key} {source}: "
+            f"did you mean {prefix}{nearest}?"
+        )
     return typing.get_type_hints(kind, include_extras=True)[key]
 
 
@@ -140,8 +144,7 @@ def convert(value: Any, hint: Any, name: str, source: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return make(hint, value, source, f"{name}.")
     if origin is dict and isinstance(value, dict):
-        return {key: convert(item, args[1], f"{name}.{key}", source)
-                for key, item in value.items()}
+        return {key: convert(item, args[1], f"{name}.{key}", source) for key, item in value.items()}
     if origin is list and isinstance(value, list):
         return [convert(item, args[0], name, source) for item in value]
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):

@@ -66,7 +66,9 @@ class Watchdog:
             self.stream = self.file.open("w")
             print(f"process {os.getpid()} on {mesh.node()}", file=self.stream, flush=True)
         except OSError as error:
-            raise UserError(f"cannot write to {self.folder}: {error.strerror}: make room, or set run.folder to a folder you can write") from None
+            raise UserError(
+                f"cannot write to {self.folder}: {error.strerror}: make room, or set run.folder to a folder you can write"
+            ) from None
 
     def beat(self, doing: str) -> None:
         """Say that all is well, and what comes next."""
@@ -98,7 +100,9 @@ class Watchdog:
         with contextlib.suppress(OSError):
             print(mine, file=self.stream, flush=True)
             faulthandler.dump_traceback(self.stream)
-            self._flight().write_bytes((c10d._dump_nccl_trace if self.on_gpu else c10d._dump_fr_trace)())
+            self._flight().write_bytes(
+                (c10d._dump_nccl_trace if self.on_gpu else c10d._dump_fr_trace)()
+            )
         silent = self._wait_for_others()
         if self.layout.rank == min(set(range(self.layout.size)) - silent):
             say(hang_report(self.folder, self.layout.size, self.seconds), error=True)
@@ -115,9 +119,16 @@ class Watchdog:
 
     def _recorded(self) -> list[dict[str, Any]]:
         """The collectives of this rank, without those of the save thread, by torch's flight recorder (private API, torch 2.11 to 2.13)."""
-        dump = c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False) if self.on_gpu else \
-            c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
-        return [entry for entry in json.loads(dump).get("entries", []) if entry["process_group"][0] != self.aside]
+        dump = (
+            c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False)
+            if self.on_gpu
+            else c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
+        )
+        return [
+            entry
+            for entry in json.loads(dump).get("entries", [])
+            if entry["process_group"][0] != self.aside
+        ]
 
     def _flight(self) -> Path:
         return self.folder / f"flight_{self.layout.rank}"
@@ -162,8 +173,9 @@ def hang_report(folder: Path, ranks: int, seconds: float) -> str:
 def silence_of(folder: Path, rank: int) -> str:
     """What is known of a rank that wrote no word."""
     lines = lines_of(folder, rank)
-    innermost = [line.strip() for before, line in zip(lines, lines[1:])
-                 if "most recent call first" in before]
+    innermost = [
+        line.strip() for before, line in zip(lines, lines[1:]) if "most recent call first" in before
+    ]
     if is_blocked(lines) and innermost:  # the main thread comes last
         return f"rank {rank}: blocked outside Python in {innermost[-1]}"
     process = lines[0] if lines else "its process"
@@ -177,14 +189,25 @@ def where(frame: Any, recorded: list[dict[str, Any]]) -> str:
     only: there it is the last one, if the thread is inside torch.distributed.
     """
     stack = traceback.extract_stack(frame)
-    inner, own = stack[-1], next((entry for entry in reversed(stack) if entry.filename.startswith(PACKAGE)), stack[0])
-    pending = [entry for entry in recorded if entry["profiling_name"].startswith("nccl:") and entry["state"] != "completed"]
-    if not pending and any(f"torch{os.sep}distributed" in entry.filename for entry in stack[stack.index(own) + 1:]):
+    inner, own = (
+        stack[-1],
+        next((entry for entry in reversed(stack) if entry.filename.startswith(PACKAGE)), stack[0]),
+    )
+    pending = [
+        entry
+        for entry in recorded
+        if entry["profiling_name"].startswith("nccl:") and entry["state"] != "completed"
+    ]
+    if not pending and any(
+        f"torch{os.sep}distributed" in entry.filename for entry in stack[stack.index(own) + 1 :]
+    ):
         pending = recorded[-1:]
     if pending:
         place = f"waiting in the collective {name_of(pending[0])}"
     else:
-        place = f"in {inner.name} ({inner.filename}:{inner.lineno}), in no collective" + (f"; the last was {name_of(recorded[-1])}" if recorded else "")
+        place = f"in {inner.name} ({inner.filename}:{inner.lineno}), in no collective" + (
+            f"; the last was {name_of(recorded[-1])}" if recorded else ""
+        )
     return f"{place}; called from {own.name} ({Path(own.filename).name}:{own.lineno})"
 
 

@@ -51,22 +51,40 @@ def clip_then(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 def elementwise_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
     model = model_with_gradients(args)
-    groups = [{key: group[key] for key in ("params", "lr", "betas", "weight_decay")} for group in param_groups(model, "adamw")]
-    yield "clip_grad_norm_ + AdamW(fused)", clip_then(model, torch.optim.AdamW(groups, fused=True)), model
+    groups = [
+        {key: group[key] for key in ("params", "lr", "betas", "weight_decay")}
+        for group in param_groups(model, "adamw")
+    ]
+    yield (
+        "clip_grad_norm_ + AdamW(fused)",
+        clip_then(model, torch.optim.AdamW(groups, fused=True)),
+        model,
+    )
     for name in ("mars-adamw", "mars-lion", "adamw"):
         model = model_with_gradients(args)
         yield name, MARS(param_groups(model, name), max_grad_norm=1.0).step, model
     model = model_with_gradients(args)
-    yield "mars-adamw, last_grad bfloat16", MARS(param_groups(model), max_grad_norm=1.0, last_grad_dtype=torch.bfloat16).step, model
+    yield (
+        "mars-adamw, last_grad bfloat16",
+        MARS(param_groups(model), max_grad_norm=1.0, last_grad_dtype=torch.bfloat16).step,
+        model,
+    )
     if not dist.is_initialized():  # the others do not know shards
         for name, build in others():
             model = model_with_gradients(args)
-            yield f"clip_grad_norm_ + {name}", clip_then(model, build(model.parameters(), lr=6e-3)), model
+            yield (
+                f"clip_grad_norm_ + {name}",
+                clip_then(model, build(model.parameters(), lr=6e-3)),
+                model,
+            )
 
 
 def others() -> Iterator[tuple[str, type]]:
     """The MARS of other packages, where they are installed."""
-    for name, package, kind in (("timm's Mars", "timm.optim", "Mars"), ("pytorch_optimizer's MARS", "pytorch_optimizer", "MARS")):
+    for name, package, kind in (
+        ("timm's Mars", "timm.optim", "Mars"),
+        ("pytorch_optimizer's MARS", "pytorch_optimizer", "MARS"),
+    ):
         try:
             yield name, getattr(importlib.import_module(package), kind)
         except ImportError:
@@ -76,10 +94,16 @@ def others() -> Iterator[tuple[str, type]]:
 def matrix_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
     def matrices() -> tuple[list[torch.Tensor], nn.Module]:
         model = model_with_gradients(args)
-        return [p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2], model
+        return [
+            p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2
+        ], model
 
     parameters, model = matrices()
-    yield "torch.optim.Muon", torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw").step, model
+    yield (
+        "torch.optim.Muon",
+        torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw").step,
+        model,
+    )
     for rule in ("mars-m", "muon"):
         parameters, model = matrices()
         yield rule, MARS([{"params": parameters, "rule": rule}]).step, model
@@ -90,7 +114,12 @@ def synchronize() -> None:
     dist.barrier() if dist.is_initialized() else None
 
 
-def measure(contenders: Callable[[GPT2Args], Iterator[tuple[str, Step, nn.Module]]], args: GPT2Args, steps: int, threads: int) -> list[tuple]:
+def measure(
+    contenders: Callable[[GPT2Args], Iterator[tuple[str, Step, nn.Module]]],
+    args: GPT2Args,
+    steps: int,
+    threads: int,
+) -> list[tuple]:
     """(name, median milliseconds, peak bytes per parameter beyond what is kept, collectives of a step) of each contender."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -105,10 +134,14 @@ def measure(contenders: Callable[[GPT2Args], Iterator[tuple[str, Step, nn.Module
             synchronize()
             if number >= 2:  # compilation
                 times[name].append((time.perf_counter() - began) * 1e3)
-    peaks = [peak_bytes(step) / sum(p.numel() for p in model.parameters()) for _, step, model in named]
+    peaks = [
+        peak_bytes(step) / sum(p.numel() for p in model.parameters()) for _, step, model in named
+    ]
     rows = []
     for (name, step, _), peak in zip(named, peaks):
-        with CommDebugMode() as counted:  # last, since torch.compile gives up on what it has seen under it
+        with (
+            CommDebugMode() as counted
+        ):  # last, since torch.compile gives up on what it has seen under it
             step()
         rows.append((name, statistics.median(times[name]), peak, counted.get_total_counts()))
     return rows
@@ -121,10 +154,14 @@ def peak_bytes(step: Step) -> int:
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         step()
     now = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
@@ -132,7 +169,12 @@ def peak_bytes(step: Step) -> int:
 
 
 def on_rank(kind: str, args: GPT2Args, steps: int) -> list[tuple]:
-    return measure({"element-wise": elementwise_contenders, "matrices": matrix_contenders}[kind], args, steps, threads=1)
+    return measure(
+        {"element-wise": elementwise_contenders, "matrices": matrix_contenders}[kind],
+        args,
+        steps,
+        threads=1,
+    )
 
 
 def copy_bandwidth() -> float:
@@ -149,26 +191,44 @@ def copy_bandwidth() -> float:
 
 
 def show(title: str, rows: list[tuple], alone: list[tuple] | None = None) -> None:
-    print(f"\n{title}\n| step | ms | ratio | peak B/param | collectives |" + (" 1 rank ms | speed-up |" if alone else ""))
+    print(
+        f"\n{title}\n| step | ms | ratio | peak B/param | collectives |"
+        + (" 1 rank ms | speed-up |" if alone else "")
+    )
     print("|---" * (7 if alone else 5) + "|")
     for number, (name, milliseconds, extra, collectives) in enumerate(rows):
         more = f" {alone[number][1]:.0f} | {alone[number][1] / milliseconds:.2f} |" if alone else ""
-        print(f"| {name} | {milliseconds:.1f} | {milliseconds / rows[0][1]:.2f} | {extra:.2f} | {collectives} |{more}")
+        print(
+            f"| {name} | {milliseconds:.1f} | {milliseconds / rows[0][1]:.2f} | {extra:.2f} | {collectives} |{more}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     small = GPT2Args(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, seq_len=1024)
-    narrow = small if DEVICE.type == "cuda" else GPT2Args(n_layer=6, n_head=6, n_embd=384, vocab_size=320, seq_len=128)
-    for kind, args, contenders in (("element-wise", small, elementwise_contenders), ("matrices", narrow, matrix_contenders)):
+    narrow = (
+        small
+        if DEVICE.type == "cuda"
+        else GPT2Args(n_layer=6, n_head=6, n_embd=384, vocab_size=320, seq_len=128)
+    )
+    for kind, args, contenders in (
+        ("element-wise", small, elementwise_contenders),
+        ("matrices", narrow, matrix_contenders),
+    ):
         shape = f"{args.n_layer} layers of width {args.n_embd}"
         if options.ranks > 1:
             rows = run_ranks(on_rank, options.ranks, kind, args, options.steps)[0]
-            show(f"{kind}, {shape}, {options.ranks} ranks with one thread each", rows, measure(contenders, args, options.steps, 1))
+            show(
+                f"{kind}, {shape}, {options.ranks} ranks with one thread each",
+                rows,
+                measure(contenders, args, options.steps, 1),
+            )
         else:
             rows = measure(contenders, args, options.steps, options.threads)
             show(f"{kind}, {shape}, one rank on {DEVICE.type}", rows)
@@ -176,7 +236,9 @@ def main() -> None:
                 # 11 passes of 4 bytes: g, h; then g, h, m, v, p read and h, m, v, p written.
                 elements = sum(p.numel() for p in build_model(args).parameters())
                 bandwidth = copy_bandwidth()
-                print(f"copy {bandwidth / 1e12:.2f} TB/s; mars-adamw moves 44 B/param at {44 * elements / rows[1][1] / 1e-3 / bandwidth:.0%} of it")
+                print(
+                    f"copy {bandwidth / 1e12:.2f} TB/s; mars-adamw moves 44 B/param at {44 * elements / rows[1][1] / 1e-3 / bandwidth:.0%} of it"
+                )
 
 
 if __name__ == "__main__":

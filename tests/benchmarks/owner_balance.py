@@ -17,20 +17,34 @@ RANKS = (2, 8, 64, 512)
 
 def gpt2(layers: int, width: int, split: bool) -> list[MatrixShape]:
     qkv = MatrixShape((3 * width, width), split=3 if split else 1)
-    return [qkv, *map(MatrixShape, ((width, width), (4 * width, width), (width, 4 * width)))] * layers
+    return [
+        qkv,
+        *map(MatrixShape, ((width, width), (4 * width, width), (width, 4 * width))),
+    ] * layers
 
 
 def llama3(layers: int, width: int, inner: int, split: bool) -> list[MatrixShape]:
     """Eight key-value heads of 128; query, key and value as one fused weight, which `split` cuts."""
     parts = (width, 1024, 1024)
     qkv = MatrixShape((sum(parts), width), split=parts if split else 1)
-    return [qkv, *map(MatrixShape, ((width, width), (inner, width), (inner, width), (width, inner)))] * layers
+    return [
+        qkv,
+        *map(MatrixShape, ((width, width), (inner, width), (inner, width), (width, inner))),
+    ] * layers
 
 
 def main() -> None:
-    models = {"GPT-2 small": (gpt2, 12, 768), "GPT-2 XL": (gpt2, 48, 1600), "Llama-3 8B": (llama3, 32, 4096, 14336),
-              "Llama-3 70B": (llama3, 80, 8192, 28672)}
-    print("| model | QKV | units | " + " | ".join(f"{ranks} ranks" for ranks in RANKS) + " | floor at 512 | s to plan at 512 |")
+    models = {
+        "GPT-2 small": (gpt2, 12, 768),
+        "GPT-2 XL": (gpt2, 48, 1600),
+        "Llama-3 8B": (llama3, 32, 4096, 14336),
+        "Llama-3 70B": (llama3, 80, 8192, 28672),
+    }
+    print(
+        "| model | QKV | units | "
+        + " | ".join(f"{ranks} ranks" for ranks in RANKS)
+        + " | floor at 512 | s to plan at 512 |"
+    )
     print("|---" * (len(RANKS) + 5) + "|")
     for name, (build, *arguments) in models.items():
         for split in (False, True):
@@ -42,13 +56,30 @@ def main() -> None:
                 plan = plan_buckets(shapes, range(ranks), loads)
                 coordinates = [(rank,) for rank in range(ranks)]
                 for assigned in plan:
-                    rank_bucket(assigned, shapes, [(Shard(0),)] * len(shapes), (ranks,), coordinates, 0, 0, 1)
+                    rank_bucket(
+                        assigned,
+                        shapes,
+                        [(Shard(0),)] * len(shapes),
+                        (ranks,),
+                        coordinates,
+                        0,
+                        0,
+                        1,
+                    )
                 seconds = time.perf_counter() - began
                 cells.append(f"{max(loads.values()) * ranks / sum(loads.values()):.2f}")
             units = [unit for assigned in plan for unit, _ in assigned]
             # No plan is better than the largest unit on a rank of its own.
-            floor = max(unit.flops for unit in units) * ranks / sum(newton_schulz_flops(unit.rows, unit.cols) for unit in units)
-            print(f"| {name} | {'split' if split else 'fused'} | {len(units)} | " + " | ".join(cells) + f" | {max(floor, 1):.2f} | {seconds:.2f} |")
+            floor = (
+                max(unit.flops for unit in units)
+                * ranks
+                / sum(newton_schulz_flops(unit.rows, unit.cols) for unit in units)
+            )
+            print(
+                f"| {name} | {'split' if split else 'fused'} | {len(units)} | "
+                + " | ".join(cells)
+                + f" | {max(floor, 1):.2f} | {seconds:.2f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -22,8 +22,16 @@ def whole(path):
     return (path / "precious").read_text() == "x"
 
 
-@pytest.mark.parametrize("name", ["step-00000004", "step-00000004.partial", "step-00000004.damaged",
-                                  "step-00000004.deleted", "step-00000004-1.partial"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-00000004",
+        "step-00000004.partial",
+        "step-00000004.damaged",
+        "step-00000004.deleted",
+        "step-00000004-1.partial",
+    ],
+)
 def test_of_a_link_the_link_alone_is_deleted(tmp_path, name):
     there = full_folder(tmp_path / "larger" / "disk")
     (tmp_path / name).symlink_to(there, target_is_directory=True)
@@ -44,11 +52,24 @@ def test_links_to_nothing_and_plain_files_are_deleted_too(tmp_path):
 
 
 def test_only_names_that_runs_make_are_leftovers(tmp_path):
-    made = ["step-00000004.damaged", "step-00000004.deleted", "step-00000004.partial",
-            "step-00000006-2.partial", "step-123456789.partial"]
-    for name in (*made, "step-mine.partial", "step-4.partial", "step-00000004", "other.partial",
-                 "step-00000004.bak", "step-00000004.partial.bak", "step-00000004-x.partial",
-                 "step-000000004.partial"):
+    made = [
+        "step-00000004.damaged",
+        "step-00000004.deleted",
+        "step-00000004.partial",
+        "step-00000006-2.partial",
+        "step-123456789.partial",
+    ]
+    for name in (
+        *made,
+        "step-mine.partial",
+        "step-4.partial",
+        "step-00000004",
+        "other.partial",
+        "step-00000004.bak",
+        "step-00000004.partial.bak",
+        "step-00000004-x.partial",
+        "step-000000004.partial",
+    ):
         (tmp_path / name).mkdir()
     assert [path.name for path in leftovers(tmp_path)] == made
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004"]
@@ -103,7 +124,11 @@ def test_a_run_goes_on_from_a_linked_checkpoint_and_saves_beside_what_it_cannot_
     assert "step-00000008.partial: Operation not permitted" in said
     assert "could not be written" not in said
     assert {path.name for path in folder.iterdir()} == {
-        "step-00000010", "step-00000012", "step-00000008.partial", "step-mine.partial"}
+        "step-00000010",
+        "step-00000012",
+        "step-00000008.partial",
+        "step-mine.partial",
+    }
     assert whole(tmp_path / "disk" / "mine")
     assert opened(tmp_path / "disk" / "step-00000004", "full").step == 4  # the link alone is gone
     assert [step_of(path) for path in checkpoints(folder)] == [10, 12]

@@ -22,15 +22,33 @@ def folder(tmp_path_factory):
     """A folder with runs of adamw, mars-adamw and mars-lion, of 6 steps on two ranks each, and the first one's weights exported."""
     folder = tmp_path_factory.mktemp("initial")
     write_text(folder)
-    train(2, *(tables_of(folder, name, {"name": name, "lr": 1e-3}, steps=6) for name in ("adamw", "mars-adamw", "mars-lion")))
-    exported = subprocess.run([sys.executable, "-m", "torchmars.export", str(folder / "runs" / "adamw"), str(folder / "weights.safetensors")],
-                              capture_output=True, text=True, cwd=ROOT)
+    train(
+        2,
+        *(
+            tables_of(folder, name, {"name": name, "lr": 1e-3}, steps=6)
+            for name in ("adamw", "mars-adamw", "mars-lion")
+        ),
+    )
+    exported = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torchmars.export",
+            str(folder / "runs" / "adamw"),
+            str(folder / "weights.safetensors"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert exported.returncode == 0 and "36,000 weights" in exported.stdout, exported.stderr
     return folder
 
 
 def tables_of(folder, run, optimizer, steps, **overrides):
-    return tiny_tables(folder, run={"name": run}, optimizer=optimizer, training={"steps": steps}, **overrides)
+    return tiny_tables(
+        folder, run={"name": run}, optimizer=optimizer, training={"steps": steps}, **overrides
+    )
 
 
 def started(tables):
@@ -38,18 +56,33 @@ def started(tables):
     config = config_from_tables(tables, "in a test")
     trainer = Trainer(config, mesh.start(config.parallelism))
     whole = {name: value.full_tensor() for name, value in trainer.model.state_dict().items()}
-    states = {name: {key: getattr(value, "full_tensor", lambda value=value: value)() for key, value in trainer.optimizer.state[parameter].items()}
-              for name, parameter in trainer.model.named_parameters()}
+    states = {
+        name: {
+            key: getattr(value, "full_tensor", lambda value=value: value)()
+            for key, value in trainer.optimizer.state[parameter].items()
+        }
+        for name, parameter in trainer.model.named_parameters()
+    }
     return trainer.step, trainer.loader.position, whole, states, trainer.origin
 
 
-@pytest.mark.parametrize("source", ["runs/adamw", "runs/adamw/checkpoints/step-00000006", "weights.safetensors"])
+@pytest.mark.parametrize(
+    "source", ["runs/adamw", "runs/adamw/checkpoints/step-00000006", "weights.safetensors"]
+)
 @pytest.mark.parametrize("size", [1, 4])
 def test_weights_only(folder, source, size):
-    tables = tables_of(folder, f"from-{size}", {"name": "mars-m"}, 3, checkpoint={"init_from": str(folder / source)})
+    tables = tables_of(
+        folder,
+        f"from-{size}",
+        {"name": "mars-m"},
+        3,
+        checkpoint={"init_from": str(folder / source)},
+    )
     for step, position, weights, states, origin in run_ranks(started, size, tables):
         expected = load_file(folder / "weights.safetensors")
-        assert (step, position) == (0, 0) and set(weights) == set(expected) and "weights of" in origin
+        assert (
+            (step, position) == (0, 0) and set(weights) == set(expected) and "weights of" in origin
+        )
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
         assert all(not value.any() for state in states.values() for value in state.values())
 
@@ -60,11 +93,18 @@ def whole_state(folder, name):
 
 
 def test_mars_starts_from_an_adamw_run_with_its_moving_averages(folder):
-    tables = tables_of(folder, "mars-from-adamw", {"name": "mars-adamw", "lr": 1e-3}, 3,
-                       checkpoint={"init_from": str(folder / "runs" / "adamw"), "init_optimizer": True})
+    tables = tables_of(
+        folder,
+        "mars-from-adamw",
+        {"name": "mars-adamw", "lr": 1e-3},
+        3,
+        checkpoint={"init_from": str(folder / "runs" / "adamw"), "init_optimizer": True},
+    )
     step, _, _, states, origin = run_ranks(started, 2, tables)[0]
     saved = whole_state(folder, "adamw")
-    assert step == 0 and "optimizer's state of 15 of 15 tensors (10 without a last gradient)" in origin
+    assert (
+        step == 0 and "optimizer's state of 15 of 15 tensors (10 without a last gradient)" in origin
+    )
     for name, state in states.items():
         for key, value in state.items():
             expected = torch.zeros_like(value) if key == "last_grad" else saved[name][key]
@@ -76,20 +116,49 @@ def test_mars_starts_from_an_adamw_run_with_its_moving_averages(folder):
 def test_state_of_another_meaning_is_not_taken(folder):
     """Lion's momentum is not mars-m's input; adamw's averages fit the vectors that mars-m gives to AdamW, and its momentum of clipped corrections."""
     for source, taken in (("adamw", 15), ("mars-lion", 13)):
-        tables = tables_of(folder, f"mars-m-from-{source}", {"name": "mars-m"}, 3, checkpoint={"init_from": str(folder / "runs" / source), "init_optimizer": True})
+        tables = tables_of(
+            folder,
+            f"mars-m-from-{source}",
+            {"name": "mars-m"},
+            3,
+            checkpoint={"init_from": str(folder / "runs" / source), "init_optimizer": True},
+        )
         assert f"optimizer's state of {taken} of 15 tensors" in run_ranks(started, 1, tables)[0][4]
-    tables = tables_of(folder, "lean-from-lion", {"name": "mars-lion", "clip": 0.0}, 3,
-                       checkpoint={"init_from": str(folder / "runs" / "mars-lion"), "init_optimizer": True})
-    assert "optimizer's state of 5 of 15 tensors" in run_ranks(started, 1, tables)[0][4]  # the vectors' AdamW alone
-    tables = tables_of(folder, "same", {"name": "mars-adamw", "lr": 1e-3}, 3, checkpoint={"init_from": str(folder / "runs" / "mars-adamw"), "init_optimizer": True})
+    tables = tables_of(
+        folder,
+        "lean-from-lion",
+        {"name": "mars-lion", "clip": 0.0},
+        3,
+        checkpoint={"init_from": str(folder / "runs" / "mars-lion"), "init_optimizer": True},
+    )
+    assert (
+        "optimizer's state of 5 of 15 tensors" in run_ranks(started, 1, tables)[0][4]
+    )  # the vectors' AdamW alone
+    tables = tables_of(
+        folder,
+        "same",
+        {"name": "mars-adamw", "lr": 1e-3},
+        3,
+        checkpoint={"init_from": str(folder / "runs" / "mars-adamw"), "init_optimizer": True},
+    )
     _, _, _, states, origin = run_ranks(started, 2, tables)[0]
     saved = whole_state(folder, "mars-adamw")
     assert "15 of 15 tensors" in origin and "without" not in origin
-    assert all(torch.equal(value, saved[name][key]) for name, state in states.items() for key, value in state.items())
+    assert all(
+        torch.equal(value, saved[name][key])
+        for name, state in states.items()
+        for key, value in state.items()
+    )
 
 
 def test_exact_mode_starts_without_the_look_ahead_of_another_run(folder):
-    tables = tables_of(folder, "exact", {"name": "mars-adamw", "mode": "exact"}, 3, checkpoint={"init_from": str(folder / "runs" / "mars-adamw"), "init_optimizer": True})
+    tables = tables_of(
+        folder,
+        "exact",
+        {"name": "mars-adamw", "mode": "exact"},
+        3,
+        checkpoint={"init_from": str(folder / "runs" / "mars-adamw"), "init_optimizer": True},
+    )
     assert all(run_ranks(forgotten, 2, tables))
 
 
@@ -101,9 +170,23 @@ def forgotten(tables):
 
 
 def test_an_export_that_cannot_be_written_is_one_line(folder):
-    ended = subprocess.run([sys.executable, "-m", "torchmars.export", str(folder / "runs" / "adamw"), str(folder / "no" / "weights.safetensors")],
-                           capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == 2 and ended.stderr.startswith("error: cannot write") and ended.stderr.count("\n") == 1
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torchmars.export",
+            str(folder / "runs" / "adamw"),
+            str(folder / "no" / "weights.safetensors"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert (
+        ended.returncode == 2
+        and ended.stderr.startswith("error: cannot write")
+        and ended.stderr.count("\n") == 1
+    )
 
 
 def test_the_first_step_without_a_last_gradient_is_not_corrected():
@@ -111,12 +194,19 @@ def test_the_first_step_without_a_last_gradient_is_not_corrected():
     from torchmars.optim import MARS
 
     torch.manual_seed(0)
-    start, averages = torch.randn(6, 5, dtype=torch.float64), (torch.randn(6, 5, dtype=torch.float64), torch.rand(6, 5, dtype=torch.float64))
+    start, averages = (
+        torch.randn(6, 5, dtype=torch.float64),
+        (torch.randn(6, 5, dtype=torch.float64), torch.rand(6, 5, dtype=torch.float64)),
+    )
     gradients = [torch.randn(6, 5, dtype=torch.float64) for _ in range(3)]
     parameter = torch.nn.Parameter(start.clone())
     optimizer = MARS([parameter], lr=0.01, rule="mars-adamw", clip=None, max_grad_norm=1.0)
     state = optimizer.state[parameter]
-    state["exp_avg"].copy_(averages[0]), state["exp_avg_sq"].copy_(averages[1]), state["step"].fill_(7)
+    (
+        state["exp_avg"].copy_(averages[0]),
+        state["exp_avg_sq"].copy_(averages[1]),
+        state["step"].fill_(7),
+    )
     x, m, v, last = start.clone(), *averages, None
     for count, gradient in enumerate(gradients, start=8):
         parameter.grad = gradient.clone()
@@ -130,20 +220,49 @@ def test_the_first_step_without_a_last_gradient_is_not_corrected():
         assert torch.allclose(parameter.detach(), x, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("overrides,message", [
-    ({"checkpoint": {"init_from": "nowhere"}}, "checkpoint.init_from: nowhere is neither a checkpoint nor a run with one"),
-    ({"checkpoint": {"init_from": "FOLDER/none.safetensors"}}, "cannot read .*none.safetensors"),
-    ({"checkpoint": {"init_from": "FOLDER/broken.safetensors"}}, "cannot read .*broken.safetensors"),
-    ({"checkpoint": {"init_from": "FOLDER/part.safetensors"}}, r"part.safetensors has tok_embed.weight not at all, the config's model in \[320, 32\]"),
-    ({"checkpoint": {"init_from": "FOLDER/weights.safetensors", "init_optimizer": True}}, "checkpoint.init_optimizer: .*weights only"),
-    ({"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "model": {"n_embd": 64}}, r"has tok_embed.weight in shape \[320, 32\], the config's model in \[320, 64\]"),
-    ({"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "training": {"seq_len": 16}}, r"has pos_embed.weight in shape \[32, 32\]"),
-])
+@pytest.mark.parametrize(
+    "overrides,message",
+    [
+        (
+            {"checkpoint": {"init_from": "nowhere"}},
+            "checkpoint.init_from: nowhere is neither a checkpoint nor a run with one",
+        ),
+        (
+            {"checkpoint": {"init_from": "FOLDER/none.safetensors"}},
+            "cannot read .*none.safetensors",
+        ),
+        (
+            {"checkpoint": {"init_from": "FOLDER/broken.safetensors"}},
+            "cannot read .*broken.safetensors",
+        ),
+        (
+            {"checkpoint": {"init_from": "FOLDER/part.safetensors"}},
+            r"part.safetensors has tok_embed.weight not at all, the config's model in \[320, 32\]",
+        ),
+        (
+            {"checkpoint": {"init_from": "FOLDER/weights.safetensors", "init_optimizer": True}},
+            "checkpoint.init_optimizer: .*weights only",
+        ),
+        (
+            {"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "model": {"n_embd": 64}},
+            r"has tok_embed.weight in shape \[320, 32\], the config's model in \[320, 64\]",
+        ),
+        (
+            {"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "training": {"seq_len": 16}},
+            r"has pos_embed.weight in shape \[32, 32\]",
+        ),
+    ],
+)
 def test_what_does_not_fit_is_one_line(folder, overrides, message):
     (folder / "broken.safetensors").write_bytes(b"no weights")
     save_file({"norm.weight": torch.ones(32)}, folder / "part.safetensors")
-    overrides = {section: {key: value.replace("FOLDER", str(folder)) if isinstance(value, str) else value for key, value in table.items()}
-                 for section, table in overrides.items()}
+    overrides = {
+        section: {
+            key: value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
+            for key, value in table.items()
+        }
+        for section, table in overrides.items()
+    }
     tables = tables_of(folder, "wrong", {"name": "adamw"}, 3)
     for section, table in overrides.items():
         tables[section] = tables.get(section, {}) | table
@@ -152,7 +271,13 @@ def test_what_does_not_fit_is_one_line(folder, overrides, message):
 
 
 def test_a_run_with_a_checkpoint_of_its_own_goes_on_from_that(folder):
-    tables = tables_of(folder, "own", {"name": "adamw", "lr": 1e-3}, 3, checkpoint={"init_from": str(folder / "weights.safetensors")})
+    tables = tables_of(
+        folder,
+        "own",
+        {"name": "adamw", "lr": 1e-3},
+        3,
+        checkpoint={"init_from": str(folder / "weights.safetensors")},
+    )
     train(2, tables)
     tables["training"]["steps"] = 4
     assert "continue  from step 3" in listen(2, tables)

@@ -19,7 +19,9 @@ def tables(tmp_path_factory):
     """A run on two ranks with checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("corruption")
     write_text(folder)
-    tables = tiny_tables(folder, run={"name": "whole"}, training={"steps": 6}, checkpoint={"interval": 2})
+    tables = tiny_tables(
+        folder, run={"name": "whole"}, training={"steps": 6}, checkpoint={"interval": 2}
+    )
     train(2, tables)
     return tables
 
@@ -55,7 +57,10 @@ def damages(folder):
     for name in names:  # the same file of another checkpoint, in part of the same size
         if name != "manifest.json":  # with that of another step's every other file differs
             yield name, lambda name=name: shutil.copy(older / name, folder / name)
-    yield "manifest.json is of step 4", lambda: shutil.copy(older / "manifest.json", folder / "manifest.json")
+    yield (
+        "manifest.json is of step 4",
+        lambda: shutil.copy(older / "manifest.json", folder / "manifest.json"),
+    )
     yield "__2_0.distcp", lambda: shutil.copy(folder / "__1_0.distcp", folder / "__2_0.distcp")
 
 
@@ -65,7 +70,9 @@ def swap(one, other):
     other.write_bytes(first)
 
 
-def test_every_damage_to_every_file_is_found_and_named_and_the_one_before_is_taken(tables, tmp_path):
+def test_every_damage_to_every_file_is_found_and_named_and_the_one_before_is_taken(
+    tables, tmp_path
+):
     run = copy_of(tables, "damaged", tmp_path)
     folder = run_folder_of(run) / "checkpoints" / "step-00000006"
     whole = shutil.copytree(folder, tmp_path / "whole")
@@ -77,7 +84,11 @@ def test_every_damage_to_every_file_is_found_and_named_and_the_one_before_is_tak
         said = []
         path, manifest = newest_good(found, lambda path: opened(path, "full"), said.append)
         assert (step_of(path), manifest.step) == (4, 4)
-        assert len(said) == 1 and re.search(f"step-00000006/{name}", said[0]) and "falling back" in said[0]
+        assert (
+            len(said) == 1
+            and re.search(f"step-00000006/{name}", said[0])
+            and "falling back" in said[0]
+        )
         shutil.rmtree(folder)
         shutil.copytree(whole, folder)
     assert newest_good(found, lambda path: opened(path, "full"), said.append)[0] == folder
@@ -110,11 +121,18 @@ def test_ranks_fall_back_to_the_newest_good_one_and_set_the_damaged_aside(tables
     flip(folder / "step-00000006" / "__1_0.distcp", 100_000)
     (folder / "step-00000004" / ".metadata").unlink()
     out = listen(2, run)
-    assert out.count("warning: ") == 2 and "step-00000006/__1_0.distcp was altered" in out and "step-00000004/.metadata cannot be read" in out
+    assert (
+        out.count("warning: ") == 2
+        and "step-00000006/__1_0.distcp was altered" in out
+        and "step-00000004/.metadata cannot be read" in out
+    )
     assert "continue  from step 2" in out
     assert metrics(run) == metrics(tables)
     assert [step_of(path) for path in checkpoints(folder)] == [2, 4, 6]
-    assert {path.name for path in folder.glob("*.damaged")} == {"step-00000004.damaged", "step-00000006.damaged"}
+    assert {path.name for path in folder.glob("*.damaged")} == {
+        "step-00000004.damaged",
+        "step-00000006.damaged",
+    }
     for path in checkpoints(folder):
         opened(path, "full")
 
@@ -125,11 +143,16 @@ def test_with_no_good_one_left_the_run_ends_and_nothing_changes(tables, tmp_path
         flip(path / "__0_0.distcp", 77_777)
     before = contents(run_folder_of(run))
     for said in run_ranks(listen_here, 2, run):
-        assert re.search("error: no checkpoint in .* is good; the newest: .*step-00000006/__0_0.distcp was altered", said)
+        assert re.search(
+            "error: no checkpoint in .* is good; the newest: .*step-00000006/__0_0.distcp was altered",
+            said,
+        )
     assert contents(run_folder_of(run)) == before
 
 
-def test_what_verification_was_told_to_overlook_still_falls_back_where_loading_fails(tables, tmp_path):
+def test_what_verification_was_told_to_overlook_still_falls_back_where_loading_fails(
+    tables, tmp_path
+):
     run = copy_of(tables, "overlooked", tmp_path)
     run["checkpoint"] = run["checkpoint"] | {"verify": "off"}
     data = run_folder_of(run) / "checkpoints" / "step-00000006" / "__1_0.distcp"
@@ -142,5 +165,7 @@ def test_a_manifest_of_another_version_is_named(tables, tmp_path):
     folder = run_folder_of(copy_of(tables, "version", tmp_path)) / "checkpoints" / "step-00000006"
     file = folder / "manifest.json"
     file.write_text(file.read_text().replace(manifests.FORMAT, "torchmars-checkpoint-9"))
-    with pytest.raises(DamagedCheckpoint, match="manifest.json is of format 'torchmars-checkpoint-9'"):
+    with pytest.raises(
+        DamagedCheckpoint, match="manifest.json is of format 'torchmars-checkpoint-9'"
+    ):
         manifests.read(folder)

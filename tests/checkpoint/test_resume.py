@@ -23,17 +23,34 @@ from torchmars.trainer import Trainer
 # Layouts that a run is saved on and goes on on: ranks and parallelism.
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2})}
 NAMES = ("mars-adamw", "mars-m", "exact", "adamw")  # exact: mars-adamw in exact mode
-RULES = ("mars-lion", "mars-shampoo", "lion", "muon", "exact mars-m", "lean mars-lion")  # the others, and the other mode and form
+RULES = (
+    "mars-lion",
+    "mars-shampoo",
+    "lion",
+    "muon",
+    "exact mars-m",
+    "lean mars-lion",
+)  # the others, and the other mode and form
 SAVED, STEPS = 4, 8
 
 
 def tables_of(folder, run, name, layout="fsdp2", **overrides):
     form, _, rule = name.rpartition(" ")
-    optimizer = {"name": "mars-adamw" if rule == "exact" else rule, "lr": 1e-3 if "lion" in rule else 6e-3}
+    optimizer = {
+        "name": "mars-adamw" if rule == "exact" else rule,
+        "lr": 1e-3 if "lion" in rule else 6e-3,
+    }
     optimizer |= {"mode": "exact"} if "exact" in name else {}
     optimizer |= {"clip": 0.0} if form == "lean" else {}
-    return tiny_tables(folder, run={"name": f"{run}-{name}"}, optimizer=optimizer, data={"num_workers": 1},
-                       parallelism=LAYOUTS[layout][1], checkpoint={"interval": SAVED}, **overrides)
+    return tiny_tables(
+        folder,
+        run={"name": f"{run}-{name}"},
+        optimizer=optimizer,
+        data={"num_workers": 1},
+        parallelism=LAYOUTS[layout][1],
+        checkpoint={"interval": SAVED},
+        **overrides,
+    )
 
 
 def copy_run(source, target, keep_until):
@@ -46,7 +63,9 @@ def copy_run(source, target, keep_until):
 
 def same(expected, actual, tolerance):
     assert list(actual) == list(expected)
-    assert all(actual[step] == pytest.approx(expected[step], rel=tolerance, abs=0) for step in expected)
+    assert all(
+        actual[step] == pytest.approx(expected[step], rel=tolerance, abs=0) for step in expected
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +74,10 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     write_text(folder)
     for layout, (size, _) in LAYOUTS.items():
-        train(size, *(tables_of(folder, layout, name, layout, training={"steps": STEPS}) for name in NAMES))
+        train(
+            size,
+            *(tables_of(folder, layout, name, layout, training={"steps": STEPS}) for name in NAMES),
+        )
     return folder
 
 
@@ -67,8 +89,10 @@ def test_a_checkpoint_every_interval_and_at_the_end(folder):
 
 
 # From each layout to one rank and to four; to the others as well with -m slow.
-THERE = [pytest.param(layout, marks=() if layout in ("one", "fsdp4") else pytest.mark.slow)
-         for layout in LAYOUTS]
+THERE = [
+    pytest.param(layout, marks=() if layout in ("one", "fsdp4") else pytest.mark.slow)
+    for layout in LAYOUTS
+]
 
 
 @pytest.mark.parametrize("there", THERE)
@@ -77,20 +101,30 @@ def test_losses_on_every_layout_after_a_checkpoint_of_every_layout(folder, there
     runs = {}
     for layout in LAYOUTS:
         for name in NAMES:
-            runs[layout, name] = tables = tables_of(folder, f"{layout}-{there}", name, there, training={"steps": STEPS})
+            runs[layout, name] = tables = tables_of(
+                folder, f"{layout}-{there}", name, there, training={"steps": STEPS}
+            )
             if layout != there:
                 tables["training"]["microbatch_size"] = 2
                 tables["data"]["num_workers"] = 0
             copy_run(tables_of(folder, layout, name, layout), tables, keep_until=SAVED)
     train(LAYOUTS[there][0], *runs.values())
     for (layout, name), tables in runs.items():
-        same(metrics(tables_of(folder, layout, name, layout)), metrics(tables), tolerance=0 if layout == there else 1e-5)
+        same(
+            metrics(tables_of(folder, layout, name, layout)),
+            metrics(tables),
+            tolerance=0 if layout == there else 1e-5,
+        )
 
 
 def test_every_rule_resumes_bit_for_bit_with_dropout(tmp_path):
     """Losses, validation losses, telemetry and every byte of the last checkpoint's tensors."""
     write_text(tmp_path)
-    settings = {"training": {"steps": STEPS}, "model": {"dropout": 0.1}, "validation": {"interval": 4, "windows": 4}}
+    settings = {
+        "training": {"steps": STEPS},
+        "model": {"dropout": 0.1},
+        "validation": {"interval": 4, "windows": 4},
+    }
     straight = [tables_of(tmp_path, "straight", name, **settings) for name in (*NAMES, *RULES)]
     resumed = [tables_of(tmp_path, "resumed", name, **settings) for name in (*NAMES, *RULES)]
     train(2, *straight)
@@ -99,8 +133,13 @@ def test_every_rule_resumes_bit_for_bit_with_dropout(tmp_path):
     train(2, *resumed)
     for whole, cut in zip(straight, resumed):
         assert reports(whole) == reports(cut)
-        files = [manifests.read(run_folder_of(tables) / "checkpoints" / f"step-{STEPS:08d}").files for tables in (whole, cut)]
-        assert {name: file for name, file in files[0].items() if name != ".metadata"} == {name: file for name, file in files[1].items() if name != ".metadata"}
+        files = [
+            manifests.read(run_folder_of(tables) / "checkpoints" / f"step-{STEPS:08d}").files
+            for tables in (whole, cut)
+        ]
+        assert {name: file for name, file in files[0].items() if name != ".metadata"} == {
+            name: file for name, file in files[1].items() if name != ".metadata"
+        }
     dry = tables_of(tmp_path, "dry", "mars-adamw", training={"steps": 1})
     train(2, dry)
     assert metrics(dry)[1] != metrics(straight[0])[1]  # dropout does something
@@ -108,8 +147,16 @@ def test_every_rule_resumes_bit_for_bit_with_dropout(tmp_path):
 
 def reports(tables):
     """All that metrics.jsonl says, but for times and memory."""
-    lines = [json.loads(line) for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("train/tokens_per_second", "train/memory_gib", "train/optimizer_ms", "checkpoint/stall_ms")
+    lines = [
+        json.loads(line)
+        for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()
+    ]
+    clocks = (
+        "train/tokens_per_second",
+        "train/memory_gib",
+        "train/optimizer_ms",
+        "checkpoint/stall_ms",
+    )
     return [{name: value for name, value in line.items() if name not in clocks} for line in lines]
 
 
@@ -134,6 +181,7 @@ def windows_read(tables):
 
 def test_the_same_windows_are_read_each_once(folder):
     """12 steps on two ranks and 8 on four read what 20 on one rank read."""
+
     def tables(run, **training):
         return tiny_tables(folder, run={"name": run}, training=training)
 
@@ -141,17 +189,26 @@ def test_the_same_windows_are_read_each_once(folder):
     first = sum(run_ranks(windows_read, 2, tables("parts", steps=12)), [])
     rest = sum(run_ranks(windows_read, 4, tables("parts", steps=20, microbatch_size=2)), [])
     assert (len(first), len(rest)) == (12 * 16, 8 * 16)
-    assert sorted(first) == sorted(whole[:12 * 16]) and sorted(rest) == sorted(whole[12 * 16:])
+    assert sorted(first) == sorted(whole[: 12 * 16]) and sorted(rest) == sorted(whole[12 * 16 :])
     assert len(set(whole)) == len(whole)
 
 
-@pytest.mark.parametrize("overrides,message", [
-    ({"run": {"seed": 1}}, "made with run.seed = 0, the config says 1"),
-    ({"model": {"n_layer": 3}}, "made with model.n_layer = 2, the config says 3"),
-    ({"training": {"seq_len": 64}}, "made with training.seq_len = 32, the config says 64"),
-    ({"optimizer": {"name": "adamw"}}, "made with optimizer.name = mars-adamw, the config says adamw"),
-    ({"optimizer": {"matrix": {"rule": "mars-lion", "clip": 0.0}}}, r"rule and state \(mars-adamw .*\(mars-lion momentum step\)"),
-])
+@pytest.mark.parametrize(
+    "overrides,message",
+    [
+        ({"run": {"seed": 1}}, "made with run.seed = 0, the config says 1"),
+        ({"model": {"n_layer": 3}}, "made with model.n_layer = 2, the config says 3"),
+        ({"training": {"seq_len": 64}}, "made with training.seq_len = 32, the config says 64"),
+        (
+            {"optimizer": {"name": "adamw"}},
+            "made with optimizer.name = mars-adamw, the config says adamw",
+        ),
+        (
+            {"optimizer": {"matrix": {"rule": "mars-lion", "clip": 0.0}}},
+            r"rule and state \(mars-adamw .*\(mars-lion momentum step\)",
+        ),
+    ],
+)
 def test_another_run_does_not_continue_this_one(folder, overrides, message):
     tables = tables_of(folder, "fsdp2", "mars-adamw")
     for section, table in overrides.items():
@@ -159,7 +216,9 @@ def test_another_run_does_not_continue_this_one(folder, overrides, message):
     config, path, manifest = newest(tables)
     with pytest.raises(UserError, match=message):
         check_same_run(path, manifest, config, manifest.data, meta_optimizer(config))
-    config, path, manifest = newest(tables_of(folder, "fsdp2", "mars-adamw", training={"steps": STEPS}))
+    config, path, manifest = newest(
+        tables_of(folder, "fsdp2", "mars-adamw", training={"steps": STEPS})
+    )
     with pytest.raises(UserError, match="trained on other tokens"):
         check_same_run(path, manifest, config, "other", meta_optimizer(config))
     assert check_same_run(path, manifest, config, manifest.data, meta_optimizer(config)) == []
@@ -173,28 +232,44 @@ def newest(tables):
 
 
 def meta_optimizer(config):
-    return build_optimizer(config, build_meta_model(config, read_manifest(Path(config.data.path)).vocab_size))
+    return build_optimizer(
+        config, build_meta_model(config, read_manifest(Path(config.data.path)).vocab_size)
+    )
 
 
 def test_what_may_change_is_told(folder):
-    changed = {"training": {"global_batch_size": 8, "steps": 30}, "optimizer": {"lr": 1e-3}, "schedule": {"name": "linear"},
-               "validation": {"interval": 3}, "parallelism": {"dp_replicate": 2}}
+    changed = {
+        "training": {"global_batch_size": 8, "steps": 30},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"name": "linear"},
+        "validation": {"interval": 3},
+        "parallelism": {"dp_replicate": 2},
+    }
     tables = tables_of(folder, "fsdp2", "mars-adamw")
     for section, table in changed.items():
         tables[section] = tables.get(section, {}) | table
     config, path, manifest = newest(tables)
     told = check_same_run(path, manifest, config, manifest.data, meta_optimizer(config))
-    assert told == [f"training.steps {STEPS} -> 30", "training.global_batch_size 16 -> 8", "optimizer.lr 0.006 -> 0.001", "optimizer.lr_1d 0.003 -> 0.0005",
-                    "schedule.name cosine -> linear"]
+    assert told == [
+        f"training.steps {STEPS} -> 30",
+        "training.global_batch_size 16 -> 8",
+        "optimizer.lr 0.006 -> 0.001",
+        "optimizer.lr_1d 0.003 -> 0.0005",
+        "schedule.name cosine -> linear",
+    ]
 
 
 def test_a_changed_batch_reads_on_where_the_data_was(folder):
     for name in ("mars-adamw", "exact"):
-        tables = tables_of(folder, "halved", name, training={"steps": STEPS, "global_batch_size": 8})
+        tables = tables_of(
+            folder, "halved", name, training={"steps": STEPS, "global_batch_size": 8}
+        )
         tables["data"]["num_workers"] = 0  # to see what is read
         copy_run(tables_of(folder, "fsdp2", name), tables, keep_until=SAVED)
         first, second = (set(part) for part in run_ranks(windows_read, 2, tables))
-        assert len(first | second) == (STEPS - SAVED + (name == "exact")) * 8  # exact mode looks one step ahead
+        assert (
+            len(first | second) == (STEPS - SAVED + (name == "exact")) * 8
+        )  # exact mode looks one step ahead
         assert manifests.read(newest(tables)[1]).position == SAVED * 16 + (STEPS - SAVED) * 8
 
 
@@ -206,7 +281,9 @@ def test_names_that_are_not_checkpoints(folder, tmp_path):
     (tmp_path / "step-00000020").write_text("")
     shutil.copytree(found[0], tmp_path / "step-100000000")
     assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 100000000]
-    with pytest.raises(DamagedCheckpoint, match="step-100000000/manifest.json is of step 4, not of the one"):
+    with pytest.raises(
+        DamagedCheckpoint, match="step-100000000/manifest.json is of step 4, not of the one"
+    ):
         manifests.read(tmp_path / "step-100000000")  # else its steps would count as made
     set_aside(tmp_path / "step-100000000", ".damaged")
     assert [step_of(path) for path in checkpoints(tmp_path)] == [4]
@@ -253,8 +330,13 @@ def test_a_run_keeps_the_dtypes_that_it_began_with(tmp_path):
     write_text(tmp_path)
 
     def run(name, **optimizer):
-        return tiny_tables(tmp_path, run={"name": name}, optimizer={"name": "muon"} | optimizer,
-                           training={"steps": STEPS}, checkpoint={"interval": SAVED})
+        return tiny_tables(
+            tmp_path,
+            run={"name": name},
+            optimizer={"name": "muon"} | optimizer,
+            training={"steps": STEPS},
+            checkpoint={"interval": SAVED},
+        )
 
     straight, begun_fast = run("straight"), run("fast")
     slow = listen_on([False], straight)[0]

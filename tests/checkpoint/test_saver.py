@@ -75,19 +75,28 @@ def change_after_saving(tables):
     stalls.append(save())  # never two at once: it waits for the first, and not for its own write
     waited = time.perf_counter() - began
     seen.append(visible())
-    changed = any(not torch.equal(value.full_tensor(), then[name]) for name, value in trainer.model.state_dict().items())
+    changed = any(
+        not torch.equal(value.full_tensor(), then[name])
+        for name, value in trainer.model.state_dict().items()
+    )
     Saver.wait = wait
     let_go[2].set()
     trainer.saver.finish()
     seen.append(visible())
     trainer.load(checkpoints(trainer.saver.folder)[0])
-    same = all(torch.equal(value.full_tensor(), then[name]) for name, value in trainer.model.state_dict().items())
+    same = all(
+        torch.equal(value.full_tensor(), then[name])
+        for name, value in trainer.model.state_dict().items()
+    )
     return stalls, waited, seen, changed, same
 
 
 def make_manifest(trainer):
     saved = []
-    original, trainer.saver.save = trainer.saver.save, lambda manifest, tensors: saved.append(manifest) or 0.0
+    original, trainer.saver.save = (
+        trainer.saver.save,
+        lambda manifest, tensors: saved.append(manifest) or 0.0,
+    )
     trainer.metrics = trainer.watchdog = Silent()
     trainer.save()
     trainer.saver.save = original
@@ -107,12 +116,17 @@ def test_what_is_saved_is_the_step_that_was_saved(tables):
 
 
 def test_asynchronous_and_not_the_losses_and_files_are_the_same(tables):
-    other = tables | {"run": tables["run"] | {"name": "sync"}, "checkpoint": tables["checkpoint"] | {"async_save": False}}
+    other = tables | {
+        "run": tables["run"] | {"name": "sync"},
+        "checkpoint": tables["checkpoint"] | {"async_save": False},
+    }
     train(2, tables, other)
     assert metrics(tables) == metrics(other)
     stalls = metrics(tables, "checkpoint/stall_ms")
     assert list(stalls) == [2, 4, 6, 8, 10, 12] and all(stall > 0 for stall in stalls.values())
-    for one, two in zip(*(checkpoints(run_folder_of(each) / "checkpoints") for each in (tables, other))):
+    for one, two in zip(
+        *(checkpoints(run_folder_of(each) / "checkpoints") for each in (tables, other))
+    ):
         a, b = (opened(path, "full").files for path in (one, two))
         assert a["__0_0.distcp"] == b["__0_0.distcp"] and a["__1_0.distcp"] == b["__1_0.distcp"]
 
@@ -134,6 +148,7 @@ def with_failing_saves(tables, failing, on_rank):
         raise OSError(5, "Input/output error", str(path))
 
     from torchmars.checkpoint import manifest as manifests_of_saver
+
     Saver._write = fail
     return listen_here(tables)
 
@@ -144,7 +159,11 @@ def test_a_failed_save_is_told_and_the_run_goes_on(tables, rank, async_save):
     tables["checkpoint"]["async_save"] = async_save
     out = run_ranks(with_failing_saves, 2, tables, (4, 6, 10), rank)[0]
     assert steps_kept(tables) == [2, 8, 12]
-    assert out.count("warning: the checkpoint") == 3 and "step-00000006 could not be written: " in out and "Input/output error" in out
+    assert (
+        out.count("warning: the checkpoint") == 3
+        and "step-00000006 could not be written: " in out
+        and "Input/output error" in out
+    )
     assert list(metrics(tables)) == list(range(1, 13))
     assert not list((run_folder_of(tables) / "checkpoints").glob("*.partial"))
 
@@ -153,14 +172,21 @@ def test_too_many_failed_saves_in_a_row_end_the_run_on_every_rank(tables):
     tables["training"]["steps"] = 1000
     outs = run_ranks(with_failing_saves, 2, tables, range(4, 1000), 1)
     for out in outs:
-        assert "error: the checkpoint" in out and "step-00000008 could not be written" in out and "checkpoint.max_failures = 3 in a row" in out
+        assert (
+            "error: the checkpoint" in out
+            and "step-00000008 could not be written" in out
+            and "checkpoint.max_failures = 3 in a row" in out
+        )
     assert steps_kept(tables) == [2]
     opened(run_folder_of(tables) / "checkpoints" / "step-00000002", "full")
 
 
 def test_the_last_save_must_not_fail(tables):
     outs = run_ranks(with_failing_saves, 2, tables, (12,), 0)
-    assert all("error: the checkpoint" in out and "step-00000012 could not be written" in out for out in outs)
+    assert all(
+        "error: the checkpoint" in out and "step-00000012 could not be written" in out
+        for out in outs
+    )
     assert steps_kept(tables) == [2, 4, 6, 8, 10]
 
 
@@ -174,7 +200,11 @@ def train_with_folder_blocked(tables):
 
 def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
     for out in run_ranks(train_with_folder_blocked, 2, tables):
-        assert out.count("error: ") == 1 and "checkpoint.max_failures = 3 in a row" in out and "Not a directory" in out
+        assert (
+            out.count("error: ") == 1
+            and "checkpoint.max_failures = 3 in a row" in out
+            and "Not a directory" in out
+        )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -205,8 +235,11 @@ def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
     assert state.reason(failed.value) == "No space left on device"
 
 
-needs_mount = pytest.mark.skipif(os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
-                                 reason="mounting a small file system needs root")
+needs_mount = pytest.mark.skipif(
+    os.geteuid() != 0
+    or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
+    reason="mounting a small file system needs root",
+)
 
 
 @contextlib.contextmanager
@@ -224,15 +257,25 @@ def test_a_full_disk(tables, tmp_path):
     """Checkpoints of 0.8 MiB on a disk of 2: two fit. The run ends with one line; the two are good, and a larger disk would go on."""
     with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=2m", "none"):
         out = listen(2, tables)
-        assert out.count("warning: the checkpoint") == 3 and out.count("error: the checkpoint") == 1 and "No space left on device" in out
+        assert (
+            out.count("warning: the checkpoint") == 3
+            and out.count("error: the checkpoint") == 1
+            and "No space left on device" in out
+        )
         assert out.count("could not be written: No space left on device") == 4  # the disk's words
         found = checkpoints(run_folder_of(tables) / "checkpoints")
         assert [opened(path, "full").step for path in found] == [2, 4]
         assert not list(found[0].parent.glob("*.partial"))
         tables["checkpoint"] |= {"max_failures": 100}
         out = listen(2, tables)  # survives to its end, which cannot be saved
-        assert "continue  from step 4" in out and "step 12/12" in out and out.count("error: the checkpoint") == 1
-        assert [opened(path, "full").step for path in found] == [2, 4] and list(metrics(tables)) == list(range(1, 13))
+        assert (
+            "continue  from step 4" in out
+            and "step 12/12" in out
+            and out.count("error: the checkpoint") == 1
+        )
+        assert [opened(path, "full").step for path in found] == [2, 4] and list(
+            metrics(tables)
+        ) == list(range(1, 13))
         folders.delete(found[0])
         assert "error" not in listen(2, tables | {"checkpoint": {"interval": 0}})
         assert steps_kept(tables) == [4, 12]
@@ -256,7 +299,9 @@ def test_a_disk_too_full_for_metrics(tables, tmp_path):
         filler.unlink()
         journal.write({"step": 1000})
         journal.close()
-        assert (tmp_path / "small" / "metrics.jsonl").read_text().splitlines() == [f'{{"step": {step}}}' for step in range(1, 1001)]
+        assert (tmp_path / "small" / "metrics.jsonl").read_text().splitlines() == [
+            f'{{"step": {step}}}' for step in range(1, 1001)
+        ]
 
 
 @needs_mount
@@ -267,7 +312,11 @@ def test_a_folder_that_becomes_read_only(tables, tmp_path):
     with mounted(folder, "-o", "bind", str(folder)):
         subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
         out = listen(2, tables)
-        assert "continue  from step 4" in out and "Read-only file system" in out and out.count("error: the checkpoint") == 1
+        assert (
+            "continue  from step 4" in out
+            and "Read-only file system" in out
+            and out.count("error: the checkpoint") == 1
+        )
     assert steps_kept(tables) == [2, 4]
     assert "continue  from step 4" in listen(2, tables)
     assert steps_kept(tables) == [2, 4, 6, 8, 10, 12]
@@ -284,13 +333,16 @@ def killed_at(tables, count):
             if calls == count:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **options)
+
         return call
 
     config = config_from_tables(tables, "in a test")
     trainer = Trainer(config, mesh.start(config.parallelism))
     save = trainer.save
     trainer.save = lambda: trainer.saver.wait() or save()  # the calls of two threads in one order
-    os.fsync, os.rename, os.rmdir, os.unlink = (counted(each) for each in (os.fsync, os.rename, os.rmdir, os.unlink))
+    os.fsync, os.rename, os.rmdir, os.unlink = (
+        counted(each) for each in (os.fsync, os.rename, os.rmdir, os.unlink)
+    )
     trainer.run()
 
 
@@ -310,7 +362,11 @@ def test_a_crash_at_any_point_of_a_save_leaves_a_good_checkpoint(tables, tmp_pat
             break  # more calls than a run makes
         except AssertionError as error:
             assert "rank 0 died: exit code -9" in str(error)
-        found = newest_good(checkpoints(run_folder_of(run) / "checkpoints"), lambda path: opened(path, "full"), warn=pytest.fail)
+        found = newest_good(
+            checkpoints(run_folder_of(run) / "checkpoints"),
+            lambda path: opened(path, "full"),
+            warn=pytest.fail,
+        )
         newest.append(found[1].step if found else 0)
         if len(newest) % 2 == 0:
             train(1, run)
@@ -339,7 +395,11 @@ def test_a_run_keeps_what_it_is_told_to(tables):
     assert min(losses, key=losses.get) == 12  # so the best is among the last
     assert steps_kept(tables) == [6, 10, 12]
     tables["schedule"] = {"warmup_steps": 0, "name": "constant"}
-    tables["optimizer"]["lr"], tables["training"]["steps"], tables["checkpoint"]["keep_every"] = 0.5, 20, 0
+    tables["optimizer"]["lr"], tables["training"]["steps"], tables["checkpoint"]["keep_every"] = (
+        0.5,
+        20,
+        0,
+    )
     train(2, tables)  # a rate that makes it worse
     losses = metrics(tables, "validation/loss")
     best = min(losses, key=losses.get)
@@ -356,8 +416,9 @@ def train_by_the_clock(tables):
         return train_step(self)
 
     Trainer.train_step = step
-    saver.time = types.SimpleNamespace(monotonic=lambda: 60.0 * minutes,
-                                       perf_counter=time.perf_counter)
+    saver.time = types.SimpleNamespace(
+        monotonic=lambda: 60.0 * minutes, perf_counter=time.perf_counter
+    )
     listen_here(tables)
 
 

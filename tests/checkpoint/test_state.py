@@ -54,7 +54,9 @@ def hostile(kind):
     if kind == "pickle":
         return pickle.dumps(Exploit())
     file = torch.serialization.io.BytesIO()
-    torch.save(Exploit() if kind == "torch.save" else {"weights": torch.zeros(3), "more": Exploit()}, file)
+    torch.save(
+        Exploit() if kind == "torch.save" else {"weights": torch.zeros(3), "more": Exploit()}, file
+    )
     return file.getvalue()
 
 
@@ -68,7 +70,7 @@ def test_a_hostile_pickle_in_any_file_does_not_run(tables, name, kind):
         if name.endswith(".distcp") and kind != "pickle":  # where the first tensor is read from
             evil = hostile(kind)
             assert len(evil) < len(good)
-            file.write_bytes(evil + good[len(evil):])
+            file.write_bytes(evil + good[len(evil) :])
         else:
             file.write_bytes(hostile(kind))
         for said, ran in run_ranks(resume, 2, tables):
@@ -131,22 +133,31 @@ def read_former_names(tables):
         for value in kept.values():
             value.zero_()
         road()
-        return all(torch.allclose(local(kept[name]), expected[name], rtol=1e-6, atol=0)
-                   for name in kept)
+        return all(
+            torch.allclose(local(kept[name]), expected[name], rtol=1e-6, atol=0) for name in kept
+        )
 
     def init():
         return init_from(folder, True, trainer.layout, trainer.model, trainer.optimizer)[0]
 
-    return same(lambda: trainer.load(folder)), same(init), init(), {
-        name.rpartition(".")[2] for name in kept}
+    return (
+        same(lambda: trainer.load(folder)),
+        same(init),
+        init(),
+        {name.rpartition(".")[2] for name in kept},
+    )
 
 
 def test_a_checkpoint_with_former_names_is_read(tmp_path):
     """Of Lion and Muon, whose buffer was scaled by the betas; also under other betas by now."""
     write_text(tmp_path)
     matrix = {"rule": "muon", "betas": [0.95, 0.99]}
-    tables = tiny_tables(tmp_path, training={"steps": 3}, checkpoint={"verify": "off"},
-                         optimizer={"name": "lion", "betas": [0.9, 0.98], "matrix": matrix})
+    tables = tiny_tables(
+        tmp_path,
+        training={"steps": 3},
+        checkpoint={"verify": "off"},
+        optimizer={"name": "lion", "betas": [0.9, 0.98], "matrix": matrix},
+    )
     for loaded, initial, said, keys in run_ranks(read_former_names, 2, tables):
         assert loaded and initial and "optimizer's state of 15 of 15 tensors" in said
         assert keys == {"exp_avg", "momentum_buffer", "step"}

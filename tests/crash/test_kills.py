@@ -24,8 +24,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def tables_of(folder, name, steps):
-    return tiny_tables(folder, run={"name": name}, model={"dropout": 0.1}, training={"steps": steps}, schedule={"name": "constant"},
-                       checkpoint={"interval": 4, "keep_last": 2}, validation={"interval": 50, "windows": 4})
+    return tiny_tables(
+        folder,
+        run={"name": name},
+        model={"dropout": 0.1},
+        training={"steps": steps},
+        schedule={"name": "constant"},
+        checkpoint={"interval": 4, "keep_last": 2},
+        validation={"interval": 50, "windows": 4},
+    )
 
 
 HOLDING = """
@@ -87,8 +94,14 @@ def launch(tables, log, hold=None):
         where = f"{hold.rank},{hold.place},{hold.number},{hold.marker}"
         environment |= {"PYTHONPATH": str(ROOT), "HOLD": where}
     command = [sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen([*command, *program, str(file)], cwd=ROOT, env=environment,
-                            stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(
+        [*command, *program, str(file)],
+        cwd=ROOT,
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
 
 
 def ranks_of(launcher):
@@ -142,7 +155,9 @@ def campaign(folder, kills, steps):
     write_text(folder)
     straight, killed = (tables_of(folder, name, steps) for name in ("straight", "killed"))
     with (folder / "straight.log").open("w") as log:
-        assert launch(straight, log).wait(timeout=600) == 0, (folder / "straight.log").read_text()[-3000:]
+        assert launch(straight, log).wait(timeout=600) == 0, (folder / "straight.log").read_text()[
+            -3000:
+        ]
     rng, inside, began = random.Random(kills), 0, time.monotonic()
     path = run_folder_of(killed) / "checkpoints"
     with (folder / "killed.log").open("a+b") as log:
@@ -152,19 +167,32 @@ def campaign(folder, kills, steps):
             inside += hold.place == "save"
             for each in checkpoints(path):  # what is visible is good
                 opened(each, "full")
-        assert launch(killed, log).wait(timeout=600) == 0, (folder / "killed.log").read_text()[-3000:]
+        assert launch(killed, log).wait(timeout=600) == 0, (folder / "killed.log").read_text()[
+            -3000:
+        ]
     said = (folder / "killed.log").read_text()
     assert "falling back" not in said and said.count("continue  from step") >= kills // 4
-    finals = [manifests.read(step_folder(run_folder_of(tables) / "checkpoints", steps)).files for tables in (straight, killed)]
+    finals = [
+        manifests.read(step_folder(run_folder_of(tables) / "checkpoints", steps)).files
+        for tables in (straight, killed)
+    ]
     assert {"__0_0.distcp", "__1_0.distcp"} < set(finals[0])
     for name in ("__0_0.distcp", "__1_0.distcp"):  # weights, optimizer state and random numbers
         assert finals[0][name] == finals[1][name]
-    lines = [[line.split(', "train/tokens_per_second"')[0] for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()
-              if "stall_ms" not in line] for tables in (straight, killed)]
+    lines = [
+        [
+            line.split(', "train/tokens_per_second"')[0]
+            for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()
+            if "stall_ms" not in line
+        ]
+        for tables in (straight, killed)
+    ]
     assert lines[0] == lines[1] and len(lines[0]) == steps + steps // 50
     seconds = time.monotonic() - began
-    print(f"{kills} kills, {inside} of them inside a save, in {seconds:.0f} s: "
-          "the run ends bit for bit as the unbroken one")
+    print(
+        f"{kills} kills, {inside} of them inside a save, in {seconds:.0f} s: "
+        "the run ends bit for bit as the unbroken one"
+    )
     return inside
 
 

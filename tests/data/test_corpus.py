@@ -13,7 +13,9 @@ def test_files_folders_and_globs(tmp_path):
         (tmp_path / name).write_text(name)
 
     def found(*patterns):
-        files = source_files(DataConfig(corpus="text", files=[str(tmp_path / pattern) for pattern in patterns]))
+        files = source_files(
+            DataConfig(corpus="text", files=[str(tmp_path / pattern) for pattern in patterns])
+        )
         return [str(file.relative_to(tmp_path)) for file in files]
 
     assert found("c.py") == ["c.py"]

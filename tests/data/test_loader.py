@@ -19,8 +19,13 @@ T = 16
 def split(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loader") / "shards"
     generator = np.random.default_rng(0)
-    documents = ("".join(map(chr, generator.integers(32, 127, size=generator.integers(10, 200)))) for _ in range(60))
-    return folder, write_shards(DataConfig(), ByteTokenizer(), documents, folder, shard_tokens=500).splits["train"]
+    documents = (
+        "".join(map(chr, generator.integers(32, 127, size=generator.integers(10, 200))))
+        for _ in range(60)
+    )
+    return folder, write_shards(
+        DataConfig(), ByteTokenizer(), documents, folder, shard_tokens=500
+    ).splits["train"]
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +34,16 @@ def windows(split):
 
 
 def stream(folder, split):
-    return np.concatenate([np.fromfile(folder / shard.file, dtype="<u2") for shard in split.shards]).astype(np.int64)
+    return np.concatenate(
+        [np.fromfile(folder / shard.file, dtype="<u2") for shard in split.shards]
+    ).astype(np.int64)
 
 
 def test_windows_tile_the_stream_across_shards(split, windows):
     tokens = stream(*split)
     assert len(split[1].shards) > 5 and len(windows) == (len(tokens) - 1) // T
     for number in range(len(windows)):
-        assert np.array_equal(windows[number].numpy(), tokens[number * T:(number + 1) * T + 1])
+        assert np.array_equal(windows[number].numpy(), tokens[number * T : (number + 1) * T + 1])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 100, 1000])
@@ -44,7 +51,9 @@ def test_each_epoch_is_a_permutation(n):
     epochs = [[window_of_sample(epoch * n + i, n, seed=7) for i in range(n)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
     if n >= 16:
-        assert epochs[0] != epochs[1] and epochs[0] != [window_of_sample(i, n, seed=8) for i in range(n)]
+        assert epochs[0] != epochs[1] and epochs[0] != [
+            window_of_sample(i, n, seed=8) for i in range(n)
+        ]
 
 
 def test_the_permutation_looks_random():
@@ -60,8 +69,15 @@ def global_batches(windows, steps, *, ranks=1, microbatch=None, workers=0, posit
     share = batch // ranks
     result = [[] for _ in range(steps)]
     for rank in range(ranks):
-        loader = Loader(windows, seed=3, global_batch_size=batch, microbatch_size=microbatch or share, rank=rank, ranks=ranks,
-                        num_workers=workers)
+        loader = Loader(
+            windows,
+            seed=3,
+            global_batch_size=batch,
+            microbatch_size=microbatch or share,
+            rank=rank,
+            ranks=ranks,
+            num_workers=workers,
+        )
         loader.seek(position)
         for step in range(steps):
             ahead = loader.peek()
@@ -73,20 +89,38 @@ def global_batches(windows, steps, *, ranks=1, microbatch=None, workers=0, posit
     return result
 
 
-@pytest.mark.parametrize("options", [
-    {"ranks": 2}, {"ranks": 4}, {"microbatch": 3}, {"ranks": 2, "microbatch": 2}, {"workers": 1}, {"workers": 2, "microbatch": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 2},
+        {"ranks": 4},
+        {"microbatch": 3},
+        {"ranks": 2, "microbatch": 2},
+        {"workers": 1},
+        {"workers": 2, "microbatch": 4},
+    ],
+)
 def test_order_is_the_same_on_every_layout(windows, options):
     steps = len(windows) // 12 + 3  # into the second epoch
-    expected = [[windows[window_of_sample(step * 12 + i, len(windows), 3)].tolist() for i in range(12)] for step in range(steps)]
+    expected = [
+        [windows[window_of_sample(step * 12 + i, len(windows), 3)].tolist() for i in range(12)]
+        for step in range(steps)
+    ]
     assert global_batches(windows, steps, **options) == expected
 
 
 def test_resumes_at_any_position_on_another_layout(windows):
     straight = global_batches(windows, 6)
-    assert global_batches(windows, 2, ranks=2) + global_batches(windows, 4, ranks=4, workers=1, position=24) == straight
+    assert (
+        global_batches(windows, 2, ranks=2)
+        + global_batches(windows, 4, ranks=4, workers=1, position=24)
+        == straight
+    )
 
 
-@pytest.mark.parametrize("count,batch,ranks", [(7, 2, 2), (8, 2, 4), (5, 3, 1), (3, 2, 4), (10_000, 8, 2)])
+@pytest.mark.parametrize(
+    "count,batch,ranks", [(7, 2, 2), (8, 2, 4), (5, 3, 1), (3, 2, 4), (10_000, 8, 2)]
+)
 def test_validation_windows_are_each_counted_once(windows, count, batch, ranks):
     counted, batches = [], []
     for rank in range(ranks):
@@ -97,7 +131,9 @@ def test_validation_windows_are_each_counted_once(windows, count, batch, ranks):
             counted += tokens[:valid].tolist()
     assert len(set(batches)) == 1  # a sharded forward needs every rank
     count = min(count, len(windows))
-    assert sorted(counted) == sorted(windows[i * len(windows) // count].tolist() for i in range(count))
+    assert sorted(counted) == sorted(
+        windows[i * len(windows) // count].tolist() for i in range(count)
+    )
 
 
 def truncate(file):
@@ -116,8 +152,12 @@ def replace(file):
     other.rename(file)
 
 
-CHANGES = {truncate: "bytes, its manifest says", zero: "was altered", replace: "was altered",
-           os.unlink: "is missing"}
+CHANGES = {
+    truncate: "bytes, its manifest says",
+    zero: "was altered",
+    replace: "was altered",
+    os.unlink: "is missing",
+}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -126,8 +166,15 @@ def test_a_shard_that_changes_is_named_and_gives_no_tokens(split, tmp_path, chan
     """A short read and not a bus error; zeros, for a rank must stay in step until all know."""
     folder = shutil.copytree(split[0], tmp_path / "shards")
     windows = Windows(folder, split[1], T)
-    loader = Loader(windows, seed=3, global_batch_size=12, microbatch_size=6, rank=0, ranks=1,
-                    num_workers=workers)
+    loader = Loader(
+        windows,
+        seed=3,
+        global_batch_size=12,
+        microbatch_size=6,
+        rank=0,
+        ranks=1,
+        num_workers=workers,
+    )
     before = torch.cat(loader.step())
     assert before.any() and loader.changed is None
     for shard in split[1].shards:

@@ -43,10 +43,15 @@ def test_many_shards_hold_the_same_stream(prepared, tmp_path):
     config, folder, manifest = prepared
     documents = [str(n) * 50 for n in range(100)]
     one = shards.write_shards(config.data, ByteTokenizer(), iter(documents), tmp_path / "one")
-    many = shards.write_shards(config.data, ByteTokenizer(), iter(documents), tmp_path / "many", shard_tokens=333)
+    many = shards.write_shards(
+        config.data, ByteTokenizer(), iter(documents), tmp_path / "many", shard_tokens=333
+    )
     assert len(one.splits["train"].shards) == 1 and len(many.splits["train"].shards) > 5
     for name in shards.SPLITS:
-        assert np.array_equal(tokens_of(tmp_path / "one", one.splits[name]), tokens_of(tmp_path / "many", many.splits[name]))
+        assert np.array_equal(
+            tokens_of(tmp_path / "one", one.splits[name]),
+            tokens_of(tmp_path / "many", many.splits[name]),
+        )
     shards.check_shards(many, tmp_path / "many")
 
 
@@ -66,11 +71,14 @@ def flipped(data):
     return data
 
 
-@pytest.mark.parametrize("change,message", [
-    (lambda data: data[:-2], r"train-00000.bin has \d+ bytes, its manifest says \d+"),
-    (lambda data: data + b"xx", r"train-00000.bin has \d+ bytes"),
-    (flipped, "train-00000.bin was altered"),
-])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda data: data[:-2], r"train-00000.bin has \d+ bytes, its manifest says \d+"),
+        (lambda data: data + b"xx", r"train-00000.bin has \d+ bytes"),
+        (flipped, "train-00000.bin was altered"),
+    ],
+)
 def test_damaged_shards_are_named(prepared, change, message):
     _, folder, manifest = prepared
     break_file(folder / "train-00000.bin", change)
@@ -93,15 +101,24 @@ def test_ranks_share_the_check(prepared):
         shards.check_shards(manifest, folder, part=1, parts=2)
 
 
-@pytest.mark.parametrize("change,message", [
-    (lambda m: "{", "is no manifest of this version"),
-    (lambda m: m | {"format": "other"}, "is no manifest of this version .*other"),
-    (lambda m: {k: v for k, v in m.items() if k != "splits"}, "is no manifest of this version"),
-    (lambda m: m | {"splits": {"train": m["splits"]["train"]}}, "is no manifest of this version"),
-    (lambda m: m | {"tokenizer": "gpt2"}, 'prepared with data.tokenizer = "gpt2", the config says "bytes"'),
-    (lambda m: m | {"corpus": "stdlib"}, 'prepared with data.corpus = "stdlib"'),
-    (lambda m: m | {"files": ["other.txt"]}, "prepared with data.files"),
-])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda m: "{", "is no manifest of this version"),
+        (lambda m: m | {"format": "other"}, "is no manifest of this version .*other"),
+        (lambda m: {k: v for k, v in m.items() if k != "splits"}, "is no manifest of this version"),
+        (
+            lambda m: m | {"splits": {"train": m["splits"]["train"]}},
+            "is no manifest of this version",
+        ),
+        (
+            lambda m: m | {"tokenizer": "gpt2"},
+            'prepared with data.tokenizer = "gpt2", the config says "bytes"',
+        ),
+        (lambda m: m | {"corpus": "stdlib"}, 'prepared with data.corpus = "stdlib"'),
+        (lambda m: m | {"files": ["other.txt"]}, "prepared with data.files"),
+    ],
+)
 def test_a_manifest_that_does_not_fit_is_refused(prepared, change, message):
     config, folder, _ = prepared
     path = folder / "manifest.json"
@@ -111,12 +128,21 @@ def test_a_manifest_that_does_not_fit_is_refused(prepared, change, message):
         prepare_shards(config)
 
 
-@pytest.mark.parametrize("overrides,message", [
-    ({"training": {"global_batch_size": 10_000}}, r"too small for one global batch: \d+ windows of training.seq_len = 32"),
-    ({"training": {"seq_len": 5000, "global_batch_size": 1}}, r"validation split has \d+ tokens, less than one window"),
-    ({"model": {"vocab_size": 200}}, "token id 256, beyond model.vocab_size = 200"),
-    ({"model": {"n_head": 3}}, "n_embd = 32 does not divide into model.n_head = 3"),
-])
+@pytest.mark.parametrize(
+    "overrides,message",
+    [
+        (
+            {"training": {"global_batch_size": 10_000}},
+            r"too small for one global batch: \d+ windows of training.seq_len = 32",
+        ),
+        (
+            {"training": {"seq_len": 5000, "global_batch_size": 1}},
+            r"validation split has \d+ tokens, less than one window",
+        ),
+        ({"model": {"vocab_size": 200}}, "token id 256, beyond model.vocab_size = 200"),
+        ({"model": {"n_head": 3}}, "n_embd = 32 does not divide into model.n_head = 3"),
+    ],
+)
 def test_data_that_does_not_fit_the_run_is_refused(prepared, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         prepare_shards(tiny_config(tmp_path, **overrides))

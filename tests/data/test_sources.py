@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import (listen_here, metrics, run_folder_of, tiny_config, tiny_tables,
-                        write_config, write_text)
+from tests.tiny import (
+    listen_here,
+    metrics,
+    run_folder_of,
+    tiny_config,
+    tiny_tables,
+    write_config,
+    write_text,
+)
 from torchmars import prepare
 from torchmars.data import sources
 from torchmars.data.loader import ChangedData, Windows
@@ -38,14 +45,19 @@ def change_content(books):
     os.utime(file, ns=(0, stat.st_mtime_ns + 1))
 
 
-@pytest.mark.parametrize("change,message", [
-    (change_content, "a.txt has changed"),
-    (lambda books: (books / "a.txt").write_text("other"), "a.txt has changed"),
-    (lambda books: (books / "b.txt").unlink(), "b.txt is gone"),
-    (lambda books: (books / "c.txt").write_text("more"), "c.txt is new"),
-    (lambda books: [(books / f"c{n}.txt").write_text("more") for n in range(5)],
-     "c2.txt is new and 2 more"),
-])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (change_content, "a.txt has changed"),
+        (lambda books: (books / "a.txt").write_text("other"), "a.txt has changed"),
+        (lambda books: (books / "b.txt").unlink(), "b.txt is gone"),
+        (lambda books: (books / "c.txt").write_text("more"), "c.txt is new"),
+        (
+            lambda books: [(books / f"c{n}.txt").write_text("more") for n in range(5)],
+            "c2.txt is new and 2 more",
+        ),
+    ],
+)
 def test_a_corpus_that_has_changed_since_is_one_line(config, tmp_path, change, message):
     change(tmp_path / "books")
     said = sources.warning(config.data)
@@ -125,24 +137,33 @@ def zeroed(name):
     def zero(folder):
         size = (folder / name).stat().st_size
         (folder / name).write_bytes(bytes(size))
+
     return zero
 
 
-DISTURBANCES = {"zeros": zeroed("train-00000.bin"),
-                "cut": lambda folder: os.truncate(folder / "train-00000.bin", 10),
-                "gone": shutil.rmtree,
-                "seen by one": seen_by_one,
-                "validation": zeroed("validation-00000.bin")}
+DISTURBANCES = {
+    "zeros": zeroed("train-00000.bin"),
+    "cut": lambda folder: os.truncate(folder / "train-00000.bin", 10),
+    "gone": shutil.rmtree,
+    "seen by one": seen_by_one,
+    "validation": zeroed("validation-00000.bin"),
+}
 
 
 def test_a_run_ends_with_one_line_on_every_rank_when_its_shards_change(tmp_path):
     """And nothing that was made of the changed tokens is reported or saved."""
     write_text(tmp_path)
-    settings = {"training": {"steps": 8}, "checkpoint": {"interval": 3},
-                "validation": {"interval": 6, "windows": 4}}
-    runs = {name: tiny_tables(tmp_path, run={"name": name}, data={"path": str(tmp_path / name)},
-                              **settings)
-            for name in DISTURBANCES}
+    settings = {
+        "training": {"steps": 8},
+        "checkpoint": {"interval": 3},
+        "validation": {"interval": 6, "windows": 4},
+    }
+    runs = {
+        name: tiny_tables(
+            tmp_path, run={"name": name}, data={"path": str(tmp_path / name)}, **settings
+        )
+        for name in DISTURBANCES
+    }
     for rank in run_ranks(disturbed_by_all, 2, runs):
         for name, said in zip(runs, rank):
             assert said.count("error: the data changed") == said.count("error") == 1, (name, said)

@@ -25,7 +25,10 @@ def test_gpt2_known_ids(tmp_path, monkeypatch):
     tokenizer = GPT2Tokenizer()
     texts = ["Hello world", "Hello, world!", "The quick brown fox jumps over the lazy dog"]
     assert [tokens.tolist() for tokens in tokenizer.encode_batch(texts)] == [
-        [15496, 995], [15496, 11, 995, 0], [464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290]]
+        [15496, 995],
+        [15496, 11, 995, 0],
+        [464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290],
+    ]
     assert [tokenizer.decode(tokens.tolist()) for tokens in tokenizer.encode_batch(texts)] == texts
     assert 50256 not in tokenizer.encode_batch(["<|endoftext|>"])[0]
 

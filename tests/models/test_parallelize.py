@@ -19,23 +19,41 @@ def loss_of(model, tokens):
 
 def gradients_on(shape, dtype, compile):
     """Initial weights and gradients, made whole again, of two accumulated microbatches on this rank's share of BATCH."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape):])
+    mesh = init_device_mesh(
+        "cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
+    )
     with torch.device("meta"):
         model = build_model(ARGS)
     parallelize(model, mesh, dtype, compile)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
-    weights = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
-    for number, tokens in enumerate(BATCH.chunk(mesh.size())[torch.distributed.get_rank()].chunk(2), start=1):
+    weights = {
+        name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()
+    }
+    for number, tokens in enumerate(
+        BATCH.chunk(mesh.size())[torch.distributed.get_rank()].chunk(2), start=1
+    ):
         reduce_gradients(model, last=number == 2)
         (loss_of(model, tokens) / 2).backward()
-    assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-    return weights, {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    assert all(
+        parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in model.parameters()
+    )
+    return weights, {
+        name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()
+    }
 
 
-@pytest.mark.parametrize("shape,dtype,compile,tolerance", [
-    ((2,), torch.float32, False, 1e-5), ((4,), torch.float32, False, 1e-5), ((2, 2), torch.float32, False, 1e-5),
-    ((2, 1), torch.float32, False, 1e-5), ((2,), torch.bfloat16, False, 3e-2), ((2,), torch.float32, True, 1e-5)])
+@pytest.mark.parametrize(
+    "shape,dtype,compile,tolerance",
+    [
+        ((2,), torch.float32, False, 1e-5),
+        ((4,), torch.float32, False, 1e-5),
+        ((2, 2), torch.float32, False, 1e-5),
+        ((2, 1), torch.float32, False, 1e-5),
+        ((2,), torch.bfloat16, False, 3e-2),
+        ((2,), torch.float32, True, 1e-5),
+    ],
+)
 def test_sharded_equals_plain(shape, dtype, compile, tolerance):
     model = build_model(ARGS)
     init_weights(model, seed=0)

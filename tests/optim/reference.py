@@ -20,11 +20,24 @@ def direction(rule: str, m: Tensor) -> Tensor:
     if "lion" in rule:
         return m.sign()
     rows, cols = m.shape
-    return newton_schulz(m) * (max(1.0, rows / cols) ** 0.5 if rule == "mars-shampoo" else 0.2 * max(rows, cols) ** 0.5)
+    return newton_schulz(m) * (
+        max(1.0, rows / cols) ** 0.5 if rule == "mars-shampoo" else 0.2 * max(rows, cols) ** 0.5
+    )
 
 
-def mars(x: Tensor, gradients: list[Tensor], *, rule="mars-adamw", lr=6e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0.1, gamma=0.025,
-         clip=1.0, last=None) -> tuple[Tensor, int]:
+def mars(
+    x: Tensor,
+    gradients: list[Tensor],
+    *,
+    rule="mars-adamw",
+    lr=6e-3,
+    betas=(0.95, 0.99),
+    eps=1e-8,
+    weight_decay=0.1,
+    gamma=0.025,
+    clip=1.0,
+    last=None,
+) -> tuple[Tensor, int]:
     """The parameter after the steps, in float64, and the number of steps on which the clip was active.
 
     `gamma` and `betas` may be lists, one for each step; `last` a list of the h of each step (exact
@@ -85,5 +98,11 @@ def gradients(shape: tuple[int, ...], steps: int, seed: int, dtype=torch.float32
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(shape, generator=generator, dtype=torch.float64)
     size = base.numel() ** -0.5
-    return [((base + torch.randn(shape, generator=generator, dtype=torch.float64)) * size * (0.3 + 0.4 * (t % 4))).to(dtype)
-            for t in range(steps)]
+    return [
+        (
+            (base + torch.randn(shape, generator=generator, dtype=torch.float64))
+            * size
+            * (0.3 + 0.4 * (t % 4))
+        ).to(dtype)
+        for t in range(steps)
+    ]

@@ -29,11 +29,18 @@ def run(optimizer, parameters, sequences):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("settings", [{}, {"clip": None}, {"gamma": 0.2, "betas": (0.9, 0.95)}, {"clip": 0.4}, {"gamma": 0.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"clip": None}, {"gamma": 0.2, "betas": (0.9, 0.95)}, {"clip": 0.4}, {"gamma": 0.0}],
+)
 def test_parity_with_float64_reference(dtype, settings):
     settings = SETTINGS | settings
-    starts = [torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-              for seed, shape in enumerate(SHAPES)]
+    starts = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+            dtype
+        )
+        for seed, shape in enumerate(SHAPES)
+    ]
     sequences = [gradients(shape, 20, seed, dtype) for seed, shape in enumerate(SHAPES)]
     parameters = [nn.Parameter(start.clone()) for start in starts]
     run(MARS(parameters, **settings), parameters, sequences)
@@ -48,7 +55,10 @@ def test_parity_with_float64_reference(dtype, settings):
 
 @pytest.mark.parametrize("rule", [{"gamma": 0.0, "clip": None}, {"rule": "adamw"}])
 def test_equals_torch_adamw_without_correction(rule):
-    starts = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(SHAPES)]
+    starts = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for seed, shape in enumerate(SHAPES)
+    ]
     sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
     settings = {key: SETTINGS[key] for key in ("lr", "betas", "eps", "weight_decay")}
     ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
@@ -118,21 +128,36 @@ def test_closure_scheduler_and_missing_gradients():
 
 def test_groups_have_their_own_settings():
     tensors = [nn.Parameter(torch.full((4,), 2.0)) for _ in range(3)]
-    optimizer = MARS([{"params": tensors[:1], "gamma": 0.3}, {"params": tensors[1:2], "rule": "adamw", "lr": 1e-2},
-                      {"params": tensors[2:], "clip": None}],
-                     lr=1e-3, betas=SETTINGS["betas"], weight_decay=0.0)
+    optimizer = MARS(
+        [
+            {"params": tensors[:1], "gamma": 0.3},
+            {"params": tensors[1:2], "rule": "adamw", "lr": 1e-2},
+            {"params": tensors[2:], "clip": None},
+        ],
+        lr=1e-3,
+        betas=SETTINGS["betas"],
+        weight_decay=0.0,
+    )
     sequences = [gradients((4,), 5, seed=3)] * 3
     run(optimizer, tensors, sequences)
-    for tensor, settings in zip(tensors, [{"gamma": 0.3}, {"gamma": 0.0, "clip": None, "lr": 1e-2}, {"clip": None}]):
-        expected, _ = mars(torch.full((4,), 2.0), sequences[0],
-                                 **(SETTINGS | {"lr": 1e-3, "weight_decay": 0.0} | settings))
+    for tensor, settings in zip(
+        tensors, [{"gamma": 0.3}, {"gamma": 0.0, "clip": None, "lr": 1e-2}, {"clip": None}]
+    ):
+        expected, _ = mars(
+            torch.full((4,), 2.0),
+            sequences[0],
+            **(SETTINGS | {"lr": 1e-3, "weight_decay": 0.0} | settings),
+        )
         assert relative(tensor, expected) < 1e-6
     assert "last_grad" not in optimizer.state[tensors[1]]
 
 
 def test_gradient_laid_out_otherwise_than_the_parameter():
     weight = torch.randn(8, 4, 3, 3)
-    plain, last = nn.Parameter(weight.clone()), nn.Parameter(weight.clone(memory_format=torch.channels_last))
+    plain, last = (
+        nn.Parameter(weight.clone()),
+        nn.Parameter(weight.clone(memory_format=torch.channels_last)),
+    )
     sequence = gradients((8, 4, 3, 3), 5, seed=0)
     for rule in ("mars-adamw", "adamw"):
         run(MARS([plain], rule=rule), [plain], [sequence])
@@ -143,9 +168,21 @@ def test_gradient_laid_out_otherwise_than_the_parameter():
         torch.testing.assert_close(plain, last, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("argument,value", [
-    ("lr", -1.0), ("lr", float("nan")), ("betas", (1.0, 0.9)), ("betas", (0.9, -0.1)), ("eps", 0.0), ("weight_decay", -0.1),
-    ("gamma", -0.1), ("clip", 0.0), ("clip", -1.0), ("rule", "sgd")])
+@pytest.mark.parametrize(
+    "argument,value",
+    [
+        ("lr", -1.0),
+        ("lr", float("nan")),
+        ("betas", (1.0, 0.9)),
+        ("betas", (0.9, -0.1)),
+        ("eps", 0.0),
+        ("weight_decay", -0.1),
+        ("gamma", -0.1),
+        ("clip", 0.0),
+        ("clip", -1.0),
+        ("rule", "sgd"),
+    ],
+)
 def test_bad_hyperparameters_are_named(argument, value):
     with pytest.raises(ValueError, match=argument):
         MARS([nn.Parameter(torch.ones(2))], **{argument: value})
@@ -165,13 +202,22 @@ def test_bad_parameters_are_refused():
 
 def test_a_copy_and_a_bad_group_and_no_rows():
     parameter = nn.Parameter(torch.ones(4, 4))
-    optimizer = MARS([{"params": []}, {"params": [parameter], "rule": "mars-m"}, {"params": [nn.Parameter(torch.ones(0, 4))], "rule": "muon"}])
+    optimizer = MARS(
+        [
+            {"params": []},
+            {"params": [parameter], "rule": "mars-m"},
+            {"params": [nn.Parameter(torch.ones(0, 4))], "rule": "muon"},
+        ]
+    )
     twin = copy.deepcopy(optimizer)
     for each in (optimizer, twin):
         (tensor,) = each.param_groups[1]["params"]
         tensor.grad = torch.eye(4)
         each.step()
-    assert torch.equal(parameter, twin.param_groups[1]["params"][0]) and twin.param_groups[1]["params"][0] is not parameter
+    assert (
+        torch.equal(parameter, twin.param_groups[1]["params"][0])
+        and twin.param_groups[1]["params"][0] is not parameter
+    )
     with pytest.raises(ValueError, match="lr"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": -1.0})
     assert len(optimizer.param_groups) == 3

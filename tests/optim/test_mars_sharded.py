@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -21,15 +24,27 @@ from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
 
 SETTINGS = dict(lr=6e-3, weight_decay=0.1, gamma=0.025)
-SHAPES = [(10, 6), (7, 3), (2, 5), (1, 4), (9,), (3,)]  # over 4 ranks: uneven shards, and empty ones
+SHAPES = [
+    (10, 6),
+    (7, 3),
+    (2, 5),
+    (1, 4),
+    (9,),
+    (3,),
+]  # over 4 ranks: uneven shards, and empty ones
 STEPS = 20
 
 
 def starts():
-    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(SHAPES)]
+    return [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for seed, shape in enumerate(SHAPES)
+    ]
 
 
-def optimize(parameters, distribute=lambda gradient, parameter: gradient, steps=range(STEPS), optimizer=None):
+def optimize(
+    parameters, distribute=lambda gradient, parameter: gradient, steps=range(STEPS), optimizer=None
+):
     """Take the steps with the gradients of each parameter; returns the optimizer."""
     optimizer = optimizer or MARS(parameters, **SETTINGS)
     sequences = [gradients(shape, STEPS, seed) for seed, shape in enumerate(SHAPES)]
@@ -47,25 +62,49 @@ def unsharded():
 
 
 def like(gradient, parameter):
-    return distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return distribute_tensor(
+        gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
 
 
 def on_mesh(shape, placements):
     """The parameters after all steps on a mesh, made whole again, and the collectives of one step."""
     mesh = init_device_mesh("cpu", shape)
-    parameters = [nn.Parameter(distribute_tensor(start, mesh, [p if not p.is_shard() or p.dim < start.ndim else Shard(0)
-                                                               for p in placements]))
-                  for start in starts()]
+    parameters = [
+        nn.Parameter(
+            distribute_tensor(
+                start,
+                mesh,
+                [p if not p.is_shard() or p.dim < start.ndim else Shard(0) for p in placements],
+            )
+        )
+        for start in starts()
+    ]
     optimizer = optimize(parameters, like, range(STEPS - 1))
     with CommDebugMode() as counted:
-        optimize(parameters, lambda gradient, parameter: like(gradient, parameter), range(STEPS - 1, STEPS), optimizer)
-    return [parameter.full_tensor().detach() for parameter in parameters], counted.get_total_counts()
+        optimize(
+            parameters,
+            lambda gradient, parameter: like(gradient, parameter),
+            range(STEPS - 1, STEPS),
+            optimizer,
+        )
+    return [
+        parameter.full_tensor().detach() for parameter in parameters
+    ], counted.get_total_counts()
 
 
-@pytest.mark.parametrize("shape,placements,all_reduces", [
-    ((2,), [Shard(0)], 1), ((4,), [Shard(0)], 1), ((4,), [Shard(1)], 1), ((4,), [Replicate()], 1),
-    ((2, 2), [Replicate(), Shard(0)], 2), ((2, 2), [Shard(0), Shard(0)], 1),
-    ((2, 2), [Shard(1), Shard(0)], 1)])
+@pytest.mark.parametrize(
+    "shape,placements,all_reduces",
+    [
+        ((2,), [Shard(0)], 1),
+        ((4,), [Shard(0)], 1),
+        ((4,), [Shard(1)], 1),
+        ((4,), [Replicate()], 1),
+        ((2, 2), [Replicate(), Shard(0)], 2),
+        ((2, 2), [Shard(0), Shard(0)], 1),
+        ((2, 2), [Shard(1), Shard(0)], 1),
+    ],
+)
 def test_every_placement_equals_whole_tensors(shape, placements, all_reduces):
     expected = unsharded()
     size = torch.Size(shape).numel()
@@ -115,7 +154,9 @@ def layers_ddp():
     return train_layers(model, MARS(model.parameters(), **SETTINGS), range(5))
 
 
-@pytest.mark.parametrize("function,size", [(layers_fsdp_tp, 4), (layers_fsdp, 4), (layers_fsdp, 2), (layers_ddp, 2)])
+@pytest.mark.parametrize(
+    "function,size", [(layers_fsdp_tp, 4), (layers_fsdp, 4), (layers_fsdp, 2), (layers_ddp, 2)]
+)
 def test_wrapped_models_train_like_plain_ones(function, size):
     model = TwoLayers()
     expected = train_layers(model, MARS(model.parameters(), **SETTINGS), range(5))
@@ -136,7 +177,10 @@ def save_with_torch(folder):
     for rule in RULES:
         model, optimizer = sharded(rule)
         train_layers(model, optimizer, range(2))
-        dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=f"{folder}/{rule}")
+        dcp.save(
+            {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
+            checkpoint_id=f"{folder}/{rule}",
+        )
         result[rule] = train_layers(model, optimizer, range(2, 5), DTensor.full_tensor)
     return result
 
@@ -145,7 +189,10 @@ def load_with_torch(folder):
     result = {}
     for rule in RULES:
         model, optimizer = sharded(rule)
-        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
         dcp.load(state, checkpoint_id=f"{folder}/{rule}")
         model.load_state_dict(state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -166,9 +213,11 @@ def test_torch_checkpoints_reshard(tmp_path):
 def gradient_on_one_rank():
     """Rank 0 has no gradient for the second parameter. The shapes that travel must agree all the same."""
     mesh = init_device_mesh("cpu", (2,))
-    parameters = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2)]
+    parameters = [
+        nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2)
+    ]
     optimizer = MARS(parameters, **SETTINGS)
-    for parameter in parameters[:1 + dist.get_rank()]:
+    for parameter in parameters[: 1 + dist.get_rank()]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return [parameter.to_local().detach() for parameter in parameters]

@@ -23,8 +23,10 @@ ZERO = dict(rule="mars-adamw", max_grad_norm=0.5, lr=0.1)
 
 
 def starts():
-    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-            for seed, shape in enumerate(SHAPES)]
+    return [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for seed, shape in enumerate(SHAPES)
+    ]
 
 
 def lay_out(whole, layout):
@@ -56,8 +58,10 @@ def verdicts(layouts, broken, rule):
         optimizer.step()
     norm = optimizer.grad_norm.item()
     skipped = optimizer.telemetry()["skipped_steps"]
-    changed = any(not torch.equal(local(p), local(lay_out(start, layout)))
-                  for p, start, layout in zip(parameters, starts(), layouts))
+    changed = any(
+        not torch.equal(local(p), local(lay_out(start, layout)))
+        for p, start, layout in zip(parameters, starts(), layouts)
+    )
     give(parameters, layouts, 1)
     optimizer.step()
     last = [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
@@ -66,8 +70,9 @@ def verdicts(layouts, broken, rule):
 
 def counts(mode):
     """The collectives that a CommDebugMode saw, by name."""
-    return {str(name).split(".")[-1].strip("_"): count
-            for name, count in mode.get_comm_counts().items()}
+    return {
+        str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()
+    }
 
 
 def layouts_of_four_ranks():
@@ -77,8 +82,12 @@ def layouts_of_four_ranks():
     sharded, copied = (line, [Shard(0)]), (line, [Replicate()])
     hsdp, both = (grid, [Replicate(), Shard(0)]), (grid, [Shard(0), Shard(1)])
     dp_only = (grid["dp"], [Shard(0)])
-    return {"HSDP": ([hsdp] * 4, 2), "plain beside sharded": ([sharded, sharded, None, sharded], 2),
-            "copies alone": ([copied] * 4, 1), "FSDP x TP": ([dp_only, both, dp_only, both], 4)}
+    return {
+        "HSDP": ([hsdp] * 4, 2),
+        "plain beside sharded": ([sharded, sharded, None, sharded], 2),
+        "copies alone": ([copied] * 4, 1),
+        "FSDP x TP": ([dp_only, both, dp_only, both], 4),
+    }
 
 
 def agreement_of_four_ranks():
@@ -101,8 +110,10 @@ def alone():
 
 def groups_of_stages(parameters):
     """A rule and a role for each half of the model."""
-    return [{"params": parameters[:2], "rule": "mars-adamw", "role": "first"},
-            {"params": parameters[2:], "rule": "muon", "role": "second"}]
+    return [
+        {"params": parameters[:2], "rule": "mars-adamw", "role": "first"},
+        {"params": parameters[2:], "rule": "muon", "role": "second"},
+    ]
 
 
 def train_stages(parameters, groups, layout, numbers, break_one, **settings):
@@ -131,8 +142,14 @@ def stages():
     numbers = [2 * stage, 2 * stage + 1]
     parameters = [nn.Parameter(lay_out(starts()[number], layout)) for number in numbers]
     group = groups_of_stages(parameters * 2)[stage]
-    told, counted = train_stages(parameters, [group], layout, numbers, dist.get_rank() == 3,
-                                 norm_group=mesh["pp"].get_group())
+    told, counted = train_stages(
+        parameters,
+        [group],
+        layout,
+        numbers,
+        dist.get_rank() == 3,
+        norm_group=mesh["pp"].get_group(),
+    )
     return numbers, [parameter.full_tensor().detach() for parameter in parameters], told, counted
 
 
@@ -180,8 +197,9 @@ def on_two_ranks():
     """FSDP1 in both forms, and ZeRO with and without a norm group."""
     errors = []
     for use_orig_params in (False, True):
-        model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"),
-                                         use_orig_params=use_orig_params)
+        model = FullyShardedDataParallel(
+            nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
         try:
             MARS(model.parameters())
         except ValueError as error:

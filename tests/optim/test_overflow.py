@@ -42,8 +42,11 @@ def same(parameters, others):
 
 
 def finite(optimizer):
-    return all(value.isfinite().all() for parameter, state in optimizer.state.items()
-               for value in (parameter, *state.values()))
+    return all(
+        value.isfinite().all()
+        for parameter, state in optimizer.state.items()
+        for value in (parameter, *state.values())
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -71,12 +74,21 @@ def test_huge_gradients_that_alternate(rule, max_grad_norm, clip, size, gamma):
     assert not any(torch.equal(one, other) for one, other in zip(parameters, before))
 
 
-@pytest.mark.parametrize("rule,settings,size", [
-    ("mars-adamw", {}, 3e38), ("mars-adamw", {"gamma": 1.0}, 2e36),
-    ("mars-adamw", {"clip": None}, 1e20), ("adamw", {}, 1e20), ("mars-lion", {}, 3e38),
-    ("muon", {}, 3e38), ("muon", {}, 1e25), ("mars-m", {"max_grad_norm": 1.0}, 3e38),
-    ("mars-adamw", {"last_grad_dtype": torch.float16}, 1e5),
-    ("mars-m", {"last_grad_dtype": torch.float16}, 1e5)])
+@pytest.mark.parametrize(
+    "rule,settings,size",
+    [
+        ("mars-adamw", {}, 3e38),
+        ("mars-adamw", {"gamma": 1.0}, 2e36),
+        ("mars-adamw", {"clip": None}, 1e20),
+        ("adamw", {}, 1e20),
+        ("mars-lion", {}, 3e38),
+        ("muon", {}, 3e38),
+        ("muon", {}, 1e25),
+        ("mars-m", {"max_grad_norm": 1.0}, 3e38),
+        ("mars-adamw", {"last_grad_dtype": torch.float16}, 1e5),
+        ("mars-m", {"last_grad_dtype": torch.float16}, 1e5),
+    ],
+)
 def test_a_step_too_large_to_compute_changes_nothing(rule, settings, size):
     def huge(parameters, optimizer):
         for sign in (1, -1):
@@ -114,6 +126,7 @@ def test_last_grads_start_with_the_first_step_that_counts(rule, bad):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
 def test_a_last_gradient_that_broke_is_left_out(bad):
     """As an optimizer of an earlier release may have saved it: every step after it was skipped."""
+
     def load(parameters, optimizer):
         broken = copy.deepcopy(optimizer.state_dict())
         for state in broken["state"].values():

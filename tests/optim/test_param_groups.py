@@ -12,7 +12,9 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(10, 8)
-        self.blocks = nn.ModuleList(nn.ModuleDict({"qkv": nn.Linear(8, 24), "norm": nn.LayerNorm(8)}) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(8, 24), "norm": nn.LayerNorm(8)}) for _ in range(2)
+        )
         self.conv = nn.Conv1d(8, 4, 3)
         self.experts = nn.Parameter(torch.zeros(2, 8, 8))
         self.lm_head = nn.Linear(8, 10, bias=False)
@@ -26,64 +28,161 @@ def by_role(groups):
 def test_roles():
     groups = param_groups(Model())
     assert by_role(groups) == {
-        "embedding": {"embed.weight"}, "head": {"lm_head.weight"}, "convolution": {"conv.weight"},
+        "embedding": {"embed.weight"},
+        "head": {"lm_head.weight"},
+        "convolution": {"conv.weight"},
         "matrix": {"blocks.0.qkv.weight", "blocks.1.qkv.weight", "experts"},
-        "vector": {"blocks.0.qkv.bias", "blocks.1.qkv.bias", "blocks.0.norm.weight", "blocks.1.norm.weight", "blocks.0.norm.bias",
-                   "blocks.1.norm.bias", "conv.bias"}}
+        "vector": {
+            "blocks.0.qkv.bias",
+            "blocks.1.qkv.bias",
+            "blocks.0.norm.weight",
+            "blocks.1.norm.weight",
+            "blocks.0.norm.bias",
+            "blocks.1.norm.bias",
+            "conv.bias",
+        },
+    }
 
 
 def test_a_tied_head_is_an_embedding():
     model = Model()
     model.lm_head.weight = model.embed.weight
-    assert "head" not in by_role(param_groups(model)) and by_role(param_groups(model))["embedding"] == {"embed.weight"}
+    assert "head" not in by_role(param_groups(model)) and by_role(param_groups(model))[
+        "embedding"
+    ] == {"embed.weight"}
 
 
-@pytest.mark.parametrize("name,expected", [
-    ("mars-adamw", {"matrix": ("mars-adamw", 6e-3, 0.01), "embedding": ("mars-adamw", 6e-3, 0.0), "head": ("mars-adamw", 6e-3, 0.01),
-                    "vector": ("adamw", 3e-3, 0.1)}),
-    ("mars-lion", {"matrix": ("mars-lion", 6e-4, 0.1), "embedding": ("mars-lion", 6e-4, 0.0), "vector": ("adamw", 3e-4, 0.1)}),
-    ("mars-shampoo", {"matrix": ("mars-shampoo", 2e-2, 0.01), "embedding": ("mars-adamw", 6e-3, 0.0), "head": ("mars-adamw", 6e-3, 0.01),
-                      "vector": ("adamw", 3e-3, 0.1)}),
-    ("mars-m", {"matrix": ("mars-m", 6e-3, 0.1), "embedding": ("adamw", 6e-3, 0.1), "head": ("adamw", 6e-3, 0.1),
-                "vector": ("adamw", 6e-3, 0.1)}),
-    ("muon", {"matrix": ("muon", 6e-3, 0.1), "embedding": ("adamw", 6e-3, 0.1), "vector": ("adamw", 6e-3, 0.1)}),
-    ("adamw", {"matrix": ("adamw", 6e-4, 0.1), "embedding": ("adamw", 6e-4, 0.1), "vector": ("adamw", 6e-4, 0.0)}),
-    ("lion", {"matrix": ("lion", 1e-4, 0.5), "head": ("lion", 1e-4, 0.5), "vector": ("lion", 1e-4, 0.0)})])
+@pytest.mark.parametrize(
+    "name,expected",
+    [
+        (
+            "mars-adamw",
+            {
+                "matrix": ("mars-adamw", 6e-3, 0.01),
+                "embedding": ("mars-adamw", 6e-3, 0.0),
+                "head": ("mars-adamw", 6e-3, 0.01),
+                "vector": ("adamw", 3e-3, 0.1),
+            },
+        ),
+        (
+            "mars-lion",
+            {
+                "matrix": ("mars-lion", 6e-4, 0.1),
+                "embedding": ("mars-lion", 6e-4, 0.0),
+                "vector": ("adamw", 3e-4, 0.1),
+            },
+        ),
+        (
+            "mars-shampoo",
+            {
+                "matrix": ("mars-shampoo", 2e-2, 0.01),
+                "embedding": ("mars-adamw", 6e-3, 0.0),
+                "head": ("mars-adamw", 6e-3, 0.01),
+                "vector": ("adamw", 3e-3, 0.1),
+            },
+        ),
+        (
+            "mars-m",
+            {
+                "matrix": ("mars-m", 6e-3, 0.1),
+                "embedding": ("adamw", 6e-3, 0.1),
+                "head": ("adamw", 6e-3, 0.1),
+                "vector": ("adamw", 6e-3, 0.1),
+            },
+        ),
+        (
+            "muon",
+            {
+                "matrix": ("muon", 6e-3, 0.1),
+                "embedding": ("adamw", 6e-3, 0.1),
+                "vector": ("adamw", 6e-3, 0.1),
+            },
+        ),
+        (
+            "adamw",
+            {
+                "matrix": ("adamw", 6e-4, 0.1),
+                "embedding": ("adamw", 6e-4, 0.1),
+                "vector": ("adamw", 6e-4, 0.0),
+            },
+        ),
+        (
+            "lion",
+            {
+                "matrix": ("lion", 1e-4, 0.5),
+                "head": ("lion", 1e-4, 0.5),
+                "vector": ("lion", 1e-4, 0.0),
+            },
+        ),
+    ],
+)
 def test_who_gets_which_rule(name, expected):
-    groups = {group["role"]: (group["rule"], pytest.approx(group["lr"]), group["weight_decay"]) for group in param_groups(Model(), name)}
+    groups = {
+        group["role"]: (group["rule"], pytest.approx(group["lr"]), group["weight_decay"])
+        for group in param_groups(Model(), name)
+    }
     assert groups == groups | expected
     assert MARS(param_groups(Model(), name)).param_groups[0]["lr"] > 0
 
 
 def test_vectors_settings():
-    groups = {group["role"]: group for group in param_groups(Model(), lr=0.1, lr_1d=0.01, betas_1d=(0.8, 0.9), weight_decay_1d=0.3)}
-    assert (groups["vector"]["lr"], groups["vector"]["betas"], groups["vector"]["weight_decay"]) == (0.01, (0.8, 0.9), 0.3)
+    groups = {
+        group["role"]: group
+        for group in param_groups(
+            Model(), lr=0.1, lr_1d=0.01, betas_1d=(0.8, 0.9), weight_decay_1d=0.3
+        )
+    }
+    assert (
+        groups["vector"]["lr"],
+        groups["vector"]["betas"],
+        groups["vector"]["weight_decay"],
+    ) == (0.01, (0.8, 0.9), 0.3)
     groups = {group["role"]: group for group in param_groups(Model(), optimize_1d=True)}
     assert groups["vector"]["rule"] == "mars-adamw"
 
 
 def test_roles_and_patterns_replace_settings_and_the_first_pattern_wins():
-    groups = param_groups(Model(), "mars-m", by_role={"embedding": {"lr": 1e-3}, "head": {"rule": "lion", "betas": (0.9, 0.98)}},
-                          by_pattern=[("blocks.0.*weight", {"split": 3}), ("blocks.*.weight", {"rule": "adamw", "lr": 0.5})])
+    groups = param_groups(
+        Model(),
+        "mars-m",
+        by_role={"embedding": {"lr": 1e-3}, "head": {"rule": "lion", "betas": (0.9, 0.98)}},
+        by_pattern=[
+            ("blocks.0.*weight", {"split": 3}),
+            ("blocks.*.weight", {"rule": "adamw", "lr": 0.5}),
+        ],
+    )
     settings = {(group["role"], name): group for group in groups for name, _ in group["params"]}
     names = [name for group in groups for name, _ in group["params"]]
-    assert sorted(names) == sorted(name for name, p in Model().named_parameters() if p.requires_grad)
+    assert sorted(names) == sorted(
+        name for name, p in Model().named_parameters() if p.requires_grad
+    )
     first = settings["blocks.0.*weight", "blocks.0.qkv.weight"]
     assert (first["rule"], first["split"], first["lr"]) == ("mars-m", 3, 6e-3)
-    assert settings["blocks.0.*weight", "blocks.0.norm.weight"]["rule"] == "adamw"  # a vector keeps its role's rule
+    assert (
+        settings["blocks.0.*weight", "blocks.0.norm.weight"]["rule"] == "adamw"
+    )  # a vector keeps its role's rule
     assert settings["blocks.*.weight", "blocks.1.qkv.weight"]["lr"] == 0.5
     assert settings["embedding", "embed.weight"]["lr"] == 1e-3
     assert settings["head", "lm_head.weight"]["rule"] == "lion"
 
 
-@pytest.mark.parametrize("arguments,message", [
-    (dict(name="sgd"), "name must be one of"), (dict(name="adamw", gamma=0.1), "gamma has no meaning"), (dict(lr=-1.0), "lr must be"),
-    (dict(lr_1d=-1.0), "lr_1d must be"), (dict(betas_1d=(1, 1)), "betas_1d must be"), (dict(clip=-1.0), "clip must be"),
-    (dict(by_role={"heads": {}}), "by_role must name roles"), (dict(by_role={"matrix": {"lr": -1}}), "matrix.lr must be"),
-    (dict(by_role={"matrix": {"learning": 1}}), "matrix.learning is no setting"),
-    (dict(by_role={"vector": {"gamma": 0.1}}), 'vector.gamma has no meaning for "adamw"'),
-    (dict(by_pattern=[("nothing", {})]), "'nothing' claims no parameter"),
-    (dict(by_pattern=[("*", {}), ("embed.*", {})]), "'embed.\\*' claims no parameter")])
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (dict(name="sgd"), "name must be one of"),
+        (dict(name="adamw", gamma=0.1), "gamma has no meaning"),
+        (dict(lr=-1.0), "lr must be"),
+        (dict(lr_1d=-1.0), "lr_1d must be"),
+        (dict(betas_1d=(1, 1)), "betas_1d must be"),
+        (dict(clip=-1.0), "clip must be"),
+        (dict(by_role={"heads": {}}), "by_role must name roles"),
+        (dict(by_role={"matrix": {"lr": -1}}), "matrix.lr must be"),
+        (dict(by_role={"matrix": {"learning": 1}}), "matrix.learning is no setting"),
+        (dict(by_role={"vector": {"gamma": 0.1}}), 'vector.gamma has no meaning for "adamw"'),
+        (dict(by_pattern=[("nothing", {})]), "'nothing' claims no parameter"),
+        (dict(by_pattern=[("*", {}), ("embed.*", {})]), "'embed.\\*' claims no parameter"),
+    ],
+)
 def test_mistakes_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         param_groups(Model(), **arguments)
@@ -97,8 +196,17 @@ def test_clip_zero_is_off():
 @pytest.mark.parametrize("name", ["mars-adamw", "mars-m"])
 def test_a_small_convolutional_network_learns(name):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
-                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 2),
+    )
     optimizer = MARS(param_groups(model, name, lr=1e-2))
     for _ in range(60):  # does the image have a vertical or a horizontal stripe?
         labels = torch.randint(2, (32,))

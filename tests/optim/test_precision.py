@@ -12,13 +12,17 @@ from torchmars.optim.precision import multiplies_bfloat16
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("capabilities,onednn,fast", [
-    ({"avx512_f": True, "avx512_bf16": True}, True, True),  # Zen 4, Cooper Lake
-    ({"avx512_bf16": True, "amx_bf16": True}, True, True),  # Sapphire Rapids
-    ({"neon": True, "bf16": True}, True, True),  # Graviton 3
-    ({"avx2": True, "avx512_f": False}, False, False),  # Zen 3
-    ({"avx512_f": True, "avx512_bf16": False}, True, False),  # Cascade Lake: oneDNN emulates it
-    ({"neon": True, "bf16": True}, False, False)])  # a build that does not use the instructions
+@pytest.mark.parametrize(
+    "capabilities,onednn,fast",
+    [
+        ({"avx512_f": True, "avx512_bf16": True}, True, True),  # Zen 4, Cooper Lake
+        ({"avx512_bf16": True, "amx_bf16": True}, True, True),  # Sapphire Rapids
+        ({"neon": True, "bf16": True}, True, True),  # Graviton 3
+        ({"avx2": True, "avx512_f": False}, False, False),  # Zen 3
+        ({"avx512_f": True, "avx512_bf16": False}, True, False),  # Cascade Lake: oneDNN emulates it
+        ({"neon": True, "bf16": True}, False, False),
+    ],
+)  # a build that does not use the instructions
 def test_a_cpu_is_fast_by_its_capabilities(monkeypatch, capabilities, onednn, fast):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
@@ -42,13 +46,17 @@ def test_auto_follows_the_device(monkeypatch):
     set_bfloat16(True, monkeypatch)
     assert resolved("auto") == ("bfloat16", torch.bfloat16, torch.bfloat16)
     assert resolved("mixed") == ("mixed", torch.bfloat16, torch.float32)
-    assert resolved("float32") == resolved(torch.float32) == ("float32", torch.float32, torch.float32)
+    assert (
+        resolved("float32") == resolved(torch.float32) == ("float32", torch.float32, torch.float32)
+    )
     assert resolved(torch.bfloat16)[0] == "bfloat16" and resolved(torch.float64)[1] == torch.float64
 
 
 @pytest.mark.parametrize("value", ["float16", "half", torch.int32, None])
 def test_a_matrix_dtype_that_there_is_not_is_named(value):
-    with pytest.raises(ValueError, match="matrix_dtype must be one of auto, bfloat16, mixed, float32, got"):
+    with pytest.raises(
+        ValueError, match="matrix_dtype must be one of auto, bfloat16, mixed, float32, got"
+    ):
         MARS([nn.Parameter(torch.ones(4, 4))], rule="mars-m", matrix_dtype=value)
 
 

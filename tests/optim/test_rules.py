@@ -15,8 +15,12 @@ MARS_RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 
 
 def starts(dtype=torch.float32):
-    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-            for seed, shape in enumerate(SHAPES)]
+    return [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+            dtype
+        )
+        for seed, shape in enumerate(SHAPES)
+    ]
 
 
 def train(rule, dtype=torch.float32, steps=20, before=None, **settings):
@@ -47,7 +51,16 @@ def compare(parameters, reference, dtype, tolerance, **settings):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", MARS_RULES)
-@pytest.mark.parametrize("settings", [{}, {"clip": None}, {"gamma": 0.2, "betas": (0.9, 0.95)}, {"clip": None, "gamma": 0.1}, {"gamma": 0.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"clip": None},
+        {"gamma": 0.2, "betas": (0.9, 0.95)},
+        {"clip": None, "gamma": 0.1},
+        {"gamma": 0.0},
+    ],
+)
 def test_mars_rules_in_approximate_form(rule, dtype, settings):
     parameters, optimizer = train(rule, dtype, **settings)
     matrix = rule in ("mars-shampoo", "mars-m")
@@ -56,7 +69,11 @@ def test_mars_rules_in_approximate_form(rule, dtype, settings):
     assert (clipped > 0) == (settings.get("clip", 1.0) is not None)
     lean = settings.get("clip", 1.0) is None and rule != "mars-adamw"
     buffers = {name for name in optimizer.state[parameters[0]] if name != "step"}
-    assert buffers == ({"momentum"} if lean else {"exp_avg", "last_grad"} | ({"exp_avg_sq"} if rule == "mars-adamw" else set()))
+    assert buffers == (
+        {"momentum"}
+        if lean
+        else {"exp_avg", "last_grad"} | ({"exp_avg_sq"} if rule == "mars-adamw" else set())
+    )
 
 
 @pytest.mark.parametrize("rule", MARS_RULES)
@@ -83,8 +100,10 @@ def one_cycle(rule, steps=20):
     return betas
 
 
-@pytest.mark.parametrize("rule,settings", [
-    ("lion", {}), ("muon", {}), *((rule, {"clip": None}) for rule in MARS_RULES[1:])])
+@pytest.mark.parametrize(
+    "rule,settings",
+    [("lion", {}), ("muon", {}), *((rule, {"clip": None}) for rule in MARS_RULES[1:])],
+)
 @pytest.mark.parametrize("schedule", ["one cycle", "jumps"])
 def test_betas_may_follow_a_schedule(rule, settings, schedule):
     jumps = [((0.9, 0.5, 0.97, 0.0)[t % 4], (0.99, 0.8, 0.0)[t % 3]) for t in range(20)]
@@ -115,7 +134,13 @@ def test_exact_mode(rule, clip):
 
     parameters, optimizer = train(rule, torch.float64, before=look_ahead, clip=clip, exact=True)
     for seed, (parameter, start) in enumerate(zip(parameters, starts(torch.float64))):
-        expected, _ = mars(start, gradients(start.shape, 20, seed, torch.float64), rule=rule, clip=clip, last=lasts[seed])
+        expected, _ = mars(
+            start,
+            gradients(start.shape, 20, seed, torch.float64),
+            rule=rule,
+            clip=clip,
+            last=lasts[seed],
+        )
         assert relative(parameter, expected) < 1e-11
     with pytest.raises(RuntimeError, match="look_ahead"):
         optimizer.step()
@@ -132,10 +157,16 @@ def test_lion_is_mars_lion_with_another_gamma():
     """Lion(b1, b2) is mars-lion with beta b2, gamma 1 - b1 / b2, from h_1 = 0: m_1 = (1 - b1) g_1 there, (1 - b2) g_1 here."""
     parameters, _ = train("lion", torch.float64, steps=20, betas=(0.9, 0.99))
     others = [nn.Parameter(start) for start in starts(torch.float64)]
-    optimizer = MARS(others, rule="mars-lion", clip=None, betas=(0.99, 0.0), gamma=1 - 0.9 / 0.99, **BASE)
+    optimizer = MARS(
+        others, rule="mars-lion", clip=None, betas=(0.99, 0.0), gamma=1 - 0.9 / 0.99, **BASE
+    )
     for state in optimizer.state.values():
         state["step"].fill_(1)  # as if a step with a zero gradient had been made: h_1 = 0
-    run(optimizer, others, [gradients(shape, 20, seed, torch.float64) for seed, shape in enumerate(SHAPES)])
+    run(
+        optimizer,
+        others,
+        [gradients(shape, 20, seed, torch.float64) for seed, shape in enumerate(SHAPES)],
+    )
     for one, other in zip(parameters, others):
         assert relative(one, other) < 1e-9
 
@@ -151,7 +182,11 @@ def test_muon_equals_torch():
     theirs = [nn.Parameter(start) for start in starts()]
     sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
     run(MARS(ours, rule="muon", **BASE), ours, sequences)
-    run(torch.optim.Muon(theirs, momentum=0.95, adjust_lr_fn="match_rms_adamw", **BASE), theirs, sequences)
+    run(
+        torch.optim.Muon(theirs, momentum=0.95, adjust_lr_fn="match_rms_adamw", **BASE),
+        theirs,
+        sequences,
+    )
     for one, other, start in zip(ours, theirs, starts()):
         assert relative(one - start, other - start) < 2e-2
 
@@ -199,7 +234,9 @@ def test_last_grad_in_bfloat16(rule):
 def test_global_clip_inside_equals_clip_grad_norm():
     inside, outside = ([nn.Parameter(start) for start in starts()] for _ in range(2))
     sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
-    first = MARS([{"params": inside[:2]}, {"params": inside[2:], "rule": "adamw"}], max_grad_norm=0.7, **BASE)
+    first = MARS(
+        [{"params": inside[:2]}, {"params": inside[2:], "rule": "adamw"}], max_grad_norm=0.7, **BASE
+    )
     second = MARS([{"params": outside[:2]}, {"params": outside[2:], "rule": "adamw"}], **BASE)
     for step in range(20):
         for parameters in (inside, outside):
@@ -219,7 +256,9 @@ def test_global_clip_inside_equals_clip_grad_norm():
 def test_a_step_with_a_non_finite_gradient_changes_nothing(rule, clip, bad):
     clean, _ = train(rule, clip=clip, max_grad_norm=1.0)
     parameters = [nn.Parameter(start) for start in starts()]
-    optimizer = MARS(parameters, rule=rule, clip=clip, max_grad_norm=1.0, matrix_dtype=torch.float32, **BASE)
+    optimizer = MARS(
+        parameters, rule=rule, clip=clip, max_grad_norm=1.0, matrix_dtype=torch.float32, **BASE
+    )
     sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
     for step in range(20):
         for broken in (True, False) if step in (0, 7, 8) else (False,):
@@ -253,23 +292,46 @@ def test_telemetry():
 @pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo", "muon"])
 def test_batches_flattening_and_splits_are_separate_matrices(rule):
     """Experts, a convolution and a fused QKV weight against the same matrices as parameters of their own."""
-    whole = {"experts": torch.randn(3, 6, 4), "conv": torch.randn(6, 4, 3, 3), "qkv": torch.randn(12, 6), "uneven": torch.randn(10, 6)}
-    sequences = {name: gradients(tuple(value.shape), 5, seed) for seed, (name, value) in enumerate(whole.items())}
-    options = {"experts": {}, "conv": {"flatten": True}, "qkv": {"split": 3}, "uneven": {"split": (6, 2, 2)}}
-    cut = {"experts": lambda x: list(x), "conv": lambda x: [x.flatten(1)], "qkv": lambda x: list(x.chunk(3)),
-           "uneven": lambda x: list(x.split((6, 2, 2)))}
+    whole = {
+        "experts": torch.randn(3, 6, 4),
+        "conv": torch.randn(6, 4, 3, 3),
+        "qkv": torch.randn(12, 6),
+        "uneven": torch.randn(10, 6),
+    }
+    sequences = {
+        name: gradients(tuple(value.shape), 5, seed)
+        for seed, (name, value) in enumerate(whole.items())
+    }
+    options = {
+        "experts": {},
+        "conv": {"flatten": True},
+        "qkv": {"split": 3},
+        "uneven": {"split": (6, 2, 2)},
+    }
+    cut = {
+        "experts": lambda x: list(x),
+        "conv": lambda x: [x.flatten(1)],
+        "qkv": lambda x: list(x.chunk(3)),
+        "uneven": lambda x: list(x.split((6, 2, 2))),
+    }
     settings = dict(rule=rule, clip=None, matrix_dtype=torch.float32, **BASE)
     for name, value in whole.items():
         together = nn.Parameter(value.clone())
         parts = [nn.Parameter(part.clone()) for part in cut[name](value)]
-        run(MARS([{"params": [together], **options[name]}], **settings), [together], [sequences[name]])
+        run(
+            MARS([{"params": [together], **options[name]}], **settings),
+            [together],
+            [sequences[name]],
+        )
         run(MARS(parts, **settings), parts, list(zip(*(cut[name](g) for g in sequences[name]))))
         for one, other in zip(cut[name](together), parts):
             assert torch.equal(one, other)
 
 
 def test_newton_schulz():
-    matrices = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrices = torch.randn(
+        3, 8, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     result = orthogonalize(matrices)
     for matrix, one in zip(matrices, result):
         torch.testing.assert_close(one, newton_schulz(matrix))
@@ -277,11 +339,14 @@ def test_newton_schulz():
     assert (singular > 0.5).all() and (singular < 1.3).all()
     torch.testing.assert_close(orthogonalize(matrices.mT), result.mT)
     assert not orthogonalize(torch.zeros(1, 3, 4)).any()
-    for rounded, dtype in ((matrices.bfloat16(), None), (matrices.bfloat16(), torch.float32),
-                           (matrices.float(), None)):
+    for rounded, dtype in (
+        (matrices.bfloat16(), None),
+        (matrices.bfloat16(), torch.float32),
+        (matrices.float(), None),
+    ):
         together = orthogonalize(rounded, dtype)
         assert together.dtype == rounded.dtype
-        alone = [orthogonalize(rounded[i:i + 1], dtype)[0] for i in range(3)]
+        alone = [orthogonalize(rounded[i : i + 1], dtype)[0] for i in range(3)]
         assert all(torch.equal(one, other) for one, other in zip(alone, together))
     assert newton_schulz_flops(8, 20) == newton_schulz_flops(20, 8) == 5 * (4 * 64 * 20 + 2 * 512)
 
@@ -298,15 +363,30 @@ def test_bad_matrix_arguments_are_named():
         MARS([nn.Parameter(torch.ones(4, 4))], max_grad_norm=-1.0)
 
 
-@pytest.mark.parametrize("settings,wanted", [
-    ({"rule": "adamw"}, 8), ({"rule": "mars-adamw"}, 12), ({"rule": "mars-adamw", "exact": True}, 16),
-    ({"rule": "mars-adamw", "last_grad_dtype": torch.bfloat16}, 10), ({"rule": "lion"}, 4), ({"rule": "muon"}, 4)]
-    + [({"rule": rule, "clip": clip}, wanted) for rule in ("mars-lion", "mars-shampoo", "mars-m") for clip, wanted in ((1.0, 8), (None, 4))])
+@pytest.mark.parametrize(
+    "settings,wanted",
+    [
+        ({"rule": "adamw"}, 8),
+        ({"rule": "mars-adamw"}, 12),
+        ({"rule": "mars-adamw", "exact": True}, 16),
+        ({"rule": "mars-adamw", "last_grad_dtype": torch.bfloat16}, 10),
+        ({"rule": "lion"}, 4),
+        ({"rule": "muon"}, 4),
+    ]
+    + [
+        ({"rule": rule, "clip": clip}, wanted)
+        for rule in ("mars-lion", "mars-shampoo", "mars-m")
+        for clip, wanted in ((1.0, 8), (None, 4))
+    ],
+)
 def test_bytes_of_state_per_parameter(settings, wanted):
     parameter = nn.Parameter(torch.zeros(100, 100))
     optimizer = MARS([parameter], **settings)
     kept = [*optimizer.state[parameter].values(), *optimizer.ahead.values()]
-    assert sum(value.numel() * value.element_size() for value in kept if value.ndim) == wanted * parameter.numel()
+    assert (
+        sum(value.numel() * value.element_size() for value in kept if value.ndim)
+        == wanted * parameter.numel()
+    )
 
 
 def test_compiled_passes_equal_plain_ones():
@@ -317,7 +397,11 @@ def test_compiled_passes_equal_plain_ones():
         for compile in (True, False):
             parameters = [nn.Parameter(torch.full(shape, 0.5)) for shape in shapes]
             optimizer = MARS(parameters, rule=rule, compile=compile, max_grad_norm=1.0)
-            run(optimizer, parameters, [gradients(shape, 4, seed) for seed, shape in enumerate(shapes)])
+            run(
+                optimizer,
+                parameters,
+                [gradients(shape, 4, seed) for seed, shape in enumerate(shapes)],
+            )
             results.append(parameters)
         for one, other in zip(*results):
             assert relative(one, other) < (1e-6 if rule == "mars-adamw" else 1e-4)

@@ -9,13 +9,19 @@ from torchmars.optim import between, lr_factor
 
 def test_warmup_then_each_decay():
     for name in ("cosine", "linear", "constant", "wsd"):
-        options = dict(name=name, warmup_steps=10, floor=0.1) | ({"decay_steps": 20} if name == "wsd" else {})
+        options = dict(name=name, warmup_steps=10, floor=0.1) | (
+            {"decay_steps": 20} if name == "wsd" else {}
+        )
         assert [lr_factor(step, 110, **options) for step in (1, 5, 10)] == [0.1, 0.5, 1.0]
         assert lr_factor(110, 110, **options) == pytest.approx(1.0 if name == "constant" else 0.1)
     assert lr_factor(60, 110, name="cosine", warmup_steps=10, floor=0.1) == pytest.approx(0.55)
-    assert lr_factor(35, 110, name="cosine", warmup_steps=10) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert lr_factor(35, 110, name="cosine", warmup_steps=10) == pytest.approx(
+        (1 + math.cos(math.pi / 4)) / 2
+    )
     assert lr_factor(35, 110, name="linear", warmup_steps=10, floor=0.2) == pytest.approx(0.8)
-    assert [lr_factor(step, 110, name="wsd", warmup_steps=10, decay_steps=20) for step in (90, 100, 110)] == [1.0, 0.5, 0.0]
+    assert [
+        lr_factor(step, 110, name="wsd", warmup_steps=10, decay_steps=20) for step in (90, 100, 110)
+    ] == [1.0, 0.5, 0.0]
 
 
 def test_a_run_shorter_than_its_warmup():
@@ -23,6 +29,10 @@ def test_a_run_shorter_than_its_warmup():
 
 
 def test_between():
-    assert [between(step, 10, 0.1, 0.3, "linear") for step in (0, 5, 10, 11)] == pytest.approx([0.1, 0.2, 0.3, 0.3])
-    assert [between(step, 10, 0.1, 0.3, "cosine") for step in (0, 5, 10)] == pytest.approx([0.1, 0.2, 0.3])
+    assert [between(step, 10, 0.1, 0.3, "linear") for step in (0, 5, 10, 11)] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.3]
+    )
+    assert [between(step, 10, 0.1, 0.3, "cosine") for step in (0, 5, 10)] == pytest.approx(
+        [0.1, 0.2, 0.3]
+    )
     assert between(7, 10, 0.1, 0.3, "constant") == 0.1

@@ -18,16 +18,30 @@ from torchmars.optim import MARS, owners
 ELEMENTWISE = ("mars-adamw", "mars-lion", "adamw", "lion")
 MATRIX = ("mars-shampoo", "mars-m", "muon")
 MATRIX_DTYPES = ("bfloat16", "mixed", "float32")
-SHAPES = [(10, 6), (7, 12), (2, 5), (1, 4), (5, 6, 3), (8, 8), (8, 8)]  # over 4 ranks: uneven and empty shards, fewer rows than ranks
+SHAPES = [
+    (10, 6),
+    (7, 12),
+    (2, 5),
+    (1, 4),
+    (5, 6, 3),
+    (8, 8),
+    (8, 8),
+]  # over 4 ranks: uneven and empty shards, fewer rows than ranks
 STEPS = 6
 
 
 def starts():
-    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(SHAPES)]
+    return [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for seed, shape in enumerate(SHAPES)
+    ]
 
 
 def whole(values):
-    return [value.full_tensor().detach() if isinstance(value, DTensor) else value.detach() for value in values]
+    return [
+        value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+        for value in values
+    ]
 
 
 def steps(parameters, rule, distribute, number=STEPS, **settings):
@@ -51,14 +65,28 @@ def on_mesh(shape, placements, runs):
     mesh = init_device_mesh("cpu", shape)
     results = []
     for rule, settings in runs:
-        parameters = [nn.Parameter(distribute_tensor(start, mesh, placements)) for start in starts()]
-        steps(parameters, rule, lambda gradient: distribute_tensor(gradient, mesh, placements), **settings)
+        parameters = [
+            nn.Parameter(distribute_tensor(start, mesh, placements)) for start in starts()
+        ]
+        steps(
+            parameters,
+            rule,
+            lambda gradient: distribute_tensor(gradient, mesh, placements),
+            **settings,
+        )
         results.append(whole(parameters))
     return results
 
 
-LAYOUTS = [((2,), [Shard(0)]), ((4,), [Shard(0)]), ((4,), [Shard(1)]), ((4,), [Replicate()]), ((2, 2), [Replicate(), Shard(0)]),
-           ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Shard(0), Shard(0)])]
+LAYOUTS = [
+    ((2,), [Shard(0)]),
+    ((4,), [Shard(0)]),
+    ((4,), [Shard(1)]),
+    ((4,), [Replicate()]),
+    ((2, 2), [Replicate(), Shard(0)]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 2), [Shard(0), Shard(0)]),
+]
 
 
 @pytest.mark.parametrize("shape,placements", LAYOUTS)
@@ -72,8 +100,9 @@ def test_every_rule_equals_whole_tensors(shape, placements):
     every = (shape, placements) in (LAYOUTS[0], LAYOUTS[4])
     dtypes = MATRIX_DTYPES if every else MATRIX_DTYPES[:1]
     clipped = [(rule, {"max_grad_norm": 1.0}) for rule in ELEMENTWISE]
-    clipped += [(rule, {"max_grad_norm": 1.0, "matrix_dtype": dtype})
-                for rule in MATRIX for dtype in dtypes]
+    clipped += [
+        (rule, {"max_grad_norm": 1.0, "matrix_dtype": dtype}) for rule in MATRIX for dtype in dtypes
+    ]
     exact = [(rule, {"clip": None, "matrix_dtype": dtype}) for rule in MATRIX for dtype in dtypes]
     expected = [unsharded(rule, **settings) for rule, settings in clipped + exact]
     ranks = torch.Size(shape).numel()
@@ -82,7 +111,7 @@ def test_every_rule_equals_whole_tensors(shape, placements):
             tolerance = tolerances[settings.get("matrix_dtype", rule)]
             for one, other in zip(result, wanted):
                 torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-        for run, result, wanted in zip(exact, results[len(clipped):], expected[len(clipped):]):
+        for run, result, wanted in zip(exact, results[len(clipped) :], expected[len(clipped) :]):
             assert all(torch.equal(one, other) for one, other in zip(result, wanted)), run
 
 
@@ -122,15 +151,28 @@ def on_fsdp_tp(rules, settings):
 def train_layers(model, rule, settings):
     parameters = list(model.parameters())
     optimizer = MARS(parameters, rule=rule, weight_decay=0.1, **settings)
-    sequences = [gradients(tuple(parameter.shape), STEPS, seed) for seed, parameter in enumerate(parameters)]
+    sequences = [
+        gradients(tuple(parameter.shape), STEPS, seed) for seed, parameter in enumerate(parameters)
+    ]
     for step in range(STEPS):
         for parameter, sequence in zip(parameters, sequences):
             gradient = sequence[step].clone()
             if isinstance(parameter, DTensor):
-                block = owners.intervals(parameter.shape, parameter.device_mesh.shape, parameter.placements, parameter.device_mesh.get_coordinate())
+                block = owners.intervals(
+                    parameter.shape,
+                    parameter.device_mesh.shape,
+                    parameter.placements,
+                    parameter.device_mesh.get_coordinate(),
+                )
                 local = gradient[tuple(slice(*interval) for interval in block)].contiguous()
-                gradient = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                                              stride=parameter.stride())
+                gradient = DTensor.from_local(
+                    local,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
             parameter.grad = gradient
         optimizer.step()
     return whole(parameters)
@@ -140,8 +182,11 @@ def test_fsdp_over_tensor_parallel():
     rules = ELEMENTWISE + MATRIX
     exact = {"clip": None, "max_grad_norm": None}
     results = run_ranks(on_fsdp_tp, 4, rules, exact)
-    expected = {(build.__name__, rule): train_layers(build(), rule, exact)
-                for build in (Layers, PartlyParallel) for rule in rules}
+    expected = {
+        (build.__name__, rule): train_layers(build(), rule, exact)
+        for build in (Layers, PartlyParallel)
+        for rule in rules
+    }
     for result, strided in results:
         assert "_StridedShard" in strided
         for (name, rule), parameters in result.items():
@@ -156,14 +201,22 @@ def counted(shape, placements, rule, matrix_dtype):
     """One step's collectives by name, bytes this rank sent to others in all-to-alls, full_tensor calls, and the buckets."""
     mesh = init_device_mesh("cpu", shape)
     parameters = [nn.Parameter(distribute_tensor(start, mesh, placements)) for start in starts()]
-    optimizer = steps(parameters, rule,
-                      lambda gradient: distribute_tensor(gradient, mesh, placements), 1,
-                      max_grad_norm=1.0, matrix_dtype=matrix_dtype)
+    optimizer = steps(
+        parameters,
+        rule,
+        lambda gradient: distribute_tensor(gradient, mesh, placements),
+        1,
+        max_grad_norm=1.0,
+        matrix_dtype=matrix_dtype,
+    )
     sent, original = [], dist.all_to_all_single
 
     def spy(output, input, output_sizes, input_sizes, group=None, **options):
         mine = dist.get_rank(group)
-        sent.append(sum(size for rank, size in enumerate(input_sizes) if rank != mine) * input.element_size())
+        sent.append(
+            sum(size for rank, size in enumerate(input_sizes) if rank != mine)
+            * input.element_size()
+        )
         return original(output, input, output_sizes, input_sizes, group=group, **options)
 
     calls = []
@@ -171,17 +224,25 @@ def counted(shape, placements, rule, matrix_dtype):
         patch.setattr(dist, "all_to_all_single", spy)
         patch.setattr(DTensor, "full_tensor", lambda self: calls.append(self))
         optimizer.step()
-    names = {str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()}
+    names = {
+        str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()
+    }
     buckets = sum(len(sharding.buckets) for sharding in optimizer.plans.shardings)
     return names, sent, len(calls), buckets
 
 
 # Rule, matrix_dtype, and the bytes of an entry on the wire.
-COUNTED = [("mars-m", "bfloat16", 2), ("mars-m", "mixed", 2), ("mars-m", "float32", 4),
-           ("mars-adamw", "auto", 0)]
+COUNTED = [
+    ("mars-m", "bfloat16", 2),
+    ("mars-m", "mixed", 2),
+    ("mars-m", "float32", 4),
+    ("mars-adamw", "auto", 0),
+]
 
 
-@pytest.mark.parametrize("shape,placements", [((2,), [Shard(0)]), ((4,), [Shard(0)]), ((2, 2), [Replicate(), Shard(0)])])
+@pytest.mark.parametrize(
+    "shape,placements", [((2,), [Shard(0)]), ((4,), [Shard(0)]), ((2, 2), [Replicate(), Shard(0)])]
+)
 def test_collectives_and_bytes_of_a_step(shape, placements):
     everyone = run_ranks(all_counted, torch.Size(shape).numel(), shape, placements)
     for results, (rule, _, width) in zip(zip(*everyone), COUNTED):
@@ -199,7 +260,9 @@ def check_counted(results, shape, rule, width):
         assert full_tensors == 0
         expected = {"allreduce": 2 if replicas > 1 else 1}
         if rule == "mars-m":
-            expected |= {"alltoall_base": 2 * buckets} | ({"allgather_base": buckets} if replicas > 1 else {})
+            expected |= {"alltoall_base": 2 * buckets} | (
+                {"allgather_base": buckets} if replicas > 1 else {}
+            )
         assert names == expected
     if rule == "mars-m":
         assert buckets >= 1
@@ -215,12 +278,16 @@ def check_counted(results, shape, rule, width):
 def even_bytes():
     """Bytes sent by this rank in a step over eight equal matrices that divide evenly."""
     mesh = init_device_mesh("cpu", (4,))
-    parameters = [nn.Parameter(distribute_tensor(torch.randn(16, 8), mesh, [Shard(0)])) for _ in range(8)]
+    parameters = [
+        nn.Parameter(distribute_tensor(torch.randn(16, 8), mesh, [Shard(0)])) for _ in range(8)
+    ]
     optimizer = MARS(parameters, rule="mars-m")
     sent, original = [], dist.all_to_all_single
 
     def spy(output, input, output_sizes, input_sizes, group=None, **options):
-        sent.append(2 * sum(size for rank, size in enumerate(input_sizes) if rank != dist.get_rank()))
+        sent.append(
+            2 * sum(size for rank, size in enumerate(input_sizes) if rank != dist.get_rank())
+        )
         return original(output, input, output_sizes, input_sizes, group=group, **options)
 
     dist.all_to_all_single = spy
@@ -239,7 +306,12 @@ def overlapped(overlap):
     owners.BUCKET_ELEMENTS = 100  # several buckets
     mesh = init_device_mesh("cpu", (2,))
     parameters = [nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])) for start in starts()]
-    optimizer = steps(parameters, "mars-m", lambda gradient: distribute_tensor(gradient, mesh, [Shard(0)]), overlap=overlap)
+    optimizer = steps(
+        parameters,
+        "mars-m",
+        lambda gradient: distribute_tensor(gradient, mesh, [Shard(0)]),
+        overlap=overlap,
+    )
     assert len(optimizer.plans.shardings[0].buckets) > 2
     return whole(parameters)
 
@@ -252,8 +324,10 @@ def test_overlap_changes_nothing():
 def plan_error(mesh, placements, sizes):
     """What the optimizer says of parameters of these `sizes` on this rank."""
     wholes = [torch.ones(size) for size in sizes]
-    parameters = [nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
-                  for whole in wholes]
+    parameters = [
+        nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+        for whole in wholes
+    ]
     try:
         MARS(parameters, rule="mars-m")
     except RuntimeError as error:
@@ -267,15 +341,21 @@ def different_plans():
     swapped = [(8, 4), (4, 4), (6, 4)] if rank == 3 else sizes
     fewer = sizes[:2] if rank == 1 else sizes
     replicas = init_device_mesh("cpu", (2, 2))
-    return [plan_error(replicas, [Replicate(), Shard(0)], swapped),
-            plan_error(init_device_mesh("cpu", (4,)), [Shard(0)], fewer)]
+    return [
+        plan_error(replicas, [Replicate(), Shard(0)], swapped),
+        plan_error(init_device_mesh("cpu", (4,)), [Shard(0)], fewer),
+    ]
 
 
 def test_ranks_that_plan_differently_say_so():
-    beginning = ("the ranks do not hold the same parameters in the same order: matrix parameter "
-                 "number 2 of their mesh is of shape (4, 4), flatten False, split 1, placed")
-    swapped = ("(Replicate(), Shard(dim=0)) on rank 0 and of shape (6, 4), flatten False, split 1, "
-               "placed (Replicate(), Shard(dim=0)) on rank 3")
+    beginning = (
+        "the ranks do not hold the same parameters in the same order: matrix parameter "
+        "number 2 of their mesh is of shape (4, 4), flatten False, split 1, placed"
+    )
+    swapped = (
+        "(Replicate(), Shard(dim=0)) on rank 0 and of shape (6, 4), flatten False, split 1, "
+        "placed (Replicate(), Shard(dim=0)) on rank 3"
+    )
     fewer = "(Shard(dim=0),) on rank 0 and missing on rank 1"
     wanted = [f"{beginning} {swapped}", f"{beginning} {fewer}"]
     assert run_ranks(different_plans, 4) == [wanted] * 4
@@ -309,8 +389,12 @@ def exchanged_pieces(shape, placements):
     mesh = init_device_mesh("cpu", shape)
     for start in starts():
         parameter = distribute_tensor(start, mesh, placements)
-        block = owners.intervals(parameter.shape, mesh.shape, parameter.placements, mesh.get_coordinate())
-        if not torch.equal(start[tuple(slice(*interval) for interval in block)], parameter.to_local()):
+        block = owners.intervals(
+            parameter.shape, mesh.shape, parameter.placements, mesh.get_coordinate()
+        )
+        if not torch.equal(
+            start[tuple(slice(*interval) for interval in block)], parameter.to_local()
+        ):
             return False
     return True
 
@@ -324,7 +408,9 @@ def norm_on_half_of_the_world():
     """A mesh that is one of two parts of the world, as pipeline stages have."""
     stages = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "a", "b"))
     mesh, stage = stages["a", "b"], stages.get_local_rank("pp")
-    parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(1)], src_data_rank=None))
+    parameter = nn.Parameter(
+        distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    )
     optimizer = MARS([parameter], rule="mars-m")
     parameter.grad = torch.full_like(parameter, 1.0 + stage)
     optimizer.step()

@@ -5,8 +5,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from torchmars.checkpoint.folder import (DAMAGED, DELETED, checkpoints, delete_all, dispensable,
-                                         leftovers, step_of)
+from torchmars.checkpoint.folder import (
+    DAMAGED,
+    DELETED,
+    checkpoints,
+    delete_all,
+    dispensable,
+    leftovers,
+    step_of,
+)
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.resume import opened
 from torchmars.config_file import config_from_tables
@@ -19,28 +26,44 @@ def main() -> None:
     with reported():
         args = parse()
         if wrong := misfit(args.run, "folder"):
-            raise UserError(f"{args.run} has no checkpoints ({wrong}): name a run's folder, "
-                            "such as runs/quickstart")
+            raise UserError(
+                f"{args.run} has no checkpoints ({wrong}): name a run's folder, "
+                "such as runs/quickstart"
+            )
         folder = args.run / "checkpoints"
         found = checkpoints(folder)
         if not found and not leftovers(folder):
-            raise UserError(f"{args.run} has no checkpoints: name a run's folder, such as runs/quickstart")
+            raise UserError(
+                f"{args.run} has no checkpoints: name a run's folder, such as runs/quickstart"
+            )
         COMMANDS[args.command](args, folder, found)
 
 
 def parse() -> argparse.Namespace:
-    parser = Arguments(prog="python -m torchmars.checkpoint",
-                       description="The checkpoints of a run.")
+    parser = Arguments(
+        prog="python -m torchmars.checkpoint", description="The checkpoints of a run."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("list", "what there is, with the size of every file checked"),
-                       ("verify", "read every byte and compare checksums; exit code 2 where anything is damaged"),
-                       ("prune", "verify, then delete those that the run's settings do not keep")):
+    for name, text in (
+        ("list", "what there is, with the size of every file checked"),
+        ("verify", "read every byte and compare checksums; exit code 2 where anything is damaged"),
+        ("prune", "verify, then delete those that the run's settings do not keep"),
+    ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("run", type=Path, help="a run's folder")
-    command.add_argument("--keep_last", type=int, help="newest checkpoints to keep; default: the run's checkpoint.keep_last")
-    command.add_argument("--keep_every", type=int, help="steps whose multiples are kept; default: the run's checkpoint.keep_every")
-    command.add_argument("--damaged", action="store_true",
-                         help="delete those that are not good, and *.damaged, too")
+    command.add_argument(
+        "--keep_last",
+        type=int,
+        help="newest checkpoints to keep; default: the run's checkpoint.keep_last",
+    )
+    command.add_argument(
+        "--keep_every",
+        type=int,
+        help="steps whose multiples are kept; default: the run's checkpoint.keep_every",
+    )
+    command.add_argument(
+        "--damaged", action="store_true", help="delete those that are not good, and *.damaged, too"
+    )
     command.add_argument("--dry_run", action="store_true", help="only say what would be deleted")
     return parser.parse_args()
 
@@ -51,7 +74,15 @@ def list_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) 
     for path in found:
         try:
             manifest = opened(path, "size")
-            rows.append((str(manifest.step), str(manifest.world_size), loss_of(manifest), f"{manifest.bytes / 2**20:,.1f}", "complete"))
+            rows.append(
+                (
+                    str(manifest.step),
+                    str(manifest.world_size),
+                    loss_of(manifest),
+                    f"{manifest.bytes / 2**20:,.1f}",
+                    "complete",
+                )
+            )
         except DamagedCheckpoint as error:
             rows.append((str(step_of(path)), "", "", "", f"damaged: {error}"))
     widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
@@ -71,7 +102,9 @@ def verify_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]
         else:
             say(f"{path.name}: damaged")
     if len(good) < len(found):
-        raise UserError(f"{len(found) - len(good)} of {len(found)} checkpoints are damaged: a run falls back to the newest good one")
+        raise UserError(
+            f"{len(found) - len(good)} of {len(found)} checkpoints are damaged: a run falls back to the newest good one"
+        )
 
 
 def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) -> None:
@@ -86,12 +119,22 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
     if good:
         newest = good[max(good, key=step_of)]
         settings = config_from_tables(newest.config, "in the newest checkpoint").checkpoint
-        given = {name: getattr(args, name) for name in ("keep_last", "keep_every") if getattr(args, name) is not None}
+        given = {
+            name: getattr(args, name)
+            for name in ("keep_last", "keep_every")
+            if getattr(args, name) is not None
+        }
         if any(value < 0 for value in given.values()):
             raise UserError("--keep_last and --keep_every must be at least 0")
         by_step = {step_of(path): path for path in good}
-        losses = {step_of(path): manifest.validation_loss for path, manifest in good.items() if manifest.validation_loss is not None}
-        going += [by_step[step] for step in dispensable(list(by_step), losses, replace(settings, **given))]
+        losses = {
+            step_of(path): manifest.validation_loss
+            for path, manifest in good.items()
+            if manifest.validation_loss is not None
+        }
+        going += [
+            by_step[step] for step in dispensable(list(by_step), losses, replace(settings, **given))
+        ]
     stuck = [] if args.dry_run else delete_all(going, warn=lambda text: say(text, error=True))
     gone = [path for path in going if path not in stuck]
     for path in gone:
@@ -114,11 +157,17 @@ def judge(found: list[Path]) -> dict[Path, Manifest]:
 
 
 def loss_of(manifest: Manifest) -> str:
-    return "-" if manifest.validation_loss is None or math.isnan(manifest.validation_loss) else f"{manifest.validation_loss:.4f}"
+    return (
+        "-"
+        if manifest.validation_loss is None or math.isnan(manifest.validation_loss)
+        else f"{manifest.validation_loss:.4f}"
+    )
 
 
-LEFT = {PARTIAL: "of a save under way or cut short",
-        DAMAGED: "set aside as damaged; prune --damaged deletes it"}
+LEFT = {
+    PARTIAL: "of a save under way or cut short",
+    DAMAGED: "set aside as damaged; prune --damaged deletes it",
+}
 COMMANDS = {"list": list_checkpoints, "verify": verify_checkpoints, "prune": prune_checkpoints}
 
 if __name__ == "__main__":

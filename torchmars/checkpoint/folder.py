@@ -42,7 +42,10 @@ def step_of(checkpoint: Path) -> int:
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a run's `checkpoints` folder, oldest first. Each was complete when it appeared; whether it still is good
     is `manifest.verify`'s to say."""
-    return sorted((path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and path.is_dir()), key=step_of)
+    return sorted(
+        (path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and path.is_dir()),
+        key=step_of,
+    )
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -52,7 +55,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 def dispensable(steps: list[int], losses: dict[int, float], config: CheckpointConfig) -> list[int]:
     """Which of the checkpoints of `steps` `config` does not ask to keep. `losses`: the validation losses that are known, by step."""
-    kept = set(sorted(steps)[-config.keep_last:])  # all of them for 0
+    kept = set(sorted(steps)[-config.keep_last :])  # all of them for 0
     if config.keep_every:
         kept |= {step for step in steps if step % config.keep_every == 0}
     losses = {step: loss for step, loss in losses.items() if math.isfinite(loss)}

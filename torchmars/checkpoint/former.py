@@ -23,8 +23,9 @@ def current_names(saved: dict[str, str]) -> dict[str, str]:
     return result
 
 
-def former_names(manifest: Manifest, model: nn.Module, state: Collection[str],
-                 saved: Collection[str]) -> dict[str, tuple[str, float]]:
+def former_names(
+    manifest: Manifest, model: nn.Module, state: Collection[str], saved: Collection[str]
+) -> dict[str, tuple[str, float]]:
     """For each name of `state` that a checkpoint has under a former one: that, and a factor.
 
     What is read is multiplied by the factor. `saved` are the checkpoint's names, `model` is of the

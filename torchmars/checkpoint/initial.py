@@ -11,8 +11,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import Manifest
 from torchmars.checkpoint.resume import open_newest
-from torchmars.checkpoint.state import (model_state, named_parameters, optimizer_state,
-                                        optimizer_state_names, read_state, saved_shapes)
+from torchmars.checkpoint.state import (
+    model_state,
+    named_parameters,
+    optimizer_state,
+    optimizer_state_names,
+    read_state,
+    saved_shapes,
+)
 from torchmars.console import say
 from torchmars.errors import UserError
 from torchmars.optim import MARS
@@ -20,7 +26,9 @@ from torchmars.optim.rules import state_fits
 from torchmars.parallel.mesh import Layout
 
 
-def init_from(source: Path, with_optimizer: bool, layout: Layout, model: nn.Module, optimizer: MARS) -> tuple[str, list[Tensor]]:
+def init_from(
+    source: Path, with_optimizer: bool, layout: Layout, model: nn.Module, optimizer: MARS
+) -> tuple[str, list[Tensor]]:
     """Fill `model`, and `with_optimizer` the state that `optimizer` shares with the source's, from `source`: a run, whose newest good checkpoint
     is taken, a checkpoint, or a .safetensors file. Called by every rank.
 
@@ -28,20 +36,31 @@ def init_from(source: Path, with_optimizer: bool, layout: Layout, model: nn.Modu
     """
     if source.suffix == ".safetensors":
         if with_optimizer:
-            raise UserError(f"checkpoint.init_optimizer: {source} holds weights only: name a run or a checkpoint in checkpoint.init_from")
+            raise UserError(
+                f"checkpoint.init_optimizer: {source} holds weights only: name a run or a checkpoint in checkpoint.init_from"
+            )
         layout.agree(lambda: load_weights(source, model))
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(source, "full"))
     saved = layout.on_first(lambda: saved_shapes(folder))
     state = model_state(model)
-    check_shapes(folder, {name.removeprefix("model."): size for name, size in saved.items() if name.startswith("model.")}, model)
+    check_shapes(
+        folder,
+        {
+            name.removeprefix("model."): size
+            for name, size in saved.items()
+            if name.startswith("model.")
+        },
+        model,
+    )
     taken = without = []
     if with_optimizer:
         taken, without = shared_state(optimizer, manifest.optimizer)
         names = current_names(manifest.optimizer)
         there = {f"optimizer.{name}.{key}" for name in taken for key in names[name].split()[1:]}
-        state |= {name: value for name, value in optimizer_state(optimizer).items()
-                  if name in there}
+        state |= {
+            name: value for name, value in optimizer_state(optimizer).items() if name in there
+        }
     read_state(folder, manifest, model, state, saved, layout.control)
     said = f"weights of {folder}"
     if with_optimizer:
@@ -81,8 +100,10 @@ def check_shapes(source: Path, saved: dict[str, tuple[int, ...]], model: nn.Modu
     for name, value in model.state_dict().items():
         if saved.get(name) != tuple(value.shape):
             found = f"in shape {list(saved[name])}" if name in saved else "not at all"
-            raise UserError(f"checkpoint.init_from: {source} has {name} {found}, the config's model in {list(value.shape)}: "
-                            "set [model], data.tokenizer and training.seq_len as they were there")
+            raise UserError(
+                f"checkpoint.init_from: {source} has {name} {found}, the config's model in {list(value.shape)}: "
+                "set [model], data.tokenizer and training.seq_len as they were there"
+            )
 
 
 @torch.no_grad()
@@ -90,11 +111,17 @@ def load_weights(file: Path, model: nn.Module) -> None:
     """Fill `model`, sharded or not, from a .safetensors file; every rank keeps its part. Raises `UserError`."""
     try:
         with safe_open(file, framework="pt") as weights:
-            check_shapes(file, {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}, model)
+            check_shapes(
+                file,
+                {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()},
+                model,
+            )
             for name, target in model.state_dict().items():
                 whole = weights.get_tensor(name).to(target.device, target.dtype)
                 if isinstance(target, DTensor):
-                    whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+                    whole = distribute_tensor(
+                        whole, target.device_mesh, target.placements, src_data_rank=None
+                    )
                 target.copy_(whole)
     except (OSError, SafetensorError) as error:
         raise UserError(f"checkpoint.init_from: cannot read {file}: {error}") from None

@@ -81,8 +81,9 @@ def read(folder: Path) -> Manifest:
     except ValueError as error:
         raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
     if raw.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"{path} is of format {raw.get('format')!r}, "
-                                f"not of this version's {FORMAT!r}")
+        raise DamagedCheckpoint(
+            f"{path} is of format {raw.get('format')!r}, not of this version's {FORMAT!r}"
+        )
     raw.pop("sha256", None)  # compared below
     try:
         manifest = make(Manifest, raw, "in it")
@@ -90,7 +91,9 @@ def read(folder: Path) -> Manifest:
     except UserError as error:
         raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
     if STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
-        raise DamagedCheckpoint(f"{path} is of step {manifest.step}, not of the one that the folder is named after")
+        raise DamagedCheckpoint(
+            f"{path} is of step {manifest.step}, not of the one that the folder is named after"
+        )
     if manifest.text() != text:
         raise DamagedCheckpoint(f"{path} was altered: it does not match its own checksum")
     return manifest
@@ -103,7 +106,13 @@ def describe(path: Path) -> File:
         return File(stream.tell(), digest)
 
 
-def verify(folder: Path, manifest: Manifest, level: Literal["full", "size", "off"], part: int = 0, parts: int = 1) -> None:
+def verify(
+    folder: Path,
+    manifest: Manifest,
+    level: Literal["full", "size", "off"],
+    part: int = 0,
+    parts: int = 1,
+) -> None:
     """Raise `DamagedCheckpoint` naming the first file of `folder` that is missing, foreign, truncated or altered.
 
     "size" reads no file. `parts` ranks can share the reading, each taking the files `part`, `part + parts`, ...

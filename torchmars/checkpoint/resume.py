@@ -19,14 +19,28 @@ from torchmars.files import misfit
 from torchmars.optim import MARS
 
 # What makes a run the same run: a checkpoint made with other values is another run's.
-IDENTITY = ("run.seed", "model.name", "model.size", "model.n_layer", "model.n_head", "model.n_embd", "model.vocab_size",
-            "model.scale_attn_by_inverse_layer_idx", "data.tokenizer", "training.seq_len", "optimizer.name",
-            "optimizer.mode", "optimizer.last_grad_dtype")
+IDENTITY = (
+    "run.seed",
+    "model.name",
+    "model.size",
+    "model.n_layer",
+    "model.n_head",
+    "model.n_embd",
+    "model.vocab_size",
+    "model.scale_attn_by_inverse_layer_idx",
+    "data.tokenizer",
+    "training.seq_len",
+    "optimizer.name",
+    "optimizer.mode",
+    "optimizer.last_grad_dtype",
+)
 # Sections in which any other change is allowed, and said, since it changes what the run computes.
 TOLD = ("model", "training", "optimizer", "schedule", "guards")
 
 
-def newest_good(found: list[Path], check: Callable[[Path], Manifest], warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+def newest_good(
+    found: list[Path], check: Callable[[Path], Manifest], warn: Callable[[str], None]
+) -> tuple[Path, Manifest] | None:
     """The newest of the checkpoints `found` (oldest first) that `check` does not call damaged, and its manifest; None where none was found.
 
     Raises `UserError` where there are some, but none is good.
@@ -40,7 +54,9 @@ def newest_good(found: list[Path], check: Callable[[Path], Manifest], warn: Call
             if len(damage) < len(found):
                 warn(f"warning: {error}; falling back to an older checkpoint")
     if damage:
-        raise UserError(f"no checkpoint in {found[0].parent} is good; the newest: {damage[0]}: restore one, or move them away to start anew")
+        raise UserError(
+            f"no checkpoint in {found[0].parent} is good; the newest: {damage[0]}: restore one, or move them away to start anew"
+        )
     return None
 
 
@@ -51,7 +67,9 @@ def opened(folder: Path, level: Literal["full", "size", "off"]) -> Manifest:
     return manifest
 
 
-def open_newest(folder: Path, warn: Callable[[str], None], level: Literal["full", "size"] = "full") -> tuple[Path, Manifest]:
+def open_newest(
+    folder: Path, warn: Callable[[str], None], level: Literal["full", "size"] = "full"
+) -> tuple[Path, Manifest]:
     """`folder` itself if it is a checkpoint, otherwise the newest good one of the run `folder`, verified by this process.
 
     Raises `UserError` where there is none.
@@ -76,7 +94,9 @@ def newest_config(found: list[Path]) -> dict[str, Any] | None:
     return None
 
 
-def check_same_run(folder: Path, manifest: Manifest, config: Config, data: str, optimizer: MARS) -> list[str]:
+def check_same_run(
+    folder: Path, manifest: Manifest, config: Config, data: str, optimizer: MARS
+) -> list[str]:
     """Raise `UserError` where the checkpoint `folder` is of another run than `config`'s on the tokens `data`, saying what differs and what to do.
 
     Returns the changes that are allowed, a line each. `optimizer` is the one the run would go on with; its parameters may be on the
@@ -89,23 +109,37 @@ def check_same_run(folder: Path, manifest: Manifest, config: Config, data: str, 
             now[name] = value
     for name in IDENTITY:
         if was.get(name) != now[name]:
-            raise UserError(f"{folder} was made with {name} = {was.get(name)}, the config says {now[name]}: "
-                            f"set it back, or choose another run.name")
+            raise UserError(
+                f"{folder} was made with {name} = {was.get(name)}, the config says {now[name]}: "
+                f"set it back, or choose another run.name"
+            )
     if manifest.data != data:
-        raise UserError(f"{folder} was trained on other tokens than those in {config.data.path}: "
-                        f"restore the shards or choose another run.name")
+        raise UserError(
+            f"{folder} was trained on other tokens than those in {config.data.path}: "
+            f"restore the shards or choose another run.name"
+        )
     saved_names = current_names(manifest.optimizer)
     for name, wanted in optimizer_state_names(optimizer).items():
         saved = saved_names.get(name)
         if saved != wanted:
-            raise UserError(f"{folder} has for {name} the rule and state ({saved}), the config's optimizer ({wanted}): "
-                            "set optimizer.clip, the roles' and groups' rules back, or choose another run.name")
-    return [f"{name} {was.get(name)} -> {now[name]}" for name in now if name.split(".")[0] in TOLD and was.get(name) != now[name]]
+            raise UserError(
+                f"{folder} has for {name} the rule and state ({saved}), the config's optimizer ({wanted}): "
+                "set optimizer.clip, the roles' and groups' rules back, or choose another run.name"
+            )
+    return [
+        f"{name} {was.get(name)} -> {now[name]}"
+        for name in now
+        if name.split(".")[0] in TOLD and was.get(name) != now[name]
+    ]
 
 
 def flattened(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as one, with dotted names."""
     flat: dict[str, Any] = {}
     for key, value in tables.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= (
+            flattened(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat

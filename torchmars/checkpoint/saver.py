@@ -12,15 +12,26 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import SavePlan, SavePlanner
+from torch.distributed.checkpoint._state_dict_stager import (
+    StateDictStager,
+)  # torch 2.11 to 2.13; in 2.11 the public DefaultStager works once only
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager  # torch 2.11 to 2.13; in 2.11 the public DefaultStager works once only
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import (DAMAGED, checkpoints, checkpoints_folder, delete_all,
-                                         dispensable, leftovers, set_aside, step_folder, step_of,
-                                         vacated)
+from torchmars.checkpoint.folder import (
+    DAMAGED,
+    checkpoints,
+    checkpoints_folder,
+    delete_all,
+    dispensable,
+    leftovers,
+    set_aside,
+    step_folder,
+    step_of,
+    vacated,
+)
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.state import reason
 from torchmars.config import Config
@@ -56,7 +67,9 @@ class Saver:
     def overdue(self) -> bool:
         """Whether checkpoint.interval_minutes have passed since the last save, by the first rank's clock."""
         minutes = self.config.interval_minutes
-        return self.layout.first and minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
+        return (
+            self.layout.first and minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
+        )
 
     def save(self, manifest: Manifest, state: dict[str, Tensor]) -> float:
         """Begin to save `state`, or save it if saves are not asynchronous; returns the seconds that training waited for it.
@@ -71,7 +84,9 @@ class Saver:
             if self.on_gpu:
                 torch.cuda.synchronize()
             # A daemon: a second signal or a crash must not wait for it.
-            self.thread = threading.Thread(target=self._save, args=(manifest, state), name="checkpoint", daemon=True)
+            self.thread = threading.Thread(
+                target=self._save, args=(manifest, state), name="checkpoint", daemon=True
+            )
             self.thread.start()
         else:
             self._save(manifest, state)
@@ -99,7 +114,9 @@ class Saver:
     def _count(self) -> None:
         self.failures = self.failures + 1 if self.error else 0
         if self.failures >= self.config.max_failures:
-            raise UserError(f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row ends the run: make room or set run.folder")
+            raise UserError(
+                f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row ends the run: make room or set run.folder"
+            )
 
     def _save(self, manifest: Manifest, state: dict[str, Tensor]) -> None:
         """One save from beginning to end, on the calling thread; the outcome, the same on every rank, goes to `error`."""
@@ -110,13 +127,17 @@ class Saver:
         try:
             written = self._write(manifest, state, folder)
         except Exception as error:
-            self.error = f"the checkpoint {folder} could not be written: {' '.join(str(error).split())}"
+            self.error = (
+                f"the checkpoint {folder} could not be written: {' '.join(str(error).split())}"
+            )
             if self.layout.first:
                 with contextlib.suppress(OSError):
                     self._clear()  # a full disk needs the space
             self.layout.say(f"warning: {self.error}; the one before stays the newest")
             return
-        self.layout.say(f"checkpoint {folder} ({written.bytes / 2**20:,.1f} MiB in {time.perf_counter() - began:.2f} s)")
+        self.layout.say(
+            f"checkpoint {folder} ({written.bytes / 2**20:,.1f} MiB in {time.perf_counter() - began:.2f} s)"
+        )
         if self.layout.first:
             self._tidy(manifest.step)
 
@@ -137,12 +158,18 @@ class Saver:
 
         @_in_plain_words()
         def publish() -> Manifest:
-            complete = replace(manifest, files={name: file for part in parts for name, file in sorted(part.items())})
+            complete = replace(
+                manifest,
+                files={name: file for part in parts for name, file in sorted(part.items())},
+            )
             complete.write(partial)
             if os.path.lexists(folder):  # what the run could not go on from
                 set_aside(folder, DAMAGED)
             partial.rename(folder)
-            for parent in (self.folder, self.folder.parent):  # the second: the folder of checkpoints may be new
+            for parent in (
+                self.folder,
+                self.folder.parent,
+            ):  # the second: the folder of checkpoints may be new
                 sync_folder(parent)
             return complete
 

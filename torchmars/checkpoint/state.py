@@ -27,7 +27,12 @@ def training_state(layout: Layout, model: nn.Module, optimizer: MARS) -> dict[st
 
     Hyperparameters are not among them: they are the config's.
     """
-    return model_state(model) | optimizer_state(optimizer) | {"skipped_steps": optimizer.skipped} | rng_state(layout.rank)
+    return (
+        model_state(model)
+        | optimizer_state(optimizer)
+        | {"skipped_steps": optimizer.skipped}
+        | rng_state(layout.rank)
+    )
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -37,19 +42,29 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 def optimizer_state(optimizer: MARS) -> dict[str, Tensor]:
     """The optimizer's state tensors, by parameter and name."""
-    return {f"optimizer.{name}.{key}": value for name, parameter in named_parameters(optimizer).items()
-            for key, value in optimizer.state[parameter].items()}
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in named_parameters(optimizer).items()
+        for key, value in optimizer.state[parameter].items()
+    }
 
 
 def optimizer_state_names(optimizer: MARS) -> dict[str, str]:
     """For each parameter by name, its rule and the names of its state tensors."""
-    return {name: " ".join([group["rule"], *sorted(optimizer.state[parameter])])
-            for group in optimizer.param_groups for name, parameter in zip(group["param_names"], group["params"])}
+    return {
+        name: " ".join([group["rule"], *sorted(optimizer.state[parameter])])
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"])
+    }
 
 
 def named_parameters(optimizer: MARS) -> dict[str, Tensor]:
     """The optimizer's parameters by name."""
-    return {name: parameter for group in optimizer.param_groups for name, parameter in zip(group["param_names"], group["params"])}
+    return {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"])
+    }
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
@@ -66,10 +81,14 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
 
 def seed_rng(*what: int) -> None:
     """Seed the default generators by some numbers, such as seed, step and rank."""
-    torch.manual_seed(int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big", signed=True))
+    torch.manual_seed(
+        int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big", signed=True)
+    )
 
 
-def load(folder: Path, manifest: Manifest, layout: Layout, model: nn.Module, optimizer: MARS) -> None:
+def load(
+    folder: Path, manifest: Manifest, layout: Layout, model: nn.Module, optimizer: MARS
+) -> None:
     """Load the checkpoint `folder` into `model` and `optimizer` in place, from any layout. Called by every rank.
 
     The random number generators go on where the number of ranks is still the same, and are seeded anew otherwise. Raises
@@ -77,7 +96,9 @@ def load(folder: Path, manifest: Manifest, layout: Layout, model: nn.Module, opt
     """
     state = training_state(layout, model, optimizer)
     random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
-    saved = set(layout.on_first(lambda: read_index(folder)).state_dict_metadata)  # DCP's own error is a page of tracebacks
+    saved = set(
+        layout.on_first(lambda: read_index(folder)).state_dict_metadata
+    )  # DCP's own error is a page of tracebacks
     if manifest.world_size == layout.size:
         random = {name: value for name, value in random.items() if name in saved}
     else:
@@ -87,8 +108,14 @@ def load(folder: Path, manifest: Manifest, layout: Layout, model: nn.Module, opt
     set_rng_state(random)
 
 
-def read_state(folder: Path, manifest: Manifest, model: nn.Module, state: dict[str, Tensor],
-               saved: Collection[str], group: dist.ProcessGroup | None) -> None:
+def read_state(
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    state: dict[str, Tensor],
+    saved: Collection[str],
+    group: dist.ProcessGroup | None,
+) -> None:
     """`read_tensors`, also where the checkpoint has some of `state` under former names.
 
     `saved` are its names, `model` is one of the parameters that `state` is of.
@@ -107,8 +134,15 @@ def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGrou
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")  # that this is a single process is on purpose
-            dcp.load(state, storage_reader=_TensorReader(folder), process_group=group, no_dist=group is None)
+            warnings.filterwarnings(
+                "ignore", message="torch.distributed is"
+            )  # that this is a single process is on purpose
+            dcp.load(
+                state,
+                storage_reader=_TensorReader(folder),
+                process_group=group,
+                no_dist=group is None,
+            )
     except CheckpointException as error:
         raise DamagedCheckpoint(f"{folder} cannot be read: {reason(error)}") from None
 
@@ -129,14 +163,31 @@ class _IndexUnpickler(pickle.Unpickler):
     """
 
     ALLOWED = {
-        "torch.distributed.checkpoint.metadata": {"Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties",
-                                                  "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+        "torch.distributed.checkpoint.metadata": {
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
         "collections": {"OrderedDict"},
         "pathlib": {"PosixPath", "WindowsPath"},
         "pathlib._local": {"PosixPath", "WindowsPath"},
-        "torch": {"Size", "float64", "float32", "float16", "bfloat16", "uint8", "int64", "int32", "bool"},
+        "torch": {
+            "Size",
+            "float64",
+            "float32",
+            "float16",
+            "bfloat16",
+            "uint8",
+            "int64",
+            "int32",
+            "bool",
+        },
     }
 
     def find_class(self, module: str, name: str) -> Any:

@@ -24,10 +24,14 @@ def source_files(config: DataConfig) -> list[Path]:
         if os.path.isdir(path):
             found = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
         else:
-            found = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
+            found = [
+                Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()
+            ]
         if not found:
             read = f" (a folder gives its {' and '.join(SUFFIXES)} files)"
-            raise UserError(f"data.files: {pattern!r} names no text file{read * os.path.isdir(path)}")
+            raise UserError(
+                f"data.files: {pattern!r} names no text file{read * os.path.isdir(path)}"
+            )
         files.update(found)
     return sorted(files)
 
@@ -47,7 +51,9 @@ def documents(config: DataConfig, file: Path) -> Iterator[str]:
                 else:
                     lines.append(line)
     except UnicodeDecodeError as error:
-        raise UserError(f"data.files: {file} is not UTF-8 text (byte {error.start}): convert it or leave it out") from None
+        raise UserError(
+            f"data.files: {file} is not UTF-8 text (byte {error.start}): convert it or leave it out"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot read {file} of the corpus: {error.strerror}") from None
     yield "".join(lines)

@@ -44,7 +44,7 @@ class Windows(Dataset):
         begin, end = window * self.seq_len, (window + 1) * self.seq_len + 1
         parts = []
         for shard in range(np.searchsorted(self.starts, begin, side="right") - 1, len(self.shards)):
-            first, last = self.starts[shard:shard + 2]
+            first, last = self.starts[shard : shard + 2]
             if first >= end:
                 break
             part = max(begin, first) - first, min(end, last) - first
@@ -98,7 +98,7 @@ def window_of_sample(sample: int, n_windows: int, seed: int) -> int:
     half = max(1, ((n_windows - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=64).digest()
-    round_keys = [int.from_bytes(key[place:place + 8], "big") for place in range(0, 64, 8)]
+    round_keys = [int.from_bytes(key[place : place + 8], "big") for place in range(0, 64, 8)]
     while True:
         left, right = number >> half, number & mask
         for round_key in round_keys:
@@ -121,8 +121,16 @@ class GlobalOrder(Sampler[list[int]]):
     A step takes the next `global_batch_size` samples; rank r of R takes the r-th of R equal runs of them.
     """
 
-    def __init__(self, n_windows: int, seed: int, position: int, global_batch_size: int, microbatch_size: int,
-                 rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        n_windows: int,
+        seed: int,
+        position: int,
+        global_batch_size: int,
+        microbatch_size: int,
+        rank: int,
+        ranks: int,
+    ) -> None:
         self.n_windows, self.seed, self.position = n_windows, seed, position
         self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
         self.rank, self.ranks = rank, ranks
@@ -132,8 +140,10 @@ class GlobalOrder(Sampler[list[int]]):
         first = self.position + self.rank * share
         while True:
             for begin in range(first, first + share, self.microbatch_size):
-                yield [window_of_sample(sample, self.n_windows, self.seed)
-                       for sample in range(begin, begin + self.microbatch_size)]
+                yield [
+                    window_of_sample(sample, self.n_windows, self.seed)
+                    for sample in range(begin, begin + self.microbatch_size)
+                ]
             first += self.global_batch_size
 
 
@@ -143,8 +153,18 @@ class Loader:
     Each optimizer step takes one `step()`: this rank's microbatches, token ids [m, T + 1], int64.
     """
 
-    def __init__(self, windows: Windows, *, seed: int, global_batch_size: int, microbatch_size: int, rank: int, ranks: int,
-                 num_workers: int, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        windows: Windows,
+        *,
+        seed: int,
+        global_batch_size: int,
+        microbatch_size: int,
+        rank: int,
+        ranks: int,
+        num_workers: int,
+        pin_memory: bool = False,
+    ) -> None:
         self.windows, self.seed = windows, seed
         self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
         self.rank, self.ranks = rank, ranks
@@ -205,17 +225,34 @@ class Loader:
 
     def _stream(self) -> Iterator[Tensor]:
         if self._batches is None:
-            order = GlobalOrder(len(self.windows), self.seed, self.position, self.global_batch_size, self.microbatch_size,
-                                self.rank, self.ranks)
+            order = GlobalOrder(
+                len(self.windows),
+                self.seed,
+                self.position,
+                self.global_batch_size,
+                self.microbatch_size,
+                self.rank,
+                self.ranks,
+            )
             with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
                 warnings.filterwarnings("ignore", message=".*set_vital.*")
                 # A generator of its own: otherwise every start of the loader draws from that of dropout.
-                self._batches = iter(StatefulDataLoader(self.windows, batch_sampler=order, num_workers=self.num_workers,
-                                                        pin_memory=self.pin_memory, generator=torch.Generator(), worker_init_fn=ignore))
+                self._batches = iter(
+                    StatefulDataLoader(
+                        self.windows,
+                        batch_sampler=order,
+                        num_workers=self.num_workers,
+                        pin_memory=self.pin_memory,
+                        generator=torch.Generator(),
+                        worker_init_fn=ignore,
+                    )
+                )
         return self._batches
 
 
-def validation_batches(windows: Windows, count: int, batch_size: int, rank: int, ranks: int) -> Iterator[tuple[Tensor, int]]:
+def validation_batches(
+    windows: Windows, count: int, batch_size: int, rank: int, ranks: int
+) -> Iterator[tuple[Tensor, int]]:
     """This rank's share of `count` windows spread evenly over a split, as (token ids [batch_size, T + 1], how many count).
 
     Every rank gets the same number of batches, since a sharded forward pass needs all of them: what is missing is
@@ -225,6 +262,6 @@ def validation_batches(windows: Windows, count: int, batch_size: int, rank: int,
     chosen = [index * len(windows) // count for index in range(count)]
     stride = batch_size * ranks
     for begin in range(0, count, stride):
-        mine = chosen[begin + rank * batch_size:begin + (rank + 1) * batch_size]
+        mine = chosen[begin + rank * batch_size : begin + (rank + 1) * batch_size]
         padded = (mine + [chosen[0]] * batch_size)[:batch_size]
         yield torch.stack([windows[window] for window in padded]), len(mine)

@@ -62,7 +62,9 @@ class Manifest:
 
     def fingerprint(self) -> str:
         """A hash of the training tokens and their order."""
-        return hashlib.sha256("".join(shard.sha256 for shard in self.splits["train"].shards).encode()).hexdigest()
+        return hashlib.sha256(
+            "".join(shard.sha256 for shard in self.splits["train"].shards).encode()
+        ).hexdigest()
 
 
 class ShardWriter:
@@ -100,8 +102,13 @@ class ShardWriter:
         self._buffer, self._buffered = [tokens[count:]], len(tokens) - count
 
 
-def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[str], folder: Path,
-                 shard_tokens: int = SHARD_TOKENS) -> Manifest:
+def write_shards(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    documents: Iterator[str],
+    folder: Path,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Manifest:
     """Tokenise `documents` into `folder`, which appears only once it is complete. Returns the manifest.
 
     Whole documents go to validation whenever its share of the tokens has fallen below data.validation_fraction; a
@@ -110,13 +117,17 @@ def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[s
     """
     folder = folder.resolve()
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} holds files but no manifest.json: set data.path to a new or empty folder")
+        raise UserError(
+            f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
+        )
     partial = folder.with_name(folder.name + PARTIAL)
     if os.path.lexists(partial):
         remove(partial)
     partial.mkdir(parents=True)
     train, validation = (ShardWriter(partial, name, shard_tokens) for name in SPLITS)
-    held: np.ndarray | None = None  # the first document, until a second one shows that it need not be cut
+    held: np.ndarray | None = (
+        None  # the first document, until a second one shows that it need not be cut
+    )
     for tokens in _tokenised(tokenizer, documents):
         if held is None and not train.tokens:
             held = tokens
@@ -133,9 +144,14 @@ def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[s
     if not train.tokens:
         raise UserError("the corpus has no text: check data.files")
 
-    manifest = Manifest(tokenizer.name, tokenizer.vocab_size, config.corpus, config.files,
-                        {"train": train.close(), "validation": validation.close()},
-                        config.validation_fraction)
+    manifest = Manifest(
+        tokenizer.name,
+        tokenizer.vocab_size,
+        config.corpus,
+        config.files,
+        {"train": train.close(), "validation": validation.close()},
+        config.validation_fraction,
+    )
     (partial / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1) + "\n")
     if folder.exists():
         folder.rmdir()
@@ -143,7 +159,9 @@ def write_shards(config: DataConfig, tokenizer: Tokenizer, documents: Iterator[s
     return manifest
 
 
-def _tokenised(tokenizer: Tokenizer, documents: Iterator[str], batch_characters: int = 4_000_000) -> Iterator[np.ndarray]:
+def _tokenised(
+    tokenizer: Tokenizer, documents: Iterator[str], batch_characters: int = 4_000_000
+) -> Iterator[np.ndarray]:
     """Each non-empty document's tokens with end-of-text, tokenised in batches for speed."""
     end = np.array([tokenizer.end_of_text], dtype=np.uint16)
     batch: list[str] = []
@@ -177,9 +195,13 @@ def read_manifest(folder: Path) -> Manifest:
                 raise ValueError("the tokens of a split are not those of its shards")
         return manifest
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}: prepare it with python -m torchmars.prepare") from None
+        raise UserError(
+            f"cannot read {path}: {error.strerror}: prepare it with python -m torchmars.prepare"
+        ) from None
     except (ValueError, UserError) as error:
-        raise UserError(f"{path} is no manifest of this version ({error}): remove the folder {folder} and prepare it anew") from None
+        raise UserError(
+            f"{path} is no manifest of this version ({error}): remove the folder {folder} and prepare it anew"
+        ) from None
 
 
 def check_manifest(manifest: Manifest, config: DataConfig, folder: Path) -> None:
@@ -188,9 +210,11 @@ def check_manifest(manifest: Manifest, config: DataConfig, folder: Path) -> None
         found, wanted = getattr(manifest, key), getattr(config, key)
         unknown = key == "files" and not wanted or key == "validation_fraction" and found is None
         if found != wanted and not unknown:
-            raise UserError(f"{folder} was prepared with data.{key} = {json.dumps(found)}, the config says {json.dumps(wanted)}: "
-                            "set it back, set data.path to another folder, or remove this one to "
-                            "prepare it anew")
+            raise UserError(
+                f"{folder} was prepared with data.{key} = {json.dumps(found)}, the config says {json.dumps(wanted)}: "
+                "set it back, set data.path to another folder, or remove this one to "
+                "prepare it anew"
+            )
 
 
 def check_shards(manifest: Manifest, folder: Path, part: int = 0, parts: int = 1) -> None:
@@ -214,11 +238,13 @@ def check_shard(shard: Shard, folder: Path) -> None:
         if not path.is_file():
             raise UserError(f"the shard {path} is missing: {remedy}")
         if (size := path.stat().st_size) != 2 * shard.tokens:
-            raise UserError(f"the shard {path} has {size} bytes, its manifest says "
-                            f"{2 * shard.tokens}: {remedy}")
+            raise UserError(
+                f"the shard {path} has {size} bytes, its manifest says {2 * shard.tokens}: {remedy}"
+            )
         if sha256(path) != shard.sha256:
-            raise UserError(f"the shard {path} was altered (its SHA-256 is not the manifest's): "
-                            f"{remedy}")
+            raise UserError(
+                f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}"
+            )
     except OSError as error:
         raise UserError(f"the shard {path} cannot be read ({error.strerror}): {remedy}") from None
 
@@ -227,19 +253,25 @@ def check_vocabulary(manifest: Manifest, rows: int, folder: Path) -> None:
     """Raise `UserError` where the shards hold a token id beyond a token table of `rows` rows."""
     largest = max(split.max_token for split in manifest.splits.values())
     if largest >= rows:
-        raise UserError(f"{folder} has token id {largest}, beyond model.vocab_size = {rows}: "
-                        f"set model.vocab_size to at least {manifest.vocab_size}, or leave it out")
+        raise UserError(
+            f"{folder} has token id {largest}, beyond model.vocab_size = {rows}: "
+            f"set model.vocab_size to at least {manifest.vocab_size}, or leave it out"
+        )
 
 
 def check_size(manifest: Manifest, seq_len: int, global_batch_size: int) -> None:
     """Raise `UserError` where the training split has not one global batch of windows, or the validation split no window."""
     train, validation = (count_windows(manifest.splits[name].tokens, seq_len) for name in SPLITS)
     if train < global_batch_size:
-        raise UserError(f"the corpus is too small for one global batch: {train} windows of training.seq_len = {seq_len} tokens, "
-                        f"training.global_batch_size = {global_batch_size}: lower one of the two or add text")
+        raise UserError(
+            f"the corpus is too small for one global batch: {train} windows of training.seq_len = {seq_len} tokens, "
+            f"training.global_batch_size = {global_batch_size}: lower one of the two or add text"
+        )
     if validation < 1:
-        raise UserError(f"the validation split has {manifest.splits['validation'].tokens} tokens, less than one window of "
-                        f"training.seq_len = {seq_len}: prepare it anew with a higher data.validation_fraction")
+        raise UserError(
+            f"the validation split has {manifest.splits['validation'].tokens} tokens, less than one window of "
+            f"training.seq_len = {seq_len}: prepare it anew with a higher data.validation_fraction"
+        )
 
 
 def count_windows(tokens: int, seq_len: int) -> int:

@@ -51,21 +51,26 @@ def warning(config: DataConfig) -> str | None:
     except FileNotFoundError:  # prepared by an older version
         return None
     except (OSError, ValueError, AttributeError, UserError) as error:
-        return (f"warning   {folder / NAME} cannot be read ({error}): "
-                "whether the corpus has changed is not known")
+        return (
+            f"warning   {folder / NAME} cannot be read ({error}): "
+            "whether the corpus has changed is not known"
+        )
     if not any(file.exists() for file in sources):
         return None
-    changes = [f"{file} {what}" for file, source in sources.items()
-               if (what := change(file, source))]
+    changes = [
+        f"{file} {what}" for file, source in sources.items() if (what := change(file, source))
+    ]
     with contextlib.suppress(UserError):  # a pattern that matches nothing: its files are gone
         added = set(source_files(config)) - set(sources) if config.files else set()
         changes += [f"{file} is new" for file in sorted(added)]
     if not changes:
         return None
     some = ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
-    return (f"warning   the corpus is not what {folder} was made from: {some}. Runs read what was "
-            "tokenised; for the corpus as it is now set data.path to a new folder, and run.name to "
-            "a new run")
+    return (
+        f"warning   the corpus is not what {folder} was made from: {some}. Runs read what was "
+        "tokenised; for the corpus as it is now set data.path to a new folder, and run.name to "
+        "a new run"
+    )
 
 
 def change(file: Path, source: Source) -> str | None:

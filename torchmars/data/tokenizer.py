@@ -30,7 +30,9 @@ class ByteTokenizer:
     end_of_text = 256
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts]
+        return [
+            np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts
+        ]
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
@@ -50,14 +52,21 @@ class GPT2Tokenizer:
         try:
             return tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken passes on whatever its download raised
-            raise UserError("the gpt2 tokenizer needs its BPE files once from the network, or TIKTOKEN_CACHE_DIR at a "
-                            f"folder that has them ({type(error).__name__})") from None
+            raise UserError(
+                "the gpt2 tokenizer needs its BPE files once from the network, or TIKTOKEN_CACHE_DIR at a "
+                f"folder that has them ({type(error).__name__})"
+            ) from None
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.array(tokens, dtype=np.uint16) for tokens in self._encoding.encode_ordinary_batch(texts)]
+        return [
+            np.array(tokens, dtype=np.uint16)
+            for tokens in self._encoding.encode_ordinary_batch(texts)
+        ]
 
     def decode(self, tokens: list[int]) -> str:
         return self._encoding.decode([token for token in tokens if token < self.end_of_text])
 
 
-TOKENIZERS: dict[str, type[Tokenizer]] = {kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)}
+TOKENIZERS: dict[str, type[Tokenizer]] = {
+    kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)
+}

@@ -12,13 +12,24 @@ def model_args(config: ModelConfig, vocab_size: int, seq_len: int) -> GPT2Args:
 
     Raises `UserError` for a shape that cannot be built and for a token table smaller than the vocabulary in use.
     """
-    n_layer, n_head, n_embd = (getattr(config, key) or SIZES[config.size][key] for key in ("n_layer", "n_head", "n_embd"))
+    n_layer, n_head, n_embd = (
+        getattr(config, key) or SIZES[config.size][key] for key in ("n_layer", "n_head", "n_embd")
+    )
     if n_embd % n_head:
-        raise UserError(f"model.n_embd = {n_embd} does not divide into model.n_head = {n_head} heads: "
-                        f"choose a multiple of {n_head}")
+        raise UserError(
+            f"model.n_embd = {n_embd} does not divide into model.n_head = {n_head} heads: "
+            f"choose a multiple of {n_head}"
+        )
     rows = config.vocab_size or -(-vocab_size // 64) * 64
-    return GPT2Args(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=rows, seq_len=seq_len,
-                    scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx, dropout=config.dropout)
+    return GPT2Args(
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+        vocab_size=rows,
+        seq_len=seq_len,
+        scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
+        dropout=config.dropout,
+    )
 
 
 def build_model(args: GPT2Args) -> GPT2:

@@ -43,11 +43,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, logit_divisor: Tensor | None) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (part.view(batch, length, self.n_head, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.view(batch, length, self.n_head, -1).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
         if logit_divisor is not None:
             q = q / logit_divisor
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        return F.dropout(self.proj(y.transpose(1, 2).reshape(batch, length, width)), self.dropout, self.training)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        return F.dropout(
+            self.proj(y.transpose(1, 2).reshape(batch, length, width)), self.dropout, self.training
+        )
 
 
 class MLP(nn.Module):
@@ -91,7 +98,9 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = F.dropout(self.tok_embed(tokens) + self.pos_embed(positions), self.args.dropout, self.training)
+        x = F.dropout(
+            self.tok_embed(tokens) + self.pos_embed(positions), self.args.dropout, self.training
+        )
         divisors: list[Tensor | None] = [None] * len(self.blocks)
         if self.args.scale_attn_by_inverse_layer_idx:
             # Tensors, so that compiled blocks share one graph; integers, which mixed precision leaves as they are.
@@ -111,5 +120,9 @@ class GPT2(nn.Module):
 
         6 per parameter in a matrix product and 12 L d T for attention (Chowdhery et al. 2022, appendix B).
         """
-        matrices = sum(p.numel() for name, p in self.named_parameters() if name != "pos_embed.weight" and p.ndim == 2)
+        matrices = sum(
+            p.numel()
+            for name, p in self.named_parameters()
+            if name != "pos_embed.weight" and p.ndim == 2
+        )
         return 6 * matrices + 12 * self.args.n_layer * self.args.n_embd * self.args.seq_len

@@ -21,8 +21,12 @@ def init_weights(model: nn.Module, seed: int) -> None:
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype).normal_(std=std, generator=generator)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype).normal_(
+            std=std, generator=generator
+        )
         whole = whole.to(parameter.device)
         if isinstance(parameter, DTensor):
-            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            whole = distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
         parameter.copy_(whole)

@@ -32,18 +32,24 @@ Tensors = Sequence[tuple[Tensor, ...]]
 Factors = Sequence[dict[str, Any]]
 
 
-def run_pass(function: Callable[[Tensors, Factors], Any], tensors: Tensors, factors: Factors, compile: bool) -> list[Any]:
+def run_pass(
+    function: Callable[[Tensors, Factors], Any], tensors: Tensors, factors: Factors, compile: bool
+) -> list[Any]:
     """`function` on all `tensors` with their `factors`; its results. With `compile`, large tensors go through fused kernels."""
     results: list[Any] = [None] * len(tensors)
     by_size: dict[int, list[int]] = {}
     for number, (first, *_) in enumerate(tensors):
-        by_size.setdefault(first.numel() if compile and first.numel() >= COMPILE_FROM else 0, []).append(number)
+        by_size.setdefault(
+            first.numel() if compile and first.numel() >= COMPILE_FROM else 0, []
+        ).append(number)
     for size, numbers in by_size.items():
         call = _compiled(function) if size else function
         while numbers:
             together = TOGETHER if len(numbers) >= TOGETHER else 1
             now, numbers = numbers[:together], numbers[together:]
-            for number, result in zip(now, call([tensors[i] for i in now], [factors[i] for i in now]) or ()):
+            for number, result in zip(
+                now, call([tensors[i] for i in now], [factors[i] for i in now]) or ()
+            ):
                 results[number] = result
     return results
 
@@ -58,15 +64,21 @@ def _compiled(function: Callable) -> Callable:
 def _announce_compilation() -> None:
     """Say once why the first step takes so long; on one rank only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning("compiling the optimizer's kernels: the first step takes some seconds "
-                       "longer; MARS(..., compile=False) does without")
+        logger.warning(
+            "compiling the optimizer's kernels: the first step takes some seconds "
+            "longer; MARS(..., compile=False) does without"
+        )
 
 
 def can_compile(device: torch.device) -> bool:
     """Whether torch.compile has what it needs: a compiler, and the headers of Python on CPU or a GPU that Triton knows."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (7, 0) and any(map(shutil.which, ("gcc", "cc", "clang")))
-    return os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) and any(map(shutil.which, ("g++", "c++", "clang++")))
+        return torch.cuda.get_device_capability(device) >= (7, 0) and any(
+            map(shutil.which, ("gcc", "cc", "clang"))
+        )
+    return os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) and any(
+        map(shutil.which, ("g++", "c++", "clang++"))
+    )
 
 
 def inner_products(tensors: Tensors, factors: Factors) -> list[Tensor]:
@@ -80,13 +92,18 @@ def inner_products(tensors: Tensors, factors: Factors) -> list[Tensor]:
 
 def squared_norms(tensors: Tensors, factors: Factors) -> list[Tensor]:
     """[<g, g>, 0, 0] of each (g,) in float64: what `inner_products` gives without a last gradient."""
-    return [F.pad(torch.linalg.vector_norm(g, dtype=torch.float64).square()[None], (0, 2)) for g, in tensors]
+    return [
+        F.pad(torch.linalg.vector_norm(g, dtype=torch.float64).square()[None], (0, 2))
+        for (g,) in tensors
+    ]
 
 
 def corrected_squared_norms(products: Tensor, scale: Tensor, kappa: Tensor) -> Tensor:
     """||c||^2 for c = s g + kappa (s g - h), from the products [n, 3] of `inner_products`; s is the scale, kappa is [n]."""
     gg, gh, hh = products.unbind(-1)
-    return (((1 + kappa) * scale) ** 2 * gg - 2 * kappa * (1 + kappa) * scale * gh + kappa**2 * hh).clamp(min=0.0)
+    return (
+        ((1 + kappa) * scale) ** 2 * gg - 2 * kappa * (1 + kappa) * scale * gh + kappa**2 * hh
+    ).clamp(min=0.0)
 
 
 def adamw_(tensors: Tensors, factors: Factors) -> None:
@@ -181,7 +198,8 @@ def lean_coefficients(rule: str, betas: Sequence[float], gamma: float, gamma_nex
     if rule == "lion":
         return Lean(mix=beta1, out=1 - beta1, decay=beta2, weight=1 - beta2)
     if rule == "muon":
-        return Lean(mix=(1 - beta1) * beta1**2, out=(1 - beta1) * (1 + beta1), decay=beta1,
-                    weight=1.0)
+        return Lean(
+            mix=(1 - beta1) * beta1**2, out=(1 - beta1) * (1 + beta1), decay=beta1, weight=1.0
+        )
     out = 1 - beta1 + gamma * beta1
     return Lean(mix=beta1, out=out, decay=beta1, weight=out - gamma_next, first=-gamma * beta1)

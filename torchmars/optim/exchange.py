@@ -21,8 +21,9 @@ from torchmars.optim.orthogonalize import orthogonalize
 from torchmars.optim.owners import Block, MatrixShape, Unit, plan_buckets
 from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
 
-
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+all_gather_single = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # its name before torch 2.13
 BATCH_ELEMENTS = 2**24  # orthogonalised at once: enough to fill a device, little beside the model
 
 # For each set of ranks that share work: global rank -> FLOPs of the matrices it owns.
@@ -46,9 +47,13 @@ def piece_of(unit: Unit, block: Block) -> Piece | None:
     part = unit.overlap(block)
     if part is None:
         return None
-    local = tuple(slice(start - block[dim][0], stop - block[dim][0]) for dim, (start, stop) in enumerate(part))
+    local = tuple(
+        slice(start - block[dim][0], stop - block[dim][0]) for dim, (start, stop) in enumerate(part)
+    )
     (r0, r1), (c0, c1) = part[1:]
-    return Piece(unit, local, (slice(r0 - unit.row, r1 - unit.row), slice(c0, c1)), (r1 - r0) * (c1 - c0))
+    return Piece(
+        unit, local, (slice(r0 - unit.row, r1 - unit.row), slice(c0, c1)), (r1 - r0) * (c1 - c0)
+    )
 
 
 @dataclass
@@ -64,17 +69,29 @@ class Bucket:
     owned: list[Unit]
 
 
-def rank_bucket(assigned: Sequence[tuple[Unit, int]], shapes: Sequence[MatrixShape], placements: Sequence[Sequence[Placement]],
-                mesh_shape: Sequence[int], coordinates: Sequence[Sequence[int]], replica: int, shard: int, replicas: int) -> Bucket:
+def rank_bucket(
+    assigned: Sequence[tuple[Unit, int]],
+    shapes: Sequence[MatrixShape],
+    placements: Sequence[Sequence[Placement]],
+    mesh_shape: Sequence[int],
+    coordinates: Sequence[Sequence[int]],
+    replica: int,
+    shard: int,
+    replicas: int,
+) -> Bucket:
     """What the rank number `shard` of replica number `replica` has to do with a bucket of units and their owners.
 
     `coordinates` are those of the ranks of its replica. Linear in the bucket's units, and in its own units times ranks.
     """
     shards = len(coordinates)
-    held = {number: shapes[number].block(mesh_shape, placements[number], coordinates[shard])
-            for number in {unit.parameter for unit, _ in assigned}}
+    held = {
+        number: shapes[number].block(mesh_shape, placements[number], coordinates[shard])
+        for number in {unit.parameter for unit, _ in assigned}
+    }
     bucket = Bucket([], [[] for _ in range(shards)], [], [])
-    pieces: list[list[list[Piece]]] = [[[] for _ in range(shards)] for _ in range(replicas)]  # mine, by owner
+    pieces: list[list[list[Piece]]] = [
+        [[] for _ in range(shards)] for _ in range(replicas)
+    ]  # mine, by owner
     for unit, owner in assigned:
         piece = piece_of(unit, held[unit.parameter])
         if piece is not None:
@@ -82,7 +99,12 @@ def rank_bucket(assigned: Sequence[tuple[Unit, int]], shapes: Sequence[MatrixSha
         if (owner // shards, owner % shards) == (replica, shard):
             bucket.owned.append(unit)
             for source, coordinate in enumerate(coordinates):
-                theirs = piece_of(unit, shapes[unit.parameter].block(mesh_shape, placements[unit.parameter], coordinate))
+                theirs = piece_of(
+                    unit,
+                    shapes[unit.parameter].block(
+                        mesh_shape, placements[unit.parameter], coordinate
+                    ),
+                )
                 if theirs is not None:
                     bucket.incoming[source].append(theirs)
     bucket.outgoing = pieces[replica]
@@ -97,8 +119,14 @@ class Sharding:
     `matrix_dtype` is what was asked for; "auto" is resolved here, the same on every rank.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[MatrixShape],
-                 loads: OwnerLoads, groups: MeshGroups, matrix_dtype: str) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        shapes: Sequence[MatrixShape],
+        loads: OwnerLoads,
+        groups: MeshGroups,
+        matrix_dtype: str,
+    ) -> None:
         self.parameters, self.shapes = parameters, shapes
         first = parameters[0]
         self.device = (first.to_local() if isinstance(first, DTensor) else first).device
@@ -114,7 +142,10 @@ class Sharding:
             self.replica_group = groups.over(mesh, others) if grid.shape[0] > 1 else None
             coordinates = [mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in grid[self.replica]]
             ranks = grid.flatten().tolist()
-            for group, wanted in ((self.shard_group, grid[self.replica]), (self.replica_group, grid[:, self.shard])):
+            for group, wanted in (
+                (self.shard_group, grid[self.replica]),
+                (self.replica_group, grid[:, self.shard]),
+            ):
                 if group is not None and dist.get_process_group_ranks(group) != wanted.tolist():
                     raise ValueError("the ranks of a mesh must ascend along its dimensions")
         else:
@@ -125,14 +156,30 @@ class Sharding:
         placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
         # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
         plan = plan_buckets(shapes, ranks, loads.setdefault(tuple(sorted(ranks)), {}))
-        self.buckets = [rank_bucket(assigned, shapes, placements, mesh_shape, coordinates, self.replica, self.shard, self.replicas)
-                        for assigned in plan]
+        self.buckets = [
+            rank_bucket(
+                assigned,
+                shapes,
+                placements,
+                mesh_shape,
+                coordinates,
+                self.replica,
+                self.shard,
+                self.replicas,
+            )
+            for assigned in plan
+        ]
         fast = self._agree(plan, placements, matrix_dtype, multiplies_bfloat16(self.device))
         self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, fast)
         self.wire, self.product = wire_and_product(self.matrix_dtype)
 
-    def _agree(self, plan: list[list[tuple[Unit, int]]], placements: Sequence[Sequence[Placement]],
-               matrix_dtype: str, fast: bool) -> bool:
+    def _agree(
+        self,
+        plan: list[list[tuple[Unit, int]]],
+        placements: Sequence[Sequence[Placement]],
+        matrix_dtype: str,
+        fast: bool,
+    ) -> bool:
         """Whether all ranks are `fast`.
 
         Raises `RuntimeError`, on all ranks, where they planned differently: a step would hang. Raises
@@ -141,26 +188,36 @@ class Sharding:
         groups = [group for group in (self.shard_group, self.replica_group) if group is not None]
         if not groups:
             return fast
-        facts = [f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, "
-                 f"placed {placed}" for shape, placed in zip(self.shapes, placements)]
+        facts = [
+            f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, placed {placed}"
+            for shape, placed in zip(self.shapes, placements)
+        ]
         same = [fingerprint(repr((facts, plan))), fingerprint(matrix_dtype)]
         values = torch.tensor([*same, *(-value for value in same), fast], device=self.device)
         for group in groups:  # of shards, then of replicas: all ranks of the mesh know, none waits
             dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
         plan_low, dtype_low, plan_high, dtype_high, all_fast = values.tolist()
         if plan_low != -plan_high:
-            raise RuntimeError("the ranks do not hold the same parameters in the same order: "
-                               + first_difference(gather_facts(facts, groups)))
+            raise RuntimeError(
+                "the ranks do not hold the same parameters in the same order: "
+                + first_difference(gather_facts(facts, groups))
+            )
         if dtype_low != -dtype_high:
             raise ValueError("matrix_dtype must be the same on all ranks, they were given several")
         return bool(all_fast)
 
     def zeros(self, piece: Piece) -> Tensor:
         """What a parameter without a gradient sends."""
-        return torch.zeros((), device=self.device).expand([part.stop - part.start for part in piece.local])
+        return torch.zeros((), device=self.device).expand(
+            [part.stop - part.start for part in piece.local]
+        )
 
-    def compute_here(self, bucket: Bucket, read: Callable[[int, Piece], Tensor],
-                     write: Callable[[int, Piece, Tensor], None]) -> None:
+    def compute_here(
+        self,
+        bucket: Bucket,
+        read: Callable[[int, Piece], Tensor],
+        write: Callable[[int, Piece, Tensor], None],
+    ) -> None:
         """Orthogonalise a bucket of whole matrices where they are: with one shard and one replica nothing travels."""
         pieces = {piece.unit: piece for piece in bucket.incoming[0]}
         for units in batches(bucket.owned):
@@ -194,7 +251,9 @@ class Sharding:
                     place = matrix[piece.in_unit]
                     place.copy_(part.view(place.shape))
             for unit, matrix in zip(units, orthogonalize(matrices, self.product)):
-                for piece, part in parts[unit]:  # what arrived has been read: its memory takes the result
+                for piece, part in parts[
+                    unit
+                ]:  # what arrived has been read: its memory takes the result
                     place = matrix[piece.in_unit]
                     part.view(place.shape).copy_(place)
         return self._all_to_all(arrived, bucket.incoming, bucket.outgoing)
@@ -205,21 +264,33 @@ class Sharding:
         gathered = [returned]
         if self.replica_group is not None:
             padded = returned.new_zeros(max(counts))
-            padded[:len(returned)] = returned
+            padded[: len(returned)] = returned
             everyone = returned.new_empty(self.replicas * max(counts))
             all_gather_single(everyone, padded, group=self.replica_group)
-            gathered = [part[:count] for part, count in zip(everyone.split(max(counts)) if max(counts) else [everyone] * len(counts), counts)]
+            gathered = [
+                part[:count]
+                for part, count in zip(
+                    everyone.split(max(counts)) if max(counts) else [everyone] * len(counts), counts
+                )
+            ]
         for values, pieces in zip(gathered, bucket.by_replica):
             for part, piece in zip(values.split([piece.numel for piece in pieces]), pieces):
                 rows, cols = piece.local[1], piece.local[2]
                 yield piece, part.view(1, rows.stop - rows.start, cols.stop - cols.start)
 
-    def _all_to_all(self, packed: Tensor, outgoing: list[list[Piece]], incoming: list[list[Piece]]) -> "Transfer":
+    def _all_to_all(
+        self, packed: Tensor, outgoing: list[list[Piece]], incoming: list[list[Piece]]
+    ) -> "Transfer":
         if self.shard_group is None:
             return Transfer(packed, None, packed)
-        sent, received = ([sum(piece.numel for piece in pieces) for pieces in side] for side in (outgoing, incoming))
+        sent, received = (
+            [sum(piece.numel for piece in pieces) for pieces in side]
+            for side in (outgoing, incoming)
+        )
         arriving = packed.new_empty(sum(received))
-        work = dist.all_to_all_single(arriving, packed, received, sent, group=self.shard_group, async_op=True)
+        work = dist.all_to_all_single(
+            arriving, packed, received, sent, group=self.shard_group, async_op=True
+        )
         return Transfer(arriving, work, packed)
 
 
@@ -245,8 +316,10 @@ def first_difference(facts: dict[int, list[str]]) -> str:
         pairs = itertools.zip_longest(facts[first], facts[other], fillvalue="missing")
         for number, (here, there) in enumerate(pairs):
             if here != there:
-                return (f"matrix parameter number {number} of their mesh is {here} on rank {first} "
-                        f"and {there} on rank {other}")
+                return (
+                    f"matrix parameter number {number} of their mesh is {here} on rank {first} "
+                    f"and {there} on rank {other}"
+                )
     return "their plans differ all the same: install the same version on all machines"
 
 
@@ -258,7 +331,7 @@ def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     for (rows, cols), alike in by_shape.items():
         size = max(1, BATCH_ELEMENTS // (rows * cols))
         for first in range(0, len(alike), size):
-            yield alike[first:first + size]
+            yield alike[first : first + size]
 
 
 @dataclass
@@ -275,15 +348,21 @@ class Transfer:
         return self.values
 
 
-def run(shardings: Sequence[Sharding], read: Callable[[Sharding, int, Piece], Tensor],
-        write: Callable[[Sharding, int, Piece, Tensor], None], meanwhile: Callable[[], None], *,
-        overlap: bool = True) -> None:
+def run(
+    shardings: Sequence[Sharding],
+    read: Callable[[Sharding, int, Piece], Tensor],
+    write: Callable[[Sharding, int, Piece, Tensor], None],
+    meanwhile: Callable[[], None],
+    *,
+    overlap: bool = True,
+) -> None:
     """Orthogonalise every matrix of `shardings`, bucket by bucket.
 
     While bucket k is computed, bucket k + 1 travels in and k - 1 out; `meanwhile` runs while the first one travels.
     `read(sharding, parameter, piece)` gives the input [1, rows, cols] of a piece of this rank's shards, and `write` takes the
     result of one. Without `overlap` every transfer is waited for as soon as it has started; the results are the same.
     """
+
     def under_way(transfer: Transfer) -> Transfer:
         if not overlap:
             transfer.wait()
@@ -305,7 +384,8 @@ def run(shardings: Sequence[Sharding], read: Callable[[Sharding, int, Piece], Te
             continue
         for bucket in sharding.buckets:
             sharding.compute_here(
-                bucket, functools.partial(read, sharding), functools.partial(write, sharding))
+                bucket, functools.partial(read, sharding), functools.partial(write, sharding)
+            )
     arriving = start(jobs[0]) if jobs else None
     meanwhile()
     returning: Transfer | None = None

@@ -19,14 +19,21 @@ from torchmars.optim.elementwise import can_compile, inner_products, run_pass, s
 from torchmars.optim.norms import MeshGroups
 from torchmars.optim.param_groups import DEFAULTS, complete_group, warn_of_unsorted
 from torchmars.optim.plans import Plans
-from torchmars.optim.precision import (
-    matrix_dtype_name, resolve_matrix_dtype, wire_and_product)
+from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
 from torchmars.optim.state import (
-    Loaded, State, carried_state, check_loaded, parameter_name, unchanged)
+    Loaded,
+    State,
+    carried_state,
+    check_loaded,
+    parameter_name,
+    unchanged,
+)
 from torchmars.optim.update import GroupUpdate, Summary, flat, local_part, role_telemetry
 
-COMPILE_FROM = 2**22  # local elements of all parameters: smaller models are faster than their compilation
+COMPILE_FROM = (
+    2**22
+)  # local elements of all parameters: smaller models are faster than their compilation
 
 
 class MARS(torch.optim.Optimizer):
@@ -94,24 +101,41 @@ class MARS(torch.optim.Optimizer):
     orthogonalise embeddings and heads.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float | None = None,
-                 betas: tuple[float, float] | None = None, eps: float = 1e-8,
-                 weight_decay: float = 0.0, *, rule: str = "mars-adamw",
-                 gamma: float = 0.025, gamma_next: float | None = None,
-                 clip: float | None = 1.0, flatten: bool = False, split: int | tuple[int, ...] = 1,
-                 max_grad_norm: float | None = None, exact: bool = False, last_grad_dtype: torch.dtype | None = None,
-                 matrix_dtype: str | torch.dtype = "auto", overlap: bool = True,
-                 compile: bool | None = None, norm_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        rule: str = "mars-adamw",
+        gamma: float = 0.025,
+        gamma_next: float | None = None,
+        clip: float | None = 1.0,
+        flatten: bool = False,
+        split: int | tuple[int, ...] = 1,
+        max_grad_norm: float | None = None,
+        exact: bool = False,
+        last_grad_dtype: torch.dtype | None = None,
+        matrix_dtype: str | torch.dtype = "auto",
+        overlap: bool = True,
+        compile: bool | None = None,
+        norm_group: dist.ProcessGroup | None = None,
+    ) -> None:
         check_hyperparameters(max_grad_norm=max_grad_norm, rule=rule)
         if last_grad_dtype is not None and not last_grad_dtype.is_floating_point:
-            raise ValueError("last_grad_dtype must be a floating-point dtype, "
-                             f"got {last_grad_dtype}")
+            raise ValueError(
+                f"last_grad_dtype must be a floating-point dtype, got {last_grad_dtype}"
+            )
         self.max_grad_norm, self.exact, self.last_grad_dtype = max_grad_norm, exact, last_grad_dtype
         self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
         self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype)
-        self.ahead: dict[Tensor, Tensor] = {}  # exact mode: parameter -> the next step's last gradient
+        self.ahead: dict[
+            Tensor, Tensor
+        ] = {}  # exact mode: parameter -> the next step's last gradient
         self._looked_ahead = False
         self._asked_to_compile = compile
         self.grad_norm = torch.zeros((), dtype=torch.float64)
@@ -122,14 +146,28 @@ class MARS(torch.optim.Optimizer):
         self._by_rule = {"lr", "betas"} - set(own)  # what follows from each group's rule
         params = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor
         defaults = {key: DEFAULTS[rule][key] for key in ("lr", "betas")} | own
-        super().__init__(params, defaults | dict(
-            eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma, gamma_next=gamma_next,
-            clip=clip, flatten=flatten, split=split))
+        super().__init__(
+            params,
+            defaults
+            | dict(
+                eps=eps,
+                weight_decay=weight_decay,
+                rule=rule,
+                gamma=gamma,
+                gamma_next=gamma_next,
+                clip=clip,
+                flatten=flatten,
+                split=split,
+            ),
+        )
         self._settle()
         if RULES[rule].kind == "matrix":
             # Groups that name a rule or a role were sorted on purpose.
-            unsorted = [group for group, given in zip(self.param_groups, params)
-                        if not isinstance(given, dict) or not {"rule", "role"} & set(given)]
+            unsorted = [
+                group
+                for group, given in zip(self.param_groups, params)
+                if not isinstance(given, dict) or not {"rule", "role"} & set(given)
+            ]
             warn_of_unsorted(unsorted, rule, stacklevel=3)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -139,8 +177,9 @@ class MARS(torch.optim.Optimizer):
         for a group that it cannot take, and is then as it was before.
         """
         if isinstance(param_group, dict):  # torch says so where it is not
-            param_group = complete_group(param_group, self.defaults, self._by_rule,
-                                         len(self.param_groups))
+            param_group = complete_group(
+                param_group, self.defaults, self._by_rule, len(self.param_groups)
+            )
         self._follow()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -165,8 +204,11 @@ class MARS(torch.optim.Optimizer):
     def _look_ahead_for(self, state: dict[Tensor, State]) -> None:
         """Exact mode: room for the next last gradients of the parameters of `state`."""
         if self.exact:
-            self.ahead |= {parameter: torch.zeros_like(each["last_grad"])
-                           for parameter, each in state.items() if "last_grad" in each}
+            self.ahead |= {
+                parameter: torch.zeros_like(each["last_grad"])
+                for parameter, each in state.items()
+                if "last_grad" in each
+            }
 
     def _settle(self) -> None:
         """Do what depends on where the parameters are and how large."""
@@ -178,7 +220,8 @@ class MARS(torch.optim.Optimizer):
             self.compile = large and can_compile(device)
         self.grad_norm, self.skipped = (
             torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
-            for each in (self.grad_norm, self.skipped))
+            for each in (self.grad_norm, self.skipped)
+        )
 
     def _follow(self) -> None:
         """Let state and plans follow parameters that were replaced, sharded or moved.
@@ -203,8 +246,12 @@ class MARS(torch.optim.Optimizer):
     def _check_parameters(self, first_group: int = 0) -> None:
         for number, group in enumerate(self.param_groups[first_group:], start=first_group):
             for place, parameter in enumerate(group["params"]):
-                check_parameter(parameter, local_part(parameter), group["rule"],
-                                parameter_name(group, number, place))
+                check_parameter(
+                    parameter,
+                    local_part(parameter),
+                    group["rule"],
+                    parameter_name(group, number, place),
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's. Collective where sharded parameters were replaced since a step."""
@@ -253,8 +300,11 @@ class MARS(torch.optim.Optimizer):
         self._follow()
         updates = self._gather()
         scale, ok, _ = self._reduce(updates, with_last=False)
-        seen = {parameter: gradient for update in updates
-                for parameter, gradient in zip(update.parameters, update.grads)}
+        seen = {
+            parameter: gradient
+            for update in updates
+            for parameter, gradient in zip(update.parameters, update.grads)
+        }
         for parameter, target in self.ahead.items():
             if parameter in seen:  # none of them counts where one is broken: their norm is unknown
                 used = seen[parameter] * scale.to(seen[parameter].dtype)
@@ -298,17 +348,29 @@ class MARS(torch.optim.Optimizer):
         for update in updates:
             update.set_factors(scale, ok, self.plans.products_of(update.parameters, products))
 
-        matrix, others = ([u for u in updates if (u.rule.kind == "matrix") == wanted] for wanted in (True, False))
+        matrix, others = (
+            [u for u in updates if (u.rule.kind == "matrix") == wanted] for wanted in (True, False)
+        )
         for update in matrix:
             if not update.lean:
                 update.update_momentum(self.compile)
-        pieces = {parameter: (update, number) for update in matrix for number, parameter in enumerate(update.parameters)}
+        pieces = {
+            parameter: (update, number)
+            for update in matrix
+            for number, parameter in enumerate(update.parameters)
+        }
 
         def read(sharding: exchange.Sharding, number: int, piece: exchange.Piece) -> Tensor:
             update, place = pieces.get(sharding.parameters[number], (None, 0))
-            return sharding.zeros(piece) if update is None else update.matrix_input(place, sharding.shapes[number], piece.local)
+            return (
+                sharding.zeros(piece)
+                if update is None
+                else update.matrix_input(place, sharding.shapes[number], piece.local)
+            )
 
-        def write(sharding: exchange.Sharding, number: int, piece: exchange.Piece, direction: Tensor) -> None:
+        def write(
+            sharding: exchange.Sharding, number: int, piece: exchange.Piece, direction: Tensor
+        ) -> None:
             update, place = pieces.get(sharding.parameters[number], (None, 0))
             if update is not None:
                 scale = update.rule.matrix_scale(piece.unit.rows, piece.unit.cols)
@@ -327,13 +389,19 @@ class MARS(torch.optim.Optimizer):
 
     def _gather(self) -> list[GroupUpdate]:
         """The parameters that have a gradient: an update for each group and dtype."""
+
         def having(group: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
             return [p for p in group["params"] if p.grad is not None and p.dtype == dtype]
 
-        return [GroupUpdate(group, having(group, dtype), self.state, self.exact, self._wire)
-                for group in self.param_groups for dtype in dict.fromkeys(p.dtype for p in group["params"] if p.grad is not None)]
+        return [
+            GroupUpdate(group, having(group, dtype), self.state, self.exact, self._wire)
+            for group in self.param_groups
+            for dtype in dict.fromkeys(p.dtype for p in group["params"] if p.grad is not None)
+        ]
 
-    def _reduce(self, updates: list[GroupUpdate], with_last: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _reduce(
+        self, updates: list[GroupUpdate], with_last: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The first pass and its sums: (clip factor, whether the step counts, products by place).
 
         Every rank reduces all places, also those whose parameters have no gradient on this one.
@@ -342,15 +410,26 @@ class MARS(torch.optim.Optimizer):
         partial = [zeros] * len(self.plans.places)
         for update in updates:
             if with_last and update.last_grads:
-                values = run_pass(inner_products, list(zip(update.grads, update.last_grads)), [{}] * len(update.grads), self.compile)
+                values = run_pass(
+                    inner_products,
+                    list(zip(update.grads, update.last_grads)),
+                    [{}] * len(update.grads),
+                    self.compile,
+                )
             else:
-                values = run_pass(squared_norms, [(gradient,) for gradient in update.grads], [{}] * len(update.grads), self.compile)
+                values = run_pass(
+                    squared_norms,
+                    [(gradient,) for gradient in update.grads],
+                    [{}] * len(update.grads),
+                    self.compile,
+                )
             for parameter, value in zip(update.parameters, values):
                 partial[self.plans.places[parameter]] = value
         products = self.plans.shard_sum.sum(partial)
         total = torch.stack(products).sum(0)[0]
-        strains = [update.strain(self.plans.products_of(update.parameters, products))
-                   for update in updates]
+        strains = [
+            update.strain(self.plans.products_of(update.parameters, products)) for update in updates
+        ]
         strain = torch.stack([torch.zeros_like(total), *strains]).max()
         total, strain = self.plans.agreement.settle(torch.stack([total, strain])).unbind()
         norm = total.sqrt()
@@ -375,7 +454,9 @@ class MARS(torch.optim.Optimizer):
         total, row, longest = self.skipped.unbind()
         row = (row + 1) * ~ok
         self.skipped = torch.stack([total + ~ok, row, torch.maximum(longest, row)])
-        self._last = [(update.group.get("role", update.group["rule"]), update.summary()) for update in updates]
+        self._last = [
+            (update.group.get("role", update.group["rule"]), update.summary()) for update in updates
+        ]
 
     def telemetry(self) -> dict[str, float]:
         """What the last step's reductions tell, as numbers. Waits for the device once.

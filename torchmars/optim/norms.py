@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-
-Sharding = tuple[DeviceMesh, tuple[int, ...]]  # a mesh and those of its dimensions over which shards lie
+Sharding = tuple[
+    DeviceMesh, tuple[int, ...]
+]  # a mesh and those of its dimensions over which shards lie
 
 
 class ShardSum:
@@ -69,8 +70,9 @@ class Agreement:
             settled = set.intersection(*(set(key[1]) for key in keys))
         self.copies = []
         for mesh in meshes:
-            dims = tuple(dim for dim in range(mesh.ndim)
-                         if mesh.size(dim) > 1 and dim not in settled)
+            dims = tuple(
+                dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and dim not in settled
+            )
             if dims:
                 self.copies.append(self._mesh_groups.over(mesh, dims))
 
@@ -106,8 +108,11 @@ def sharded_dims(parameter: Tensor) -> Sharding | None:
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
-    dims = tuple(dim for dim, placement in enumerate(parameter.placements)
-                 if not placement.is_replicate() and mesh.size(dim) > 1)
+    dims = tuple(
+        dim
+        for dim, placement in enumerate(parameter.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )
     return (mesh, dims) if dims else None
 
 
@@ -121,7 +126,11 @@ def sharding_key(parameter: Tensor) -> Sharding | None:
 def ranks_along(mesh: DeviceMesh, dims: tuple[int, ...]) -> list[list[int]]:
     """Global ranks in rows: the ranks of a row differ in the mesh dimensions `dims` only."""
     others = [dim for dim in range(mesh.ndim) if dim not in dims]
-    return mesh.mesh.permute(*others, *dims).reshape(-1, math.prod(mesh.size(dim) for dim in dims)).tolist()
+    return (
+        mesh.mesh.permute(*others, *dims)
+        .reshape(-1, math.prod(mesh.size(dim) for dim in dims))
+        .tolist()
+    )
 
 
 class MeshGroups:

@@ -22,7 +22,9 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype | None = None, eps: float
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    norms = torch.linalg.vector_norm(
+        x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
+    )
     x = (x / (norms + eps)).to(dtype or matrices.dtype)
     for _ in range(STEPS):
         gram = x @ x.mT

@@ -17,7 +17,9 @@ from torchmars.optim.orthogonalize import newton_schulz_flops
 BUCKET_ELEMENTS = 2**26
 
 Interval = tuple[int, int]
-Block = tuple[Interval, Interval, Interval]  # the part [batch, rows, cols] of a matrix parameter that a rank holds
+Block = tuple[
+    Interval, Interval, Interval
+]  # the part [batch, rows, cols] of a matrix parameter that a rank holds
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,13 @@ class MatrixShape:
 
     def __post_init__(self) -> None:
         if len(self.shape) < 2:
-            raise ValueError(f"a matrix rule needs parameters of at least two dimensions, got one of shape {self.shape}")
+            raise ValueError(
+                f"a matrix rule needs parameters of at least two dimensions, got one of shape {self.shape}"
+            )
         if sum(self.parts) != self.matrix[1]:
-            raise ValueError(f"split = {self.split} does not divide the {self.matrix[1]} rows of a parameter of shape {self.shape}")
+            raise ValueError(
+                f"split = {self.split} does not divide the {self.matrix[1]} rows of a parameter of shape {self.shape}"
+            )
 
     @property
     def flattened(self) -> bool:
@@ -52,7 +58,11 @@ class MatrixShape:
         """The rows of each matrix of the batch after the split."""
         rows = self.matrix[1]
         if isinstance(self.split, int):
-            return (rows // self.split,) * self.split if self.split > 0 and rows % self.split == 0 else (-1,)
+            return (
+                (rows // self.split,) * self.split
+                if self.split > 0 and rows % self.split == 0
+                else (-1,)
+            )
         return tuple(self.split)
 
     def local(self, shape: Sequence[int]) -> tuple[int, int, int]:
@@ -61,27 +71,37 @@ class MatrixShape:
             return 1, shape[0], math.prod(shape[1:])
         return (1, *shape) if len(shape) == 2 else tuple(shape)
 
-    def block(self, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]) -> Block:
+    def block(
+        self, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+    ) -> Block:
         """What the rank at `coordinate` of the mesh holds, as intervals of [batch, rows, cols]."""
         held = intervals(self.shape, mesh_shape, placements, coordinate)
         if self.flattened:
             if any(interval != (0, size) for interval, size in zip(held[2:], self.shape[2:])):
-                raise ValueError(f"a parameter of shape {self.shape} that is flattened to a matrix can be sharded over its first two "
-                                 "dimensions only")
+                raise ValueError(
+                    f"a parameter of shape {self.shape} that is flattened to a matrix can be sharded over its first two "
+                    "dimensions only"
+                )
             inner = math.prod(self.shape[2:])
             return (0, 1), held[0], (held[1][0] * inner, held[1][1] * inner)
         return ((0, 1), *held) if len(self.shape) == 2 else held
 
 
-def intervals(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement],
-              coordinate: Sequence[int]) -> tuple[Interval, ...]:
+def intervals(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> tuple[Interval, ...]:
     """The part of a tensor that the rank at `coordinate` holds, an interval for each dimension.
 
     Shards are as `torch.chunk` cuts them: pieces of ceil(size / n), the last ones shorter or empty. A strided shard (FSDP
     over tensor parallel) is cut after the plain ones of its dimension.
     """
     held = [(0, size) for size in shape]
-    sharding = [(dim, placement) for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    sharding = [
+        (dim, placement) for dim, placement in enumerate(placements) if not placement.is_replicate()
+    ]
     for mesh_dim, placement in sorted(sharding, key=lambda item: hasattr(item[1], "split_factor")):
         start, stop = held[placement.dim]
         piece = -(-(stop - start) // mesh_shape[mesh_dim])
@@ -117,11 +137,17 @@ def units_of(parameter: int, shape: MatrixShape) -> list[Unit]:
     """The matrices of parameter number `parameter`, in order."""
     batch, _, cols = shape.matrix
     starts = [sum(shape.parts[:part]) for part in range(len(shape.parts))]
-    return [Unit(parameter, entry, row, rows, cols) for entry in range(batch) for row, rows in zip(starts, shape.parts)
-            if rows * cols]
+    return [
+        Unit(parameter, entry, row, rows, cols)
+        for entry in range(batch)
+        for row, rows in zip(starts, shape.parts)
+        if rows * cols
+    ]
 
 
-def plan_buckets(shapes: Sequence[MatrixShape], ranks: Sequence[int], loads: dict[int, int]) -> list[list[tuple[Unit, int]]]:
+def plan_buckets(
+    shapes: Sequence[MatrixShape], ranks: Sequence[int], loads: dict[int, int]
+) -> list[list[tuple[Unit, int]]]:
     """Units with their owners, bucket by bucket. Owners are indices into `ranks`.
 
     Parameters go into buckets by falling cost, so that equal shapes meet in one; each bucket is dealt out longest first to
@@ -129,14 +155,23 @@ def plan_buckets(shapes: Sequence[MatrixShape], ranks: Sequence[int], loads: dic
     FLOPs, carried on from bucket to bucket and updated.
     """
     units = [units_of(number, shape) for number, shape in enumerate(shapes)]
-    order = sorted(range(len(shapes)), key=lambda number: (-sum(unit.flops for unit in units[number]), shapes[number].shape, number))
+    order = sorted(
+        range(len(shapes)),
+        key=lambda number: (
+            -sum(unit.flops for unit in units[number]),
+            shapes[number].shape,
+            number,
+        ),
+    )
     elements = max(1, sum(math.prod(shape.shape) for shape in shapes))
     count = max(1, min(-(-elements // BUCKET_ELEMENTS), sum(map(len, units)) // len(ranks)))
 
     buckets: list[list[tuple[Unit, int]]] = [[] for _ in range(count)]
     filled = 0
     for number in order:
-        buckets[min(filled * count // elements, count - 1)] += [(unit, -1) for unit in units[number]]
+        buckets[min(filled * count // elements, count - 1)] += [
+            (unit, -1) for unit in units[number]
+        ]
         filled += math.prod(shapes[number].shape)
     buckets = [bucket for bucket in buckets if bucket]
     heap = [(loads.get(rank, 0), owner) for owner, rank in enumerate(ranks)]

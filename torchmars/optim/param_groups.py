@@ -22,11 +22,28 @@ _VECTORS = {"lr_1d": None, "betas_1d": (0.9, 0.95), "weight_decay_1d": 0.1}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mars-adamw": {"lr": 6e-3, "betas": (0.95, 0.99), "weight_decay": 0.01} | _MARS | _VECTORS,
     "mars-lion": {"lr": 6e-4, "betas": (0.95, 0.99), "weight_decay": 0.1} | _MARS | _VECTORS,
-    "mars-shampoo": {"lr": 2e-2, "betas": (0.95, 0.99), "weight_decay": 0.01} | _MARS | _VECTORS | {"lr_1d": 3e-3},
-    "mars-m": {"lr": 6e-3, "betas": (0.95, 0.99), "weight_decay": 0.1, "eps": 1e-8, "gamma": 0.025, "clip": 1.0, "betas_1d": (0.9, 0.95)},
+    "mars-shampoo": {"lr": 2e-2, "betas": (0.95, 0.99), "weight_decay": 0.01}
+    | _MARS
+    | _VECTORS
+    | {"lr_1d": 3e-3},
+    "mars-m": {
+        "lr": 6e-3,
+        "betas": (0.95, 0.99),
+        "weight_decay": 0.1,
+        "eps": 1e-8,
+        "gamma": 0.025,
+        "clip": 1.0,
+        "betas_1d": (0.9, 0.95),
+    },
     "adamw": {"lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5},
-    "muon": {"lr": 6e-3, "betas": (0.95, 0.99), "eps": 1e-8, "weight_decay": 0.1, "betas_1d": (0.9, 0.95)},
+    "muon": {
+        "lr": 6e-3,
+        "betas": (0.95, 0.99),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "betas_1d": (0.9, 0.95),
+    },
 }
 SHAMPOO_EMBEDDING_LR = 0.3  # of the matrices' lr: an orthogonal matrix moves its entries less than AdamW does at the same lr
 
@@ -48,7 +65,9 @@ def complete_settings(name: str, **given: Any) -> dict[str, Any]:
     for key, value in settings.items():
         if key != "optimize_1d":
             base = key.removesuffix("_1d")
-            check_hyperparameters(key.removeprefix(base), **{base: value or None if key == "clip" else value})
+            check_hyperparameters(
+                key.removeprefix(base), **{base: value or None if key == "clip" else value}
+            )
     return settings
 
 
@@ -56,28 +75,52 @@ def role_settings(name: str, **settings: Any) -> dict[str, dict[str, Any]]:
     """The group settings of each role under optimizer `name`, from its `settings` as `complete_settings` takes them."""
     settings = complete_settings(name, **settings)
     clip = settings.get("clip") or None
-    main = {"rule": name, "clip": clip} | {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    main = {"rule": name, "clip": clip} | {
+        key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")
+    }
     if RULES[name].corrected:
         main["gamma"] = settings["gamma"]
     table = dict.fromkeys(ROLES, main)
     if name in ("adamw", "lion"):
         table["vector"] = main | {"weight_decay": 0.0}
     elif name in ("mars-m", "muon"):
-        plain = {"rule": "adamw", "lr": settings["lr"], "betas": settings["betas_1d"], "eps": settings["eps"],
-                 "weight_decay": settings["weight_decay"]}
+        plain = {
+            "rule": "adamw",
+            "lr": settings["lr"],
+            "betas": settings["betas_1d"],
+            "eps": settings["eps"],
+            "weight_decay": settings["weight_decay"],
+        }
         table |= dict.fromkeys(("embedding", "head", "vector"), plain)
     else:
         if name == "mars-shampoo":
-            table |= dict.fromkeys(("embedding", "head"), main | {"rule": "mars-adamw", "lr": settings["lr"] * SHAMPOO_EMBEDDING_LR})
+            table |= dict.fromkeys(
+                ("embedding", "head"),
+                main | {"rule": "mars-adamw", "lr": settings["lr"] * SHAMPOO_EMBEDDING_LR},
+            )
         table["embedding"] = table["embedding"] | {"weight_decay": 0.0}
-        table["vector"] = (table["head"] if settings["optimize_1d"] else
-                           {"rule": "adamw", "lr": settings["lr_1d"], "betas": settings["betas_1d"], "eps": settings["eps"],
-                            "weight_decay": settings["weight_decay_1d"]})
+        table["vector"] = (
+            table["head"]
+            if settings["optimize_1d"]
+            else {
+                "rule": "adamw",
+                "lr": settings["lr_1d"],
+                "betas": settings["betas_1d"],
+                "eps": settings["eps"],
+                "weight_decay": settings["weight_decay_1d"],
+            }
+        )
     table["convolution"] = table["convolution"] | {"flatten": True}
     return table
 
 
-def check_groups(name: str, *, by_role: dict[str, dict[str, Any]], by_pattern: Sequence[tuple[str, dict[str, Any]]], **settings: Any) -> None:
+def check_groups(
+    name: str,
+    *,
+    by_role: dict[str, dict[str, Any]],
+    by_pattern: Sequence[tuple[str, dict[str, Any]]],
+    **settings: Any,
+) -> None:
     """Raise the `ValueError` that `param_groups` would raise for these arguments with a model that has every role."""
     table = role_settings(name, **settings)
     for role, changes in by_role.items():
@@ -88,8 +131,14 @@ def check_groups(name: str, *, by_role: dict[str, dict[str, Any]], by_pattern: S
         _changed(table["matrix"], changes, pattern)
 
 
-def param_groups(model: nn.Module, name: str = "mars-adamw", *, by_role: dict[str, dict[str, Any]] | None = None,
-                 by_pattern: Sequence[tuple[str, dict[str, Any]]] = (), **settings: Any) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module,
+    name: str = "mars-adamw",
+    *,
+    by_role: dict[str, dict[str, Any]] | None = None,
+    by_pattern: Sequence[tuple[str, dict[str, Any]]] = (),
+    **settings: Any,
+) -> list[dict[str, Any]]:
     """Groups for `MARS`, with named parameters: one for each pattern and each role that `model` has; each parameter in one.
 
     Args:
@@ -111,17 +160,23 @@ def param_groups(model: nn.Module, name: str = "mars-adamw", *, by_role: dict[st
     claimed: set[str] = set()
     named = dict(model.named_parameters())
     for parameter_name, role in roles(model).items():
-        pattern = next((pattern for pattern, _ in by_pattern if fnmatchcase(parameter_name, pattern)), None)
+        pattern = next(
+            (pattern for pattern, _ in by_pattern if fnmatchcase(parameter_name, pattern)), None
+        )
         key = (pattern or role, role)
         if key not in groups:
             changes = next((changes for each, changes in by_pattern if each == pattern), {})
-            groups[key] = {"params": [], "role": pattern or role} | _changed(table[role], changes, pattern or role)
+            groups[key] = {"params": [], "role": pattern or role} | _changed(
+                table[role], changes, pattern or role
+            )
         if pattern:
             claimed.add(pattern)
         groups[key]["params"].append((parameter_name, named[parameter_name]))
     for pattern, _ in by_pattern:
         if pattern not in claimed:
-            raise ValueError(f"by_pattern: {pattern!r} claims no parameter (or an earlier pattern claimed them all)")
+            raise ValueError(
+                f"by_pattern: {pattern!r} claims no parameter (or an earlier pattern claimed them all)"
+            )
     return list(groups.values())
 
 
@@ -134,18 +189,27 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
                 raise ValueError(f'{where}.{key} has no meaning for "{changed["rule"]}": remove it')
     for key in changes:
         if key not in GROUP_KEYS:
-            raise ValueError(f"{where}.{key} is no setting of a group: those are {', '.join(GROUP_KEYS)}")
+            raise ValueError(
+                f"{where}.{key} is no setting of a group: those are {', '.join(GROUP_KEYS)}"
+            )
     if "clip" in changed:
         changed["clip"] = changed["clip"] or None
     try:
-        check_hyperparameters(**{key: changed[key] for key in changed if key not in ("split", "flatten", "role", "params")})
+        check_hyperparameters(
+            **{
+                key: changed[key]
+                for key in changed
+                if key not in ("split", "flatten", "role", "params")
+            }
+        )
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
     return changed
 
 
-def complete_group(param_group: dict[str, Any], defaults: dict[str, Any], by_rule: Collection[str],
-                   number: int) -> dict[str, Any]:
+def complete_group(
+    param_group: dict[str, Any], defaults: dict[str, Any], by_rule: Collection[str], number: int
+) -> dict[str, Any]:
     """A copy of a user's group, checked, with its rule's values of the settings `by_rule`.
 
     `defaults` are the optimizer's, `number` is the group's among its groups. Keys that are no
@@ -161,16 +225,22 @@ def complete_group(param_group: dict[str, Any], defaults: dict[str, Any], by_rul
     for key in by_rule:
         group.setdefault(key, DEFAULTS[group.get("rule", defaults["rule"])][key])
     merged = defaults | group
-    check_hyperparameters(**{key: merged[key] for key in
-                             ("lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip")})
+    check_hyperparameters(
+        **{
+            key: merged[key]
+            for key in ("lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip")
+        }
+    )
     if not isinstance(group["params"], Tensor | set):  # torch takes the one, refuses the other
         group["params"] = list(group["params"])
         names: dict[Any, str] = {}
         for place, each in enumerate(group["params"]):
             name, parameter = each if isinstance(each, tuple) else (place, each)
             if parameter in names:
-                raise ValueError(f"group {number} has one parameter twice, as {names[parameter]} "
-                                 f"and as {name!r}: name it once")
+                raise ValueError(
+                    f"group {number} has one parameter twice, as {names[parameter]} "
+                    f"and as {name!r}: name it once"
+                )
             names[parameter] = repr(name)
     return group
 
@@ -182,9 +252,11 @@ def warn_of_unsorted(groups: Iterable[dict[str, Any]], rule: str, stacklevel: in
         found = [name for name in names or () if looks_like(name)]
         if found or not names:
             what = f"{found[0]!r}" if found else "all its parameters, whose names it does not know"
-            warnings.warn(f"MARS(rule={rule!r}) orthogonalises {what}: that is wrong for "
-                          f"embeddings and heads. MARS(param_groups(model, {rule!r})) gives them "
-                          "their own rule; groups of matrices that name their rule are taken as "
-                          "they are",
-                          stacklevel=stacklevel)
+            warnings.warn(
+                f"MARS(rule={rule!r}) orthogonalises {what}: that is wrong for "
+                f"embeddings and heads. MARS(param_groups(model, {rule!r})) gives them "
+                "their own rule; groups of matrices that name their rule are taken as "
+                "they are",
+                stacklevel=stacklevel,
+            )
             return

@@ -21,8 +21,9 @@ class Plans:
     `matrix_dtype` are those of `MARS`.
     """
 
-    def __init__(self, mesh_groups: MeshGroups, norm_group: dist.ProcessGroup | None,
-                 matrix_dtype: str) -> None:
+    def __init__(
+        self, mesh_groups: MeshGroups, norm_group: dist.ProcessGroup | None, matrix_dtype: str
+    ) -> None:
         self.mesh_groups, self.matrix_dtype = mesh_groups, matrix_dtype
         self.shard_sum = ShardSum(mesh_groups)
         self.agreement = Agreement(mesh_groups, norm_group)
@@ -46,10 +47,13 @@ class Plans:
             for parameter in group["params"]:
                 together.setdefault(sharding_key(parameter), []).append(parameter)
             for parameters in together.values():
-                shapes = [MatrixShape(tuple(p.shape), group["flatten"], group["split"])
-                          for p in parameters]
-                shardings.append(Sharding(parameters, shapes, loads, self.mesh_groups,
-                                          self.matrix_dtype))
+                shapes = [
+                    MatrixShape(tuple(p.shape), group["flatten"], group["split"])
+                    for p in parameters
+                ]
+                shardings.append(
+                    Sharding(parameters, shapes, loads, self.mesh_groups, self.matrix_dtype)
+                )
         for parameter in group["params"]:
             self.places[parameter] = len(self.places)
             self.shard_sum.add(parameter)

@@ -15,8 +15,20 @@ ROLES = ("matrix", "convolution", "embedding", "head", "vector")
 _EMBEDDINGS = nn.Embedding | nn.EmbeddingBag
 _NORMS = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm
 # Parts of the name of a parameter that a module holds directly, such as cls_token or rel_pos_h.
-_EMBEDDING_PARTS = {"embed", "embeds", "embedding", "embeddings", "token", "tokens", "pos",
-                    "position", "positional", "table", "wte", "wpe"}
+_EMBEDDING_PARTS = {
+    "embed",
+    "embeds",
+    "embedding",
+    "embeddings",
+    "token",
+    "tokens",
+    "pos",
+    "position",
+    "positional",
+    "table",
+    "wte",
+    "wpe",
+}
 _VECTOR_NAME = re.compile(r"(.*_)?bias|A_log")  # A_log: decay rates of Mamba
 _HEAD_NAME = re.compile(r"head|lm_head|classifier")
 # These are hidden matrices where they are repeated, as q_head in each block of Funnel Transformers.
@@ -40,8 +52,11 @@ def roles(model: nn.Module) -> dict[str, str]:
         if isinstance(each, _EMBEDDINGS):
             owners |= {id(p): each for p in each.parameters(recurse=False)}
     heads = _heads(model)
-    return {name: _role(name, parameter, owners[id(parameter)], name in heads)
-            for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: _role(name, parameter, owners[id(parameter)], name in heads)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def looks_like(name: str) -> str | None:
@@ -78,8 +93,12 @@ def _heads(model: nn.Module) -> set[str]:
     alike: dict[str, list[str]] = {}
     for prefix in last_in:
         alike.setdefault(re.sub(r"\d+", "*", prefix), []).append(prefix)
-    heads = {last_in[prefix] for same in alike.values() for prefix in same
-             if len(same) == 1 or _HEAD_NAME.fullmatch(prefix.rpartition(".")[2])}
+    heads = {
+        last_in[prefix]
+        for same in alike.values()
+        for prefix in same
+        if len(same) == 1 or _HEAD_NAME.fullmatch(prefix.rpartition(".")[2])
+    }
     if heads or not matrices:
         return heads
     # Wrappers, such as DDP's, have nothing but one child.
@@ -100,7 +119,7 @@ def _head_prefixes(name: str) -> Iterator[str]:
         if number == len(parts) - 1:
             names.append(_OTHER_HEAD_LAYER)
         if any(pattern.fullmatch(part) for pattern in names):
-            yield ".".join(parts[:number + 1])
+            yield ".".join(parts[: number + 1])
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -22,11 +22,18 @@ class Rule:
     def buffers(self, lean: bool) -> list[str]:
         """Names of the state tensors as large as the parameter."""
         if not self.corrected:
-            return {"adamw": ["exp_avg", "exp_avg_sq"], "sign": ["exp_avg"],
-                    "matrix": ["momentum_buffer"]}[self.kind]
+            return {
+                "adamw": ["exp_avg", "exp_avg_sq"],
+                "sign": ["exp_avg"],
+                "matrix": ["momentum_buffer"],
+            }[self.kind]
         if lean:
             return ["momentum"]
-        return ["exp_avg", "exp_avg_sq", "last_grad"] if self.kind == "adamw" else ["exp_avg", "last_grad"]
+        return (
+            ["exp_avg", "exp_avg_sq", "last_grad"]
+            if self.kind == "adamw"
+            else ["exp_avg", "last_grad"]
+        )
 
     def matrix_scale(self, rows: int, cols: int) -> float:
         """What an orthogonalised [rows, cols] matrix is multiplied by."""
@@ -114,18 +121,24 @@ def check_parameter(parameter: Tensor, local: Tensor, rule: str, name: str) -> N
     # FSDP1's mark on its FlatParameter, and on the views of it that use_orig_params=True shows:
     # private, torch 2.11 to 2.13.
     if getattr(parameter, "_fsdp_flattened", False):
-        raise ValueError(f"params must be whole tensors or DTensors, {name} is a flattened part of "
-                         "FSDP1 (FullyShardedDataParallel), whose norms cannot be known: "
-                         "use FSDP2, torch.distributed.fsdp.fully_shard")
+        raise ValueError(
+            f"params must be whole tensors or DTensors, {name} is a flattened part of "
+            "FSDP1 (FullyShardedDataParallel), whose norms cannot be known: "
+            "use FSDP2, torch.distributed.fsdp.fully_shard"
+        )
     if not parameter.is_floating_point():
-        raise ValueError("params must be real floating-point tensors, "
-                         f"{name} is of {parameter.dtype}")
+        raise ValueError(
+            f"params must be real floating-point tensors, {name} is of {parameter.dtype}"
+        )
     if RULES[rule].kind == "matrix" and parameter.ndim < 2:
-        raise ValueError(f"a matrix rule needs parameters of at least two dimensions, {name} has "
-                         f"shape {tuple(parameter.shape)}: MARS(param_groups(model, {rule!r})) gives "
-                         "norms and biases, embeddings and heads their own rule")
+        raise ValueError(
+            f"a matrix rule needs parameters of at least two dimensions, {name} has "
+            f"shape {tuple(parameter.shape)}: MARS(param_groups(model, {rule!r})) gives "
+            "norms and biases, embeddings and heads their own rule"
+        )
     if RULES[rule].kind == "matrix" and not local.is_contiguous():
-        raise ValueError(f"params of a matrix rule must be contiguous, {name} has strides "
-                         f"{local.stride()}")
+        raise ValueError(
+            f"params of a matrix rule must be contiguous, {name} has strides {local.stride()}"
+        )
     if torch.empty_like(local).stride() != local.stride():
         raise ValueError(f"params must be dense in memory, {name} has strides {local.stride()}")

@@ -4,8 +4,15 @@ import math
 from typing import Literal
 
 
-def lr_factor(step: int, total_steps: int, *, name: Literal["cosine", "linear", "constant", "wsd"] = "cosine",
-              warmup_steps: int = 0, decay_steps: int | None = None, floor: float = 0.0) -> float:
+def lr_factor(
+    step: int,
+    total_steps: int,
+    *,
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine",
+    warmup_steps: int = 0,
+    decay_steps: int | None = None,
+    floor: float = 0.0,
+) -> float:
     """The factor that multiplies the peak learning rate for update number `step` = 1 ... total_steps.
 
     Warmup is linear from 0: step / warmup_steps. Then cosine and linear fall to `floor` (the lowest learning rate over
@@ -14,10 +21,18 @@ def lr_factor(step: int, total_steps: int, *, name: Literal["cosine", "linear", 
     if step < warmup_steps:
         return step / warmup_steps
     start = max(warmup_steps, total_steps - decay_steps) if name == "wsd" else warmup_steps
-    return between(step - start, total_steps - start, 1.0, floor, "linear" if name == "wsd" else name)
+    return between(
+        step - start, total_steps - start, 1.0, floor, "linear" if name == "wsd" else name
+    )
 
 
-def between(step: int, total_steps: int, first: float, last: float, name: Literal["cosine", "linear", "constant"]) -> float:
+def between(
+    step: int,
+    total_steps: int,
+    first: float,
+    last: float,
+    name: Literal["cosine", "linear", "constant"],
+) -> float:
     """A value that goes from `first` at step 0 to `last` at `total_steps` along a line or half a cosine; constant: `first`."""
     progress = min(max(step / max(total_steps, 1), 0.0), 1.0)
     if name == "constant":

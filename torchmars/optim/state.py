@@ -17,30 +17,44 @@ State = dict[str, Tensor]
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
 Known = list[list[tuple[Tensor, Layout]]]  # the parameters of each group, as they were laid out
 # Keys of the groups of torch's own AdamW that mean nothing here.
-_TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
-               "decoupled_weight_decay")
+_TORCH_KEYS = (
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+)
 
 
 def layout_of(parameter: Tensor) -> Layout:
     """All that the state of a parameter has in common with it."""
-    sharding = ((parameter.device_mesh, tuple(parameter.placements))
-                if isinstance(parameter, DTensor) else None)
+    sharding = (
+        (parameter.device_mesh, tuple(parameter.placements))
+        if isinstance(parameter, DTensor)
+        else None
+    )
     return parameter.shape, parameter.stride(), parameter.dtype, parameter.device, sharding
 
 
 def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:
     """The parameters of `groups` and their layouts, as `unchanged` compares them."""
-    return [[(parameter, layout_of(parameter)) for parameter in group["params"]]
-            for group in groups]
+    return [
+        [(parameter, layout_of(parameter)) for parameter in group["params"]] for group in groups
+    ]
 
 
 def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
     """Whether the groups still have the parameters of `known`, laid out as they were."""
     return len(groups) == len(known) and all(
         len(group["params"]) == len(before)
-        and all(parameter is same and layout_of(parameter) == layout
-                for parameter, (same, layout) in zip(group["params"], before))
-        for group, before in zip(groups, known))
+        and all(
+            parameter is same and layout_of(parameter) == layout
+            for parameter, (same, layout) in zip(group["params"], before)
+        )
+        for group, before in zip(groups, known)
+    )
 
 
 def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
@@ -50,8 +64,9 @@ def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
     return f"parameter {names[place]!r} ({where})" if names else f"parameter {where}"
 
 
-def carried_state(groups: Sequence[dict[str, Any]], known: Known, state: dict[Tensor, State],
-                  new_state: NewState) -> dict[Tensor, State]:
+def carried_state(
+    groups: Sequence[dict[str, Any]], known: Known, state: dict[Tensor, State], new_state: NewState
+) -> dict[Tensor, State]:
     """The state of the parameters of `groups`, which once were `known`.
 
     What lies otherwise by now gets a state of its layout with the same values. Raises `ValueError`
@@ -93,9 +108,11 @@ def _predecessors(groups: Sequence[dict[str, Any]], known: Known) -> dict[Tensor
                 continue
             shape = before[former][0]
             if parameter.shape != shape:
-                raise ValueError(f"{parameter_name(group, number, place)} has shape "
-                                 f"{tuple(parameter.shape)} now, and its state {tuple(shape)}: "
-                                 "it can be replaced by a tensor of its own shape only")
+                raise ValueError(
+                    f"{parameter_name(group, number, place)} has shape "
+                    f"{tuple(parameter.shape)} now, and its state {tuple(shape)}: "
+                    "it can be replaced by a tensor of its own shape only"
+                )
             result[parameter] = former
     return result
 
@@ -107,8 +124,11 @@ def fill(target: Tensor, source: Tensor) -> None:
     """
     if source.is_meta:  # no values yet
         return
-    alike = isinstance(source, DTensor) and isinstance(target, DTensor) and (
-        source.device_mesh, source.placements) == (target.device_mesh, target.placements)
+    alike = (
+        isinstance(source, DTensor)
+        and isinstance(target, DTensor)
+        and (source.device_mesh, source.placements) == (target.device_mesh, target.placements)
+    )
     if alike:
         source = source.to_local()
     elif isinstance(source, DTensor):
@@ -131,8 +151,9 @@ class Loaded:
     """Parameters whose rule keeps a last gradient, which the saved state has not."""
 
 
-def check_loaded(saved: dict[str, Any], groups: Sequence[dict[str, Any]],
-                 new_state: NewState) -> Loaded:
+def check_loaded(
+    saved: dict[str, Any], groups: Sequence[dict[str, Any]], new_state: NewState
+) -> Loaded:
     """What loading `saved`, a `state_dict`, makes of an optimizer with `groups`. Changes nothing.
 
     The state of torch's AdamW, whose groups name no rule, is that of the rule "adamw". It and that
@@ -142,13 +163,17 @@ def check_loaded(saved: dict[str, Any], groups: Sequence[dict[str, Any]],
     if not {"state", "param_groups"} <= set(saved):
         raise ValueError(f"state_dict must have 'state' and 'param_groups', got {sorted(saved)}")
     if len(saved["param_groups"]) != len(groups):
-        raise ValueError(f"state_dict has {len(saved['param_groups'])} parameter groups, "
-                         f"this optimizer {len(groups)}")
+        raise ValueError(
+            f"state_dict has {len(saved['param_groups'])} parameter groups, "
+            f"this optimizer {len(groups)}"
+        )
     loaded = Loaded([], {}, [])
     for number, (theirs, ours) in enumerate(zip(saved["param_groups"], groups)):
         if len(theirs["params"]) != len(ours["params"]):
-            raise ValueError(f"group {number} has {len(theirs['params'])} parameters in the "
-                             f"state_dict, {len(ours['params'])} in this optimizer")
+            raise ValueError(
+                f"group {number} has {len(theirs['params'])} parameters in the "
+                f"state_dict, {len(ours['params'])} in this optimizer"
+            )
         loaded.groups.append(_merged(theirs, ours, number))
         for place, (key, parameter) in enumerate(zip(theirs["params"], ours["params"])):
             name = parameter_name(ours, number, place)
@@ -168,22 +193,26 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
     """The hyperparameters of a group after loading."""
     rule, saved_rule = ours["rule"], theirs.get("rule", "adamw")
     if rule != saved_rule and (rule, saved_rule) != ("mars-adamw", "adamw"):
-        raise ValueError(f"group {number} of the state_dict is of the rule {saved_rule}, "
-                         f"here it is of {rule}")
+        raise ValueError(
+            f"group {number} of the state_dict is of the rule {saved_rule}, here it is of {rule}"
+        )
     for key in ("amsgrad", "maximize"):
         if "rule" not in theirs and theirs.get(key):
-            raise ValueError(f"group {number} of the state_dict has {key}=True, "
-                             f"which {rule} has not")
+            raise ValueError(
+                f"group {number} of the state_dict has {key}=True, which {rule} has not"
+            )
     merged = dict(ours)
     if rule == saved_rule:
         merged |= {key: value for key, value in theirs.items() if key not in _TORCH_KEYS}
-        check_hyperparameters(**{key: merged[key]
-                                 for key in ("lr", "betas", "eps", "weight_decay")})
+        check_hyperparameters(
+            **{key: merged[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        )
     return merged | {"params": theirs["params"]}
 
 
-def _current(entries: dict[str, Any], theirs: dict[str, Any], rule: str, wanted: State,
-             name: str) -> State:
+def _current(
+    entries: dict[str, Any], theirs: dict[str, Any], rule: str, wanted: State, name: str
+) -> State:
     """A parameter's saved state by today's names, if it fits what is `wanted`."""
     saved_rule = theirs.get("rule", "adamw")
     current = {}
@@ -194,10 +223,14 @@ def _current(entries: dict[str, Any], theirs: dict[str, Any], rule: str, wanted:
         current[current_name(saved_rule, key)] = value
     odd = current.keys() - wanted.keys()
     if odd or not state_fits(rule, wanted, saved_rule, current):
-        raise ValueError(f"{name} has the state {', '.join(sorted(entries)) or 'none'} in the "
-                         f"state_dict, {rule} needs {', '.join(sorted(wanted))}")
+        raise ValueError(
+            f"{name} has the state {', '.join(sorted(entries)) or 'none'} in the "
+            f"state_dict, {rule} needs {', '.join(sorted(wanted))}"
+        )
     for key, value in current.items():
         if value.shape != wanted[key].shape:
-            raise ValueError(f"{name}: {key} has shape {tuple(value.shape)} in the state_dict, "
-                             f"here {tuple(wanted[key].shape)}")
+            raise ValueError(
+                f"{name}: {key} has shape {tuple(value.shape)} in the state_dict, "
+                f"here {tuple(wanted[key].shape)}"
+            )
     return current

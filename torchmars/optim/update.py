@@ -11,8 +11,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from torchmars.optim.elementwise import (
-    adamw_, corrected_squared_norms, lean_coefficients, lean_lion_, lean_momentum_, lion_,
-    momentum_, run_pass)
+    adamw_,
+    corrected_squared_norms,
+    lean_coefficients,
+    lean_lion_,
+    lean_momentum_,
+    lion_,
+    momentum_,
+    run_pass,
+)
 from torchmars.optim.owners import MatrixShape
 from torchmars.optim.rules import RULES
 
@@ -29,7 +36,9 @@ def flat(tensor: Tensor) -> Tensor:
 
     No view of the tensor: torch.compile would make kernels for every shape that a view comes from.
     """
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
+    return tensor.new_empty(0).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,)
+    )
 
 
 @dataclass
@@ -51,15 +60,16 @@ class Summary:
         of the global clip, c the corrected gradient.
         """
         scale, gg = self.scale.double(), self.products[:, 0]
-        memory = sum(squared_memory(parameter, state[parameter], self.rate1)
-                     for parameter in self.parameters)
+        memory = sum(
+            squared_memory(parameter, state[parameter], self.rate1) for parameter in self.parameters
+        )
         sums = [gg.sum(), scale**2 * gg.sum(), memory]
         if self.clip is None:
             return F.pad(torch.stack(sums), (0, 6))
         _, gh, hh = self.products.unbind(-1)
         differences = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0)
         sums += [scale**2 * gg.sum(), scale * gh.sum(), hh.sum()]
-        sums += [(self.kappa.double()**2 * differences).sum(), (self.clip < 1).double().sum()]
+        sums += [(self.kappa.double() ** 2 * differences).sum(), (self.clip < 1).double().sum()]
         return torch.stack([*sums, torch.full_like(memory, len(self.clip))])
 
 
@@ -74,9 +84,11 @@ def squared_memory(parameter: Tensor, state: dict[str, Tensor], rate1: float) ->
         part = local_part(state["exp_avg_sq"])
         squared = part.sum(dtype=torch.float64)
     else:
-        name, scale = next((name, scale) for name, scale in
-                           (("momentum_buffer", rate1), ("momentum", 1.0), ("exp_avg", 1.0))
-                           if name in state)
+        name, scale = next(
+            (name, scale)
+            for name, scale in (("momentum_buffer", rate1), ("momentum", 1.0), ("exp_avg", 1.0))
+            if name in state
+        )
         part = local_part(state[name])
         squared = (scale * torch.linalg.vector_norm(part, dtype=torch.float64)).square()
     return squared * (parameter.numel() / max(part.numel(), 1))
@@ -101,9 +113,14 @@ class GroupUpdate:
     step is done. Factors are 0-d tensors in the dtype of the computation: at least float32.
     """
 
-    def __init__(self, group: dict[str, Any], parameters: list[Tensor],
-                 state: dict[Tensor, dict[str, Tensor]], exact: bool,
-                 wire: torch.dtype) -> None:
+    def __init__(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        state: dict[Tensor, dict[str, Tensor]],
+        exact: bool,
+        wire: torch.dtype,
+    ) -> None:
         self.group, self.exact, self.rule = group, exact, RULES[group["rule"]]
         self.parameters = parameters
         self.locals = [flat(local_part(parameter)) for parameter in parameters]
@@ -116,9 +133,13 @@ class GroupUpdate:
 
         self.momenta = buffers("momentum") or buffers("momentum_buffer") or buffers("exp_avg")
         self.squares, self.last_grads = buffers("exp_avg_sq"), buffers("last_grad")
-        self.lean = not self.last_grads and self.rule.kind != "adamw"  # by the state there is, whatever clip says by now
+        self.lean = (
+            not self.last_grads and self.rule.kind != "adamw"
+        )  # by the state there is, whatever clip says by now
         if self.rule.corrected and self.lean and group["clip"] is not None:
-            raise ValueError("clip cannot be switched on after the optimizer was created without it: no last gradient was kept")
+            raise ValueError(
+                "clip cannot be switched on after the optimizer was created without it: no last gradient was kept"
+            )
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         self.largest_norm = self._largest_norm(wire)
 
@@ -174,39 +195,64 @@ class GroupUpdate:
             self.kappa, self.clip = kappa.to(self.dtype), clip.to(self.dtype)
         if self.rule.kind == "adamw" and self.rule.corrected:
             self.rate2, self.eps = self._scalar(1 - beta2), self._scalar(self.group["eps"])
-            self.unbias = [(1 / (1 - beta ** (counts + 1))).to(self.dtype).unbind() for beta in (beta1, beta2)]
+            self.unbias = [
+                (1 / (1 - beta ** (counts + 1))).to(self.dtype).unbind() for beta in (beta1, beta2)
+            ]
         if self.lean:
-            gamma_next = self.group["gamma"] if self.group["gamma_next"] is None else self.group["gamma_next"]
-            lean = lean_coefficients(self.group["rule"], self.group["betas"], self.group["gamma"],
-                                     gamma_next)
+            gamma_next = (
+                self.group["gamma"]
+                if self.group["gamma_next"] is None
+                else self.group["gamma_next"]
+            )
+            lean = lean_coefficients(
+                self.group["rule"], self.group["betas"], self.group["gamma"], gamma_next
+            )
             self.decay, self.mix = self._scalar(lean.decay), self._scalar(lean.mix)
-            self.weights, self.outs = ((value + lean.first * first_step).to(self.dtype).unbind()
-                                       for value in (lean.weight, lean.out))
+            self.weights, self.outs = (
+                (value + lean.first * first_step).to(self.dtype).unbind()
+                for value in (lean.weight, lean.out)
+            )
 
     def summary(self) -> Summary:
-        return Summary(self.parameters, self.products, self.scale, self.clip, self.kappa,
-                       1 - self.group["betas"][0])
+        return Summary(
+            self.parameters,
+            self.products,
+            self.scale,
+            self.clip,
+            self.kappa,
+            1 - self.group["betas"][0],
+        )
 
     def correction_factors(self) -> list[dict[str, Any]]:
         """For each parameter, what the passes over a corrected gradient need."""
         shared = self._shared() | {"rate1": self.rate1, "keep": not self.exact}
         each = zip(self.clip.unbind(), self.kappa.unbind(), self.unusable.unbind())
-        return [shared | {"clip": clip, "kappa": kappa, "unusable": unusable}
-                for clip, kappa, unusable in each]
+        return [
+            shared | {"clip": clip, "kappa": kappa, "unusable": unusable}
+            for clip, kappa, unusable in each
+        ]
 
     def adamw_factors(self) -> list[dict[str, Any]]:
         """The same for MARS-AdamW."""
-        return [each | {"rate2": self.rate2, "eps": self.eps, "unbias1": unbias1, "unbias2": unbias2}
-                for each, unbias1, unbias2 in zip(self.correction_factors(), *self.unbias)]
+        return [
+            each | {"rate2": self.rate2, "eps": self.eps, "unbias1": unbias1, "unbias2": unbias2}
+            for each, unbias1, unbias2 in zip(self.correction_factors(), *self.unbias)
+        ]
 
     def lean_factors(self) -> list[dict[str, Any]]:
         """For each parameter, what the passes over a lean momentum need."""
         shared = self._shared() | {"decay": self.decay, "mix": self.mix}
-        return [shared | {"out": out, "weight": weight}
-                for out, weight in zip(self.outs, self.weights)]
+        return [
+            shared | {"out": out, "weight": weight} for out, weight in zip(self.outs, self.weights)
+        ]
 
     def _shared(self) -> dict[str, Any]:
-        return {"scale": self.scale, "ok": self.ok, "lr": self.lr, "weight_decay": self.weight_decay}
+        return {
+            "scale": self.scale,
+            "ok": self.ok,
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+        }
 
     def update_momentum(self, compile: bool) -> None:
         """The second pass of matrix rules: the momentum."""
@@ -229,16 +275,28 @@ class GroupUpdate:
             tensors = list(zip(self.locals, self.grads, self.last_grads, self.momenta))
             run_pass(lion_, tensors, self.correction_factors(), compile)
         elif self.rule.corrected:
-            tensors = list(zip(self.locals, self.grads, self.last_grads, self.momenta,
-                               self.squares))
+            tensors = list(
+                zip(self.locals, self.grads, self.last_grads, self.momenta, self.squares)
+            )
             run_pass(adamw_, tensors, self.adamw_factors(), compile)
         else:
             # torch's own fused kernel takes many tensors at once. It raises the step counts itself.
-            adamw(self.locals, self.grads, self.momenta, self.squares, [], self.steps, fused=True,
-                  grad_scale=(1 / self.scale).float() if clipped else None,
-                  found_inf=(~self.ok).float(), amsgrad=False, maximize=False,
-                  beta1=self.group["betas"][0], beta2=self.group["betas"][1],
-                  **{key: self.group[key] for key in ("lr", "eps", "weight_decay")})
+            adamw(
+                self.locals,
+                self.grads,
+                self.momenta,
+                self.squares,
+                [],
+                self.steps,
+                fused=True,
+                grad_scale=(1 / self.scale).float() if clipped else None,
+                found_inf=(~self.ok).float(),
+                amsgrad=False,
+                maximize=False,
+                beta1=self.group["betas"][0],
+                beta2=self.group["betas"][1],
+                **{key: self.group[key] for key in ("lr", "eps", "weight_decay")},
+            )
 
     def matrix_input(self, number: int, shape: MatrixShape, place: Slices) -> Tensor:
         """The part `place` of what is to be orthogonalised, within the local [batch, rows, cols].
@@ -252,12 +310,18 @@ class GroupUpdate:
         used = self.scale * torch.where(self.ok, gradient, 0).to(self.dtype)
         return self.mix * momentum.to(self.dtype) + self.outs[number] * used
 
-    def apply_matrix(self, number: int, shape: MatrixShape, place: Slices, direction: Tensor, scale: float) -> None:
+    def apply_matrix(
+        self, number: int, shape: MatrixShape, place: Slices, direction: Tensor, scale: float
+    ) -> None:
         """x <- x - lr (scale direction + weight_decay x) for the part `place` of the parameter, if the step counts."""
         lr = self.lr * self.ok
         x = self._matrix(self.locals[number], number, shape)[place]
         wide = x.to(self.dtype)  # x itself, but for a bfloat16 parameter, which is rounded once
-        x.copy_(wide.mul_(1 - lr * self.weight_decay).addcmul_(direction.to(self.dtype), lr * scale, value=-1))
+        x.copy_(
+            wide.mul_(1 - lr * self.weight_decay).addcmul_(
+                direction.to(self.dtype), lr * scale, value=-1
+            )
+        )
 
     def _matrix(self, values: Tensor, number: int, shape: MatrixShape) -> Tensor:
         return values.view(shape.local(local_part(self.parameters[number]).shape))

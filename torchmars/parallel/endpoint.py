@@ -24,16 +24,24 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise UserError(f"RDZV_ENDPOINT = {endpoint}: {mesh.node()} does not know {host} ({error.strerror}): name one of the machines") from None
+        raise UserError(
+            f"RDZV_ENDPOINT = {endpoint}: {mesh.node()} does not know {host} ({error.strerror}): name one of the machines"
+        ) from None
     number, here = mesh.node_rank(), is_here(address)
     if number == 0 and not here:
-        raise UserError(f"RDZV_ENDPOINT = {endpoint}: {host} is not {mesh.node()}, whose NODE_RANK is 0: name that machine")
+        raise UserError(
+            f"RDZV_ENDPOINT = {endpoint}: {host} is not {mesh.node()}, whose NODE_RANK is 0: name that machine"
+        )
     if number == 0 and not is_free(port):
-        raise UserError(f"RDZV_ENDPOINT = {endpoint}: port {port} of {mesh.node()} is taken: choose another one")
+        raise UserError(
+            f"RDZV_ENDPOINT = {endpoint}: port {port} of {mesh.node()} is taken: choose another one"
+        )
     if not (here if number is None else number == 0):
         wait_for_host(endpoint, host, port)
     way = way_to(address, port)
-    if number is None and here:  # there may be two on this machine: torchrun makes the first one the host, where it knows the address for its own
+    if (
+        number is None and here
+    ):  # there may be two on this machine: torchrun makes the first one the host, where it knows the address for its own
         return f"localhost:{port}", None, way
     return endpoint, number == 0, way
 
@@ -64,11 +72,15 @@ def wait_for_host(endpoint: str, host: str, port: int) -> None:
     deadline = time.monotonic() + mesh.patience().total_seconds()
     while True:
         try:
-            return socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic())).close()
+            return socket.create_connection(
+                (host, port), timeout=max(1.0, deadline - time.monotonic())
+            ).close()
         except OSError as error:
             if time.monotonic() > deadline - 1:
-                raise UserError(f"nobody is at RDZV_ENDPOINT = {endpoint}, as seen from {mesh.node()} ({error.strerror or error}): run the same command on the "
-                                "machine that it names, and see that this one can reach it") from None
+                raise UserError(
+                    f"nobody is at RDZV_ENDPOINT = {endpoint}, as seen from {mesh.node()} ({error.strerror or error}): run the same command on the "
+                    "machine that it names, and see that this one can reach it"
+                ) from None
             time.sleep(0.5)
 
 
@@ -92,6 +104,13 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24]) == address:
+                if (
+                    socket.inet_ntoa(
+                        fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[
+                            20:24
+                        ]
+                    )
+                    == address
+                ):
                     return name
     return None

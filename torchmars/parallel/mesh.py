@@ -20,7 +20,9 @@ from torchmars.environment import read_variable
 from torchmars.errors import EXIT_MISTAKE, LostRank, NoTraffic, UserError, report_failure
 
 T = TypeVar("T")
-CLOSED = re.compile("closed by peer|reset by peer|broken pipe|likely closed", re.IGNORECASE)  # what becomes of a connection whose other end has died
+CLOSED = re.compile(
+    "closed by peer|reset by peer|broken pipe|likely closed", re.IGNORECASE
+)  # what becomes of a connection whose other end has died
 NETWORK = re.compile("gloo|nccl|socket|connect|timed out", re.IGNORECASE)
 
 
@@ -125,7 +127,9 @@ def check_devices(local_ranks: int | None = None) -> None:
     local_ranks = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     if 0 < gpus < local_ranks:
-        raise UserError(f"{local_ranks} ranks need as many GPUs, {node()} has {gpus}: set NGPU to at most {gpus}")
+        raise UserError(
+            f"{local_ranks} ranks need as many GPUs, {node()} has {gpus}: set NGPU to at most {gpus}"
+        )
 
 
 def patience() -> timedelta:
@@ -144,8 +148,10 @@ def meet() -> dist.Store:
         return next(dist.rendezvous("env://", timeout=patience()))[0]
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise LostRank(f"rank {rank()} on {node()} cannot reach rank 0 at {place} ({str(error).splitlines()[0]}): see what that one says, and whether "
-                       "the machines may reach each other on any port") from None
+        raise LostRank(
+            f"rank {rank()} on {node()} cannot reach rank 0 at {place} ({str(error).splitlines()[0]}): see what that one says, and whether "
+            "the machines may reach each other on any port"
+        ) from None
 
 
 def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
@@ -160,12 +166,16 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps, for the watchdog to name
+    os.environ.setdefault(
+        "TORCH_FR_BUFFER_SIZE", "2000"
+    )  # collectives that torch's flight recorder keeps, for the watchdog to name
     if not dist.is_initialized():
         with _network_check():
             # NCCL's own 10 minutes would forestall the watchdog.
             store = store or meet()
-            dist.init_process_group(backend, store=store, rank=rank(), world_size=size, timeout=timedelta(minutes=30))
+            dist.init_process_group(
+                backend, store=store, rank=rank(), world_size=size, timeout=timedelta(minutes=30)
+            )
             for place in dict.fromkeys((torch.device("cpu"), device)):
                 ones = torch.ones(1, device=place)
                 dist.all_reduce(ones)
@@ -177,15 +187,23 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
 @contextlib.contextmanager
 def _network_check() -> Iterator[None]:
     """End the process with one line where the body, the first traffic between the ranks, fails or takes too long: it has no time limit of its own."""
+
     def give_up(reason: str) -> None:
-        report_failure(NoTraffic(
-            f"{node()}: the ranks have met, but cannot exchange data ({reason}): "
-            "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
-            "that connects the machines, and see that no firewall is between them"))
+        report_failure(
+            NoTraffic(
+                f"{node()}: the ranks have met, but cannot exchange data ({reason}): "
+                "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
+                "that connects the machines, and see that no firewall is between them"
+            )
+        )
         # The launcher ends the others, and asks whether a rank elsewhere has died.
         os._exit(EXIT_MISTAKE)
 
-    late = threading.Timer(patience().total_seconds(), give_up, [f"nothing has come in {patience().total_seconds():g} s"])
+    late = threading.Timer(
+        patience().total_seconds(),
+        give_up,
+        [f"nothing has come in {patience().total_seconds():g} s"],
+    )
     late.daemon = True
     late.start()
     try:
@@ -193,7 +211,9 @@ def _network_check() -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if CLOSED.search(reason):
-            raise LostRank(f"rank {rank()} on {node()} lost another rank at the start: {reason}") from None
+            raise LostRank(
+                f"rank {rank()} on {node()} lost another rank at the start: {reason}"
+            ) from None
         if not NETWORK.search(reason):
             raise
         give_up(reason)
@@ -213,7 +233,9 @@ def simulate(config: ParallelismConfig, world_size: int, rank: int, device: torc
 
 def _mesh(device: str, replicate: int, shard: int) -> DeviceMesh:
     if replicate > 1:
-        return init_device_mesh(device, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+        return init_device_mesh(
+            device, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
     return init_device_mesh(device, (shard,), mesh_dim_names=("dp_shard",))
 
 
