@@ -36,15 +36,15 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
 fi
 set -- "${CONFIG_FILE-$root/train_configs/quickstart.toml}" "$@"
 if [ "$batch" = false ]; then
-    exec python -m torchmars.environment "$@"
+    exec python -m torchmars train "$@"
 fi
 
 # Data and checkpoints are checked once; then one launcher on each node of the job, its ranks on all CPUs that the job has there. What this script
 # is told goes to all of them.
-python -m torchmars.environment --prepare "$@"
+python -m torchmars train --prepare "$@"
 srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=none \
     --kill-on-bad-exit=0 \
-    bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars.environment --prepared "$@"' - "$@" &
+    bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars train --prepared "$@"' - "$@" &
 step=$!
 SECONDS=0
 trap 'kill -USR1 "$step" || true' USR1 TERM

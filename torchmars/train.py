@@ -8,27 +8,27 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchmars.config_file import load_config
-from torchmars.errors import LostRank, last_word, report_failure, reported
-from torchmars.parallel import mesh
-from torchmars.signals import follow_launcher
-from torchmars.startup import compare_ranks
-from torchmars.trainer import Trainer
+from torchmars.cluster import connection, process
+from torchmars.cluster.signals import follow_launcher
+from torchmars.cluster.startup import compare_ranks
+from torchmars.config.load import load_config
+from torchmars.core.errors import LostRank, last_word, report_failure, reported
+from torchmars.training.trainer import Trainer
 
 
 @record
 def main() -> None:
     follow_launcher()
     with reported(
-        quiet=mesh.local_rank() != 0
+        quiet=process.local_rank() != 0
     ):  # a mistake that one machine alone may find: the launcher must end the others
         config = load_config(sys.argv[1:], "python -m torchmars.train")
-        mesh.check_devices()
+        process.check_devices()
     try:
-        with reported(quiet=mesh.rank() != 0):
-            store = mesh.meet()
+        with reported(quiet=process.rank() != 0):
+            store = connection.open_store()
             cluster = compare_ranks(config, store)
-            layout = mesh.start(config.parallelism, store)
+            layout = connection.start(config.parallelism, store)
             if cluster:
                 layout.say(cluster)
             code = Trainer(config, layout).run()
@@ -38,7 +38,7 @@ def main() -> None:
         report_failure(error)
         sys.exit(1)
     finally:
-        mesh.stop()
+        connection.stop()
     sys.exit(last_word(code))
 
 

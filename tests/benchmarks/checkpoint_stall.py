@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.tiny import run_folder_of, tiny_tables, write_config, write_text
-from torchmars.config_file import config_from_tables
+from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
+from torchmars.config.load import config_from_tables
 
 STEPS, INTERVAL = 12, 3
 KINDS = {

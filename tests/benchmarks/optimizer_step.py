@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from torchmars.models import GPT2Args, build_model
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
+from tests.support.ranks import run_ranks
+from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
 from torchmars.checkpoint import folder as folders
 from torchmars.checkpoint.folder import checkpoints, delete, leftovers, step_of, vacated
 from torchmars.checkpoint.resume import opened

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.ranks import run_ranks
-from tests.tiny import listen, metrics, tiny_tables, train, write_text
-from torchmars.config_file import config_from_tables
-from torchmars.parallel import mesh
-from torchmars.trainer import Trainer
+from tests.support.ranks import run_ranks
+from tests.support.tiny import listen, metrics, tiny_tables, train, write_text
+from torchmars.cluster import connection
+from torchmars.config.load import config_from_tables
+from torchmars.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def tables_of(folder, run, optimizer, steps, **overrides):
 def started(tables):
     """The weights and the optimizer's state that a run starts from, whole, and where it says they come from."""
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, mesh.start(config.parallelism))
+    trainer = Trainer(config, connection.start(config.parallelism))
     whole = {name: value.full_tensor() for name, value in trainer.model.state_dict().items()}
     states = {
         name: {
@@ -165,7 +165,7 @@ def test_exact_mode_starts_without_the_look_ahead_of_another_run(folder):
 def forgotten(tables):
     """Whether every last gradient that a run starts with will be replaced."""
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, mesh.start(config.parallelism))
+    trainer = Trainer(config, connection.start(config.parallelism))
     return set(trainer.without_last_grad) == set(trainer.model.parameters())
 
 

@@ -6,8 +6,16 @@ import shutil
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.tiny import listen, listen_here, metrics, run_folder_of, tiny_tables, train, write_text
+from tests.support.ranks import run_ranks
+from tests.support.tiny import (
+    listen,
+    listen_here,
+    metrics,
+    run_folder_of,
+    tiny_tables,
+    train,
+    write_text,
+)
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint

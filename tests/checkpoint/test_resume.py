@@ -6,19 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.tiny import listen_on, metrics, run_folder_of, tiny_tables, train, write_text
-from torchmars.build import build_meta_model, build_optimizer
+from tests.support.ranks import run_ranks
+from tests.support.tiny import listen_on, metrics, run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import checkpoints, checkpoints_folder, set_aside, step_of
+from torchmars.checkpoint.folder import checkpoints, set_aside, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import check_same_run
-from torchmars.config_file import config_from_tables
+from torchmars.cluster import connection
+from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
 from torchmars.data.loader import Windows
 from torchmars.data.shards import read_manifest
-from torchmars.errors import UserError
-from torchmars.parallel import mesh
-from torchmars.trainer import Trainer
+from torchmars.models import build_meta_model
+from torchmars.training.build import build_optimizer
+from torchmars.training.trainer import Trainer
 
 # Layouts that a run is saved on and goes on on: ranks and parallelism.
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2})}
@@ -175,7 +176,7 @@ def windows_read(tables):
     read, original = [], Windows.__getitem__
     Windows.__getitem__ = lambda self, window: read.append(window) or original(self, window)
     config = config_from_tables(tables, "in a test")
-    Trainer(config, mesh.start(config.parallelism)).run()
+    Trainer(config, connection.start(config.parallelism)).run()
     return read
 
 
@@ -227,13 +228,18 @@ def test_another_run_does_not_continue_this_one(folder, overrides, message):
 def newest(tables):
     """The config of `tables`, the newest checkpoint of its run and that one's manifest."""
     config = config_from_tables(tables, "in a test")
-    path = checkpoints(checkpoints_folder(config))[-1]
+    path = checkpoints(config.run.checkpoints)[-1]
     return config, path, manifests.read(path)
 
 
 def meta_optimizer(config):
     return build_optimizer(
-        config, build_meta_model(config, read_manifest(Path(config.data.path)).vocab_size)
+        config,
+        build_meta_model(
+            config.model,
+            read_manifest(Path(config.data.path)).vocab_size,
+            config.training.seq_len,
+        ),
     )
 
 
@@ -310,7 +316,7 @@ def test_a_validation_that_a_stop_left_out_is_made_once(tmp_path):
 def made_steps(tables, count):
     """Train `count` steps and stop there without saving, as one that is killed."""
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, mesh.start(config.parallelism))
+    trainer = Trainer(config, connection.start(config.parallelism))
     original, made = trainer.train_step, 0
 
     def train_step():

@@ -13,17 +13,25 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.ranks import run_ranks
-from tests.tiny import listen, listen_here, metrics, run_folder_of, tiny_tables, train, write_text
+from tests.support.ranks import run_ranks
+from tests.support.tiny import (
+    listen,
+    listen_here,
+    metrics,
+    run_folder_of,
+    tiny_tables,
+    train,
+    write_text,
+)
 from torchmars.checkpoint import folder as folders
 from torchmars.checkpoint import saver, state
 from torchmars.checkpoint.folder import checkpoints, dispensable, step_of
 from torchmars.checkpoint.resume import newest_good, opened
 from torchmars.checkpoint.saver import Saver, _TensorWriter
+from torchmars.cluster import connection
 from torchmars.config import CheckpointConfig
-from torchmars.config_file import config_from_tables
-from torchmars.parallel import mesh
-from torchmars.trainer import Trainer
+from torchmars.config.load import config_from_tables
+from torchmars.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def change_after_saving(tables):
     changed meanwhile and came back as they had been.
     """
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, mesh.start(config.parallelism))
+    trainer = Trainer(config, connection.start(config.parallelism))
     write, wait, let_go = Saver._write, Saver.wait, {step: threading.Event() for step in (1, 2)}
 
     def write_once_let_go(saver, manifest, *rest):
@@ -136,7 +144,7 @@ def with_failing_saves(tables, failing, on_rank):
     write = Saver._write
 
     def fail(self, manifest, tensors, folder):
-        if manifest.step in failing and self.layout.rank == on_rank:
+        if manifest.step in failing and self.layout.world.rank == on_rank:
             original, manifests_of_saver.describe = manifests_of_saver.describe, broken
             try:
                 return write(self, manifest, tensors, folder)
@@ -284,7 +292,7 @@ def test_a_full_disk(tables, tmp_path):
 @needs_mount
 def test_a_disk_too_full_for_metrics(tables, tmp_path):
     """Lines that do not fit are kept in memory; a start without room for any is refused."""
-    from torchmars.journal import Journal
+    from torchmars.metrics.journal import Journal
 
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16k", "none"):
         journal = Journal(tmp_path / "small" / "metrics.jsonl", 0, True)
@@ -337,7 +345,7 @@ def killed_at(tables, count):
         return call
 
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, mesh.start(config.parallelism))
+    trainer = Trainer(config, connection.start(config.parallelism))
     save = trainer.save
     trainer.save = lambda: trainer.saver.wait() or save()  # the calls of two threads in one order
     os.fsync, os.rename, os.rmdir, os.unlink = (

@@ -8,17 +8,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import run_ranks
-from tests.tiny import run_folder_of, tiny_tables, train, write_text
+from tests.support.ranks import run_ranks
+from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state
-from torchmars.checkpoint.folder import checkpoints_folder
+from torchmars.checkpoint.inference import load_model
 from torchmars.checkpoint.initial import init_from
-from torchmars.config_file import config_from_tables
-from torchmars.errors import UserError
-from torchmars.generate import load
-from torchmars.parallel import mesh
-from torchmars.trainer import Trainer
+from torchmars.cluster import connection
+from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
+from torchmars.training.trainer import Trainer
 
 RAN = "torchmars_exploit_ran"
 
@@ -43,7 +42,7 @@ def resume(tables):
 
     config = config_from_tables(tables, "in a test")
     try:
-        Trainer(config, mesh.start(config.parallelism))
+        Trainer(config, connection.start(config.parallelism))
         said = "no error"
     except Exception as error:
         said = str(error)
@@ -76,7 +75,7 @@ def test_a_hostile_pickle_in_any_file_does_not_run(tables, name, kind):
         for said, ran in run_ranks(resume, 2, tables):
             assert not ran and re.search(f"step-00000002(/{name}| cannot be read)", said)
         with pytest.raises(UserError, match="step-00000002"):
-            load(run_folder_of(tables))
+            load_model(run_folder_of(tables))
     finally:
         file.write_bytes(good)
 
@@ -120,9 +119,9 @@ def give_former_names(folder, trainer):
 def read_former_names(tables):
     """For both roads to a checkpoint: whether it is read as it was; what the second says."""
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, mesh.start(config.parallelism))
+    trainer = Trainer(config, connection.start(config.parallelism))
     trainer.run()
-    folder = checkpoints_folder(config) / "step-00000003"
+    folder = config.run.checkpoints / "step-00000003"
     give_former_names(folder, trainer)
     for group in trainer.optimizer.param_groups:
         group["betas"] = (0.5, 0.5)  # those that the checkpoint was made with count

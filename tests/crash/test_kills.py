@@ -14,11 +14,11 @@ from typing import Literal
 
 import pytest
 
-from tests.tiny import run_folder_of, tiny_tables, write_config, write_text
+from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_folder
 from torchmars.checkpoint.resume import opened
-from torchmars.config_file import config_from_tables
+from torchmars.config.load import config_from_tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ import time
 from pathlib import Path
 
 from torchmars.train import main
-from torchmars.trainer import Trainer
+from torchmars.training.trainer import Trainer
 
 rank, place, number, marker = os.environ["HOLD"].split(",")
 seen = 0

@@ -3,8 +3,8 @@
 import pytest
 
 from torchmars.config import DataConfig
+from torchmars.core.errors import UserError
 from torchmars.data.corpus import documents, source_files
-from torchmars.errors import UserError
 
 
 def test_files_folders_and_globs(tmp_path):

@@ -5,18 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from tests.tiny import tiny_config, write_text
+from tests.support.tiny import tiny_config, write_text
+from torchmars.core.errors import UserError
 from torchmars.data import shards
 from torchmars.data.tokenizer import ByteTokenizer
-from torchmars.errors import UserError
-from torchmars.prepare import prepare_shards
+from torchmars.training.preparation import prepare_data
 
 
 @pytest.fixture
 def prepared(tmp_path):
     write_text(tmp_path)
     config = tiny_config(tmp_path)
-    return config, tmp_path / "shards", prepare_shards(config)
+    return config, tmp_path / "shards", prepare_data(config)
 
 
 def tokens_of(folder, split):
@@ -36,7 +36,7 @@ def test_shards_hold_the_documents_split_whole(prepared, tmp_path):
     assert sorted(text.strip() for text in found) == sorted(text.strip() for text in documents)
     validation, train = manifest.splits["validation"], manifest.splits["train"]
     assert 0.03 < validation.tokens / (validation.tokens + train.tokens) < 0.1
-    assert prepare_shards(config) == manifest == shards.read_manifest(folder)
+    assert prepare_data(config) == manifest == shards.read_manifest(folder)
 
 
 def test_many_shards_hold_the_same_stream(prepared, tmp_path):
@@ -57,7 +57,7 @@ def test_many_shards_hold_the_same_stream(prepared, tmp_path):
 
 def test_a_single_document_is_cut_near_its_end(tmp_path):
     (tmp_path / "text.txt").write_text("abcde" * 1000)
-    manifest = prepare_shards(tiny_config(tmp_path))
+    manifest = prepare_data(tiny_config(tmp_path))
     assert manifest.splits["train"].tokens == 4751 and manifest.splits["validation"].tokens == 250
 
 
@@ -125,7 +125,7 @@ def test_a_manifest_that_does_not_fit_is_refused(prepared, change, message):
     changed = change(json.loads(path.read_text()))
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
     with pytest.raises(UserError, match=message):
-        prepare_shards(config)
+        prepare_data(config)
 
 
 @pytest.mark.parametrize(
@@ -145,17 +145,17 @@ def test_a_manifest_that_does_not_fit_is_refused(prepared, change, message):
 )
 def test_data_that_does_not_fit_the_run_is_refused(prepared, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
-        prepare_shards(tiny_config(tmp_path, **overrides))
+        prepare_data(tiny_config(tmp_path, **overrides))
 
 
 def test_text_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"good\n\xff\xfe bad")
     with pytest.raises(UserError, match="text.txt is not UTF-8"):
-        prepare_shards(tiny_config(tmp_path))
+        prepare_data(tiny_config(tmp_path))
     assert not (tmp_path / "shards").exists()
     (tmp_path / "text.txt").write_text(" \n")
     with pytest.raises(UserError, match="no text"):
-        prepare_shards(tiny_config(tmp_path))
+        prepare_data(tiny_config(tmp_path))
 
 
 def test_a_folder_of_other_files_is_left_alone(tmp_path):
@@ -164,5 +164,5 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path):
         path.mkdir(exist_ok=True)
         (path / "precious.pdf").write_text("x")
         with pytest.raises(UserError, match="holds files but no manifest.json"):
-            prepare_shards(tiny_config(tmp_path, data={"path": str(path)}))
+            prepare_data(tiny_config(tmp_path, data={"path": str(path)}))
         assert (path / "precious.pdf").exists()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.tiny import (
+from tests.support.ranks import run_ranks
+from tests.support.tiny import (
     listen_here,
     metrics,
     run_folder_of,
@@ -18,11 +18,11 @@ from tests.tiny import (
     write_config,
     write_text,
 )
-from torchmars import prepare
+from torchmars.commands import prepare
+from torchmars.core.errors import UserError
 from torchmars.data import sources
 from torchmars.data.loader import ChangedData, Windows
-from torchmars.errors import UserError
-from torchmars.prepare import prepare_shards
+from torchmars.training.preparation import prepare_data
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def config(tmp_path):
     for name in ("a.txt", "b.txt"):
         shutil.move(write_text(tmp_path), tmp_path / "books" / name)
     config = tiny_config(tmp_path, data={"files": [str(tmp_path / "books")]})
-    prepare_shards(config)
+    prepare_data(config)
     assert sources.warning(config.data) is None
     return config
 
@@ -62,7 +62,7 @@ def test_a_corpus_that_has_changed_since_is_one_line(config, tmp_path, change, m
     change(tmp_path / "books")
     said = sources.warning(config.data)
     assert message in said and "set data.path to a new folder" in said and "\n" not in said
-    prepare_shards(config)  # no mistake: a run that has begun must be able to go on
+    prepare_data(config)  # no mistake: a run that has begun must be able to go on
 
 
 def test_a_corpus_that_was_only_touched_or_put_away_is_none(config, tmp_path):
@@ -90,22 +90,22 @@ def test_another_validation_fraction_is_refused(config, tmp_path):
     config.data.validation_fraction = 0.1
     message = "prepared with data.validation_fraction = 0.05, the config says 0.1: set it back"
     with pytest.raises(UserError, match=message):
-        prepare_shards(config)
+        prepare_data(config)
     manifest = tmp_path / "shards" / "manifest.json"
     raw = json.loads(manifest.read_text())
     del raw["validation_fraction"]
     manifest.write_text(json.dumps(raw | {"format": "torchmars-shards-1"}))
-    assert prepare_shards(config).validation_fraction is None  # the older format does not know
+    assert prepare_data(config).validation_fraction is None  # the older format does not know
 
 
 def disturbed(tables, at, disturb, on_rank):
     """Train; before step `at` this rank disturbs the data if it is `on_rank`. What it said."""
-    from torchmars.trainer import Trainer
+    from torchmars.training.trainer import Trainer
 
     train_step, disturbance = Trainer.train_step, DISTURBANCES[disturb]
 
     def step(self):
-        if self.step + 1 == at and self.layout.rank == on_rank:
+        if self.step + 1 == at and self.layout.world.rank == on_rank:
             disturbance(Path(tables["data"]["path"]))
         return train_step(self)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
-from torchmars.errors import UserError
 
 BPE = Path(__file__).parents[3] / "shared" / "data" / "tiktoken_cache"
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.optim.reference import gradients
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.optim.reference import gradients
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from torchmars.optim import MARS
 
 SHAPES = [(8, 6), (6, 8), (4, 4), (8, 8)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tiny import set_bfloat16
+from tests.support.tiny import set_bfloat16
 from torchmars.optim import MARS
 from torchmars.optim.orthogonalize import orthogonalize
 from torchmars.optim.precision import multiplies_bfloat16

@@ -11,8 +11,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.optim.reference import gradients
-from tests.ranks import run_ranks
-from tests.tiny import set_bfloat16
+from tests.support.ranks import run_ranks
+from tests.support.tiny import set_bfloat16
 from torchmars.optim import MARS, owners
 
 ELEMENTWISE = ("mars-adamw", "mars-lion", "adamw", "lion")

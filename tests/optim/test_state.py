@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.optim.reference import gradients
 from tests.optim.test_mars import relative, run
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
 

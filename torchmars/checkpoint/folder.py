@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torchmars.config import CheckpointConfig, Config
-from torchmars.files import PARTIAL, remove, sync_folder
+from torchmars.config import CheckpointConfig
+from torchmars.core.files import PARTIAL, remove, sync_folder
 
 # What a crash can leave. A save is `.partial` until it is complete; what is deleted is renamed first, so that half of it is never taken for good.
 DELETED, DAMAGED = ".deleted", ".damaged"
@@ -17,16 +17,6 @@ DELETED, DAMAGED = ".deleted", ".damaged"
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 SUFFIXES = "|".join(map(re.escape, (PARTIAL, DELETED, DAMAGED)))
 LEFTOVER = re.compile(rf"{STEP.pattern}(-\d+)?({SUFFIXES})")  # with a number: see `vacated`
-
-
-def run_folder(config: Config) -> Path:
-    """The folder of the run that `config` describes."""
-    return Path(config.run.folder) / config.run.name
-
-
-def checkpoints_folder(config: Config) -> Path:
-    """Where that run's checkpoints are."""
-    return run_folder(config) / "checkpoints"
 
 
 def step_folder(folder: Path, step: int) -> Path:

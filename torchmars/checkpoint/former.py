@@ -9,7 +9,7 @@ from collections.abc import Collection
 from torch import nn
 
 from torchmars.checkpoint.manifest import Manifest
-from torchmars.config_file import config_from_tables
+from torchmars.config.load import config_from_tables
 from torchmars.optim import param_groups
 from torchmars.optim.rules import current_name, unscaling
 

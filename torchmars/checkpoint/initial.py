@@ -3,10 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import Manifest
@@ -19,11 +16,12 @@ from torchmars.checkpoint.state import (
     read_state,
     saved_shapes,
 )
-from torchmars.console import say
-from torchmars.errors import UserError
+from torchmars.checkpoint.weights import check_shapes, load_weights
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
 from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
-from torchmars.parallel.mesh import Layout
+from torchmars.parallel.layout import Layout
 
 
 def init_from(
@@ -93,35 +91,3 @@ def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], lis
             if set(needed) - set(there):
                 without.append(name)
     return taken, without
-
-
-def check_shapes(source: Path, saved: dict[str, tuple[int, ...]], model: nn.Module) -> None:
-    """Raise `UserError` naming the first weight of `model` that `source` has not, or has in another shape."""
-    for name, value in model.state_dict().items():
-        if saved.get(name) != tuple(value.shape):
-            found = f"in shape {list(saved[name])}" if name in saved else "not at all"
-            raise UserError(
-                f"checkpoint.init_from: {source} has {name} {found}, the config's model in {list(value.shape)}: "
-                "set [model], data.tokenizer and training.seq_len as they were there"
-            )
-
-
-@torch.no_grad()
-def load_weights(file: Path, model: nn.Module) -> None:
-    """Fill `model`, sharded or not, from a .safetensors file; every rank keeps its part. Raises `UserError`."""
-    try:
-        with safe_open(file, framework="pt") as weights:
-            check_shapes(
-                file,
-                {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()},
-                model,
-            )
-            for name, target in model.state_dict().items():
-                whole = weights.get_tensor(name).to(target.device, target.dtype)
-                if isinstance(target, DTensor):
-                    whole = distribute_tensor(
-                        whole, target.device_mesh, target.placements, src_data_rank=None
-                    )
-                target.copy_(whole)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"checkpoint.init_from: cannot read {file}: {error}") from None

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
-from torchmars.errors import UserError
-from torchmars.files import misfit, read_text, write_durably
-from torchmars.typed import Name, Range, check_bounds, make, parse_json
+from torchmars.core.errors import UserError
+from torchmars.core.files import misfit, read_text, write_durably
+from torchmars.core.typed import Name, Range, check_bounds, make, parse_json
 
 FORMAT = "torchmars-checkpoint-2"
 NAME = "manifest.json"

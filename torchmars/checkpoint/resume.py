@@ -13,9 +13,9 @@ from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import Config
-from torchmars.dtypes import saved_dtypes
-from torchmars.errors import UserError
-from torchmars.files import misfit
+from torchmars.config.dtypes import saved_dtypes
+from torchmars.core.errors import UserError
+from torchmars.core.files import misfit
 from torchmars.optim import MARS
 
 # What makes a run the same run: a checkpoint made with other values is another run's.

@@ -23,7 +23,6 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import (
     DAMAGED,
     checkpoints,
-    checkpoints_folder,
     delete_all,
     dispensable,
     leftovers,
@@ -35,9 +34,9 @@ from torchmars.checkpoint.folder import (
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
 from torchmars.checkpoint.state import reason
 from torchmars.config import Config
-from torchmars.errors import UserError
-from torchmars.files import PARTIAL, sync_folder
-from torchmars.parallel.mesh import Layout
+from torchmars.core.errors import UserError
+from torchmars.core.files import PARTIAL, sync_folder
+from torchmars.parallel.layout import Layout
 
 
 class Saver:
@@ -48,7 +47,7 @@ class Saver:
     """
 
     def __init__(self, config: Config, layout: Layout) -> None:
-        self.config, self.folder = config.checkpoint, checkpoints_folder(config)
+        self.config, self.folder = config.checkpoint, config.run.checkpoints
         # Collectives of a save run beside those of the training: in a group of their own, or they would be taken for each other.
         self.layout = layout.aside()
         self.on_gpu = layout.device.type == "cuda"
@@ -151,7 +150,7 @@ class Saver:
 
         @_in_plain_words()
         def mine() -> dict[str, manifests.File]:
-            names = [path.name for path in partial.glob(f"__{self.layout.rank}_*")]
+            names = [path.name for path in partial.glob(f"__{self.layout.world.rank}_*")]
             if self.layout.first:
                 names.append(".metadata")
             return {name: manifests.describe(partial / name) for name in names}

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from torchmars.checkpoint.former import former_names
 from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
-from torchmars.files import read_bytes
+from torchmars.core.files import read_bytes
 from torchmars.optim import MARS
-from torchmars.parallel.mesh import Layout
+from torchmars.parallel.layout import Layout
 
 
 def training_state(layout: Layout, model: nn.Module, optimizer: MARS) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def training_state(layout: Layout, model: nn.Module, optimizer: MARS) -> dict[st
         model_state(model)
         | optimizer_state(optimizer)
         | {"skipped_steps": optimizer.skipped}
-        | rng_state(layout.rank)
+        | rng_state(layout.world.rank)
     )
 
 
@@ -99,12 +99,12 @@ def load(
     saved = set(
         layout.on_first(lambda: read_index(folder)).state_dict_metadata
     )  # DCP's own error is a page of tracebacks
-    if manifest.world_size == layout.size:
+    if manifest.world_size == layout.world.size:
         random = {name: value for name, value in random.items() if name in saved}
     else:
         random = {}
     read_state(folder, manifest, model, state | random, saved, layout.control)
-    seed_rng(manifest.config["run"]["seed"], manifest.step, layout.rank)
+    seed_rng(manifest.config["run"]["seed"], manifest.step, layout.group("random").rank)
     set_rng_state(random)
 
 

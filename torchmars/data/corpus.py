@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchmars.config import DataConfig
-from torchmars.errors import UserError
+from torchmars.core.errors import UserError
 
 SEPARATOR = "<|endoftext|>"  # alone on a line, it ends a document of a text file
 SUFFIXES = (".txt", ".md")  # what is read below a folder

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchmars.cluster.signals import ignore
+from torchmars.core.errors import UserError
 from torchmars.data.shards import Split, check_shard, count_windows
-from torchmars.errors import UserError
-from torchmars.signals import ignore
 
 
 class ChangedData(UserError):

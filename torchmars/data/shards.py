@@ -17,10 +17,10 @@ from typing import Annotated
 import numpy as np
 
 from torchmars.config import DataConfig
+from torchmars.core.errors import UserError
+from torchmars.core.files import PARTIAL, read_text, remove, sha256
+from torchmars.core.typed import Name, Range, check_bounds, make, parse_json
 from torchmars.data.tokenizer import Tokenizer
-from torchmars.errors import UserError
-from torchmars.files import PARTIAL, read_text, remove, sha256
-from torchmars.typed import Name, Range, check_bounds, make, parse_json
 
 FORMAT = "torchmars-shards-2"
 READ = ("torchmars-shards-1", FORMAT)  # the first did not know its validation_fraction

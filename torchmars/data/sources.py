@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchmars.config import DataConfig
+from torchmars.core.errors import UserError
+from torchmars.core.files import read_text, sha256, write_durably
+from torchmars.core.typed import make, parse_json
 from torchmars.data.corpus import source_files
-from torchmars.errors import UserError
-from torchmars.files import read_text, sha256, write_durably
-from torchmars.typed import make, parse_json
 
 NAME = "sources.json"
 

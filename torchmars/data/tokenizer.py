@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from torchmars.errors import UserError
+from torchmars.core.errors import UserError
 
 
 class Tokenizer(Protocol):

@@ -1,10 +1,12 @@
 """Models: plain `nn.Module`s that know no parallelism, and the registry of their named sizes."""
 
+import torch
+
 from torchmars.config import ModelConfig
-from torchmars.errors import UserError
+from torchmars.core.errors import UserError
 from torchmars.models.gpt2 import GPT2, SIZES, GPT2Args
 
-__all__ = ["GPT2", "GPT2Args", "build_model", "model_args"]
+__all__ = ["GPT2", "GPT2Args", "build_meta_model", "build_model", "model_args"]
 
 
 def model_args(config: ModelConfig, vocab_size: int, seq_len: int) -> GPT2Args:
@@ -35,3 +37,9 @@ def model_args(config: ModelConfig, vocab_size: int, seq_len: int) -> GPT2Args:
 def build_model(args: GPT2Args) -> GPT2:
     """The model on the current default device, its weights not yet initialised."""
     return GPT2(args)
+
+
+def build_meta_model(config: ModelConfig, vocab_size: int, seq_len: int) -> GPT2:
+    """The model without memory, for a tokenizer of `vocab_size` tokens: its shapes and names. Raises `UserError` for a shape that cannot be built."""
+    with torch.device("meta"):
+        return build_model(model_args(config, vocab_size, seq_len))

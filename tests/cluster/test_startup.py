@@ -1,0 +1,193 @@
+"""What ranks compare before they train, and the first traffic between them."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.run import parse_args
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_config, tiny_tables, write_config, write_text
+from torchmars.cluster import launcher, startup
+from torchmars.cluster.logs import RankLogs
+from torchmars.config.load import config_from_tables
+from torchmars.core.errors import LostRank, UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def compare(tables, store, odd):
+    """Compare two ranks, each on a machine of its own; the second is `odd` in one way. What each got, or is told."""
+    rank = dist.get_rank()
+    os.environ |= {
+        "SLURMD_NODENAME": f"n{rank + 1}",
+        "LOCAL_RANK": "0",
+        "RDZV_TIMEOUT": "3" if odd == "absent" else "100",
+    }
+    startup.LOOK_SECONDS = 1.0
+    now = 1060.0 if rank == 1 and odd == "late" else 1000.0
+    startup.time = type(
+        "Clock",
+        (),
+        {"time": staticmethod(lambda: now), "monotonic": time.monotonic, "sleep": time.sleep},
+    )
+    if rank == 1:
+        if odd == "absent":
+            return None
+        if odd == "elsewhere":
+            tables["run"]["folder"] += "-elsewhere"
+            startup.config_text = lambda config: "the same"
+        if odd == "other data":
+            tables["data"]["path"] += "-elsewhere"
+            startup.config_text = lambda config: "the same"
+        if odd == "code":
+            startup.code_hash = lambda: "0123456789ab"
+        if odd == "gpu":
+            startup.device_name = lambda: "NVIDIA H100"
+    else:
+        startup.config_text = (
+            startup.config_text
+            if odd not in ("elsewhere", "other data")
+            else lambda config: "the same"
+        )
+    try:
+        return startup.compare_ranks(
+            config_from_tables(tables, "in a test"), dist.FileStore(store, 2)
+        )
+    except (UserError, LostRank) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    "odd,told",
+    [
+        ("", "cluster   2 machines (n1, n2), 1 ranks on each: 2 x cpu; clocks within 0."),
+        (
+            "gpu",
+            "warning   devices differ, and the slowest sets the pace: cpu on n1, NVIDIA H100 on n2",
+        ),
+        ("late", "warning   the clock of n1 is 60.0 s behind that of n2"),
+        ("code", "UserError: n2 runs other code of torchmars than n1 (0123456789ab instead of "),
+        ("elsewhere", "UserError: n2 does not see what the first machine writes to "),
+        ("other data", "UserError: n2 sees other data in data.path than n1 (none instead of "),
+    ],
+)
+def test_ranks_are_compared(tmp_path, odd, told):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "manifest.json").write_text("{}")
+    first, second = run_ranks(compare, 2, tiny_tables(tmp_path), str(tmp_path / "store2"), odd)
+    assert first == second and any(line.startswith(told) for line in first.splitlines()), first
+    assert not list(tmp_path.glob("runs*/tiny/.shared*"))
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    first, _ = run_ranks(compare, 2, tiny_tables(tmp_path), str(tmp_path / "store2"), "absent")
+    assert first.startswith("LostRank: 1 of 2 ranks did not come within 3 s: 1 (others are on n1)")
+
+
+SILENT = """
+import os, time
+import torch.distributed as dist
+from torchmars.cluster import connection
+from torchmars.train import main
+
+def start(*args):
+    os.environ["RDZV_TIMEOUT"] = "4" if os.environ["RANK"] == "0" else "600"
+    return original(*args)
+
+original, connection.start = connection.start, start
+if os.environ["RANK"] == "1":
+    dist.all_reduce = lambda *_: time.sleep(600)
+main()
+"""
+
+
+def launch(script, config):
+    """Start a script for two ranks. The limits are for a machine that is busy with other things."""
+    command = ["torchmars.launch", "--nproc-per-node", "2", str(script), str(config)]
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=500,
+        env=os.environ | {"RDZV_TIMEOUT": "400", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
+    write_text(tmp_path)
+    write_config(tiny_config(tmp_path), tmp_path / "tiny.toml")
+    (tmp_path / "silent.py").write_text(SILENT)
+    ended = launch(tmp_path / "silent.py", tmp_path / "tiny.toml")
+    assert ended.returncode == 2, ended.stderr
+    assert (
+        "the ranks have met, but cannot exchange data (nothing has come in 4 s): set GLOO_SOCKET_IFNAME"
+        in ended.stderr.splitlines()[-1]
+    )
+
+
+VERDICT = """
+import os, sys, time
+from pathlib import Path
+from torchmars.core.errors import LAST_WORD, LostRank, last_word, report_failure
+if os.environ["RANK"] == "0":
+    sys.exit(last_word(2))
+while not Path(os.environ[LAST_WORD]).exists():
+    time.sleep(0.01)
+report_failure(LostRank("rank 1 lost rank 0"))
+sys.exit(1)
+"""
+
+
+def test_the_verdict_of_a_rank_is_not_lost_in_what_it_does_to_another(tmp_path):
+    """The first rank has ended with code 2 before the second one misses it."""
+    write_text(tmp_path)
+    write_config(tiny_config(tmp_path), tmp_path / "tiny.toml")
+    (tmp_path / "verdict.py").write_text(VERDICT)
+    ended = launch(tmp_path / "verdict.py", tmp_path / "tiny.toml")
+    assert ended.returncode == 2, ended.stderr
+
+
+class StartedTimer:
+    """In place of threading.Timer: it fires when it is called."""
+
+    daemon = False
+
+    def __init__(self, seconds, function):
+        StartedTimer.fire = staticmethod(function)
+
+    def start(self):
+        pass
+
+
+def test_machines_that_have_met_may_take_long_to_start_their_ranks(tmp_path, monkeypatch, capsys):
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
+    def meet(config, command):
+        with pytest.raises(Ended, match="2"):
+            StartedTimer.fire()
+        rendezvous_handler_registry.create_handler(
+            RendezvousParameters(config.rdzv_backend, "localhost:0", "test", 1, 1, is_host=True)
+        )
+        StartedTimer.fire()
+        return lambda *args: None
+
+    monkeypatch.setattr(launcher.threading, "Timer", StartedTimer)
+    monkeypatch.setattr(launcher.os, "_exit", end)
+    monkeypatch.setattr(launcher, "elastic_launch", meet)
+    args = parse_args(["--rdzv-endpoint", "localhost:0", "-m", "torchmars.train"])
+    args.meeting = "n1:29400"
+    logs = RankLogs(tmp_path / "logs", tmp_path, {0})
+    assert launcher.launch(args, logs, tiny_config(tmp_path)) == 0
+    said = "did not meet at n1:29400 (whoever listens there does not answer)"
+    assert capsys.readouterr().err.count(said) == 1

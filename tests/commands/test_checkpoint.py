@@ -1,0 +1,117 @@
+"""python -m torchmars.checkpoint list|verify|prune, as a user runs it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
+from torchmars.checkpoint.folder import checkpoints, step_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command")
+    write_text(folder)
+    tables = tiny_tables(
+        folder,
+        training={"steps": 8},
+        checkpoint={"interval": 2},
+        validation={"interval": 4, "windows": 4},
+    )
+    train(2, tables)
+    return run_folder_of(tables)
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "run")
+
+
+def command(*args):
+    ended = subprocess.run(
+        [sys.executable, "-m", "torchmars.checkpoint", *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert "Traceback" not in ended.stderr
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def steps(run):
+    return [step_of(path) for path in checkpoints(run / "checkpoints")]
+
+
+def damage(run, step):
+    file = run / "checkpoints" / f"step-{step:08d}" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+def test_list(run):
+    (run / "checkpoints" / "step-00000010.partial").mkdir()
+    (run / "checkpoints" / "step-00000006" / ".metadata").unlink()
+    code, out, _ = command("list", run)
+    lines = out.splitlines()
+    assert code == 0 and lines[0].split() == ["step", "ranks", "validation", "loss", "MiB", "state"]
+    assert [line.split()[0] for line in lines[1:5]] == ["2", "4", "6", "8"] and lines[1].split()[
+        2:
+    ] == ["-", "0.8", "complete"]
+    assert (
+        lines[2].split()[2] != "-"
+        and "damaged: " in lines[3]
+        and ".metadata" in lines[3]
+        and "under way or cut short" in lines[5]
+    )
+
+
+def test_verify(run):
+    code, out, _ = command("verify", run)
+    assert code == 0 and out.count("good, ") == 4
+    damage(run, 4)
+    code, out, err = command("verify", run)
+    assert (
+        code == 2
+        and out.count("good, ") == 3
+        and "step-00000004/__0_0.distcp was altered" in out
+        and "1 of 4 checkpoints are damaged" in err
+    )
+
+
+def test_prune(run):
+    before = steps(run)
+    code, out, _ = command("prune", run, "--keep_last", 1, "--dry_run")
+    assert code == 0 and out.count("would delete") == 3 and steps(run) == before == [2, 4, 6, 8]
+    damage(run, 8)
+    (run / "checkpoints" / "step-00000010.partial").mkdir()
+    (run / "checkpoints" / "step-00000010.damaged").mkdir()
+    (run / "checkpoints" / "step-00000012.deleted").mkdir()
+    (run / "checkpoints" / "step-mine.damaged").mkdir()
+    code, out, _ = command("prune", run, "--keep_last", 1)
+    assert code == 0 and steps(run) == [
+        4,
+        6,
+        8,
+    ]  # 6 is the newest good one, 4 the best by validation loss, 8 is damaged
+    assert (run / "checkpoints" / "step-00000010.damaged").exists()
+    assert not (run / "checkpoints" / "step-00000012.deleted").exists()
+    code, out, _ = command("prune", run, "--keep_last", 1, "--damaged")
+    assert code == 0 and steps(run) == [4, 6]
+    assert (run / "checkpoints" / "step-mine.damaged").exists()
+    assert (run / "checkpoints" / "step-00000010.partial").exists() and not (
+        run / "checkpoints" / "step-00000010.damaged"
+    ).exists()
+    damage(run, 4)
+    damage(run, 6)
+    code, _, err = command("prune", run)
+    assert code == 2 and "nothing was deleted" in err and steps(run) == [4, 6]
+
+
+def test_mistakes(tmp_path):
+    for args in (["list", tmp_path], ["verify", tmp_path / "none"]):
+        code, _, err = command(*args)
+        assert code == 2 and "has no checkpoints" in err and err.count("\n") == 1

@@ -1,0 +1,431 @@
+"""Whatever a user gets wrong ends in one line: fuzzed in process, and what is known by name.
+
+Hypothesis draws the same examples in every run; the longer form (`-m slow`) draws more of them.
+tests/test_commands.py has real commands.
+"""
+
+import argparse
+import copy
+import hashlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import strategies as st
+
+from tests.commands.test_run_train import ROOT, finish
+from tests.support.mistakes import (
+    KEYS,
+    fuzz,
+    junk,
+    make_checkpoint,
+    make_place,
+    mistake,
+    scalars,
+    words,
+)
+from tests.support.tiny import tiny_tables
+from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.inference import load_model
+from torchmars.cluster.environment import Environment, read_environment
+from torchmars.cluster.launcher import config_from_args
+from torchmars.commands import checkpoint as checkpoint_command
+from torchmars.commands.launch import parse
+from torchmars.config import MetricsConfig
+from torchmars.config.load import config_text, load_config, read_toml
+from torchmars.data import corpus
+from torchmars.metrics.metrics import check_writers
+from torchmars.training.preparation import prepare_run
+
+sizes = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working folder as `make_place` makes it, with little in Python's library and no network."""
+
+    def no_network(name):
+        raise OSError("no network")
+
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:3]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus, "_stdlib_files", lambda: sources)
+    monkeypatch.setattr("tiktoken.get_encoding", no_network)
+    make_place(tmp_path)
+    return tmp_path
+
+
+# The environment.
+
+VARIABLES = list(Environment.__dataclass_fields__)
+
+
+@sizes
+def test_variables(examples):
+    def check(variables):
+        said = mistake(lambda: started(variables))
+        assert not said or any(name in said for name in variables), said
+
+    def started(variables):
+        environment = read_environment(variables)
+        options = environment.torchrun_options(environment.NGPU or 2, "job")
+        config_from_args(parse([*options, "script"]))
+
+    values = st.one_of(words, st.text(max_size=6), st.integers().map(str))
+    fuzz(examples, st.dictionaries(st.sampled_from(VARIABLES), values), check)
+
+
+NONSENSE = {
+    "NGPU": ["", "0", "9999999"],
+    "NNODES": ["two", "1.5"],
+    "NODE_RANK": ["-1"],
+    "MAX_RESTARTS": ["\x1b[0m"],
+    "RDZV_TIMEOUT": ["inf", "45 s"],
+    "RDZV_ENDPOINT": ["29400"],
+    "LOG_RANK": ["0,"],
+    "OMP_NUM_THREADS": ["9" * 30],
+    "CONFIG_FILE": ["", "fifo", "a/" * 2500],
+}
+
+
+def test_run_train_names_the_variable_that_is_wrong(place):
+    """Real commands. The rest of them fails where the first does, before torch is imported."""
+    for name, values in NONSENSE.items():
+        for value in values:
+            code, out, err = finish(place / "tiny.toml", **{name: value})
+            assert code == 2 and not out and err.startswith("error: "), (name, value, err)
+            assert err.count("\n") == 1 and name in err, (name, value, err)
+
+
+def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
+    job = {
+        "SLURM_JOB_ID": "7",
+        "ENVIRONMENT": "BATCH",
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_GPUS_ON_NODE": "8",
+        "RDZV_ENDPOINT": "n1:29400",
+    }
+    environment = read_environment(job | {"NGPU": "2"})
+    assert (environment.NNODES, environment.NGPU) == (4, 2) and read_environment(job).NGPU == 8
+    assert read_environment(job | {"ENVIRONMENT": ""}).NNODES == 1  # started by hand within the job
+    said = mistake(read_environment, job | {"SLURM_GPUS_ON_NODE": "gpu:8"})
+    assert "SLURM_GPUS_ON_NODE must be a whole number" in said
+
+
+def test_the_mode_of_wandb(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    check_writers(MetricsConfig())
+    assert "WANDB_MODE must be one of online" in mistake(check_writers, MetricsConfig(wandb=True))
+
+
+@pytest.fixture
+def job(place):
+    """The environment of a SLURM job's script, with commands that only note how they are called."""
+    (place / "bin").mkdir()
+    for name in ("scontrol", "srun"):
+        command = place / "bin" / name
+        command.write_text(f'#!/bin/sh\necho {name} $RDZV_ENDPOINT "$@" >> called\necho n1\n')
+        command.chmod(0o755)
+    path = (
+        f"{place / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    return {
+        "PATH": path,
+        "SLURM_JOB_ID": "12007",
+        "ENVIRONMENT": "BATCH",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
+
+
+def test_a_mistake_in_a_job_ends_it_once(place, job):
+    for wrong in (
+        {"NGPU": "x"},
+        {"NNODES": "two"},
+        {"NNODES": "a[$(id)]"},
+        {"RDZV_TIMEOUT": ""},
+        {"SLURM_JOB_NUM_NODES": "x"},
+    ):
+        code, out, err = finish(place / "tiny.toml", **job | wrong)
+        assert code == 2 and not out and err.count("\n") == 1 and err.startswith("error: ")
+        assert next(iter(wrong)) in err
+        assert not re.search("srun|requeue", (place / "called").read_text())
+
+
+def test_a_job_starts_a_launcher_on_each_node(place, job):
+    code, _, err = finish(place / "tiny.toml", "--training.steps", "2", **job)
+    called = (place / "called").read_text()
+    assert code == 0, err
+    assert "srun n1:20007 --ntasks=2 --ntasks-per-node=1" in called and "requeue" not in called
+    assert f'--prepared "$@" - {place / "tiny.toml"} --training.steps 2\n' in called
+
+
+# Configs.
+
+
+def nested_in(name, value):
+    for key in reversed(name.split(".")):
+        value = {key: value}
+    return value
+
+
+def merged(one, other):
+    result = dict(one)
+    for key, value in other.items():
+        both = isinstance(result.get(key), dict) and isinstance(value, dict)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+GROUP = ["pattern", "rule", "lr", "split"]
+groups = st.lists(st.dictionaries(st.sampled_from(GROUP), scalars), max_size=2)
+values = st.one_of(junk, junk, st.dates(), groups)
+changes = st.dictionaries(st.sampled_from(KEYS), values, max_size=2)
+option = st.tuples(st.sampled_from(KEYS), st.lists(words, max_size=3))
+options = st.lists(option.map(lambda drawn: [f"--{drawn[0]}", *drawn[1]]), max_size=2)
+
+
+@sizes
+def test_configs(place, examples):
+    """Each is read and, where it can be, prepared; one that is accepted reads back the same."""
+    base = tiny_tables(place)
+
+    def check(drawn):
+        changed, args = drawn
+        tables = base
+        for name, value in changed.items():
+            tables = merged(tables, nested_in(name, value))
+        try:
+            (place / "drawn.toml").write_text(tomli_w.dumps(tables), encoding="utf-8")
+        except (UnicodeEncodeError, TypeError):  # no TOML
+            return
+        mistake(lambda: use(["drawn.toml", *sum(args, [])]))
+
+    def use(args):
+        config = load_config(args, "test")
+        (place / "again.toml").write_text(config_text(config), encoding="utf-8")
+        assert config_text(load_config(["again.toml"], "test")) == config_text(config)
+        prepare_run(config, 2, 1)
+
+    fuzz(examples, st.tuples(changes, options), check)
+
+
+@sizes
+def test_texts_and_command_lines(place, examples):
+    """Neither of which has to be of the right form at all."""
+    text = (place / "tiny.toml").read_text()
+    edits = st.tuples(st.integers(0, len(text)), st.text(max_size=5), st.integers(0, 40))
+    cut = edits.map(lambda edit: text[: edit[0]] + edit[1] + text[edit[0] + edit[2] :])
+    odd = st.sampled_from(
+        [
+            "a = " + "[" * 5000,
+            "a = " + "{b = " * 5000,
+            "[" + "a." * 5000 + "b]",
+            "a = " + "9" * 5000,
+            "a = 0x" + "f" * 5000,
+            "\0",
+            "\ufeff\ufeff",
+        ]
+    )
+    option = st.sampled_from([f"--{key}" for key in KEYS])
+    arguments = st.lists(st.one_of(words, st.text(max_size=8), option), max_size=4)
+    arguments = arguments.filter(lambda args: not {"-h", "--help"} & set(args))
+
+    def check(drawn):
+        args, content = drawn
+        content = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+        (place / "drawn.toml").write_bytes(content)
+        mistake(load_config, args, "test")
+        mistake(load_config, ["drawn.toml", *args], "test")
+
+    fuzz(examples, st.tuples(arguments, st.one_of(cut, odd, st.binary(max_size=20))), check)
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (
+            ["--guards.hang_seconds", "inf"],
+            "guards.hang_seconds must be at least 0 and at most 1,000,000, got inf",
+        ),
+        (
+            ["--training.steps", str(2**63)],
+            "training.steps must be at least 1 and at most 1,000,000,000, got 9223372036854775808",
+        ),
+        (
+            ["--training.global_batch_size", "1000000000", "--training.seq_len", "10000000"],
+            "must be at most 100,000,000,000 tokens a step",
+        ),
+        (["--model.n_layer", "3000000000"], "model.n_layer must be"),
+        (["--model.n_embd", "3000000000"], "model.n_embd must be"),
+        (["--run.seed", str(2**63)], "run.seed must be"),
+        (["--optimizer.lr", "inf"], "optimizer.lr must be"),
+        (["--optimizer.head.lr", "inf"], "optimizer.head.lr must be"),
+        (["--optimizer.matrix.split", "0"], "optimizer.matrix.split must be at least 1, got 0"),
+        (["--data.path", ""], "data.path must be the path of a file or folder"),
+        (["--data.path", "/"], "data.path must be the path of a file or folder"),
+        (["--data.path", "a/" * 2500], "data.path must be the path of a file or folder"),
+        (
+            ["--data.path", "loop"],
+            "data.path: loop is no folder that can be used (Too many levels of symbolic links)",
+        ),
+        (
+            ["--data.path", "file"],
+            "data.path: file is no folder that can be used (Not a directory)",
+        ),
+        (["--data.path", "a" * 300], "data.path: a"),
+        (["--run.folder", "fifo"], "run.folder: fifo is no folder"),
+        (["--run.name", "a\0b"], "run.name must be"),
+        (["--run.name", "a" * 300], "run.name must be one folder name"),
+        (
+            ["--checkpoint.init_from", "fifo.safetensors"],
+            "checkpoint.init_from: fifo.safetensors is no file that can be used (Not a regular file)",
+        ),
+        (["--data.files", "~nosuchuser"], "data.files: '~nosuchuser' names no text file"),
+        (["--data.files", "fifo"], "data.files: 'fifo' names no text file"),
+        (["--data.files", ""], "data.files must be the path of a file or folder"),
+        (["--metrics.wandb_project", "\udcff"], "metrics.wandb_project must be Unicode text"),
+    ],
+)
+def test_what_is_too_large_and_paths_that_are_none_are_named(place, args, message):
+    data = [] if "--data.path" in args else ["--data.path", "new"]
+    said = mistake(lambda: prepare_run(load_config(["tiny.toml", *data, *args], "test"), 2, 1))
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        ("a = " + "[" * 5000, "is nested too deeply"),
+        ("a = " + "9" * 5000, "is not valid TOML"),
+        ("\0", "is not valid TOML"),
+        (None, "Not a regular file"),
+    ],
+)
+def test_toml_that_breaks_the_parser(tmp_path, content, message):
+    file = tmp_path / "config.toml"
+    os.mkfifo(file) if content is None else file.write_text(content)
+    assert message in mistake(read_toml, file)
+
+
+def test_a_number_beyond_what_a_float_is(tmp_path):
+    (tmp_path / "config.toml").write_text(f"[optimizer]\nlr = {10**400}\n")
+    assert "optimizer.lr must be" in mistake(load_config, [str(tmp_path / "config.toml")], "test")
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    (tmp_path / "config.toml").write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 7\r\n")
+    assert load_config([str(tmp_path / "config.toml")], "test").training.steps == 7
+
+
+# Manifests.
+
+
+def containers(value):
+    """All (table or list, key) pairs within `value`."""
+    if isinstance(value, (dict, list)):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            yield from containers(value[key])
+
+
+@st.composite
+def altered(draw, value):
+    """`value` with some of what is in it replaced, removed or added."""
+    value = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, 2))):
+        places = list(containers(value))
+        owner, key = places[draw(st.integers(0, len(places) - 1))]
+        action = draw(st.sampled_from(["replace", "replace", "replace", "remove", "add"]))
+        if action == "replace":
+            owner[key] = draw(junk)
+        elif action == "remove":
+            del owner[key]
+        elif isinstance(owner, dict):
+            owner[draw(words)] = draw(junk)
+        if not value:
+            break
+    return value
+
+
+TEXTS = [
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    '{"format": ' + "9" * 5000 + "}",
+    "\ufeff{}",
+    "[]",
+    "null",
+    "3",
+    '"format"',
+    "{}",
+    "",
+]
+broken_texts = st.one_of(st.sampled_from(TEXTS).map(str.encode), st.binary(max_size=20))
+
+
+@sizes
+def test_manifests_of_data(place, examples):
+    file, config = place / "shards" / "manifest.json", load_config(["tiny.toml"], "test")
+    whole = json.loads(file.read_text())
+
+    def check(drawn):
+        file.write_bytes(drawn if isinstance(drawn, bytes) else json.dumps(drawn).encode())
+        mistake(prepare_run, config, 2, 1)
+
+    fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
+
+
+def sealed(entries):
+    """The text of a checkpoint's manifest whose checksum is right, whatever it says."""
+    entries = {key: value for key, value in entries.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
+    return (json.dumps(entries | {"sha256": digest}, indent=1) + "\n").encode()
+
+
+@sizes
+def test_manifests_of_checkpoints(place, examples):
+    checkpoint = make_checkpoint(place)
+    file, run = checkpoint / "manifest.json", place / "runs" / "tiny"
+    whole, config = json.loads(file.read_text()), load_config(["tiny.toml"], "test")
+    args = argparse.Namespace(run=run, keep_last=None, keep_every=None, damaged=True, dry_run=True)
+    assert mistake(prepare_run, config, 2, 1) == mistake(load_model, run) == ""
+
+    def check(drawn):
+        file.write_bytes(drawn if isinstance(drawn, bytes) else sealed(drawn))
+        mistake(prepare_run, config, 2, 1)
+        mistake(load_model, run)
+        for command in checkpoint_command.COMMANDS.values():
+            mistake(command, args, checkpoint.parent, checkpoints(checkpoint.parent))
+
+    fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"vocab_size": 3e9}, "vocab_size must be a whole number"),
+        ({"vocab_size": 3 * 10**9}, "vocab_size must be at least 1 and at most 65,536"),
+        ({"step": "2"}, "step must be a whole number, got '2'"),
+        ({"files": {"../x": {"size": 0, "sha256": ""}}}, "files must be one file name"),
+        ({"config": {"model": {"n_layer": 3 * 10**9}}}, "model.n_layer must be"),
+        ({"config": []}, "config must be a table"),
+    ],
+)
+def test_a_forged_manifest_is_told_from_a_good_one(place, change, message):
+    file = make_checkpoint(place) / "manifest.json"
+    file.write_bytes(sealed(json.loads(file.read_text()) | change))
+    assert message in mistake(load_model, place / "runs" / "tiny")
+
+
+def test_a_model_that_the_checkpoint_has_not_takes_no_memory(place):
+    file = make_checkpoint(place) / "manifest.json"
+    whole = json.loads(file.read_text())
+    whole["config"]["model"] |= {"n_embd": 500_000, "n_layer": 500}
+    file.write_bytes(sealed(whole))
+    said = mistake(load_model, place / "runs" / "tiny")
+    assert "does not have the model that its manifest.json describes" in said

@@ -1,0 +1,471 @@
+"""./run_train.sh as a user runs it: what it prints, exit codes, Ctrl-C."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import tiny_config, tiny_tables, train, write_config, write_text
+from torchmars.checkpoint import manifest as manifests
+from torchmars.checkpoint.folder import checkpoints
+from torchmars.cluster.signals import ECHO_SECONDS
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 600  # seconds after which a process counts as hung, on a machine busy with other things
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_text(tmp_path)
+    file = tmp_path / "tiny.toml"
+    write_config(
+        tiny_config(
+            tmp_path, training={"steps": 4}, validation={"interval": 2, "sample_tokens": 5}
+        ),
+        file,
+    )
+    return file
+
+
+def start(config, *args, within=(), **environment):
+    """Start ./run_train.sh on two ranks, `within` another command, in a process group of its own as a terminal does."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        [*within, str(ROOT / "run_train.sh"), *args],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd=config.parent,
+        env=os.environ
+        | {
+            "PATH": path,
+            "NGPU": "2",
+            "CONFIG_FILE": str(config),
+            "OMP_NUM_THREADS": "1",
+            "RDZV_TIMEOUT": "300",
+        }
+        | environment,
+    )
+
+
+def finish(*args, **environment):
+    process = start(*args, **environment)
+    out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out, err
+
+
+def processes(config):
+    """The command lines of the processes that name this config (torchrun gives each rank a session of its own)."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(file.read_text().replace("\0", " "))
+    return [line for line in found if str(config) in line]
+
+
+def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
+    code, out, err = finish(config)
+    assert code == 0, err
+    for part in (
+        "2 layers, 2 heads, width 32",
+        "FSDP over 2 ranks (cpu, gloo), float32 compute",
+        "16 x 32 tokens a step",
+        "mars-adamw, approx",
+        "embedding  mars-adamw",
+        "bytes tokens; 4 steps read 2,048",
+        "step 4/4 | loss",
+        "grad norm",
+        "tok/s",
+        "GiB",
+        "validation loss",
+        "checkpoint ",
+        "sample:",
+    ):
+        assert part in out
+    assert out.count("step 4/4 | loss") == 1  # one rank speaks
+    assert "Warning" not in err and "Traceback" not in err
+    resolved = tmp_path / "runs" / "tiny" / "config.toml"
+    code, out, _ = finish(resolved)  # the resolved config describes the same run
+    assert code == 0 and "complete  all 4 steps are done" in out and "step " not in out
+    code, out, _ = finish(config, "--training.steps", "6", LOG_RANK="0,1", SLURMD_NODENAME="n1")
+    assert code == 0 and "n1 rank 0 | continue  from step 4" in out and "step 6/6 | loss" in out
+    logs = [
+        file.read_text()
+        for file in sorted((tmp_path / "runs" / "tiny" / "logs").glob("rank-*.log"))
+    ]
+    assert len(logs) == 2 and all(
+        re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+ rank 0 \| ", line)
+        for line in logs[0].splitlines()
+    )
+    assert all(
+        part in logs[0]
+        for part in ("step 4/4 | loss", "complete  all 4", "n1 rank 0 | step 6/6 | loss")
+    )
+
+
+def altered(tmp_path):
+    shard = tmp_path / "shards" / "train-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize(
+    "args,damage,message",
+    [
+        (["--training.stps", "3"], None, "did you mean training.steps?"),
+        (
+            ["--training.global_batch_size", "7"],
+            None,
+            "training.global_batch_size = 7 does not divide over 2",
+        ),
+        (["--parallelism.dp_shard", "3"], None, "does not make 2 ranks"),
+        ([], altered, "train-00000.bin has"),
+        (
+            ["--optimizer.matrix.rule", "mars-m", "--optimizer.matrix.split", "5"],
+            None,
+            "split = 5 does not divide the 96 rows",
+        ),
+        (
+            ["--optimizer.vector.rule", "muon"],
+            None,
+            "a matrix rule needs parameters of at least two dimensions",
+        ),
+    ],
+)
+def test_mistakes_end_with_one_line_and_code_2(config, tmp_path, args, damage, message):
+    if damage:
+        subprocess.run(
+            [sys.executable, "-m", "torchmars.prepare", str(config)],
+            check=True,
+            capture_output=True,
+            cwd=ROOT,
+        )
+        damage(tmp_path)
+    code, out, err = finish(config, *args)
+    assert code == 2 and message in err and out == ""
+    assert [
+        line for line in err.splitlines() if line and not line.startswith("tokenising")
+    ] == err.splitlines()[-1:]
+
+
+def test_without_the_script_a_mistake_still_ends_every_rank(config, tmp_path):
+    """torchrun itself makes 1 of every exit code."""
+    subprocess.run(
+        [sys.executable, "-m", "torchmars.prepare", str(config)],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+    )
+    altered(tmp_path)
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "torchmars.train",
+            str(config),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=LIMIT,
+    )
+    assert ended.returncode == 1 and ended.stderr.count("error: the shard") == 1
+    alone = subprocess.run(
+        [sys.executable, "-m", "torchmars.train", str(config)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert alone.returncode == 2 and alone.stderr.count("\n") == 1
+
+
+def begun(config, *args, **environment):
+    """A run of a million steps that has made some of them."""
+    process = start(
+        config,
+        "--training.steps",
+        "1000000",
+        "--validation.interval",
+        "0",
+        "--data.num_workers",
+        "1",
+        *args,
+        **environment,
+    )
+    for line in process.stdout:
+        if line.startswith("step  ") and int(line.split("/")[0][4:]) > 5:
+            return process
+    raise AssertionError(process.stderr.read())
+
+
+def all_gone(config):
+    deadline = time.monotonic() + LIMIT
+    while processes(config) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return processes(config) == []
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
+
+
+@needs_proc
+def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(config, tmp_path):
+    """Once with each signal; Ctrl-C reaches the whole process group of the terminal."""
+    step = 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        # These tests may run under nohup.
+        process = begun(config, within=["env", "--default-signal=HUP"])
+        assert len(processes(config)) >= 3  # the launcher and two ranks
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT)
+        assert process.returncode == 75, err
+        reached = int(re.search(rf"stopped   by {number.name} after step (\d+), saved", out)[1])
+        assert (
+            reached > step
+            and re.search(rf"checkpoint .*step-{reached:08d} ", out)
+            and "Traceback" not in err
+        )
+        assert all_gone(config)
+        step = reached
+    code, out, err = finish(config, "--training.steps", str(step + 2))
+    assert (
+        code == 0
+        and f"continue  from step {step}" in out
+        and f"step {step + 2}/{step + 2} | loss" in out
+    ), err
+
+
+@needs_proc
+def test_a_signal_to_one_rank_stops_all(config):
+    process = begun(config)
+    rank = [number for number in ranks_of(process.pid)][1]
+    os.kill(rank, signal.SIGTERM)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 75 and "stopped   by a signal to another rank after step" in out, (
+        err
+    )
+    assert all_gone(config)
+
+
+def ranks_of(launcher):
+    """Process numbers of the children of a process that run torchmars.train."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if (
+                int(stat.read_text().rpartition(")")[2].split()[1]) == launcher
+                and b"torchmars.train" in (stat.parent / "cmdline").read_bytes()
+            ):
+                found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+SLOW_SAVES = """
+import os, sys, time
+from pathlib import Path
+from torchmars.checkpoint.saver import Saver
+from torchmars.cluster.signals import StopSignals
+from torchmars.train import main
+
+def receive(*args):
+    original(*args)
+    Path(sys.argv[1] + ".received-" + os.environ["RANK"]).touch()
+
+original, StopSignals._receive = StopSignals._receive, receive
+write = Saver._write
+Saver._write = lambda *args: time.sleep(10000) or write(*args)
+main()
+"""
+
+
+@needs_proc
+def test_a_second_signal_ends_at_once(config, tmp_path):
+    """While the save that the first one asked for takes for ever."""
+    (tmp_path / "slow.py").write_text(SLOW_SAVES)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torchmars.launch",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(tmp_path / "slow.py"),
+            str(config),
+            "--training.steps",
+            "1000000",
+            "--validation.interval",
+            "0",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    while "| loss" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    while len(list(tmp_path.glob("*.received-*"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.1)
+    time.sleep(2 * ECHO_SECONDS)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert all_gone(config)
+
+
+@needs_proc
+def test_sigquit_ends_at_once_without_saving(config, tmp_path):
+    process = begun(config)
+    process.send_signal(signal.SIGQUIT)
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGQUIT
+    assert all_gone(config)
+    assert checkpoints(tmp_path / "runs" / "tiny" / "checkpoints") == []
+
+
+@needs_proc
+def test_ranks_save_and_end_with_their_launcher(config, tmp_path):
+    """And a signal that nohup has made ignored stays ignored, by the launcher too."""
+    process = begun(config, within=["nohup"])
+    everyone = [process.pid, *ranks_of(process.pid)]
+    assert len(everyone) == 3
+    for number in everyone:
+        ignored = re.search(r"SigIgn:\t(\w+)", Path(f"/proc/{number}/status").read_text())[1]
+        assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+    process.kill()
+    assert all_gone(config)
+    saved = checkpoints(tmp_path / "runs" / "tiny" / "checkpoints")
+    assert len(saved) == 1  # checkpoint.interval is 0
+
+
+# A rank that dies once while it writes a certain checkpoint.
+DIES_ONCE = """
+import os, signal, sys
+if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    def hook(event, args):
+        if event == "open" and "step-00000030" in str(args[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+"""
+
+
+@needs_proc
+def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_happened(
+    config, tmp_path
+):
+    train(
+        2,
+        tiny_tables(
+            tmp_path, run={"name": "straight"}, training={"steps": 60}, checkpoint={"interval": 10}
+        ),
+    )
+    (tmp_path / "dies").mkdir()
+    (tmp_path / "dies" / "sitecustomize.py").write_text(DIES_ONCE)  # Python runs it first
+    code, out, err = finish(
+        config,
+        "--run.name",
+        "killed",
+        "--training.steps",
+        "60",
+        "--checkpoint.interval",
+        "10",
+        "--validation.interval",
+        "0",
+        "--validation.sample_tokens",
+        "0",
+        MAX_RESTARTS="2",
+        PYTHONPATH=f"{tmp_path / 'dies'}:{ROOT}",
+    )
+    assert code == 0, err
+    assert out.count("continue  from step 20") == 1 and out.count("continue  from step") == 1
+    files = [
+        manifests.read(tmp_path / "runs" / name / "checkpoints" / "step-00000060").files
+        for name in ("straight", "killed")
+    ]
+    assert all(files[0][name] == files[1][name] for name in ("__0_0.distcp", "__1_0.distcp"))
+
+
+@needs_proc
+def test_a_killed_rank_without_restarts_is_told_from_a_stop(config):
+    process = begun(config)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGKILL and all_gone(config)
+
+
+def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(config, tmp_path):
+    """Its size is right, so that the check before the ranks lets it pass."""
+    train(2, tiny_tables(tmp_path, training={"steps": 4}))
+    for file in (tmp_path / "runs" / "tiny" / "checkpoints").glob("*/__1_0.distcp"):
+        data = bytearray(file.read_bytes())
+        data[1000] ^= 1
+        file.write_bytes(data)
+    code, out, err = finish(config, "--training.steps", "6", MAX_RESTARTS="3")
+    assert (
+        code == 2
+        and err.count("error: ") == 1
+        and "__1_0.distcp was altered" in err
+        and "step 5" not in out
+    )
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_does_not_end_a_run(config, tmp_path):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "torchmars.train", str(config)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=LIMIT,
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert manifests.read(tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000004").step == 4
+
+
+def test_a_mistake_that_one_rank_alone_finds_ends_all(config, tmp_path):
+    """As where one machine has too few GPUs: the others would wait for it."""
+    (tmp_path / "alone.py").write_text(
+        "import os\nfrom torchmars.cluster import process\nfrom torchmars.core.errors import UserError\nfrom torchmars.train import main\n"
+        "def check():\n    if os.environ['RANK'] == '1':\n        raise UserError('too few GPUs')\nprocess.check_devices = check\nmain()\n"
+    )
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torchmars.launch",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(tmp_path / "alone.py"),
+            str(config),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=LIMIT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RDZV_TIMEOUT": "300"},
+    )
+    assert ended.returncode == 2
+
+
+def test_help(config):
+    code, out, _ = finish(config, "--help")
+    assert code == 0 and "--optimizer.gamma" in out

@@ -1,0 +1,257 @@
+"""TOML file and overrides to a checked config, and one clear line for each mistake."""
+
+import dataclasses
+import re
+
+import pytest
+
+from tests.support.tiny import write_config
+from torchmars.config import Config, Degrees
+from torchmars.config.load import config_from_tables, load_config
+from torchmars.core.errors import UserError, reported
+
+
+def load(tmp_path, toml, *args):
+    file = tmp_path / "config.toml"
+    file.write_text(toml)
+    return load_config([str(file), *args], "test")
+
+
+def test_defaults_are_valid_and_resolved():
+    config = load_config([], "test")
+    assert (
+        config.optimizer.lr == 6e-3
+        and config.optimizer.lr_1d == 3e-3
+        and config.optimizer.betas == (0.95, 0.99)
+    )
+    assert config.data.path == "data/stdlib-bytes"
+
+
+def test_overrides_beat_the_file(tmp_path):
+    config = load(
+        tmp_path,
+        "[training]\nsteps = 5\nseq_len = 64\n",
+        "--training.steps",
+        "7",
+        "--optimizer.betas",
+        "0.8",
+        "0.9",
+        "--training.microbatch_size=2",
+        "--training.compile",
+        "--data.corpus",
+        "text",
+        "--data.files",
+        "a.txt",
+        "b.txt",
+        "--optimizer.weight-decay",
+        "0",
+        "--metrics.wandb",
+        "True",
+        "--run.name",
+        "007",
+    )
+    assert (config.training.steps, config.training.seq_len, config.training.microbatch_size) == (
+        7,
+        64,
+        2,
+    )
+    assert config.optimizer.betas == (0.8, 0.9) and config.optimizer.weight_decay == 0.0
+    assert config.training.compile is True and config.metrics.wandb is True
+    assert config.data.files == ["a.txt", "b.txt"] and config.run.name == "007"
+
+
+def test_optimizer_defaults_follow_the_name():
+    config = load_config(["--optimizer.name", "adamw"], "test")
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay) == (
+        6e-4,
+        (0.9, 0.95),
+        0.1,
+    )
+    assert config.optimizer.gamma is None and config.optimizer.lr_1d is None
+    assert load_config(["--optimizer.lr", "0.01"], "test").optimizer.lr_1d == 0.005
+
+
+def test_resolved_config_reads_back_the_same(tmp_path):
+    for args in (
+        [],
+        ["--optimizer.name", "adamw"],
+        ["--schedule.name", "wsd", "--training.max_grad_norm", "inf"],
+        [
+            "--data.corpus",
+            "text",
+            "--data.files",
+            'odd "name".txt',
+            "--validation.sample_prompt",
+            'a\n"b"\t\\',
+        ],
+    ):
+        config = load_config(args, "test")
+        write_config(config, tmp_path / "resolved.toml")
+        assert load_config([str(tmp_path / "resolved.toml")], "test") == config
+        assert config_from_tables(dataclasses.asdict(config), "in a test") == config
+
+
+def test_help_documents_every_field(capsys):
+    with pytest.raises(SystemExit) as ended:
+        load_config(["--help"], "test")
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    names = list(leaves(Config))
+    for name in names:
+        assert re.search(rf"--{re.escape(name)}\b", text), name
+    assert text.count("(default:") == len(names) and "[[optimizer.groups]]" in text
+    assert "Optimizer steps of the whole run" in text and "(default: 300)" in text
+
+
+def leaves(owner, prefix=""):
+    """Names of all fields but optimizer.groups, which is a TOML array of tables."""
+    for knob in dataclasses.fields(owner):
+        if dataclasses.is_dataclass(knob.default_factory):
+            yield from leaves(knob.default_factory, f"{prefix}{knob.name}.")
+        elif f"{prefix}{knob.name}" != "optimizer.groups":
+            yield f"{prefix}{knob.name}"
+
+
+GROUPS = """
+[optimizer]
+name = "mars-m"
+[optimizer.embedding]
+lr = 1e-3
+[[optimizer.groups]]
+pattern = "*.qkv.weight"
+split = 3
+[[optimizer.groups]]
+pattern = "*.proj.weight"
+rule = "muon"
+lr = 2e-3
+"""
+
+
+def test_groups_of_the_optimizer(tmp_path):
+    config = load(
+        tmp_path, GROUPS, "--optimizer.vector.betas", "0.8", "0.9", "--optimizer.head.rule", "lion"
+    )
+    settings = config.optimizer.settings()
+    assert settings["by_role"] == {
+        "embedding": {"lr": 1e-3},
+        "vector": {"betas": (0.8, 0.9)},
+        "head": {"rule": "lion"},
+    }
+    assert settings["by_pattern"] == [
+        ("*.qkv.weight", {"split": 3}),
+        ("*.proj.weight", {"rule": "muon", "lr": 2e-3}),
+    ]
+    write_config(config, tmp_path / "resolved.toml")
+    assert load_config([str(tmp_path / "resolved.toml")], "test") == config
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--training.stps", "3"], "unknown key training.stps .* did you mean training.steps?"),
+        (["--trainig.steps", "3"], "unknown section trainig .* did you mean training?"),
+        (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),
+        (["--training.steps", "1.5"], "training.steps must be a whole number"),
+        (["--training.steps"], "training.steps needs a value: it must be a whole number"),
+        (["--training.steps", "0"], "training.steps must be at least 1, got 0"),
+        (["--training.compile", "maybe"], "training.compile must be true or false"),
+        (
+            ["--training.dtype", "float8"],
+            'training.dtype must be one of "auto", "float32", "bfloat16", got \'float8\'',
+        ),
+        (
+            ["--optimizer.matrix_dtype", "float16"],
+            'optimizer.matrix_dtype must be one of "auto", "bfloat16", "mixed", "float32", got ',
+        ),
+        (["--optimizer.betas", "0.9"], "optimizer.betas must be 2 numbers"),
+        (["--optimizer.betas", "0.9", "1.0"], r"optimizer.betas must be two numbers in \[0, 1\)"),
+        (["--optimizer.lr", "0"], "optimizer.lr must be more than 0"),
+        (["--optimizer.lr", "nan"], "optimizer.lr must be more than 0"),
+        (["--optimizer.gamma", "-1"], "optimizer.gamma must be at least 0"),
+        (["--optimizer.betas_1d", "2", "2"], "optimizer.betas_1d must be"),
+        (
+            ["--optimizer.name", "adamw", "--optimizer.gamma", "0.1"],
+            'optimizer.gamma has no meaning for "adamw"',
+        ),
+        (["--optimizer.name", "sgd"], "optimizer.name must be one of"),
+        (["--schedule.min_lr", "1"], "schedule.min_lr = 1.0 is above optimizer.lr"),
+        (["--schedule.decay_steps", "5"], "schedule.decay_steps has no meaning"),
+        (["--parallelism.dp_shard", "0"], "parallelism.dp_shard must be -1"),
+        (["--run.name", "a/b"], "run.name must be one folder name"),
+        (["--data.corpus", "text"], "data.files is empty"),
+        (["--data.files", "a"], "data.files has no meaning"),
+        (
+            ["--data.validation_fraction", "0.9"],
+            "data.validation_fraction must be more than 0 and at most 0.5",
+        ),
+        (["steps=3"], "cannot read the config steps=3"),
+        (["--steps", "3"], "overrides look like --section.key value"),
+    ],
+)
+def test_mistakes_are_named(args, message, capsys):
+    with pytest.raises(SystemExit) as ended, reported():
+        load_config(args, "test")
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and re.search(message, printed)
+
+
+@pytest.mark.parametrize(
+    "toml,message",
+    [
+        ("[training]\nsteps = ", "is not valid TOML"),
+        ("training = 3", "must be a table"),
+        ("[training]\nsteps = true", "training.steps must be a whole number, got True"),
+        ("[training]\nsteps = '3'", "training.steps must be a whole number, got '3'"),
+        (
+            "[trainning]\nsteps = 3",
+            "unknown section trainning in .*config.toml: did you mean training?",
+        ),
+        (
+            "[optimizer]\nlearning_rate = 3",
+            "unknown key optimizer.learning_rate in .*config.toml: did you mean",
+        ),
+        ("[data]\nfiles = 'a'", "data.files must be a list of strings"),
+        ("[run]\nname = 3", "run.name must be a string, got 3"),
+        (
+            "[optimizer.embeding]\nlr = 1",
+            "unknown key optimizer.embeding in .*: did you mean optimizer.embedding?",
+        ),
+        (
+            "[optimizer.head]\nlearn = 1",
+            "unknown key optimizer.head.learn in .*: did you mean optimizer.head.lr?",
+        ),
+        ("[optimizer.head]\nlr = -1.0", "optimizer.head.lr must be at least 0"),
+        ("[optimizer.vector]\ngamma = 0.1", 'optimizer.vector.gamma has no meaning for "adamw"'),
+        ("[[optimizer.groups]]\nlr = 1.0", "optimizer.groups needs a pattern"),
+        (
+            "[[optimizer.groups]]\npattern = 'a'\nrule = 'sgd'",
+            "optimizer.groups.rule must be one of",
+        ),
+        ("[optimizer]\nname = 'muon'\nmode = 'exact'", "optimizer.mode has no meaning"),
+        ("[schedule]\ngamma = 'linear'", "schedule.final_gamma goes with"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(tmp_path, toml, message):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, toml)
+
+
+def test_batch_and_layout_that_do_not_divide_are_refused_with_the_numbers():
+    config = load_config(["--training.global_batch_size", "12"], "test")
+    assert config.training.microbatches(4) == (3, 1)
+    config.training.microbatch_size = 2
+    assert config.training.microbatches(2) == (2, 3)
+    with pytest.raises(
+        UserError, match="microbatch_size = 2 does not divide the 3 sequences .* 12 over 4 ranks"
+    ):
+        config.training.microbatches(4)
+    with pytest.raises(UserError, match="global_batch_size = 12 does not divide over 5"):
+        config.training.microbatches(5)
+    config.parallelism.dp_replicate = 2
+    assert config.parallelism.degrees(8) == Degrees(dp_replicate=2, dp_shard=4)
+    with pytest.raises(UserError, match="dp_replicate = 2 .* does not make 5 ranks"):
+        config.parallelism.degrees(5)
+    config.parallelism.dp_shard = 3
+    with pytest.raises(UserError, match="dp_shard = 3 does not make 8 ranks"):
+        config.parallelism.degrees(8)

@@ -1,0 +1,89 @@
+"""What a run writes about itself."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_config, tiny_tables, train_here, write_text
+from torchmars.metrics import metrics
+
+
+def test_lines_after_the_resumed_step_are_dropped(tmp_path):
+    config = tiny_config(tmp_path)
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 6)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "tra')
+    writer = metrics.Metrics(config, True, 3, True, torch.device("cpu"), 1, 100)
+    writer.open()
+    writer.train(4, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
+    writer.close()
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in written] == [1, 2, 3, 4] and written[3]["train/loss"] == 2.0
+
+
+def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 1, 100)
+    writer.open()
+    now[0] += 4
+    with writer.paused():
+        now[0] += 50
+    writer.train(2, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
+    line = capsys.readouterr().out
+    assert (
+        "256 tok/s" in line and "eta 0:00:36" in line
+    )  # 16 x 32 tokens in each of two steps of 2 s; 18 to come
+
+
+def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e6)
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    writer = metrics.Metrics(
+        tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 2, flops_per_token=1000
+    )
+    writer.open()
+    now[0] = 1.0
+    writer.train(1, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
+    assert "mfu 25.6%" in capsys.readouterr().out  # 512 tokens/s x 1000 FLOP of 2 x 10^6
+
+
+def test_one_gradient_that_rules_the_momentum_is_in_the_line(tmp_path, capsys):
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 1, 100)
+    writer.open()
+    for step, momentum in enumerate((9.0, 3e23), start=1):
+        told = {"grad_norm": 0.5, "a/momentum": momentum, "b/momentum": 1.0}
+        writer.train(step, loss=2.0, lr=0.1, told=told)
+    ordinary, ruled = capsys.readouterr().out.splitlines()
+    assert "momentum" not in ordinary
+    assert "an earlier gradient rules: momentum 3e+23 x gradient" in ruled
+
+
+def run_with_wandb(tables):
+    os.environ["WANDB_MODE"] = "offline"
+    train_here(tables)
+
+
+def test_tensorboard_and_wandb_offline(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_text(tmp_path)
+    run_ranks(
+        run_with_wandb,
+        1,
+        tiny_tables(tmp_path, training={"steps": 3}, metrics={"tensorboard": True, "wandb": True}),
+    )
+    run = tmp_path / "runs" / "tiny"
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+    assert list(run.glob("wandb/offline-run-*/*.wandb"))

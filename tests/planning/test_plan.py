@@ -1,0 +1,348 @@
+"""python -m torchmars.plan: its figures against real runs and against formulas."""
+
+import ctypes
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny import (
+    run_folder_of,
+    tiny_config,
+    tiny_tables,
+    train,
+    write_config,
+    write_text,
+)
+from torchmars.cluster import connection
+from torchmars.config.load import config_from_tables
+from torchmars.planning.plan import main, make_plan
+from torchmars.training.step import backward
+from torchmars.training.trainer import Trainer
+
+CONFIGS = Path(__file__).parents[2] / "train_configs"
+
+
+def bytes_of(tensors):
+    """Bytes that lie in memory, each once."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(
+        {
+            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts
+        }.values()
+    )
+
+
+def resident(name):
+    """A line of /proc/self/status, in bytes."""
+    return 1024 * int(
+        next(
+            line.split()[1]
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(name)
+        )
+    )
+
+
+def measure(tables):
+    """What this rank of a real run holds, and the most that its backward pass takes on top."""
+    ctypes.CDLL(None).mallopt(
+        -3, 65536
+    )  # M_MMAP_THRESHOLD: freed memory goes back to the system at once, so that it can be measured
+    config = config_from_tables(tables, "in a test")
+    trainer = Trainer(config, connection.start(config.parallelism))
+    model, optimizer, batch = trainer.model, trainer.optimizer, trainer.loader.step()
+    if optimizer.exact:
+        backward(model, batch)
+        optimizer.look_ahead()
+        optimizer.zero_grad()
+    backward(model, batch)
+    gradients = bytes_of(parameter.grad for parameter in model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # look for the peak anew from here
+    backward(model, batch)
+    peak = resident("VmHWM") - before
+    state = [tensor for each in optimizer.state.values() for tensor in each.values()] + list(
+        optimizer.ahead.values()
+    )
+    return {
+        "weights": bytes_of(model.parameters()),
+        "gradients": gradients,
+        "optimizer_state": bytes_of(state),
+    }, peak
+
+
+def planned_and_measured(tables):
+    """The plan of this rank and what it measures, in the order of `measure`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    measured = measure(tables)
+    dist.destroy_process_group()
+    simulation = make_plan(config_from_tables(tables, "in a test"), size, 0, rank).simulation
+    planned = (
+        {name: getattr(simulation, name) for name in measured[0]},
+        simulation.activations + simulation.gathered,
+    )
+    return planned, measured
+
+
+MODEL = {
+    "n_layer": 3,
+    "n_embd": 136,
+    "n_head": 4,
+    "vocab_size": 1001,
+}  # 1001 rows do not divide, and 4 x 136 do
+VARIANTS = [
+    ({"name": "mars-m"}, {"microbatch_size": 4}, {}),
+    pytest.param(
+        {"name": "mars-adamw", "mode": "exact"},
+        {"dtype": "bfloat16"},
+        {"dp_replicate": 2},
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure the peak of memory"
+)
+@pytest.mark.parametrize(
+    "optimizer,training,parallelism",
+    VARIANTS,
+    ids=lambda value: "-".join(map(str, value.values())) or "fsdp",
+)
+def test_memory_is_that_of_a_real_run(tmp_path, optimizer, training, parallelism):
+    write_text(tmp_path)
+    tables = tiny_tables(
+        tmp_path,
+        model=MODEL,
+        optimizer=optimizer,
+        training={"global_batch_size": 32, "seq_len": 512} | training,
+        parallelism=parallelism,
+    )
+    for (planned, planned_peak), (measured, measured_peak) in run_ranks(
+        planned_and_measured, 4, tables
+    ):
+        assert planned == measured
+        assert planned_peak == pytest.approx(measured_peak, rel=0.2)
+
+
+def simulate(tables, world_size, per_node):
+    """The simulation of rank 0 of many, in a process that has no other group."""
+    dist.destroy_process_group()
+    plan = make_plan(config_from_tables(tables, "in a test"), world_size, per_node)
+    simulation = plan.simulation
+    sent = {
+        (kind.phase, kind.operation, len(kind.ranks)): (
+            simulation.times[kind],
+            simulation.sent[kind],
+        )
+        for kind in simulation.sent
+    }
+    return simulation.checkpoint, sent, list(plan.warnings())
+
+
+def test_a_checkpoint_has_the_planned_size(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, model={"n_embd": 128}, training={"steps": 1})
+    train(2, tables)
+    size = sum(file.stat().st_size for file in run_folder_of(tables).glob("checkpoints/*/*.distcp"))
+    [(planned, _, _)] = run_ranks(simulate, 1, tables, 2, 0)
+    assert planned < size < 1.05 * planned  # beside the tensors, each has a header
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_traffic_is_that_of_the_formulas(tmp_path, accumulation_steps):
+    """HSDP over 2 replicas of 4 shards, mars-m: FSDP's volume (Rajbhandari et al. 2020, section 7.2) and design.md's for whole matrices."""
+    replicas, shards, layers, width, rows, length = 2, 4, 16, 128, 320, 64
+    tables = tiny_tables(
+        tmp_path,
+        model={"n_layer": layers, "n_head": 2, "n_embd": width},
+        parallelism={"dp_replicate": replicas},
+        optimizer={"name": "mars-m"},
+        training={
+            "global_batch_size": 8 * accumulation_steps,
+            "microbatch_size": 1,
+            "seq_len": length,
+        },
+    )
+    [(_, sent, _)] = run_ranks(simulate, 1, tables, replicas * shards, 8)
+    blocks, rest, matrices = (
+        layers * (12 * width + 2) * width,
+        (rows + length + 1) * width,
+        layers * 12 * width**2,
+    )
+    ring = (shards - 1) / shards
+    passes = "forward and backward"
+    gathered = (
+        accumulation_steps * ring * 2 * (2 * blocks + rest)
+    )  # in bfloat16; blocks twice, the rest stays from forward to backward
+    assert sent[passes, "all-gather", shards] == (
+        accumulation_steps * (2 * layers + 1),
+        pytest.approx(gathered, rel=1e-6),
+    )
+    assert sent[passes, "reduce-scatter", shards] == (
+        layers + 1,
+        pytest.approx(ring * 4 * (blocks + rest), rel=1e-6),
+    )
+    assert sent[passes, "all-reduce", replicas] == (
+        layers + 1,
+        pytest.approx(2 * (replicas - 1) / replicas * 4 * (blocks + rest) / shards, rel=1e-6),
+    )
+    buckets = sent["optimizer", "all-to-all", shards][0] // 2
+    assert sent["optimizer", "all-to-all", shards] == (
+        2 * buckets,
+        pytest.approx(2 * ring * 2 * matrices / shards / replicas, rel=0.05),
+    )
+    assert sent["optimizer", "all-gather", replicas] == (
+        buckets,
+        pytest.approx((replicas - 1) / replicas * 2 * matrices / shards, rel=0.05),
+    )
+    assert sent["optimizer", "all-reduce", shards][0] == 1
+    assert sent["optimizer", "all-reduce", replicas] == (1, 16)  # two numbers
+    assert len(sent) == 7
+
+
+def test_the_wire_of_matrices_is_as_wide_as_their_dtype(tmp_path):
+    """Two bytes for mixed, which travels as bfloat16, and four for float32."""
+    tables = [
+        tiny_tables(tmp_path, optimizer={"name": "muon", "matrix_dtype": dtype})
+        for dtype in ("mixed", "float32")
+    ]
+    mixed, wide = (
+        run_ranks(simulate, 1, each, 2, 0)[0][1]["optimizer", "all-to-all", 2] for each in tables
+    )
+    matrices, there_and_back = 2 * 12 * 32**2, 2
+    assert mixed[1] == pytest.approx(2 * there_and_back * matrices / 2 / 2, rel=0.05)
+    assert wide == (mixed[0], 2 * mixed[1])
+
+
+def test_what_an_expert_would_warn_of(tmp_path):
+    def warnings(world_size, per_node, **overrides):
+        return "\n".join(
+            run_ranks(simulate, 1, tiny_tables(tmp_path, **overrides), world_size, per_node)[0][2]
+        )
+
+    small = {"data": {"tokenizer": "gpt2", "files": ["x.txt"]}}
+    batch = {"seq_len": 1024, "global_batch_size": 64, "steps": 100_000}
+    fine = warnings(8, 8, model={"n_layer": 2, "n_embd": 64}, training=batch, **small)
+    assert fine == ""
+    short = batch | {"seq_len": 512}
+    wide = warnings(64, 8, model={"n_layer": 2, "n_embd": 64, "n_head": 1}, training=short, **small)
+    assert (
+        "rank 0 holds" not in wide
+        and "512 tokens of a microbatch" in wide
+        and "parallelism.dp_replicate = 8 gathers inside machines" in wide
+    )
+    assert "tokens of a microbatch" not in warnings(
+        64,
+        8,
+        model={"n_layer": 2, "n_embd": 64, "n_head": 1},
+        training=short,
+        parallelism={"dp_replicate": 8},
+        **small,
+    )
+    poor = warnings(
+        2,
+        8,
+        model={"n_layer": 2, "n_embd": 60},
+        training={"seq_len": 1024, "global_batch_size": 4096, "microbatch_size": 1024, "steps": 1},
+        **small,
+    )
+    assert (
+        "does not fit a GPU of 80 GiB" in poor
+        and "2 microbatches a step keep the whole model's gradient" in poor
+    )
+    assert "width 60 is no multiple of 64" in poor
+
+
+def command(*args):
+    return subprocess.run(
+        [sys.executable, "-m", "torchmars.plan", *args], capture_output=True, text=True
+    )
+
+
+def test_the_command(tmp_path):
+    config = tmp_path / "tiny.toml"
+    write_config(tiny_config(tmp_path), config)
+    said = command(str(config), "--world-size", "16")
+    assert said.returncode == 0, said.stderr
+    assert "matrices in" not in said.stdout
+    for part in (
+        "FSDP over 16 ranks (cuda, nccl), bfloat16 compute",
+        "16 x 32 tokens a step",
+        "optimizer state",
+        "a checkpoint",
+        "16 ranks on 2 machines",
+        "none: no rule of this run",
+        "512 a step, 10,240 to the end",
+        "is not prepared yet",
+        "warning ",
+    ):
+        assert part in said.stdout
+    said = command(str(config), "--world-size", "5")
+    assert (
+        said.returncode == 2
+        and said.stderr.startswith("error: training.global_batch_size = 16 does not divide over 5")
+        and said.stderr.count("\n") == 1
+    )
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (("--world-size", "12"), "--world-size 12 does not fill machines of --gpus-per-node 8"),
+        ((), "--world-size N is missing"),
+        (("--world-size", "0"), "--world-size must be at least 1, got 0"),
+    ],
+)
+def test_mistakes_on_the_command_line(args, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan", *args])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+LARGE = {
+    "GPT-2 XL": ("--model.size", "xl"),
+    "8B": ("--model.n_layer", "40", "--model.n_head", "32", "--model.n_embd", "4096"),
+    "70B": ("--model.n_layer", "86", "--model.n_head", "64", "--model.n_embd", "8192"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["mars_adamw", "mars_m"])
+@pytest.mark.parametrize("world_size", [8, 64, 512])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_models_take_little_time_and_memory(name, world_size, rule):
+    began = time.monotonic()
+    said = command(
+        str(CONFIGS / f"gpt2_small_{rule}.toml"),
+        "--world-size",
+        str(world_size),
+        "--training.global_batch_size",
+        "512",
+        "--training.microbatch_size",
+        "1",
+        "--training.seq_len",
+        "4096",
+        *LARGE[name],
+    )
+    assert said.returncode == 0, said.stderr
+    print(
+        said.stdout,
+        f"{time.monotonic() - began:.0f} s",
+        resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20,
+        "GiB",
+    )
+    assert (
+        time.monotonic() - began < 120
+        and resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20
+    )

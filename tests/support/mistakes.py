@@ -1,0 +1,236 @@
+"""What users get wrong, drawn by hypothesis, and what must become of it."""
+
+import contextlib
+import io
+import math
+import os
+import signal
+from dataclasses import asdict
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.config.test_config import leaves
+from tests.support.tiny import tiny_config, write_config, write_text
+from torchmars.checkpoint.folder import step_folder
+from torchmars.checkpoint.manifest import Manifest, describe
+from torchmars.checkpoint.state import model_state, optimizer_state_names
+from torchmars.config import Config
+from torchmars.config.load import load_config
+from torchmars.core.errors import UserError, say_error
+from torchmars.models import build_meta_model
+from torchmars.models.initialize import init_weights
+from torchmars.training.build import build_optimizer
+from torchmars.training.preparation import prepare_data
+
+KEYS = [
+    *leaves(Config),
+    "optimizer.groups",
+    "run",
+    "training",
+    "optimizer.matrix",
+    "nothing",
+    "training.stps",
+    "a.b.c.d",
+    "",
+]
+WORDS = [
+    "",
+    " ",
+    "x",
+    "two",
+    "-1",
+    "-0",
+    "0",
+    "1",
+    "2",
+    "3",
+    "1.5",
+    "1e3",
+    "inf",
+    "-inf",
+    "nan",
+    "1,2",
+    "0,",
+    "+4",
+    " 2",
+    "2 ",
+    "1_0",
+    "0x10",
+    "٣",
+    "²",
+    "½",
+    "2:4",
+    "true",
+    "None",
+    "[]",
+    "{}",
+    "null",
+    "9" * 20,
+    "9" * 400,
+    "9" * 5000,
+    "a" * 300,
+    "a/" * 2500,
+    ".",
+    "..",
+    "/",
+    "//",
+    "/..",
+    "~",
+    "~nosuchuser",
+    "/dev/null",
+    "/dev/zero",
+    "/proc/self/mem",
+    "fifo",
+    "loop",
+    "loop/x",
+    "file",
+    "file/x",
+    "folder",
+    "nothing",
+    "weights.safetensors",
+    "fifo.safetensors",
+    "folder.safetensors",
+    "\x1b[31m",
+    "a\tb",
+    "a\nb",
+    "error: b",
+    "é\u2028",
+    "\udcff",
+    "*",
+    "[",
+    "**/*",
+    "localhost:0",
+    "localhost:29400",
+    ":1",
+    "a..b:1",
+    "[::1]:29400",
+    "a" * 70 + ":80",
+    "localhost:99999",
+    "--training.steps",
+    "=",
+    "%s",
+    "$(id)",
+]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    255,
+    2**31 - 1,
+    2**31,
+    3 * 10**9,
+    2**53,
+    2**63 - 1,
+    2**63,
+    10**30,
+    10**400,
+    0.5,
+    -0.0,
+    1e-320,
+    1e38,
+    1e300,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
+words, numbers = st.sampled_from(WORDS), st.sampled_from(NUMBERS)
+scalars = st.one_of(words, numbers, st.booleans(), st.text(max_size=8), st.integers(), st.floats())
+junk = st.one_of(
+    scalars, st.lists(scalars, max_size=3), st.dictionaries(words, scalars, max_size=2)
+)
+
+
+def fuzz(examples, strategy, check):
+    """Call `check` with what `strategy` draws."""
+    configured = settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    configured(given(strategy)(lambda drawn: check(drawn)))()
+
+
+@contextlib.contextmanager
+def in_time(seconds=120):
+    """Fail where the body hangs, as in the opening of a FIFO."""
+
+    def give_up(*_):
+        raise AssertionError(f"it hangs: nothing in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def mistake(work, *args):
+    """The line that a command ends with where `work` raises `UserError`; else nothing.
+
+    Any other exception is our own mistake.
+    """
+    err = io.StringIO()
+    with in_time(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        try:
+            work(*args)
+            return ""
+        except UserError as error:
+            err.truncate(err.seek(0))
+            say_error(error)
+    said = err.getvalue()
+    assert said.startswith("error: ") and said.endswith("\n") and len(said) < 1100
+    assert said[:-1].isprintable()
+    return said
+
+
+def make_place(folder):
+    """A config, text, shards, and all kinds of files that are not what they should be."""
+    write_text(folder)
+    os.mkfifo(folder / "fifo")
+    os.mkfifo(folder / "fifo.safetensors")
+    (folder / "loop").symlink_to("loop")
+    (folder / "file").write_text("x")
+    (folder / "weights.safetensors").write_text("x")
+    (folder / "folder").mkdir()
+    (folder / "folder.safetensors").mkdir()
+    (folder / "folder" / "other.pdf").write_text("x")
+    config = tiny_config(folder, training={"steps": 1})
+    prepare_data(config)
+    write_config(config, folder / "tiny.toml")
+
+
+def make_checkpoint(folder, steps=2):
+    """A run's checkpoint as far as commands without ranks read it: its weights alone."""
+    config = load_config([str(folder / "tiny.toml")], "test")
+    manifest = prepare_data(config)
+    checkpoint = step_folder(folder / "runs" / "tiny" / "checkpoints", steps)
+    checkpoint.mkdir(parents=True)
+    model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len)
+    names = optimizer_state_names(build_optimizer(config, model))
+    init_weights(model.to_empty(device="cpu"), 0)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(model_state(model), storage_writer=dcp.FileSystemWriter(checkpoint), no_dist=True)
+    files = {path.name: describe(path) for path in checkpoint.iterdir()}
+    Manifest(
+        step=steps,
+        position=16 * steps,
+        world_size=1,
+        data=manifest.fingerprint(),
+        vocab_size=manifest.vocab_size,
+        optimizer=names,
+        config=asdict(config),
+        validation_loss=5.5,
+        recent_losses=[5.0],
+        files=files,
+    ).write(checkpoint)
+    return checkpoint

@@ -1,0 +1,95 @@
+"""Real gloo processes for tests: `run_ranks(function, 4, ...)` calls `function` on four ranks."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = 900  # seconds until silent ranks are taken to hang: more than any busy machine needs
+
+# The server imports torch once and forks a fresh process for every rank, before any thread of torch's has started.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torchmars.training.trainer",
+        "tests.support.ranks",
+    ]
+)
+
+
+def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    """Call `function(*args)` on `size` ranks with a gloo process group; the results in rank order.
+
+    `function` must be importable and its results picklable. The first failing rank's traceback becomes an AssertionError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        results = _context.Queue()
+        ranks = [
+            _context.Process(
+                target=_rank,
+                args=(function, rank, size, f"{folder}/store", results, args),
+                daemon=False,
+            )
+            for rank in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            outcomes = _collect(results, ranks, time.monotonic() + PATIENCE)
+        finally:
+            for process in ranks:
+                process.join(timeout=10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        failed = [error for _, _, error in outcomes if error]
+        assert not failed, "\n".join(failed)
+        return [pickle.loads(result) for _, result, _ in sorted(outcomes)]
+
+
+def _collect(
+    results: Any, ranks: list[Any], deadline: float
+) -> list[tuple[int, bytes | None, str | None]]:
+    outcomes: list[tuple[int, bytes | None, str | None]] = []
+    while len(outcomes) < len(ranks):
+        with contextlib.suppress(queue.Empty):
+            outcomes.append(results.get(timeout=0.1))
+            continue
+        heard = {rank for rank, _, _ in outcomes}
+        for rank, process in enumerate(ranks):
+            assert process.exitcode in (None, 0) or rank in heard, (
+                f"rank {rank} died: exit code {process.exitcode}"
+            )
+        assert time.monotonic() < deadline, (
+            f"no word from ranks {sorted(set(range(len(ranks))) - heard)} in time"
+        )
+    return outcomes
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, size: int, store: str, results: Any, args: tuple
+) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+        # Bytes, since a tensor in a queue dies with the process that shares its memory.
+        results.put((rank, pickle.dumps(function(*args)), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

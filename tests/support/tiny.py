@@ -1,0 +1,122 @@
+"""A run small enough for tests: its config, its text, and training it on any number of ranks."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from torchmars.cluster import connection, process
+from torchmars.config import Config
+from torchmars.config.load import config_from_tables, config_text
+from torchmars.core.errors import UserError
+from torchmars.training.trainer import Trainer
+
+
+def set_bfloat16(fast: bool, patch: pytest.MonkeyPatch) -> None:
+    """Let torch say that this process's CPU has instructions for bfloat16, or has none."""
+    patch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    patch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
+    patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+
+
+def write_text(folder: Path, documents: int = 40, words: int = 300) -> Path:
+    """A text file of `documents` documents of made-up but regular prose."""
+    text = []
+    for document in range(documents):
+        sentences = (
+            f"The {('red', 'old', 'small')[(document + n) % 3]} fox number {document * n % 97} went over the hill. "
+            for n in range(words // 10)
+        )
+        text.append("".join(sentences))
+    file = folder / "text.txt"
+    file.write_text("\n<|endoftext|>\n".join(text))
+    return file
+
+
+def tiny_tables(folder: Path, **overrides: dict) -> dict[str, dict]:
+    """The tables of a tiny config whose run, text and shards lie in `folder`; `overrides` replace keys of sections."""
+    tables = {
+        "run": {"name": "tiny", "folder": str(folder / "runs")},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32},
+        "data": {
+            "corpus": "text",
+            "files": [str(folder / "text.txt")],
+            "path": str(folder / "shards"),
+            "num_workers": 0,
+            "validation_fraction": 0.05,
+        },
+        "training": {"steps": 20, "global_batch_size": 16, "seq_len": 32},
+        "optimizer": {"name": "mars-adamw"},
+        "schedule": {"warmup_steps": 5},
+        "checkpoint": {"interval": 0},
+        "validation": {"interval": 0},
+        "metrics": {"log_interval": 1},
+    }
+    for section, table in overrides.items():
+        tables[section] = tables.get(section, {}) | table
+    return tables
+
+
+def tiny_config(folder: Path, **overrides: dict) -> Config:
+    return config_from_tables(tiny_tables(folder, **overrides), "in a test")
+
+
+def train_here(*runs: dict[str, dict]) -> None:
+    """Train runs, given as tables, one after the other on the ranks of this process group."""
+    for tables in runs:
+        config = config_from_tables(tables, "in a test")
+        Trainer(config, connection.start(config.parallelism)).run()
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write a config file for a command."""
+    path.write_text(config_text(config), encoding="utf-8")
+
+
+def listen_here(tables: dict[str, dict]) -> str:
+    """Train the run of `tables` on the ranks of this process group; what this rank printed, the message of a `UserError` at the end."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            train_here(tables)
+        except UserError as error:
+            print(f"error: {error}")
+    return out.getvalue()
+
+
+def listen(size: int, tables: dict[str, dict]) -> str:
+    """Train the run of `tables` on `size` ranks; what the first one printed."""
+    return run_ranks(listen_here, size, tables)[0]
+
+
+def listen_on(fast: list[bool], *runs: dict[str, dict]) -> list[str]:
+    """Train runs on ranks whose CPUs are `fast` at bfloat16, or not; what the first rank printed of each."""
+    return run_ranks(_listen_on, len(fast), fast, *runs)[0]
+
+
+def _listen_on(fast: list[bool], *runs: dict[str, dict]) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        set_bfloat16(fast[process.rank()], patch)
+        return [listen_here(tables) for tables in runs]
+
+
+def train(size: int, *runs: dict[str, dict]) -> None:
+    """Train runs, given as tables, one after the other on `size` ranks."""
+    run_ranks(train_here, size, *runs)
+
+
+def run_folder_of(tables: dict[str, dict]) -> Path:
+    """The folder of the run that `tables` describe."""
+    return Path(tables["run"]["folder"]) / tables["run"]["name"]
+
+
+def metrics(tables: dict[str, dict], name: str = "train/loss") -> dict[int, float]:
+    """What the run of `tables` reported under `name`, by step."""
+    lines = [
+        json.loads(line)
+        for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()
+    ]
+    return {line["step"]: line[name] for line in lines if name in line}

@@ -1,0 +1,285 @@
+"""Loss spikes, gradients that are not finite, the end of the data, a rank that hangs."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny import (
+    listen,
+    listen_here,
+    metrics,
+    run_folder_of,
+    tiny_config,
+    tiny_tables,
+    write_config,
+    write_text,
+)
+from torchmars.checkpoint.folder import checkpoints, step_of
+from torchmars.config import GuardsConfig
+from torchmars.core.errors import EXIT_HUNG
+from torchmars.data.loader import Loader
+from torchmars.training import step as loss
+from torchmars.training.guards import SpikeGuard
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tables(tmp_path):
+    write_text(tmp_path)
+    return tiny_tables(tmp_path, training={"steps": 40}, checkpoint={"interval": 10})
+
+
+def test_what_stands_out():
+    guard = SpikeGuard(GuardsConfig(loss_spike="skip", spike_sigmas=4.0))
+    for number in range(15):
+        assert not guard.stands_out(100.0 * (number == 7) + number % 3)  # too few to compare with
+    guard.recent.clear()
+    losses = [2.0 + 0.1 * (-1) ** number for number in range(64)]
+    assert not any(guard.stands_out(loss) for loss in losses)
+    assert not guard.stands_out(2.39) and guard.stands_out(2.45) and guard.stands_out(50.0)
+    assert not guard.stands_out(float("nan")) and not guard.stands_out(float("inf"))
+    assert (
+        len(guard.recent) == 64 and max(guard.recent) == 2.39
+    )  # what stands out does not raise the bar
+
+
+def with_spike(tables, samples):
+    """Train with losses ten times as large on the global batches that hold one of `samples`; what this rank printed."""
+    step, losses_of, begin = Loader.step, loss.token_losses, [0]
+
+    def noted_step(self):
+        begin[0] = self.position
+        return step(self)
+
+    def token_losses(model, tokens):
+        spike = any(begin[0] <= sample < begin[0] + 16 for sample in samples) and model.training
+        return losses_of(model, tokens) * (10 if spike else 1)
+
+    Loader.step, loss.token_losses = noted_step, token_losses
+    return listen_here(tables)
+
+
+def test_a_spike_is_skipped(tables):
+    tables["guards"] = {"loss_spike": "skip"}
+    out = run_ranks(with_spike, 2, tables, [25 * 16 + 3])[0]
+    assert re.search(
+        r"spike     loss \d+\.\d+ at step 26, samples 400 to 415: guards.loss_spike = skip", out
+    )
+    assert metrics(tables, "train/skipped_steps")[40] == 1
+    losses = metrics(tables)
+    assert (
+        list(losses) == list(range(1, 41))
+        and losses[26] > 3 * losses[25]
+        and losses[27] < 1.1 * losses[25]
+    )
+    off = tables | {"run": tables["run"] | {"name": "off"}, "guards": {}}
+    assert "spike  " not in run_ranks(with_spike, 2, off, [25 * 16 + 3])[0]
+    assert metrics(off, "train/skipped_steps")[40] == 0
+
+
+@pytest.mark.parametrize("mode", ["approx", "exact"])
+def test_a_spike_rolls_back_and_its_data_is_jumped(tables, mode):
+    """The steps after the checkpoint of 20 are made again, with the data after sample 415."""
+    tables["guards"] = {"loss_spike": "rollback"}
+    tables["optimizer"]["mode"] = mode
+    out = run_ranks(with_spike, 2, tables, [25 * 16 + 3])[0]
+    assert (
+        out.count("spike     ") == 1
+        and "rollback  to step 20" in out
+        and "goes on at sample 416" in out
+    )
+    assert list(metrics(tables)) == list(range(1, 41))
+    tokens = metrics(tables, "train/tokens")
+    assert tokens[20] == 20 * 16 * 32 and tokens[21] == (416 + 16) * 32
+    assert [step_of(path) for path in checkpoints(run_folder_of(tables) / "checkpoints")] == [
+        10,
+        20,
+        30,
+        40,
+    ]
+    assert max(metrics(tables).values()) < 6  # no line of the spike is left
+
+
+def test_a_rollback_ends_the_same_after_a_crash(tables):
+    """What the guard has seen is in the checkpoint: a run resumed at step 20 meets the spike of step 26 as the unbroken one did."""
+    tables["guards"] = {"loss_spike": "rollback"}
+    run_ranks(with_spike, 2, tables, [25 * 16 + 3])
+    cut = tables | {"run": tables["run"] | {"name": "cut"}}
+    run_ranks(
+        with_spike,
+        2,
+        cut
+        | {
+            "training": tables["training"] | {"steps": 20},
+            "schedule": {"warmup_steps": 5, "name": "constant"},
+        },
+        [],
+    )
+    straight = tables | {
+        "run": tables["run"] | {"name": "straight"},
+        "schedule": {"warmup_steps": 5, "name": "constant"},
+    }
+    run_ranks(with_spike, 2, straight, [25 * 16 + 3])
+    run_ranks(with_spike, 2, cut | {"schedule": straight["schedule"]}, [25 * 16 + 3])
+    assert metrics(cut) == metrics(straight)
+
+
+def test_spikes_that_keep_coming_end_the_run(tables):
+    tables["guards"] = {"loss_spike": "rollback"}
+    outs = run_ranks(with_spike, 2, tables, range(25 * 16, 10**5))
+    assert all(
+        "error: the loss stood out after each of 3 returns to" in out and "step-00000020" in out
+        for out in outs
+    )
+    tables["checkpoint"]["interval"], tables["run"]["name"] = 0, "none"
+    outs = run_ranks(with_spike, 2, tables, range(25 * 16, 10**5))
+    assert all(
+        "error: the loss stood out at step 26, and there is no checkpoint to go back to" in out
+        for out in outs
+    )
+
+
+def test_the_end_of_the_data_begins_another_epoch_and_is_told(tables, tmp_path):
+    """48,545 tokens are 1517 windows of 32: 94 steps and a bit."""
+    tables["training"] |= {"steps": 100, "seq_len": 32}
+    tables["checkpoint"]["interval"] = 0
+    out = listen(2, tables)
+    assert out.count("epoch ") == 1 and out.index("step  95/100") < out.index(
+        "epoch 2 begins: the data has been read 1 times"
+    ) < out.index("step  96/100")
+
+
+# HANG says how each rank hangs in the fourth step. The steps before may take as long as they like.
+HANGING_RUN = """
+import ctypes, os, signal, time
+import torchmars.cluster.watchdog
+from torchmars.data.loader import Windows
+from torchmars.train import main
+from torchmars.cluster.watchdog import Watchdog
+
+how = os.environ["HANG"].split()[int(os.environ["RANK"])]
+torchmars.cluster.watchdog.GRACE_SECONDS = float(os.environ["GRACE"].split()[int(os.environ["RANK"])])
+
+def beat(self, doing):
+    global hangs
+    hangs = doing == "step 4"
+    original_beat(self, doing)
+    self.seconds = 3.0 if hangs else 10000.0
+    if hangs:
+        self._arm()
+
+def read(self, window):
+    if hangs and how == "sleep":
+        time.sleep(10000)
+    if hangs and how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if hangs and how == "block":
+        c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(1000)
+        c.pthread_mutex_init(mutex, None)
+        c.pthread_mutex_lock(mutex)
+        c.pthread_mutex_lock(mutex)  # for ever, and no other thread of Python gets its turn
+    return original_read(self, window)
+
+original_read, Windows.__getitem__ = Windows.__getitem__, read
+original_beat, Watchdog.beat = Watchdog.beat, beat
+main()
+"""
+
+
+@contextlib.contextmanager
+def hanging(folder, how, grace):
+    """The launcher of a run whose ranks hang, and the folder in which they say where."""
+    ranks = len(how.split())
+    write_text(folder)
+    config = tiny_config(
+        folder, guards={"hang_seconds": 3.0}, training={"global_batch_size": 4 * ranks}
+    )
+    write_config(config, folder / "hang.toml")
+    script = folder / "hang.py"
+    script.write_text(HANGING_RUN)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torchmars.launch",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            str(script),
+            str(folder / "hang.toml"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "RDZV_TIMEOUT": "300",
+            "HANG": how,
+            "GRACE": grace,
+        },
+    )
+    try:
+        yield process, Path(config.run.folder) / config.run.name / "hang"
+    finally:
+        process.kill()
+
+
+def test_a_rank_that_hangs_is_found_and_every_rank_tells_where_it_stands(tmp_path):
+    with hanging(tmp_path, "not sleep", "600 600") as (process, folder):
+        _, err = process.communicate(timeout=900)  # the rank sleeps for longer
+    assert process.returncode == EXIT_HUNG, err
+    report = err[err.index("error: no step for guards.hang_seconds = 3 s") :]
+    assert re.search(
+        r"rank 0: \d+ s in step 4: waiting in the collective gloo:\w+ number \d+ of group \d+, sizes .*; called from",
+        report,
+    )
+    assert re.search(
+        r"rank 1: \d+ s in step 4: in read \(.*hang.py:\d+\), in no collective; the last was gloo:",
+        report,
+    )
+    # with no group of a save's among the collectives
+    assert (
+        "time.sleep" not in (folder / "rank-00000.txt").read_text()
+        and "in read" in (folder / "rank-00001.txt").read_text()
+    )
+    assert (folder / "flight_0").stat().st_size and (folder / "flight_1").stat().st_size
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_ranks_that_are_blocked_outside_python_are_found_by_the_others(tmp_path):
+    """Also where the first rank is one of them.
+
+    The interpreter ends the last one, once the second has said where it stands.
+    """
+    with hanging(tmp_path, "stop not block", "1 1 4") as (process, folder):
+        while "Timeout (" not in text_of(folder / "rank-00002.txt"):
+            assert process.poll() is None
+            time.sleep(0.1)
+        stopped = int(text_of(folder / "rank-00000.txt").split()[1])
+        os.kill(stopped, signal.SIGKILL)  # torchrun does so 30 s later
+        _, err = process.communicate(timeout=900)
+    assert process.returncode == EXIT_HUNG, err
+    report = err[err.rindex("error: no step for guards.hang_seconds = 3 s") :].splitlines()
+    assert len(report) == 4 and f"rank 0: no word; process {stopped} on " in report[1]
+    assert re.search(r"rank 1: \d+ s in step 4: waiting in the collective gloo:", report[2])
+    assert re.search(
+        r"rank 2: blocked outside Python in File .*hang.py\", line \d+ in read", report[3]
+    )
+    said = (folder.parent / "logs" / "rank-00001.log").read_text()
+    assert report[2] in said  # itself, too
+
+
+def text_of(file):
+    return file.read_text() if file.exists() else ""

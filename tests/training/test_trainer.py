@@ -1,0 +1,314 @@
+"""The same run on every layout, and what a run reports."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny import (
+    listen_on,
+    metrics,
+    run_folder_of,
+    set_bfloat16,
+    tiny_tables,
+    train,
+    train_here,
+    write_text,
+)
+from torchmars.cluster import connection
+from torchmars.config.load import load_config
+from torchmars.core.errors import UserError
+from torchmars.training import trainer
+from torchmars.training.step import backward
+
+LAYOUTS = {
+    "one": (1, {}),
+    "fsdp2": (2, {}),
+    "fsdp4": (4, {}),
+    "hsdp2x2": (4, {"dp_replicate": 2}),
+    "replicas": (2, {"dp_replicate": 2}),
+}
+MATRIX_RULES = ("mars-shampoo", "mars-m", "muon")
+# Optimizers and microbatch sizes: the first on every layout, the others on some; the rest is slow.
+VARIANTS = [(name, microbatch) for name in ("mars-adamw", "adamw") for microbatch in (None, 2)]
+OTHERS = [
+    (name, 2)
+    for name in (
+        "mars-lion",
+        "lion",
+        *MATRIX_RULES,
+        "mars-adamw exact",
+        "mars-m mixed",
+        "mars-m float32",
+    )
+]
+SOME = ("one", "fsdp2", "hsdp2x2")
+CASES = [
+    (layout, *variant)
+    for layout in LAYOUTS
+    for variant in (VARIANTS + OTHERS if layout in SOME else VARIANTS)
+]
+
+
+def optimizer(name):
+    name, _, more = name.partition(" ")
+    key = "matrix_dtype" if more in ("mixed", "float32") else "mode"
+    return {"name": name, "lr": 1e-3 if "lion" in name else 6e-3} | ({key: more} if more else {})
+
+
+def steps(name):
+    return 20 if name in ("mars-adamw", "adamw", "mars-m float32") else 10
+
+
+def losses_of(folder, cases):
+    """Loss by step and validation loss by step of each of the cases, which are (layout, name, microbatch size)."""
+    write_text(folder)
+    result = {}
+    for layout, (size, parallelism) in LAYOUTS.items():
+        variants = [tuple(variant) for where, *variant in cases if where == layout]
+        runs = [
+            tiny_tables(
+                folder,
+                run={"name": f"{layout}-{name}-{microbatch}"},
+                optimizer=optimizer(name),
+                training={"steps": steps(name)}
+                | ({} if microbatch is None else {"microbatch_size": microbatch}),
+                parallelism=parallelism,
+                validation={"interval": 10, "windows": 7},
+            )
+            for name, microbatch in variants
+        ]
+        if runs:
+            train(size, *runs)
+        for variant, run in zip(variants, runs):
+            result[layout, *variant] = metrics(run), metrics(run, "validation/loss")
+    return result
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    return losses_of(tmp_path_factory.mktemp("layouts"), CASES)
+
+
+def same_as_on_one_rank(losses, layout, name, microbatch):
+    expected, expected_validation = losses[
+        "one", name, None if ("one", name, None) in losses else 2
+    ]
+    actual, validation = losses[layout, name, microbatch]
+    assert list(actual) == list(range(1, steps(name) + 1))
+    # Rounding decides between two bfloat16 inputs of an orthogonalisation, and between the signs of an entry near 0.
+    tolerance = 1e-5 if "adamw" in name or "float32" in name else 1e-3
+    assert actual == pytest.approx(expected, rel=tolerance)
+    assert sorted(validation) == list(range(10, steps(name) + 1, 10))
+    assert validation == pytest.approx(expected_validation, rel=tolerance)
+
+
+@pytest.mark.parametrize("layout,name,microbatch", CASES)
+def test_same_losses_on_every_layout(losses, layout, name, microbatch):
+    same_as_on_one_rank(losses, layout, name, microbatch)
+
+
+@pytest.mark.slow
+def test_same_losses_of_every_rule_on_every_layout(tmp_path):
+    cases = [(layout, *variant) for layout in LAYOUTS for variant in OTHERS]
+    losses = losses_of(tmp_path, cases)
+    for case in cases:
+        same_as_on_one_rank(losses, *case)
+
+
+def test_loss_falls(losses):
+    loss, _ = losses["fsdp2", "mars-adamw", None]
+    assert loss[20] < 0.6 * loss[1]
+
+
+def test_optimizers_differ(losses):
+    assert losses["one", "mars-adamw", None][0][20] != pytest.approx(
+        losses["one", "adamw", None][0][20], rel=1e-3
+    )
+
+
+def fails(tables):
+    try:
+        train_here(tables)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def broken_from_step_3(tables):
+    """Every gradient from step 3 on is not finite."""
+    calls = itertools.count()
+
+    def broken_backward(model, batch):
+        loss = backward(model, batch)
+        if next(calls) >= 2:
+            next(model.parameters()).grad.to_local().fill_(float("nan"))
+        return loss
+
+    trainer.backward = broken_backward
+    return fails(tables)
+
+
+def test_a_run_that_only_skips_stops(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, metrics={"log_interval": 4})
+    errors = run_ranks(broken_from_step_3, 2, tables)
+    assert errors[0] == errors[1] and "the last 10 steps up to 12 were skipped" in errors[0]
+    assert metrics(tables, "train/skipped_steps") == {1: 0, 4: 2, 8: 6, 12: 10}
+
+
+def without_its_folder(tables):
+    """Train; the run's folder is deleted after step 3. What this rank is told."""
+    report = trainer.Trainer.report
+
+    def then_delete(self, *made):
+        report(self, *made)
+        if self.step == 3 and self.layout.first:
+            shutil.rmtree(run_folder_of(tables))
+
+    trainer.Trainer.report = then_delete
+    return fails(tables)
+
+
+def test_a_run_whose_folder_vanishes_ends_and_names_it(tmp_path):
+    """It does not make the folder again, at the next save, as if nothing had been lost."""
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, checkpoint={"interval": 5})
+    for error in run_ranks(without_its_folder, 2, tables):
+        assert error.startswith(
+            f"{run_folder_of(tables)}/lock is gone after step 3: the run "
+            "folder was deleted, moved or unmounted"
+        )
+    assert not run_folder_of(tables).exists()
+
+
+def test_telemetry_is_in_the_metrics(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, training={"steps": 3}, optimizer={"name": "mars-m"})
+    train(2, tables)
+    for name in (
+        "grad_norm",
+        "optimizer_ms",
+        "skipped_steps",
+        "matrix/clipped",
+        "matrix/correction",
+        "matrix/cosine",
+        "embedding/grad_norm",
+        "vector/grad_norm",
+    ):
+        assert list(metrics(tables, f"train/{name}")) == [1, 2, 3]
+
+
+def test_a_pattern_that_claims_nothing_is_refused(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, optimizer={"groups": [{"pattern": "*.nothing"}]})
+    assert "'*.nothing' claims no parameter" in run_ranks(fails, 1, tables)[0]
+
+
+def test_gamma_follows_its_schedule(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(
+        tmp_path,
+        training={"steps": 6},
+        optimizer={"gamma": 0.1},
+        schedule={"gamma": "linear", "final_gamma": 0.0},
+    )
+    train(1, tables)
+    corrections = metrics(tables, "train/matrix/correction")
+    assert corrections[1] == 0 and corrections[6] == 0  # no last gradient yet; gamma 0
+    assert all(corrections[step] > 0 for step in range(2, 6))
+
+
+def test_ranks_on_different_cpus_compute_in_one_dtype(tmp_path):
+    """The first of two ranks multiplies bfloat16 fast, the other does not."""
+    write_text(tmp_path)
+
+    def tables(name, optimizer, **training):
+        return tiny_tables(
+            tmp_path, run={"name": name}, optimizer=optimizer, training={"steps": 1} | training
+        )
+
+    auto, named, adamw = listen_on(
+        [True, False],
+        tables("auto", {"name": "muon"}),
+        tables("named", {"name": "muon", "matrix_dtype": "bfloat16"}, dtype="bfloat16"),
+        tables("adamw", {"name": "adamw"}, dtype="bfloat16"),
+    )
+    assert "float32 compute" in auto and "muon, approx, matrices in mixed" in auto
+    assert "warning" not in auto
+    assert "bfloat16 compute" in named and "matrices in bfloat16" in named
+    assert (
+        named.count("warning") == 1
+        and (
+            "warning   training.dtype and optimizer.matrix_dtype = bfloat16 is slow here, since a "
+            'device of this run has no instructions for it: training.dtype = "float32" and '
+            'optimizer.matrix_dtype = "mixed" is many times faster\n'
+        )
+        in named
+    )
+    assert "warning   training.dtype = bfloat16 is slow here" in adamw
+    assert "matrices in" not in adamw and adamw.count("warning") == 1
+    fast, named = listen_on(
+        [True],
+        tables("fast", {"name": "muon"}),
+        tables("fast-named", {"name": "muon"}, dtype="bfloat16"),
+    )
+    assert "float32 compute" in fast and "matrices in bfloat16" in fast and "warning" not in fast
+    assert "bfloat16 compute" in named and "warning" not in named
+
+
+QUICKSTARTS = sorted((Path(__file__).parents[2] / "train_configs").glob("quickstart*.toml"))
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of all matrices that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.dtypes |= {each.dtype for each in args if isinstance(each, torch.Tensor)}
+        return op(*args, **(kwargs or {}))
+
+
+def products_of_quickstarts(folder):
+    """What the first steps of every quickstart multiply on a CPU without bfloat16, by its rule."""
+    result = {}
+    with pytest.MonkeyPatch.context() as patch:
+        set_bfloat16(False, patch)
+        for file in QUICKSTARTS:
+            overrides = [
+                "--run.folder",
+                f"{folder}/runs",
+                "--data.path",
+                f"{folder}/shards",
+                "--data.corpus",
+                "text",
+                "--data.files",
+                f"{folder}/text.txt",
+                "--data.num_workers",
+                "0",
+                "--training.steps",
+                "2",
+                "--validation.windows",
+                "1",
+                "--validation.sample_tokens",
+                "0",
+            ]
+            config = load_config([str(file), *overrides], "test")
+            with Products() as products:
+                trainer.Trainer(config, connection.start(config.parallelism)).run()
+            result[config.optimizer.name] = products.dtypes
+    return result
+
+
+def test_no_quickstart_multiplies_bfloat16_on_a_cpu_that_cannot(tmp_path):
+    write_text(tmp_path)
+    for products in run_ranks(products_of_quickstarts, 2, tmp_path):
+        assert len(products) == 7 and set.union(*products.values()) == {torch.float32}

@@ -1,0 +1,29 @@
+"""A model out of a checkpoint, to be used without training: on one process, without an optimizer."""
+
+from pathlib import Path
+
+from torch import nn
+
+from torchmars.checkpoint.manifest import NAME, DamagedCheckpoint
+from torchmars.checkpoint.resume import open_newest
+from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
+from torchmars.config import Config
+from torchmars.config.load import config_from_tables
+from torchmars.core.console import say
+from torchmars.data.tokenizer import TOKENIZERS, Tokenizer
+from torchmars.models import build_meta_model
+
+
+def load_model(folder: Path) -> tuple[nn.Module, Tokenizer, Config]:
+    """The model of a checkpoint (or of a run's newest good one) on the CPU, its tokenizer and its config."""
+    folder, manifest = open_newest(folder, warn=lambda text: say(text, error=True))
+    config, saved = config_from_tables(manifest.config, f"in {folder}/{NAME}"), saved_shapes(folder)
+    model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
+    for name, value in model_state(model).items():  # before a model takes memory that is not there
+        if saved.get(name) != tuple(value.shape):
+            raise DamagedCheckpoint(
+                f"{folder} does not have the model that its {NAME} describes: "
+                f"{name} is not of shape {list(value.shape)}"
+            )
+    read_tensors(folder, model_state(model.to_empty(device="cpu")), group=None)
+    return model, TOKENIZERS[config.data.tokenizer](), config

@@ -1,0 +1,62 @@
+"""Files of weights alone, in the safetensors format: reading into a model, sharded or not, and writing."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchmars.core.errors import UserError
+from torchmars.core.files import PARTIAL
+
+
+def check_shapes(source: Path, saved: dict[str, tuple[int, ...]], model: nn.Module) -> None:
+    """Raise `UserError` naming the first weight of `model` that `source` has not, or has in another shape."""
+    for name, value in model.state_dict().items():
+        if saved.get(name) != tuple(value.shape):
+            found = f"in shape {list(saved[name])}" if name in saved else "not at all"
+            raise UserError(
+                f"checkpoint.init_from: {source} has {name} {found}, the config's model in {list(value.shape)}: "
+                "set [model], data.tokenizer and training.seq_len as they were there"
+            )
+
+
+@torch.no_grad()
+def load_weights(file: Path, model: nn.Module) -> None:
+    """Fill `model`, sharded or not, from a .safetensors file; every rank keeps its part. Raises `UserError`."""
+    try:
+        with safe_open(file, framework="pt") as weights:
+            check_shapes(
+                file,
+                {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()},
+                model,
+            )
+            for name, target in model.state_dict().items():
+                whole = weights.get_tensor(name).to(target.device, target.dtype)
+                if isinstance(target, DTensor):
+                    whole = distribute_tensor(
+                        whole, target.device_mesh, target.placements, src_data_rank=None
+                    )
+                target.copy_(whole)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"checkpoint.init_from: cannot read {file}: {error}") from None
+
+
+def write_weights(weights: dict[str, Tensor], file: Path) -> None:
+    """Write `weights` to `file`, whole or not at all, with the mode that the umask gives.
+
+    Raises `OSError` or `SafetensorError`.
+    """
+    partial = file.with_name(file.name + PARTIAL)
+    try:
+        partial.unlink(missing_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode
+        # One key of metadata: safetensors writes several in an order of chance.
+        save_file(weights, partial, metadata={"format": "pt"})
+        partial.chmod(mode)  # safetensors 0.8 makes files that only their owner reads
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,116 @@
+"""Connects the ranks: the store in which they meet first, then the process group of all of them."""
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchmars.cluster import process
+from torchmars.config import ParallelismConfig
+from torchmars.core.errors import EXIT_MISTAKE, LostRank, NoTraffic, report_failure
+from torchmars.parallel.layout import Layout
+
+# What becomes of a connection whose other end has died.
+CLOSED = re.compile("closed by peer|reset by peer|broken pipe|likely closed", re.IGNORECASE)
+NETWORK = re.compile("gloo|nccl|socket|connect|timed out", re.IGNORECASE)
+
+
+def open_store() -> dist.Store:
+    """Open the store of all ranks that torchrun announced, which rank 0 hosts.
+
+    A process that was started alone has one of its own. Raises `LostRank` where rank 0 cannot be
+    reached.
+    """
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    try:
+        return next(dist.rendezvous("env://", timeout=process.start_timeout()))[0]
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise LostRank(
+            f"rank {process.rank()} on {process.node()} cannot reach rank 0 at {place} "
+            f"({str(error).splitlines()[0]}): see what that one says, and whether "
+            "the machines may reach each other on any port"
+        ) from None
+
+
+def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
+    """Make the process group of all ranks, check that their network carries data; return the layout.
+
+    `store` is what `open_store` gave. Raises `UserError` where the degrees do not make the number
+    of ranks.
+    """
+    size = process.world_size()
+    degrees = config.degrees(size)
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", process.local_rank()), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    # Collectives that torch's flight recorder keeps, for the watchdog to name.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    if not dist.is_initialized():
+        with _network_check():
+            # NCCL's own 10 minutes would forestall the watchdog.
+            store = store or open_store()
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=process.rank(),
+                world_size=size,
+                timeout=timedelta(minutes=30),
+            )
+            for place in dict.fromkeys((torch.device("cpu"), device)):
+                ones = torch.ones(1, device=place)
+                dist.all_reduce(ones)
+                assert ones.item() == size
+        store.set_timeout(timedelta(minutes=30))  # groups that are made later meet there
+    return Layout.create(device, degrees)
+
+
+@contextlib.contextmanager
+def _network_check() -> Iterator[None]:
+    """End the process with one line where the body, the first traffic between ranks, fails or hangs.
+
+    That traffic has no time limit of its own.
+    """
+
+    def give_up(reason: str) -> None:
+        report_failure(
+            NoTraffic(
+                f"{process.node()}: the ranks have met, but cannot exchange data ({reason}): "
+                "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
+                "that connects the machines, and see that no firewall is between them"
+            )
+        )
+        # The launcher ends the others, and asks whether a rank elsewhere has died.
+        os._exit(EXIT_MISTAKE)
+
+    seconds = process.start_timeout().total_seconds()
+    late = threading.Timer(seconds, give_up, [f"nothing has come in {seconds:g} s"])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if CLOSED.search(reason):
+            raise LostRank(
+                f"rank {process.rank()} on {process.node()} lost another rank at the start: {reason}"
+            ) from None
+        if not NETWORK.search(reason):
+            raise
+        give_up(reason)
+    finally:
+        late.cancel()
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

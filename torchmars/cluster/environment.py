@@ -1,0 +1,150 @@
+"""The environment variables of a start: what run_train.sh documents, and SLURM's in their place."""
+
+import os
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from torchmars.core.errors import UserError
+from torchmars.core.typed import Range, check_bounds, convert
+
+# What SLURM says of a job, in place of a variable that is not set.
+OF_THE_JOB = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
+
+
+@dataclass
+class Environment:
+    """The variables of run_train.sh, by their names."""
+
+    NGPU: Annotated[int, Range(1, 1_000)] | None = None
+    """Ranks on this machine; default: one for each GPU, 2 on a machine without."""
+    NNODES: Annotated[int, Range(1, 100_000)] = 1
+    """Machines."""
+    NODE_RANK: Annotated[int, Range(0, 100_000)] | None = None
+    """Number of this machine; default: found out."""
+    RDZV_ENDPOINT: str | None = None
+    """HOST:PORT where the machines meet; one machine alone needs none."""
+    RDZV_TIMEOUT: Annotated[int, Range(1, 86_400)] = 45
+    """Seconds that machines and ranks wait for each other at the start."""
+    MAX_RESTARTS: Annotated[int, Range(0, 1_000_000)] = 0
+    """Times that all ranks are started again after one has died."""
+    LOG_RANK: list[Annotated[int, Range(0, 1_000)]] = field(default_factory=lambda: [0])
+    """Ranks of this machine whose output is shown."""
+    OMP_NUM_THREADS: Annotated[int, Range(1, 10_000)] | None = None
+    """CPU threads of each rank; default: the machine's cores over its ranks."""
+
+    def check(self) -> None:
+        """Raise `UserError` where the variables do not go together."""
+        if self.NNODES > 1 and not self.RDZV_ENDPOINT:
+            raise UserError(
+                f"NNODES = {self.NNODES} needs RDZV_ENDPOINT=HOST:PORT, the same on "
+                "every machine, HOST being one of them"
+            )
+        if self.RDZV_ENDPOINT is not None:
+            split_endpoint(self.RDZV_ENDPOINT)
+        if self.NODE_RANK is not None and self.NODE_RANK >= self.NNODES:
+            raise UserError(
+                f"NODE_RANK = {self.NODE_RANK} must be less than NNODES = "
+                f"{self.NNODES}: machines are numbered from 0"
+            )
+        if self.NGPU is not None:
+            check_shown(self.LOG_RANK, self.NGPU)
+
+    def for_ranks(self, ranks: int, cores: int) -> dict[str, str]:
+        """The variables that the processes of this machine, which has `cores`, find."""
+        threads = self.OMP_NUM_THREADS or max(1, cores // ranks)
+        own = {} if self.NODE_RANK is None else {"NODE_RANK": str(self.NODE_RANK)}
+        return own | {"RDZV_TIMEOUT": str(self.RDZV_TIMEOUT), "OMP_NUM_THREADS": str(threads)}
+
+    def torchrun_options(self, ranks: int, job: str) -> list[str]:
+        """The options of torchrun that start `ranks` ranks on this machine for the run `job`."""
+        endpoint = self.RDZV_ENDPOINT if self.NNODES > 1 else "localhost:0"
+        seconds, shown = self.RDZV_TIMEOUT, ",".join(map(str, self.LOG_RANK))
+        return [
+            f"--nnodes={self.NNODES}",
+            f"--nproc-per-node={ranks}",
+            f"--rdzv-id={job}",
+            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-conf=join_timeout={seconds},read_timeout={seconds}",
+            f"--max-restarts={self.MAX_RESTARTS}",
+            f"--local-ranks-filter={shown}",
+        ]
+
+
+def read_environment(variables: Mapping[str, str]) -> Environment:
+    """The variables of run_train.sh, checked, from `variables`, where a SLURM job's stand in.
+
+    Raises `UserError`.
+    """
+    environment, of_the_job = Environment(), OF_THE_JOB if in_batch_job(variables) else {}
+    for name in Environment.__dataclass_fields__:
+        source = name if name in variables else of_the_job.get(name, name)
+        if source in variables:
+            setattr(environment, name, read_variable(name, variables[source], source))
+    environment.check()
+    return environment
+
+
+def read_variable(name: str, value: str, source: str = "") -> Any:
+    """The variable `name` of run_train.sh, whose text is `value`; `source` has it in its place.
+
+    Raises `UserError` where it is not of its type or out of its bounds.
+    """
+    hint = typing.get_type_hints(Environment, include_extras=True)[name]
+    source = source or name
+    if name == "RDZV_ENDPOINT":
+        read: Any = value
+    elif not value:
+        raise UserError(f"{source} is empty: set it, or unset it for its default")
+    elif name == "LOG_RANK":
+        read = [whole_number(part) for part in value.split(",")]
+        if any(isinstance(part, str) for part in read):
+            raise UserError(
+                f"LOG_RANK must be numbers of a machine's ranks, separated by commas, got {value!r}"
+            )
+    else:
+        read = whole_number(value)
+    read = convert(read, hint, source, "in the environment")
+    check_bounds(read, hint, source)
+    return read
+
+
+def whole_number(text: str) -> int | str:
+    """The number that `text` is, or `text` where it is none."""
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,4000}", text) else text
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """HOST and PORT of RDZV_ENDPOINT. Raises `UserError` where it is not of that form."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        known = re.fullmatch(r"[\w.:%-]+", host) and host.encode("idna")
+    except UnicodeError:  # a part that is empty or too long
+        known = False
+    if not (known and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
+        raise UserError(
+            f"RDZV_ENDPOINT must be HOST:PORT, with a port from 1 to 65535, got {endpoint!r}"
+        )
+    return host, int(port)
+
+
+def check_shown(shown: list[int], ranks: int) -> None:
+    """Raise `UserError` where LOG_RANK names a rank that a machine with `ranks` ranks has not."""
+    if max(shown) >= ranks:
+        raise UserError(
+            f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated "
+            f"by commas, got {max(shown)}"
+        )
+
+
+def in_batch_job(variables: Mapping[str, str]) -> bool:
+    """Whether this is the script of a SLURM job, or a step of it, and nothing started by hand."""
+    return bool(variables.get("SLURM_JOB_ID")) and variables.get("ENVIRONMENT") == "BATCH"
+
+
+def cores_of(variables: Mapping[str, str]) -> int:
+    """CPU cores that the job or, outside of one, this process may use on this machine."""
+    given = variables.get("SLURM_CPUS_ON_NODE", "") if in_batch_job(variables) else ""
+    return int(given) if given.isascii() and given.isdigit() else len(os.sched_getaffinity(0))

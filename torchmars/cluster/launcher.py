@@ -1,0 +1,135 @@
+"""torchrun for the ranks of this machine, with the run's own exit code, logs and first failure.
+
+torchrun makes 1 of every exit code, and starts ranks again after any but 0. So a rank that knows how
+the run ends leaves its code in a file (`LAST_WORD`) and ends with 0.
+"""
+
+import argparse
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import (
+    config_from_args,
+)
+
+from torchmars.cluster import process
+from torchmars.cluster.failures import (
+    Failure,
+    Kind,
+    failure_of,
+    first_failure,
+    hang_of,
+    lost_machines,
+)
+from torchmars.cluster.logs import RankLogs
+from torchmars.cluster.watchdog import hang_report, was_blocked
+from torchmars.config import Config
+from torchmars.core.console import say
+from torchmars.core.errors import (
+    EXIT_HUNG,
+    EXIT_MISTAKE,
+    UserError,
+    say_error,
+)
+
+
+@contextlib.contextmanager
+def refused_by_torchrun() -> Iterator[None]:
+    """Make a `UserError` of what torchrun raises for options that it cannot take."""
+    try:
+        yield
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(f"torchrun cannot take these options ({error}): see --help") from None
+
+
+def launch(args: argparse.Namespace, logs: RankLogs, run: Config) -> int:
+    """Start the ranks and wait for their end; the exit code, negative for a signal."""
+    with refused_by_torchrun():
+        config, command, arguments = config_from_args(args)
+    config.logs_specs = logs
+    connected = threading.Event()
+
+    def connect(parameters: RendezvousParameters) -> RendezvousHandler:
+        parameters.backend = "c10d"
+        handler = rendezvous_handler_registry.create_handler(parameters)
+        connected.set()
+        return handler
+
+    def end_if_not_connected() -> None:
+        if not connected.is_set():
+            os._exit(not_met(args, "whoever listens there does not answer"))
+
+    config.rdzv_backend = "torchmars"  # c10d, but seen to be connected
+    rendezvous_handler_registry.register(config.rdzv_backend, connect)
+    # It may wait without end for one that speaks another protocol.
+    guard = threading.Timer(process.start_timeout().total_seconds() + 3, end_if_not_connected)
+    guard.daemon = True
+    guard.start()
+    failures, code = [], 0
+    try:
+        elastic_launch(config, command)(*arguments)
+    except ChildFailedError as error:
+        logs.close()
+        failures = failures_of(error, logs, run)
+    except SignalException as error:
+        code = 128 + error.sigval
+    except (RendezvousError, DistError) as error:
+        reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+        if not logs.launch and isinstance(error, RendezvousError):
+            return not_met(args, reason)
+        failures = [lost_machines(reason)]
+    logs.close()
+    word = logs.exit_code()
+    if word is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
+        return word
+    return say_first_failure(failures, logs) if failures else code
+
+
+def failures_of(error: ChildFailedError, logs: RankLogs, run: Config) -> list[Failure]:
+    """How the ranks of this machine ended that did not end well."""
+    hang, failures = run.run.path / "hang", []
+    for rank, ended in error.failures.items():
+        if ended.exitcode == EXIT_HUNG or was_blocked(hang, rank, ended.pid):
+            stands = hang_report(hang, logs.ranks, run.guards.hang_seconds)
+            failures.append(hang_of(rank, ended, stands))
+        else:
+            failures.append(failure_of(rank, ended, list(logs.last[rank])))
+    return failures
+
+
+def say_first_failure(ours: list[Failure], logs: RankLogs) -> int:
+    """Say which rank failed first, on whichever machine, and what it said; its exit code."""
+    first = first_failure(ours, logs)
+    if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE:
+        pass  # the rank has said it
+    elif first.kind == Kind.CAUSE:
+        say(
+            f"error: rank {first.rank} on {first.node} failed first; all it printed is in {logs.file(first.rank)}:\n{first.message}",
+            error=True,
+        )
+    elif first.message.startswith("error: "):
+        say(first.message, error=True)
+    else:
+        say_error(first.message.splitlines()[-1])
+    return first.code
+
+
+def not_met(args: argparse.Namespace, reason: str) -> int:
+    """Say that the machines did not meet; the exit code."""
+    say_error(
+        f"the {args.nnodes} machines did not meet at {args.meeting} ({reason}): check that each runs the same command with the "
+        "same NNODES, and that nothing else listens on that port"
+    )
+    return EXIT_MISTAKE

@@ -1,0 +1,135 @@
+"""What ranks print: every rank's in a file of the run folder, with time, machine and rank before each line; the ranks that are shown, on the console."""
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+
+from torchmars.cluster import process
+
+LAST_LINES = 10  # of a rank, to be shown once it has failed
+
+
+class RankLogs(DefaultLogsSpecs):
+    """torchrun's description of where the output of its ranks goes: into pipes, and from there, by a thread of this process, to where it is kept.
+
+    So what a rank that dies at once has said is kept too. `folder` is the run's folder of logs, `scratch` one for pipes, `shown` the local
+    ranks whose output the console gets. Output that cannot be written anywhere is dropped.
+    """
+
+    def __init__(self, folder: Path, scratch: Path, shown: set[int]) -> None:
+        super().__init__(log_dir=str(scratch))
+        self.folder, self.shown = folder, shown
+        self.last: dict[int, deque[str]] = {}  # lines of each rank
+        self.machines = self.ranks = 1
+        self.launch = ""  # the same on all machines, another one at each start of the ranks
+        self.last_word = scratch / "exit-code"  # what a rank that knows how the run ends writes
+        self.pipes = selectors.DefaultSelector()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._pump, name="logs", daemon=True)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Torchrun asks this before each start of its ranks, of which `envs` are the environments."""
+        places = super().reify(envs)
+        self.last_word.unlink(missing_ok=True)  # of the start before
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        for local, env in envs.items():
+            self.launch = f"{env['MASTER_ADDR']}-{env['MASTER_PORT']}"
+            rank, self.machines = int(env["RANK"]), int(env["GROUP_WORLD_SIZE"])
+            self.ranks = int(env["WORLD_SIZE"])
+            self.last[rank] = deque(maxlen=LAST_LINES)
+            for number, streams in ((1, places.stdouts), (2, places.stderrs)):
+                streams[local] = f"{places.error_files[local]}.{number}"
+                os.mkfifo(streams[local])
+                pipe = os.open(
+                    streams[local], os.O_RDWR | os.O_NONBLOCK
+                )  # for writing too, so that it has no end
+                stream = Stream(
+                    self.file(rank),
+                    f"{process.node()} rank {rank} | ",
+                    number if local in self.shown else None,
+                    len(self.shown) > 1,
+                    self.last[rank],
+                )
+                self.pipes.register(pipe, selectors.EVENT_READ, stream)
+        if not self.thread.is_alive():
+            self.thread.start()
+        return places
+
+    def file(self, rank: int) -> Path:
+        """Where the output of a rank is kept."""
+        return self.folder / f"rank-{rank:05d}.log"
+
+    def exit_code(self) -> int | None:
+        """The run's exit code as a rank of this machine has left it, if one has."""
+        word = self.last_word.read_text() if self.last_word.exists() else ""
+        return int(word) if word else None
+
+    def close(self) -> None:
+        """Wait until all that was said has been written."""
+        self.ended.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def _pump(self) -> None:
+        while True:
+            ended = self.ended.is_set()  # asked first: what is said before is read after
+            ready = self.pipes.select(timeout=0.1)
+            for key, _ in ready:
+                with contextlib.suppress(BlockingIOError):
+                    key.data.write(os.read(key.fd, 2**16))
+            if ended and not ready:
+                for key in self.pipes.get_map().values():
+                    key.data.close()
+                return
+
+
+class Stream:
+    """One output of one rank: `write` takes what comes, and passes it on to the console as it is or, line by line, `marked`."""
+
+    def __init__(
+        self, file: Path, prefix: str, console: int | None, marked: bool, last: deque[str]
+    ) -> None:
+        self.prefix, self.console, self.marked, self.last, self.rest = (
+            prefix,
+            console,
+            marked,
+            last,
+            b"",
+        )
+        self.file: int | None = None
+        with contextlib.suppress(OSError):
+            self.file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def write(self, data: bytes) -> None:
+        """Take some bytes."""
+        if not self.marked:
+            self._put(self.console, data)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        for line in lines:
+            self._line(line)
+
+    def close(self) -> None:
+        """Write what has no end of line yet."""
+        if self.rest:
+            self._line(self.rest)
+            self.rest = b""
+
+    def _line(self, line: bytes) -> None:
+        self.last.append(line.decode(errors="replace"))
+        whole = self.prefix.encode() + line + b"\n"
+        self._put(self.file, time.strftime("%Y-%m-%d %H:%M:%S ").encode() + whole)
+        if self.marked:
+            self._put(self.console, whole)
+
+    @staticmethod
+    def _put(descriptor: int | None, data: bytes) -> None:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.write(descriptor, data)

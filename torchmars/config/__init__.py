@@ -1,0 +1,41 @@
+"""Every knob of a run: one dataclass per section of the TOML file."""
+
+from torchmars.config.sections import (
+    MARS_RULES,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    Degrees,
+    GroupConfig,
+    GuardsConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    PatternConfig,
+    Rule,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "Degrees",
+    "GroupConfig",
+    "GuardsConfig",
+    "MARS_RULES",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelismConfig",
+    "PatternConfig",
+    "Rule",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainingConfig",
+    "ValidationConfig",
+]

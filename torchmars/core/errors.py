@@ -1,0 +1,101 @@
+"""What can go wrong outside the code, how a command reports it, and the codes that processes end with."""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from torchmars.core.console import finish, say, unread
+
+EXIT_MISTAKE = 2
+EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to go on
+
+LONGEST = 1000  # characters of an error line
+LAST_WORD = (
+    "TORCHMARS_LAST_WORD"  # names the file in which a rank leaves its exit code for its launcher
+)
+
+
+class UserError(Exception):
+    """A mistake in a config, a file or a command line.
+
+    The message is one line that names the option, file or shard and says what to do.
+    """
+
+
+class LostRank(Exception):
+    """Another rank is gone, or never came. What happened to it is what matters; this says only where to look."""
+
+
+class NoTraffic(Exception):
+    """The ranks have met, but cannot exchange data.
+
+    That is a mistake in the network's settings, or what another rank's death does.
+    """
+
+
+@contextlib.contextmanager
+def reported(quiet: bool = False) -> Iterator[None]:
+    """End the process with code 2 and one line on stderr when the body raises `UserError`.
+
+    `quiet` ends it without the line: for every rank but the first, which says it for all. Ctrl-C ends with 130.
+    A reader of stdout that has seen enough (`--help | head`) is no error.
+    """
+    try:
+        yield
+    except UserError as error:
+        if not quiet:
+            say_error(error)
+        raise SystemExit(EXIT_MISTAKE) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        if not unread():
+            raise
+        raise SystemExit(0) from None
+    finally:
+        finish()
+
+
+def say_error(error: object) -> None:
+    """One line on stderr; the middle of a very long one is left out."""
+    text = " ".join(str(error).split())
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    say(f"error: {text}", error=True)
+
+
+def refuse(message: str) -> NoReturn:
+    """Raise the `UserError` of a command line that argparse cannot take."""
+    raise UserError(f"{message}: see --help")
+
+
+class Arguments(argparse.ArgumentParser):
+    """A parser of a command line whose mistakes are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(message)
+
+
+def report_failure(error: Exception) -> None:
+    """One line on stderr, and a file for this rank's launcher: it says last what failed first."""
+    # Not at the top: a mistake must be reported without the seconds that torch takes to import.
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+    say_error(error)
+
+
+def last_word(code: int) -> int:
+    """Leave this rank's exit code for its launcher, if there is one; the code that the process must then end with."""
+    if LAST_WORD not in os.environ:
+        return code
+    try:
+        Path(os.environ[LAST_WORD]).write_text(str(code))
+    except OSError:  # a launcher that is gone may have taken the folder along
+        return code
+    return 0

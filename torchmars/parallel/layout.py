@@ -1,0 +1,228 @@
+"""The one authority for axes: which ranks share which part of the work."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchmars.config import Degrees, ParallelismConfig
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
+
+T = TypeVar("T")
+
+# From the outermost to the innermost. All are always there, most of them with size 1.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# Sets of axes that have a name of their own.
+JOINT_AXES = {
+    "world": AXES,
+    # Ranks that read different samples.
+    "data": ("dp_replicate", "dp_shard"),
+    # Ranks that compute the loss of different tokens.
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+    # Ranks that draw different random numbers: those of one tp group draw the same.
+    "random": ("pp", "dp_replicate", "dp_shard", "cp"),
+}
+# `ep` is a second view: experts are dealt out over neighbours along these axes.
+EXPERT_AXES = ("dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that differ along certain axes only, as this rank sees them."""
+
+    name: str
+    rank: int
+    """The number of this rank in the group."""
+    size: int
+    process_group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of this rank: its device, and its groups along the axes of the mesh."""
+
+    device: torch.device
+    mesh: DeviceMesh
+    """All ranks, with the axes `AXES`."""
+    groups: dict[str, RankGroup]
+    """By the name of an axis, of a set of axes in `JOINT_AXES`, or "ep"."""
+    control: dist.ProcessGroup
+    """CPU group of all ranks for messages. It waits for days: one rank may prepare data that long."""
+
+    @classmethod
+    def create(cls, device: torch.device, degrees: Degrees) -> "Layout":
+        """Lay out the ranks of the default process group. Collective."""
+        mesh = make_mesh(device.type, degrees)
+        return cls(device, mesh, make_groups(mesh, degrees), make_control_group())
+
+    @classmethod
+    def simulate(
+        cls, config: ParallelismConfig, world_size: int, rank: int, device: torch.device
+    ) -> "Layout":
+        """Return the layout of one of `world_size` ranks that do not exist.
+
+        Their collectives, torch's fake ones, return at once and change nothing. The mesh is one of
+        CPUs; `device` is only what the layout calls itself. Call it once in a process. Raises
+        `UserError` where the degrees do not make `world_size`.
+        """
+        degrees = config.degrees(world_size)
+        dist.init_process_group("fake", rank=rank, world_size=world_size)
+        mesh = make_mesh("cpu", degrees)
+        assert dist.group.WORLD is not None
+        return cls(device, mesh, make_groups(mesh, degrees), dist.group.WORLD)
+
+    def group(self, name: str) -> RankGroup:
+        """Return the group of this rank along an axis, a set of axes in `JOINT_AXES`, or "ep"."""
+        return self.groups[name]
+
+    @property
+    def world(self) -> RankGroup:
+        """All ranks."""
+        return self.groups["world"]
+
+    @property
+    def data(self) -> RankGroup:
+        """The ranks that read different samples."""
+        return self.groups["data"]
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints and writes for all."""
+        return self.world.rank == 0
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh that FSDP shards over: one axis, or with replicas two (HSDP)."""
+        replicas = self.group("dp_replicate").size > 1
+        return self.mesh["dp_replicate", "dp_shard"] if replicas else self.mesh["dp_shard"]
+
+    @property
+    def norm_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold different layers; None where every rank has a part of each layer."""
+        stages = self.group("pp")
+        return stages.process_group if stages.size > 1 else None
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return the results of all ranks.
+
+        An exception on one rank ends all: a `UserError` is raised on every rank, another one where
+        it happened, and as a RuntimeError on the others.
+        """
+        mine, failure, reported = None, None, None
+        try:
+            mine = work()
+        except Exception as error:
+            failure = reported = error
+            if not isinstance(error, UserError):
+                reported = RuntimeError(f"rank {self.world.rank}: {error!r}")
+        everyone: list[tuple[T, Exception | None]] = [(None, None)] * self.world.size  # type: ignore[list-item]  # filled below
+        dist.all_gather_object(everyone, (mine, reported), group=self.control)
+        if failure is not None:
+            raise failure
+        for _, error in everyone:
+            if error is not None:
+                raise error
+        return [result for result, _ in everyone]
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on the first rank; return its result, or raise its `UserError`, on every rank."""
+        return self.agree(lambda: work() if self.first else None)[0]  # type: ignore[return-value]  # the first one's is a T
+
+    def say(self, text: str) -> None:
+        """Print a line, on the first rank only."""
+        if self.first:
+            say(text)
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Return for each flag whether it is set on any rank."""
+        values = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.control)
+        return values.bool().tolist()
+
+    def aside(self) -> "Layout":
+        """Return the same layout with its own control group, for another thread. Collective."""
+        return replace(self, control=make_control_group())
+
+    def mean_loss(self, value: torch.Tensor) -> float:
+        """Return the mean of a scalar over the ranks of "loss". Waits for the device."""
+        group, value = self.group("loss"), value.detach().clone()
+        dist.all_reduce(value, group=group.process_group)
+        return value.item() / group.size
+
+    def describe(self) -> str:
+        """Return the layout in words, for the console."""
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        size, replicas = self.world.size, self.group("dp_replicate").size
+        ranks = f"{'1 rank' if size == 1 else f'{size} ranks'} ({self.device.type}, {backend})"
+        if replicas > 1:
+            return f"HSDP {replicas} x {self.group('dp_shard').size} over {ranks}"
+        return f"FSDP over {ranks}"
+
+
+def make_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
+    """Make the mesh of all ranks, with the axes `AXES`. Collective."""
+    sizes = tuple(getattr(degrees, axis) for axis in AXES)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+
+
+def make_groups(mesh: DeviceMesh, degrees: Degrees) -> dict[str, RankGroup]:
+    """Make the group of this rank along each axis and set of axes. Collective."""
+    rank, ranks, groups = dist.get_rank(), mesh.mesh, {}
+    for axis in AXES:
+        row = row_of(rank, rows_along(ranks, (axis,)))
+        groups[axis] = RankGroup(axis, row.index(rank), len(row), mesh.get_group(axis))
+    for name, axes in JOINT_AXES.items():
+        row = row_of(rank, rows_along(ranks, axes))
+        groups[name] = RankGroup(name, row.index(rank), len(row), _group_over(row, axes, mesh))
+    row = row_of(rank, expert_rows(ranks, degrees.ep))
+    groups["ep"] = RankGroup("ep", row.index(rank), len(row), _group_over(row, ("tp",), mesh))
+    return groups
+
+
+def rows_along(ranks: torch.Tensor, axes: tuple[str, ...]) -> list[list[int]]:
+    """Return the ranks in rows; those of one row differ along `axes` only.
+
+    `ranks` has a dim for each of `AXES`.
+    """
+    inner = [AXES.index(axis) for axis in axes]
+    outer = [place for place in range(len(AXES)) if place not in inner]
+    size = math.prod(ranks.shape[place] for place in inner)
+    return ranks.permute(*outer, *inner).reshape(-1, size).tolist()
+
+
+def expert_rows(ranks: torch.Tensor, ep: int) -> list[list[int]]:
+    """Return the ranks in rows of `ep`, neighbours along `EXPERT_AXES`."""
+    rows = rows_along(ranks, EXPERT_AXES)
+    return [row[first : first + ep] for row in rows for first in range(0, len(row), ep)]
+
+
+def row_of(rank: int, rows: list[list[int]]) -> list[int]:
+    """Return the row that has `rank`."""
+    return next(row for row in rows if rank in row)
+
+
+def _group_over(row: list[int], axes: tuple[str, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of the ranks in `row`: one that exists, where there is one."""
+    if len(row) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    for axis in (*axes, *AXES):
+        group = mesh.get_group(axis)
+        if dist.get_process_group_ranks(group) == row:
+            return group
+    group = dist.new_group(row, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def make_control_group() -> dist.ProcessGroup:
+    """Make a CPU group of all ranks."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
