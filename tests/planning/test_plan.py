@@ -22,7 +22,8 @@ from tests.support.tiny import (
 )
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.planning.plan import main, make_plan
+from torchmars.commands.plan import main
+from torchmars.planning.plan import make_plan
 from torchmars.training.step import backward
 from torchmars.training.trainer import Trainer
 

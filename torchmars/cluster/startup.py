@@ -162,7 +162,7 @@ class Token:
 
 def code_hash() -> str:
     """A hash of this package's sources."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     return digest(
         b"".join(
             str(file.relative_to(package)).encode() + file.read_bytes()

@@ -18,7 +18,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import EXIT_HUNG, UserError
 from torchmars.parallel.layout import Layout
 
-PACKAGE = str(Path(__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 GRACE_SECONDS = 10.0  # for the other ranks to notice too
 BLOCKED = "Timeout ("  # so the interpreter's own watchdog begins
 
