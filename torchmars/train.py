@@ -1,7 +1,7 @@
-"""`python -m torchmars.train [CONFIG.toml] [--section.key value ...]`: train, or continue, the run of a config.
+"""`python -m torchmars.train [CONFIG.toml] [--section.key value ...]`: one rank of a run.
 
-Started by torchrun it is one rank of many; started alone it trains on one. `./run_train.sh` starts all ranks of a machine.
-Exit codes: see torchmars/launch.py.
+torchrun starts one for each GPU; a process that is started alone trains alone. `torchmars train`
+starts all ranks of a machine. Exit codes: see torchmars/commands/launch.py.
 """
 
 import sys
@@ -13,15 +13,15 @@ from torchmars.cluster.signals import follow_launcher
 from torchmars.cluster.startup import compare_ranks
 from torchmars.config.load import load_config
 from torchmars.core.errors import LostRank, last_word, report_failure, reported
-from torchmars.training.trainer import Trainer
+from torchmars.training.build import build_trainer
 
 
 @record
 def main() -> None:
+    """Train, or continue, the run of the command line's config; end the process."""
     follow_launcher()
-    with reported(
-        quiet=process.local_rank() != 0
-    ):  # a mistake that one machine alone may find: the launcher must end the others
+    # A mistake that one machine alone may find: its launcher must end the others.
+    with reported(quiet=process.local_rank() != 0):
         config = load_config(sys.argv[1:], "python -m torchmars.train")
         process.check_devices()
     try:
@@ -31,9 +31,9 @@ def main() -> None:
             layout = connection.start(config.parallelism, store)
             if cluster:
                 layout.say(cluster)
-            code = Trainer(config, layout).run()
-    except SystemExit as exit:
-        code = exit.code
+            code = build_trainer(config, layout).run()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
     except LostRank as error:  # a line instead of a traceback
         report_failure(error)
         sys.exit(1)

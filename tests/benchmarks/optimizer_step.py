@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.ranks import run_ranks
-from torchmars.models import GPT2Args, build_model
+from torchmars.models.gpt2 import GPT2, GPT2Args
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups
 
@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def model_with_gradients(args: GPT2Args) -> nn.Module:
     """A model on the device, sharded where there are ranks, with a gradient for every parameter."""
-    model = build_model(args).to(DEVICE)
+    model = GPT2(args).to(DEVICE)
     init_weights(model, 0)
     if dist.is_initialized():
         for block in model.blocks:
@@ -234,7 +234,7 @@ def main() -> None:
             show(f"{kind}, {shape}, one rank on {DEVICE.type}", rows)
             if DEVICE.type == "cuda" and kind == "element-wise":
                 # 11 passes of 4 bytes: g, h; then g, h, m, v, p read and h, m, v, p written.
-                elements = sum(p.numel() for p in build_model(args).parameters())
+                elements = sum(p.numel() for p in GPT2(args).parameters())
                 bandwidth = copy_bandwidth()
                 print(
                     f"copy {bandwidth / 1e12:.2f} TB/s; mars-adamw moves 44 B/param at {44 * elements / rows[1][1] / 1e-3 / bandwidth:.0%} of it"

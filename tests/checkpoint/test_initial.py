@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import listen, metrics, tiny_tables, train, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.training.trainer import Trainer
+from torchmars.training.build import build_trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def tables_of(folder, run, optimizer, steps, **overrides):
 def started(tables):
     """The weights and the optimizer's state that a run starts from, whole, and where it says they come from."""
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, connection.start(config.parallelism))
+    trainer = build_trainer(config, connection.start(config.parallelism))
     whole = {name: value.full_tensor() for name, value in trainer.model.state_dict().items()}
     states = {
         name: {
@@ -63,7 +63,8 @@ def started(tables):
         }
         for name, parameter in trainer.model.named_parameters()
     }
-    return trainer.step, trainer.loader.position, whole, states, trainer.origin
+    origin = trainer.progress.introduction[-1]
+    return trainer.state.step, trainer.loader.position, whole, states, origin
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_exact_mode_starts_without_the_look_ahead_of_another_run(folder):
 def forgotten(tables):
     """Whether every last gradient that a run starts with will be replaced."""
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, connection.start(config.parallelism))
+    trainer = build_trainer(config, connection.start(config.parallelism))
     return set(trainer.without_last_grad) == set(trainer.model.parameters())
 
 

@@ -18,8 +18,8 @@ from torchmars.core.errors import UserError
 from torchmars.data.loader import Windows
 from torchmars.data.shards import read_manifest
 from torchmars.models import build_meta_model
-from torchmars.training.build import build_optimizer
-from torchmars.training.trainer import Trainer
+from torchmars.training.build import build_trainer
+from torchmars.training.optimizer import build_optimizer
 
 # Layouts that a run is saved on and goes on on: ranks and parallelism.
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2})}
@@ -176,7 +176,7 @@ def windows_read(tables):
     read, original = [], Windows.__getitem__
     Windows.__getitem__ = lambda self, window: read.append(window) or original(self, window)
     config = config_from_tables(tables, "in a test")
-    Trainer(config, connection.start(config.parallelism)).run()
+    build_trainer(config, connection.start(config.parallelism)).run()
     return read
 
 
@@ -316,7 +316,7 @@ def test_a_validation_that_a_stop_left_out_is_made_once(tmp_path):
 def made_steps(tables, count):
     """Train `count` steps and stop there without saving, as one that is killed."""
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, connection.start(config.parallelism))
+    trainer = build_trainer(config, connection.start(config.parallelism))
     original, made = trainer.train_step, 0
 
     def train_step():

@@ -31,6 +31,7 @@ from torchmars.checkpoint.saver import Saver, _TensorWriter
 from torchmars.cluster import connection
 from torchmars.config import CheckpointConfig
 from torchmars.config.load import config_from_tables
+from torchmars.training.build import build_trainer
 from torchmars.training.trainer import Trainer
 
 
@@ -51,7 +52,7 @@ def change_after_saving(tables):
     changed meanwhile and came back as they had been.
     """
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, connection.start(config.parallelism))
+    trainer = build_trainer(config, connection.start(config.parallelism))
     write, wait, let_go = Saver._write, Saver.wait, {step: threading.Event() for step in (1, 2)}
 
     def write_once_let_go(saver, manifest, *rest):
@@ -61,13 +62,12 @@ def change_after_saving(tables):
     Saver._write = write_once_let_go
 
     def visible():
-        return [step_of(path) for path in checkpoints(trainer.saver.folder)]
+        return [step_of(path) for path in checkpoints(trainer.checkpointer.saver.folder)]
 
     def save():
         trainer.train_step()
-        trainer.step += 1
-        tensors = state.training_state(trainer.layout, trainer.model, trainer.optimizer)
-        return trainer.saver.save(make_manifest(trainer), tensors)
+        trainer.state.step += 1
+        return trainer.checkpointer.save(trainer.state)
 
     stalls = [save()]  # returns while its write has not begun
     then = {name: value.full_tensor().clone() for name, value in trainer.model.state_dict().items()}
@@ -89,31 +89,14 @@ def change_after_saving(tables):
     )
     Saver.wait = wait
     let_go[2].set()
-    trainer.saver.finish()
+    trainer.checkpointer.saver.finish()
     seen.append(visible())
-    trainer.load(checkpoints(trainer.saver.folder)[0])
+    trainer.checkpointer.load(checkpoints(trainer.checkpointer.saver.folder)[0])
     same = all(
         torch.equal(value.full_tensor(), then[name])
         for name, value in trainer.model.state_dict().items()
     )
     return stalls, waited, seen, changed, same
-
-
-def make_manifest(trainer):
-    saved = []
-    original, trainer.saver.save = (
-        trainer.saver.save,
-        lambda manifest, tensors: saved.append(manifest) or 0.0,
-    )
-    trainer.metrics = trainer.watchdog = Silent()
-    trainer.save()
-    trainer.saver.save = original
-    return saved[0]
-
-
-class Silent:
-    def __getattr__(self, name):
-        return lambda *args: None
 
 
 def test_what_is_saved_is_the_step_that_was_saved(tables):
@@ -345,9 +328,11 @@ def killed_at(tables, count):
         return call
 
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, connection.start(config.parallelism))
+    trainer = build_trainer(config, connection.start(config.parallelism))
     save = trainer.save
-    trainer.save = lambda: trainer.saver.wait() or save()  # the calls of two threads in one order
+    trainer.save = lambda: (
+        trainer.checkpointer.saver.wait() or save()
+    )  # the calls of two threads in one order
     os.fsync, os.rename, os.rmdir, os.unlink = (
         counted(each) for each in (os.fsync, os.rename, os.rmdir, os.unlink)
     )

@@ -17,7 +17,7 @@ from torchmars.checkpoint.initial import init_from
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.training.trainer import Trainer
+from torchmars.training.build import build_trainer
 
 RAN = "torchmars_exploit_ran"
 
@@ -42,7 +42,7 @@ def resume(tables):
 
     config = config_from_tables(tables, "in a test")
     try:
-        Trainer(config, connection.start(config.parallelism))
+        build_trainer(config, connection.start(config.parallelism))
         said = "no error"
     except Exception as error:
         said = str(error)
@@ -119,7 +119,7 @@ def give_former_names(folder, trainer):
 def read_former_names(tables):
     """For both roads to a checkpoint: whether it is read as it was; what the second says."""
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, connection.start(config.parallelism))
+    trainer = build_trainer(config, connection.start(config.parallelism))
     trainer.run()
     folder = config.run.checkpoints / "step-00000003"
     give_former_names(folder, trainer)
@@ -140,7 +140,7 @@ def read_former_names(tables):
         return init_from(folder, True, trainer.layout, trainer.model, trainer.optimizer)[0]
 
     return (
-        same(lambda: trainer.load(folder)),
+        same(lambda: trainer.checkpointer.load(folder)),
         same(init),
         init(),
         {name.rpartition(".")[2] for name in kept},

@@ -11,11 +11,17 @@ from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.training import sampling
 
 
-class Fixed(torch.nn.Module):
+class Logits(torch.nn.Module):
+    """A model whose forward pass gives the logits themselves."""
+
+    def head(self, hidden):
+        return hidden
+
+
+class Fixed(Logits):
     """Always the same logits for the next token: id 3 likeliest, then 2, 1, 0, and padding rows above all."""
 
-    class args:
-        seq_len = 8
+    seq_len = 8
 
     def forward(self, tokens):
         assert tokens.shape[1] <= 8
@@ -45,11 +51,10 @@ def test_seed_decides():
     assert not torch.equal(drawn(50, seed=1), drawn(50, seed=2))
 
 
-class EndsSoon(torch.nn.Module):
+class EndsSoon(Logits):
     """Spells "hi" and ends the document."""
 
-    class args:
-        seq_len = 16
+    seq_len = 16
 
     def forward(self, tokens):
         following = {ord("h"): ord("i"), ord("i"): 256}.get(int(tokens[0, -1]), ord("h"))

@@ -105,7 +105,7 @@ def disturbed(tables, at, disturb, on_rank):
     train_step, disturbance = Trainer.train_step, DISTURBANCES[disturb]
 
     def step(self):
-        if self.step + 1 == at and self.layout.world.rank == on_rank:
+        if self.state.step + 1 == at and self.layout.world.rank == on_rank:
             disturbance(Path(tables["data"]["path"]))
         return train_step(self)
 

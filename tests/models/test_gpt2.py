@@ -6,7 +6,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchmars.config import ModelConfig
-from torchmars.models import GPT2Args, build_model, model_args
+from torchmars.models import build_meta_model
+from torchmars.models.gpt2 import GPT2, GPT2Args
 from torchmars.models.initialize import init_weights
 
 ARGS = GPT2Args(n_layer=3, n_head=4, n_embd=32, vocab_size=64, seq_len=24)
@@ -57,14 +58,14 @@ def reference(model, **options):
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_logits_and_gradients_equal_transformers(scaled):
-    model = build_model(GPT2Args(**vars(ARGS) | {"scale_attn_by_inverse_layer_idx": scaled}))
+    model = GPT2(GPT2Args(**vars(ARGS) | {"scale_attn_by_inverse_layer_idx": scaled}))
     for parameter in model.parameters():
         torch.nn.init.normal_(
             parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel())
         )
     other = reference(model, scale_attn_by_inverse_layer_idx=scaled)
     tokens = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
-    ours, theirs = model(tokens), other(tokens).logits
+    ours, theirs = model.head(model(tokens)), other(tokens).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     ours.square().mean().backward()
     theirs.square().mean().backward()
@@ -83,28 +84,26 @@ def test_logits_and_gradients_equal_transformers(scaled):
     "size,parameters", [("small", 124.4e6), ("medium", 354e6), ("large", 773e6), ("xl", 1557e6)]
 )
 def test_published_sizes(size, parameters):
-    args = model_args(ModelConfig(size=size), 50257, 1024)
-    assert args.vocab_size == 50304
-    with torch.device("meta"):
-        model = build_model(args)
+    model = build_meta_model(ModelConfig(size=size), 50257, 1024)
+    assert model.vocab_rows == 50304
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
         parameters, rel=2e-3
     )
 
 
 def test_flops_per_token_counts_what_runs():
-    model = build_model(ARGS)
+    model = GPT2(ARGS)
     tokens = torch.randint(64, (2, 24))
     with (
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
     ):  # it counts no fused attention on CPU
-        model(tokens).sum().backward()
+        model.head(model(tokens)).sum().backward()
     assert model.flops_per_token() * tokens.numel() == counter.get_total_flops()
 
 
 def test_initial_weights_follow_seed_and_name():
-    first, second, other = (build_model(ARGS) for _ in range(3))
+    first, second, other = (GPT2(ARGS) for _ in range(3))
     torch.manual_seed(1)
     init_weights(first, seed=5)
     torch.manual_seed(2)
@@ -118,3 +117,22 @@ def test_initial_weights_follow_seed_and_name():
     assert (weights["norm.weight"] == 1).all()
     assert weights["tok_embed.weight"].std().item() == pytest.approx(0.02, rel=0.1)
     assert weights["blocks.0.mlp.proj.weight"].std().item() == pytest.approx(0.02 / 6**0.5, rel=0.1)
+
+
+def test_packed_documents_are_computed_as_if_alone():
+    model = GPT2(ARGS)
+    init_weights(model, seed=0)
+    first, second = torch.randint(64, (1, 10)), torch.randint(64, (1, 14))
+    packed = torch.cat([first, second], dim=1)
+    positions = torch.cat([torch.arange(10), torch.arange(14)])
+    documents = torch.tensor([[0] * 10 + [1] * 14])
+    alone = torch.cat([model(first), model(second)], dim=1)
+    torch.testing.assert_close(model(packed, positions, documents), alone)
+    assert not torch.allclose(model(packed), alone)
+
+
+def test_every_matrix_has_a_split():
+    named = {name for name, parameter in GPT2(ARGS).named_parameters() if parameter.ndim == 2}
+    for name in named:
+        assert sum(name.endswith(end) for end in GPT2.splits) == 1, name
+    assert all(any(name.endswith(end) for name in named) for end in GPT2.splits)

@@ -21,11 +21,11 @@ from tests.support.tiny import (
     write_text,
 )
 from torchmars.cluster import connection
-from torchmars.config.load import config_from_tables
 from torchmars.commands.plan import main
+from torchmars.config.load import config_from_tables
 from torchmars.planning.plan import make_plan
+from torchmars.training.build import build_trainer
 from torchmars.training.step import backward
-from torchmars.training.trainer import Trainer
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 
@@ -57,7 +57,7 @@ def measure(tables):
         -3, 65536
     )  # M_MMAP_THRESHOLD: freed memory goes back to the system at once, so that it can be measured
     config = config_from_tables(tables, "in a test")
-    trainer = Trainer(config, connection.start(config.parallelism))
+    trainer = build_trainer(config, connection.start(config.parallelism))
     model, optimizer, batch = trainer.model, trainer.optimizer, trainer.loader.step()
     if optimizer.exact:
         backward(model, batch)

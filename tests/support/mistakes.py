@@ -22,7 +22,7 @@ from torchmars.config.load import load_config
 from torchmars.core.errors import UserError, say_error
 from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
-from torchmars.training.build import build_optimizer
+from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepare_data
 
 KEYS = [

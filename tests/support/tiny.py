@@ -13,7 +13,7 @@ from torchmars.cluster import connection, process
 from torchmars.config import Config
 from torchmars.config.load import config_from_tables, config_text
 from torchmars.core.errors import UserError
-from torchmars.training.trainer import Trainer
+from torchmars.training.build import build_trainer
 
 
 def set_bfloat16(fast: bool, patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def train_here(*runs: dict[str, dict]) -> None:
     """Train runs, given as tables, one after the other on the ranks of this process group."""
     for tables in runs:
         config = config_from_tables(tables, "in a test")
-        Trainer(config, connection.start(config.parallelism)).run()
+        build_trainer(config, connection.start(config.parallelism)).run()
 
 
 def write_config(config: Config, path: Path) -> None:

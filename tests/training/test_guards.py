@@ -28,6 +28,7 @@ from torchmars.core.errors import EXIT_HUNG
 from torchmars.data.loader import Loader
 from torchmars.training import step as loss
 from torchmars.training.guards import SpikeGuard
+from torchmars.training.state import recent
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,17 +40,17 @@ def tables(tmp_path):
 
 
 def test_what_stands_out():
-    guard = SpikeGuard(GuardsConfig(loss_spike="skip", spike_sigmas=4.0))
+    guard, seen = SpikeGuard(GuardsConfig(loss_spike="skip", spike_sigmas=4.0)), recent()
     for number in range(15):
-        assert not guard.stands_out(100.0 * (number == 7) + number % 3)  # too few to compare with
-    guard.recent.clear()
+        # Too few to compare with.
+        assert not guard.check(100.0 * (number == 7) + number % 3, seen)
+    seen.clear()
     losses = [2.0 + 0.1 * (-1) ** number for number in range(64)]
-    assert not any(guard.stands_out(loss) for loss in losses)
-    assert not guard.stands_out(2.39) and guard.stands_out(2.45) and guard.stands_out(50.0)
-    assert not guard.stands_out(float("nan")) and not guard.stands_out(float("inf"))
-    assert (
-        len(guard.recent) == 64 and max(guard.recent) == 2.39
-    )  # what stands out does not raise the bar
+    assert not any(guard.check(loss, seen) for loss in losses)
+    assert not guard.check(2.39, seen)
+    assert guard.check(2.45, seen) and guard.check(50.0, seen)
+    assert not guard.check(float("nan"), seen) and not guard.check(float("inf"), seen)
+    assert len(seen) == 64 and max(seen) == 2.39  # what stands out does not raise the bar
 
 
 def with_spike(tables, samples):

@@ -23,6 +23,7 @@ from torchmars.cluster import connection
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError
 from torchmars.training import trainer
+from torchmars.training.build import build_trainer
 from torchmars.training.step import backward
 
 LAYOUTS = {
@@ -167,7 +168,7 @@ def without_its_folder(tables):
 
     def then_delete(self, *made):
         report(self, *made)
-        if self.step == 3 and self.layout.first:
+        if self.state.step == 3 and self.layout.first:
             shutil.rmtree(run_folder_of(tables))
 
     trainer.Trainer.report = then_delete
@@ -303,7 +304,7 @@ def products_of_quickstarts(folder):
             ]
             config = load_config([str(file), *overrides], "test")
             with Products() as products:
-                trainer.Trainer(config, connection.start(config.parallelism)).run()
+                build_trainer(config, connection.start(config.parallelism)).run()
             result[config.optimizer.name] = products.dtypes
     return result
 

@@ -1,14 +1,19 @@
-"""GPT-2 as the published MARS runs trained it: no biases, tied embeddings, pre-norm blocks; dropout where it is asked for.
+"""GPT-2 as the published MARS runs trained it: no biases, tied embeddings, pre-norm blocks.
 
-Source: Radford et al. 2019 for the architecture; Yuan et al. (arXiv 2411.10438) for the settings.
+Sources: Radford et al. 2019 for the architecture; Yuan et al. (arXiv 2411.10438) for the settings.
 """
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from torchmars.config import ModelConfig
+from torchmars.core.errors import UserError
+from torchmars.models.model import Model, Split
 
 SIZES: dict[str, dict[str, int]] = {
     "nano": {"n_layer": 4, "n_head": 4, "n_embd": 256},
@@ -17,17 +22,20 @@ SIZES: dict[str, dict[str, int]] = {
     "large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
     "xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
 }
+VOCABULARY_MULTIPLE = 64  # rows of the token table: matrix units like whole tiles
 
 
 @dataclass(frozen=True)
 class GPT2Args:
-    """Shape of a GPT-2: `n_layer` blocks of `n_head` heads and width `n_embd`, over at most `seq_len` tokens."""
+    """Shape of a GPT-2: `n_layer` blocks of `n_head` heads and width `n_embd`."""
 
     n_layer: int
     n_head: int
     n_embd: int
     vocab_size: int
+    """Rows of the token table."""
     seq_len: int
+    """Rows of the position table."""
     scale_attn_by_inverse_layer_idx: bool = False
     dropout: float = 0.0
 
@@ -41,7 +49,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(args.n_embd, 3 * args.n_embd, bias=False)
         self.proj = nn.Linear(args.n_embd, args.n_embd, bias=False)
 
-    def forward(self, x: Tensor, logit_divisor: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, logit_divisor: Tensor | None, mask: Tensor | None) -> Tensor:
         batch, length, width = x.shape
         q, k, v = (
             part.view(batch, length, self.n_head, -1).transpose(1, 2)
@@ -49,12 +57,12 @@ class Attention(nn.Module):
         )
         if logit_divisor is not None:
             q = q / logit_divisor
+        dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout
         )
-        return F.dropout(
-            self.proj(y.transpose(1, 2).reshape(batch, length, width)), self.dropout, self.training
-        )
+        y = y.transpose(1, 2).reshape(batch, length, width)
+        return F.dropout(self.proj(y), self.dropout, self.training)
 
 
 class MLP(nn.Module):
@@ -80,49 +88,105 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(args.n_embd, bias=False)
         self.mlp = MLP(args)
 
-    def forward(self, x: Tensor, logit_divisor: Tensor | None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), logit_divisor)
+    def forward(self, x: Tensor, logit_divisor: Tensor | None, mask: Tensor | None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), logit_divisor, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
-class GPT2(nn.Module):
-    """The language model: token ids [batch, length] to logits [batch, length, vocab_size], length <= seq_len."""
+class GPT2(Model):
+    """GPT-2. The token table is also the head."""
+
+    splits: ClassVar[dict[str, Split]] = {
+        "tok_embed.weight": "tokens",
+        "pos_embed.weight": "whole",
+        "attn.qkv.weight": "rows",  # of q, of k and of v: each by heads
+        "attn.proj.weight": "columns",
+        "mlp.up.weight": "rows",
+        "mlp.proj.weight": "columns",
+    }
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
         self.args = args
+        self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
         self.tok_embed = nn.Embedding(args.vocab_size, args.n_embd)
         self.pos_embed = nn.Embedding(args.seq_len, args.n_embd)
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.n_layer))
         self.norm = nn.LayerNorm(args.n_embd, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = F.dropout(
-            self.tok_embed(tokens) + self.pos_embed(positions), self.args.dropout, self.training
+    @classmethod
+    def from_config(cls, config: ModelConfig, vocab_size: int, seq_len: int) -> Self:
+        size = SIZES[config.size]
+        n_layer = config.n_layer or size["n_layer"]
+        n_head, n_embd = config.n_head or size["n_head"], config.n_embd or size["n_embd"]
+        if n_embd % n_head:
+            raise UserError(
+                f"model.n_embd = {n_embd} does not divide into model.n_head = {n_head} heads: "
+                f"choose a multiple of {n_head}"
+            )
+        padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        return cls(
+            GPT2Args(
+                n_layer=n_layer,
+                n_head=n_head,
+                n_embd=n_embd,
+                vocab_size=config.vocab_size or padded,
+                seq_len=seq_len,
+                scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
+                dropout=config.dropout,
+            )
         )
-        divisors: list[Tensor | None] = [None] * len(self.blocks)
-        if self.args.scale_attn_by_inverse_layer_idx:
-            # Tensors, so that compiled blocks share one graph; integers, which mixed precision leaves as they are.
-            divisors = torch.arange(1, len(self.blocks) + 1, device=tokens.device).unbind()
-        for block, divisor in zip(self.blocks, divisors):
-            x = block(x, divisor)
-        return F.linear(self.norm(x), self.tok_embed.weight)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = None if documents is None else document_mask(documents)
+        x = self.tok_embed(tokens) + self.pos_embed(positions)
+        x = F.dropout(x, self.args.dropout, self.training)
+        for block, divisor in zip(self.blocks, self._logit_divisors(tokens.device)):
+            x = block(x, divisor, mask)
+        return self.norm(x)
+
+    def _logit_divisors(self, device: torch.device) -> list[Tensor] | list[None]:
+        """What each block divides its attention logits by."""
+        count = len(self.blocks)
+        if not self.args.scale_attn_by_inverse_layer_idx:
+            return [None] * count
+        # Tensors, so that compiled blocks share one graph; integers, which mixed precision leaves
+        # as they are.
+        return list(torch.arange(1, count + 1, device=device).unbind())
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.tok_embed.weight)
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of the initial values of parameter `name`; None for norm weights, which start at 1."""
         if "norm" in name:
             return None
         return 0.02 / math.sqrt(2 * self.args.n_layer) if name.endswith("proj.weight") else 0.02
 
     def flops_per_token(self) -> int:
-        """Floating-point operations of one token's forward and backward pass at full length.
+        """6 per parameter in a matrix product, and 12 L d T for attention.
 
-        6 per parameter in a matrix product and 12 L d T for attention (Chowdhery et al. 2022, appendix B).
+        Source: Chowdhery et al. 2022, appendix B.
         """
         matrices = sum(
-            p.numel()
-            for name, p in self.named_parameters()
-            if name != "pos_embed.weight" and p.ndim == 2
+            parameter.numel()
+            for name, parameter in self.named_parameters()
+            if name != "pos_embed.weight" and parameter.ndim == 2
         )
         return 6 * matrices + 12 * self.args.n_layer * self.args.n_embd * self.args.seq_len
+
+    def describe(self) -> str:
+        args = self.args
+        return (
+            f"{args.n_layer} layers, {args.n_head} heads, width {args.n_embd}, "
+            f"vocabulary {args.vocab_size}"
+        )
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Return which token attends to which, [batch, 1, length, length]: earlier, same document."""
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & torch.ones_like(same).tril()

@@ -3,16 +3,18 @@
 import hashlib
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchmars.models.model import Model
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill the parameters in place, from N(0, `model.init_std(name)`^2) or with ones where that is None.
+def init_weights(model: Model, seed: int) -> None:
+    """Fill the parameters in place, from N(0, `model.init_std(name)`^2) or with ones for None.
 
-    Every rank draws the whole tensor on the CPU from a generator of the parameter's own and keeps its part: the random
-    number generators of devices and of sharded tensors would make the weights depend on the layout.
+    Every rank draws the whole tensor on the CPU, from a generator of the parameter's own, and keeps
+    its part. The generators of devices and of sharded tensors would make the weights depend on the
+    layout.
     """
     for name, parameter in model.named_parameters():
         std = model.init_std(name)
@@ -21,12 +23,9 @@ def init_weights(model: nn.Module, seed: int) -> None:
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype).normal_(
-            std=std, generator=generator
-        )
-        whole = whole.to(parameter.device)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+        whole = whole.normal_(std=std, generator=generator).to(parameter.device)
         if isinstance(parameter, DTensor):
-            whole = distribute_tensor(
-                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+            mesh, placements = parameter.device_mesh, parameter.placements
+            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         parameter.copy_(whole)

@@ -226,10 +226,10 @@ class Plan:
             )
         if schedule.warmup_steps == 0 and training.steps >= 1000:
             yield "schedule.warmup_steps = 0: the published runs warm up over 2,000 steps"
-        rows = self.simulation.model.args.vocab_size
-        if self.per_node and (rows % 64 or self.simulation.model.args.n_embd % 64):
+        rows = self.simulation.model.vocab_rows
+        if self.per_node and (rows % 64 or self.simulation.model.width % 64):
             yield (
-                f"vocabulary {rows} or width {self.simulation.model.args.n_embd} is no multiple of 64: matrix units of GPUs are used badly "
+                f"vocabulary {rows} or width {self.simulation.model.width} is no multiple of 64: matrix units of GPUs are used badly "
                 "(model.vocab_size, model.n_embd)"
             )
 
@@ -255,7 +255,7 @@ class Plan:
         if excess > 1.1:
             yield (
                 f"matrices do not divide over dp_shard = {shards}: rank 0 holds {excess:.2f} times its share; a dp_shard that divides the "
-                f"width {simulation.model.args.n_embd} evens it out"
+                f"width {simulation.model.width} evens it out"
             )
 
     def _network_warnings(self) -> Iterator[str]:

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.1
 
 from torchmars.checkpoint.state import training_state
 from torchmars.config import Config
-from torchmars.models import GPT2, build_meta_model
+from torchmars.models import Model, build_meta_model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.recipe import parallelize
-from torchmars.training.build import build_optimizer
+from torchmars.training.optimizer import build_optimizer
 from torchmars.training.step import backward
 
 GATHERED = (
@@ -54,7 +54,7 @@ class Kind:
 class Simulation:
     """What a step takes of one rank, in bytes."""
 
-    model: GPT2
+    model: Model
     optimizer: MARS
     weights: int
     gradients: int
@@ -87,7 +87,7 @@ def simulate_step(config: Config, layout: Layout, vocab_size: int) -> Simulation
     """
     microbatch_size, accumulation_steps = config.training.microbatches(layout.data.size)
     model = build_meta_model(config.model, vocab_size, config.training.seq_len)
-    parallelize(model, layout.shard_mesh, getattr(torch, config.training.dtype), compile=False)
+    parallelize(model, layout, getattr(torch, config.training.dtype), compile=False)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model.to_empty(device="cpu")

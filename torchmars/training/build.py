@@ -1,24 +1,126 @@
-"""From a config to the optimizer that it asks for, on any device, the meta device included."""
+"""From a config to the parts of a run, in the order in which they need each other."""
+
+from pathlib import Path
 
 import torch
-from torch import nn
 
+from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.resume import newest_config
+from torchmars.checkpoint.saver import Saver
+from torchmars.checkpoint.state import seed_rng
+from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import Config
-from torchmars.core.errors import UserError
-from torchmars.optim import MARS, param_groups
+from torchmars.config.dtypes import resolve_dtypes
+from torchmars.core.files import lock
+from torchmars.data.loader import Loader, Windows
+from torchmars.data.shards import SPLITS, Manifest, check_shards
+from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.metrics.metrics import Metrics
+from torchmars.models import Model, build_meta_model
+from torchmars.models.initialize import init_weights
+from torchmars.optim.precision import multiplies_bfloat16
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.recipe import parallelize
+from torchmars.training.checkpointer import Checkpointer
+from torchmars.training.optimizer import build_optimizer
+from torchmars.training.preparation import prepare_data
+from torchmars.training.progress import Progress
+from torchmars.training.schedule import Schedule
+from torchmars.training.summary import introduction
+from torchmars.training.trainer import Trainer
+from torchmars.training.validation import Validation
 
 
-def build_optimizer(config: Config, model: nn.Module) -> MARS:
-    """The optimizer over `model`'s parameters. Raises `UserError` for groups that do not fit them."""
-    optimizer = config.optimizer
-    try:
-        return MARS(
-            param_groups(model, **optimizer.settings()),
-            max_grad_norm=config.training.max_grad_norm or None,
-            exact=optimizer.mode == "exact",
-            overlap=optimizer.overlap,
-            last_grad_dtype=getattr(torch, optimizer.last_grad_dtype),
-            matrix_dtype=optimizer.matrix_dtype,
-        )
-    except ValueError as error:
-        raise UserError(f"optimizer: {error}") from None
+def build_trainer(config: Config, layout: Layout) -> Trainer:
+    """Build a run: from its newest good checkpoint, or at its start. Called by every rank.
+
+    Raises `UserError`, on every rank, for what the user got wrong.
+    """
+    fast = all(layout.agree(lambda: multiplies_bfloat16(layout.device)))
+    saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
+    config = resolve_dtypes(config, layout.device, fast, saved)
+
+    data = layout.on_first(lambda: prepare_data(config))
+    windows, validation_windows = build_windows(config, data, layout)
+    loader = build_loader(config, windows, layout)
+    model = build_model(config, data.vocab_size, layout)
+    flops_per_token = model.flops_per_token()
+    optimizer = build_optimizer(config, model, layout)
+
+    saver = Saver(config, layout)
+    seed_rng(config.run.seed, 0, layout.group("random").rank)
+    lock_file = config.run.path / "lock"
+    layout.on_first(lambda: lock(lock_file, f"training the run {config.run.path}"))
+    checkpointer = Checkpointer(config, layout, model, optimizer, saver, data)
+    resumed = checkpointer.resume()
+    loader.seek(resumed.state.position)
+
+    schedule = Schedule(config.schedule, config.optimizer.lr, config.training.steps, optimizer)
+    validation = Validation(
+        config.validation,
+        validation_windows,
+        loader.microbatch_size,
+        model,
+        TOKENIZERS[config.data.tokenizer](),
+        layout,
+    )
+    metrics = Metrics(
+        config,
+        layout.first,
+        resumed.state.step,
+        resumed.state.validation_loss is not None,
+        layout.device,
+        layout.world.size,
+        flops_per_token,
+    )
+    lines = introduction(config, layout, model, optimizer, data, fast, resumed)
+    return Trainer(
+        config,
+        layout,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        loader=loader,
+        validation=validation,
+        checkpointer=checkpointer,
+        progress=Progress(config, layout, optimizer, metrics, lines, loader.epoch),
+        watchdog=Watchdog(
+            config.run.path / "hang", layout, config.guards.hang_seconds, saver.group
+        ),
+        lock=lock_file,
+        resumed=resumed,
+    )
+
+
+def build_windows(config: Config, data: Manifest, layout: Layout) -> list[Windows]:
+    """Open the windows of each split, then verify the shards, which the ranks share out."""
+    folder = Path(config.data.path)
+    windows = [Windows(folder, data.splits[name], config.training.seq_len) for name in SPLITS]
+    layout.agree(lambda: check_shards(data, folder, layout.world.rank, layout.world.size))
+    return windows
+
+
+def build_loader(config: Config, windows: Windows, layout: Layout) -> Loader:
+    """Make the loader of this rank's part of the training split."""
+    training = config.training
+    microbatch_size, _ = training.microbatches(layout.data.size)
+    return Loader(
+        windows,
+        seed=config.run.seed,
+        global_batch_size=training.global_batch_size,
+        microbatch_size=microbatch_size,
+        rank=layout.data.rank,
+        ranks=layout.data.size,
+        num_workers=config.data.num_workers,
+        pin_memory=layout.device.type == "cuda",
+    )
+
+
+def build_model(config: Config, vocab_size: int, layout: Layout) -> Model:
+    """Make the model on its layout, with its initial weights."""
+    training = config.training
+    model = build_meta_model(config.model, vocab_size, training.seq_len)
+    parallelize(model, layout, getattr(torch, training.dtype), training.compile)
+    model.to_empty(device=layout.device)
+    init_weights(model, config.run.seed)
+    return model

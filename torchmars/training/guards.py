@@ -1,33 +1,61 @@
-"""What watches the loss while a run trains."""
+"""What watches the loss and the gradients while a run trains."""
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
+from pathlib import Path
 
 from torchmars.config import GuardsConfig
+from torchmars.core.errors import UserError
 
-WINDOW = 64  # losses to compare with
-FEWEST = 16  # losses that make a comparison worth something
+FEWEST_LOSSES = 16  # that make a comparison worth something
+MAX_SKIPPED_IN_A_ROW = 10
+MAX_ROLLBACKS = 3  # to one checkpoint
 
 
 class SpikeGuard:
-    """Tells a loss that stands out: more than `spike_sigmas` standard deviations above the mean of the last 64 that did not.
-
-    `recent` is all of its state.
-    """
+    """Finds a loss that stands out from the recent ones, and limits what is done about it."""
 
     def __init__(self, config: GuardsConfig) -> None:
-        self.active, self.sigmas = config.loss_spike != "off", config.spike_sigmas
-        self.recent: deque[float] = deque(maxlen=WINDOW)
+        self.action, self.sigmas = config.loss_spike, config.spike_sigmas
+        self.rollbacks: Counter[int] = Counter()  # by the checkpoint's step
 
-    def stands_out(self, loss: float) -> bool:
-        """Whether `loss`, the global batch's, stands out; if not, it counts among the recent ones. One that is not finite does neither:
-        the optimizer skips it."""
+    @property
+    def active(self) -> bool:
+        """Whether losses are watched at all."""
+        return self.action != "off"
+
+    def check(self, loss: float, recent: deque[float]) -> bool:
+        """Return whether `loss`, that of the global batch, stands out; if not, add it to `recent`.
+
+        It does where it is more than `spike_sigmas` standard deviations above their mean. A loss
+        that is not finite does neither: the optimizer skips its step.
+        """
         if not math.isfinite(loss):
             return False
-        if len(self.recent) >= FEWEST and loss > statistics.fmean(
-            self.recent
-        ) + self.sigmas * statistics.stdev(self.recent):
-            return True
-        self.recent.append(loss)
+        if len(recent) >= FEWEST_LOSSES:
+            if loss > statistics.fmean(recent) + self.sigmas * statistics.stdev(recent):
+                return True
+        recent.append(loss)
         return False
+
+    def count_rollback(self, step: int, checkpoint: Path) -> None:
+        """Count a return to the `checkpoint` of `step`. Raises `UserError` after too many."""
+        self.rollbacks[step] += 1
+        if self.rollbacks[step] > MAX_ROLLBACKS:
+            raise UserError(
+                f"the loss stood out after each of {MAX_ROLLBACKS} returns to {checkpoint}: "
+                "lower optimizer.lr or raise guards.spike_sigmas"
+            )
+
+    def check_skipped(self, telemetry: Mapping[str, float], step: int) -> None:
+        """Raise `UserError` where every one of the last steps up to `step` was skipped."""
+        in_a_row = telemetry["skipped_in_a_row"]
+        if in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            spikes = ", or their losses stood out (guards.spike_sigmas)" if self.active else ""
+            raise UserError(
+                f"the last {in_a_row:.0f} steps up to {step} were skipped, since their gradients "
+                f"were not finite or too large to compute with{spikes}: lower optimizer.lr, or go "
+                "on from the newest checkpoint with another setting"
+            )

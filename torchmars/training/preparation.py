@@ -7,12 +7,15 @@ from torchmars.checkpoint.initial import open_source
 from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.cluster import process
 from torchmars.config import Config
+from torchmars.config.load import config_text
 from torchmars.core.console import say
+from torchmars.core.errors import UserError
+from torchmars.core.files import write_durably
 from torchmars.data import shards
 from torchmars.data.prepare import prepare_shards
 from torchmars.metrics.metrics import check_writers
-from torchmars.models import build_meta_model, model_args
-from torchmars.training.build import build_optimizer
+from torchmars.models import build_meta_model
+from torchmars.training.optimizer import build_optimizer
 
 
 def prepare_run(config: Config, ranks: int, nodes: int) -> None:
@@ -40,8 +43,8 @@ def prepare_data(config: Config) -> shards.Manifest:
     """
     folder, training = Path(config.data.path), config.training
     manifest = prepare_shards(config.data)
-    args = model_args(config.model, manifest.vocab_size, training.seq_len)
-    shards.check_vocabulary(manifest, args.vocab_size, folder)
+    model = build_meta_model(config.model, manifest.vocab_size, training.seq_len)
+    shards.check_vocabulary(manifest, model.vocab_rows, folder)
     shards.check_size(manifest, training.seq_len, training.global_batch_size)
     return manifest
 
@@ -63,3 +66,15 @@ def check_resume(config: Config, manifest: shards.Manifest) -> None:
         check_same_run(*found, config, manifest.fingerprint(), optimizer)
     elif (source := config.checkpoint.init_from) and not source.endswith(".safetensors"):
         open_source(Path(source), "size")
+
+
+def write_resolved_config(config: Config) -> None:
+    """Leave the settings of a run in its folder, as a config that reproduces it."""
+    folder = config.run.path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(folder / "config.toml", config_text(config))
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}: set run.folder to a folder you can write"
+        ) from None

@@ -1,19 +1,22 @@
 """Text by a model: token after token, drawn from what it predicts."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer
+from torchmars.models import Model
 
-COLD = 1e-4  # the temperature below which logits, divided by it, leave the range of float32
+# Below this temperature, logits that are divided by it leave the range of float32.
+COLD = 1e-4
 
 
 @torch.no_grad()
 def sample(
-    model: nn.Module,
+    model: Model,
     tokens: list[int],
     count: int,
     *,
@@ -23,18 +26,18 @@ def sample(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[int]:
-    """`count` token ids that continue `tokens`, one by one; the model sees its last `seq_len` tokens.
+    """Yield `count` token ids that continue `tokens`. The model sees its last `seq_len` tokens.
 
-    `temperature` divides the logits, 0 takes the likeliest token; `top_k` leaves only the k likeliest. Draws on the CPU from a
-    generator of its own, so on a sharded model every rank, called alike, draws the same.
+    `temperature` divides the logits; 0 takes the likeliest token. `top_k` leaves only the k
+    likeliest. Random numbers come from a CPU generator that belongs to the call: on a sharded
+    model every rank, called alike, draws the same tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     context = list(tokens)
     for _ in range(count):
-        window = torch.tensor([context[-model.args.seq_len :]], device=device)
-        logits = (
-            model(window)[0, -1, :vocab_size].float().cpu()
-        )  # rows past the vocabulary are padding
+        window = torch.tensor([context[-model.seq_len :]], device=device)
+        logits = model.head(model(window))[0, -1]
+        logits = logits[:vocab_size].float().cpu()  # rows past the vocabulary are padding
         context.append(_draw(logits, temperature, top_k, generator))
         yield context[-1]
 
@@ -42,8 +45,8 @@ def sample(
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     if not logits.isfinite().all():
         raise UserError(
-            "the model's output is not finite, its training has diverged: take an "
-            "earlier checkpoint"
+            "the model's output is not finite, its training has diverged: take an earlier "
+            "checkpoint"
         )
     if temperature < COLD:
         return int(logits.argmax())
@@ -52,8 +55,11 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
 
 
-def sample_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, **options) -> str:
-    """`prompt` and what the model makes of it: at most `count` tokens, up to the end of a document."""
+def sample_text(model: Model, tokenizer: Tokenizer, prompt: str, count: int, **options: Any) -> str:
+    """Return `prompt` and its continuation: at most `count` tokens, to the end of a document.
+
+    `options` are those of `sample`.
+    """
     tokens = tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end_of_text]
     new = []
     for token in sample(model, tokens, count, vocab_size=tokenizer.vocab_size, **options):

@@ -2,31 +2,85 @@
 
 from typing import Any
 
+from torchmars.checkpoint.folder import step_folder
 from torchmars.config import Config
-from torchmars.models import GPT2
+from torchmars.config.dtypes import slow_warning
+from torchmars.data import sources
+from torchmars.data.shards import Manifest
+from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
+from torchmars.training.checkpointer import Resumed
 
 
-def summary(config: Config, layout: Layout, model: GPT2, optimizer: MARS) -> list[str]:
-    """The model, how it is laid out, what a step takes and who updates what.
+def introduction(
+    config: Config,
+    layout: Layout,
+    model: Model,
+    optimizer: MARS,
+    data: Manifest,
+    fast: bool,
+    resumed: Resumed,
+) -> list[str]:
+    """Return all that a run says at its start.
+
+    `config` is one with resolved dtypes. `fast` is whether all ranks multiply bfloat16 fast.
+    """
+    lines = [f"run       {config.run.path}, seed {config.run.seed}"]
+    lines += summary(config, layout, model, optimizer)
+    slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
+    if slow and not fast:
+        lines.append(f"warning   {slow}")
+    lines.append(f"data      {data_line(config, data)}")
+    if layout.first and (changed := sources.warning(config.data)):
+        lines.append(changed)
+    return lines + continuation(config, resumed)
+
+
+def summary(config: Config, layout: Layout, model: Model, optimizer: MARS) -> list[str]:
+    """Return the model, its layout, the batch of a step, and the optimizer's groups, in lines.
 
     `config` is one with resolved dtypes.
     """
-    training, args = config.training, model.args
+    training = config.training
     microbatch_size, accumulation_steps = training.microbatches(layout.data.size)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     has_matrices = bool(optimizer.plans.owner_loads)
     matrices = f", matrices in {config.optimizer.matrix_dtype}" if has_matrices else ""
     return [
-        f"model     {config.model.name} {config.model.size}: {parameters:,} parameters, {args.n_layer} layers, {args.n_head} heads, "
-        f"width {args.n_embd}, vocabulary {args.vocab_size}",
+        f"model     {config.model.name} {config.model.size}: {parameters:,} parameters, "
+        f"{model.describe()}",
         f"layout    {layout.describe()}, {training.dtype} compute",
-        f"batch     {training.global_batch_size} x {training.seq_len} tokens a step: {layout.data.size} ranks x {accumulation_steps} accumulation steps "
+        f"batch     {training.global_batch_size} x {training.seq_len} tokens a step: "
+        f"{layout.data.size} ranks x {accumulation_steps} accumulation steps "
         f"x {microbatch_size} sequences",
         f"optimizer {config.optimizer.name}, {config.optimizer.mode}{matrices}",
         *(f"          {line}" for line in group_table(optimizer.param_groups)),
     ]
+
+
+def data_line(config: Config, data: Manifest) -> str:
+    """Return what the run reads of its data."""
+    training, available = config.training, data.splits["train"].tokens
+    read = training.steps * training.global_batch_size * training.seq_len
+    return (
+        f"{config.data.path}: {available:,} {data.tokenizer} tokens; {training.steps} steps read "
+        f"{read:,} ({read / available:.2f} epochs)"
+    )
+
+
+def continuation(config: Config, resumed: Resumed) -> list[str]:
+    """Return where the run goes on, in lines; none for a run that starts anew."""
+    step, steps = resumed.state.step, config.training.steps
+    if step >= steps:
+        return [
+            f"complete  all {steps} steps are done: {step_folder(config.run.checkpoints, step)}. "
+            f"To go on: --training.steps {step + steps}"
+        ]
+    if resumed.origin is None:
+        return []
+    changes = [f"changed   {change}" for change in resumed.changes]
+    return [*changes, f"continue  {resumed.origin}"]
 
 
 def group_table(groups: list[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,83 @@
+"""Named axes: which ranks are in which group, on any sizes of the axes."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from torchmars.config import Degrees, ParallelismConfig
+from torchmars.parallel.layout import AXES, JOINT_AXES, Layout, expert_rows, rows_along
+
+SIZES = Degrees(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2, ep=4)
+
+
+def ranks_of(degrees):
+    sizes = [getattr(degrees, axis) for axis in AXES]
+    return torch.arange(math.prod(sizes)).view(sizes)
+
+
+@pytest.mark.parametrize("axes", [(axis,) for axis in AXES] + list(JOINT_AXES.values()))
+def test_rows_differ_along_their_axes_only(axes):
+    """Against the coordinates of each rank, counted by hand."""
+    ranks = ranks_of(SIZES)
+    coordinates = {rank: (ranks == rank).nonzero()[0].tolist() for rank in range(ranks.numel())}
+    others = [place for place, axis in enumerate(AXES) if axis not in axes]
+    rows = rows_along(ranks, axes)
+    assert sorted(rank for row in rows for rank in row) == list(range(ranks.numel()))
+    for row in rows:
+        assert row == sorted(row) and len(row) == math.prod(getattr(SIZES, axis) for axis in axes)
+        assert len({tuple(coordinates[rank][place] for place in others) for rank in row}) == 1
+
+
+def test_experts_are_dealt_out_over_neighbours():
+    ranks = ranks_of(SIZES)
+    rows = expert_rows(ranks, SIZES.ep)
+    assert rows[:4] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    inner = [set(row) for row in rows_along(ranks, ("dp_shard", "cp", "tp"))]
+    assert all(any(set(row) <= each for each in inner) for row in rows)
+    assert expert_rows(ranks, 1) == [[rank] for rank in range(ranks.numel())]
+
+
+def groups_here(degrees):
+    """Each group of this rank: its rank and size, and the global ranks of its process group."""
+    layout = Layout.create(torch.device("cpu"), degrees)
+    found = {}
+    for name, group in layout.groups.items():
+        members = dist.get_process_group_ranks(group.process_group)
+        assert dist.get_rank(group.process_group) == group.rank and len(members) == group.size
+        found[name] = members
+    total = layout.mean_loss(torch.tensor(float(layout.group("loss").rank)))
+    return found, total, layout.norm_group is not None, layout.shard_mesh.mesh_dim_names
+
+
+def test_every_axis_is_there_with_a_process_group():
+    results = run_ranks(groups_here, 4, Degrees(dp_replicate=2, dp_shard=2))
+    for rank, (groups, mean, stages, names) in enumerate(results):
+        assert groups["world"] == groups["data"] == groups["loss"] == [0, 1, 2, 3]
+        assert groups["pp"] == groups["cp"] == groups["tp"] == groups["ep"] == [rank]
+        assert groups["dp_shard"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert groups["dp_replicate"] == [rank % 2, rank % 2 + 2]
+        assert mean == 1.5 and not stages and names == ("dp_replicate", "dp_shard")
+
+
+def test_ranks_of_a_pipeline_read_the_same_data_and_share_norms():
+    results = run_ranks(groups_here, 4, Degrees(pp=2, dp_shard=2))
+    for rank, (groups, mean, stages, _) in enumerate(results):
+        assert groups["data"] == groups["loss"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert groups["pp"] == [rank % 2, rank % 2 + 2] and stages
+        assert groups["random"] == [0, 1, 2, 3] and mean == 0.5
+
+
+def simulated(world_size):
+    dist.destroy_process_group()  # that of the one rank which runs this
+    layout = Layout.simulate(ParallelismConfig(dp_replicate=4), world_size, 5, torch.device("cpu"))
+    return {name: (group.rank, group.size) for name, group in layout.groups.items()}
+
+
+def test_a_rank_that_does_not_exist_has_a_layout():
+    [groups] = run_ranks(simulated, 1, 32)
+    assert groups["world"] == groups["data"] == (5, 32)
+    assert groups["dp_shard"] == (5, 8) and groups["dp_replicate"] == (0, 4)
+    assert groups["tp"] == (0, 1)

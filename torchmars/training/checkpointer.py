@@ -1,0 +1,145 @@
+"""A run's one handle on its checkpoints: resume, save, roll back."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from torchmars.checkpoint import manifest as manifests
+from torchmars.checkpoint import state as tensors
+from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.initial import init_from
+from torchmars.checkpoint.manifest import Manifest
+from torchmars.checkpoint.resume import check_same_run, newest_good
+from torchmars.checkpoint.saver import Saver
+from torchmars.config import Config
+from torchmars.data.shards import Manifest as DataManifest
+from torchmars.models import Model
+from torchmars.optim import MARS
+from torchmars.parallel.layout import Layout
+from torchmars.training.state import RunState, recent
+
+
+@dataclass
+class Resumed:
+    """Where a run goes on, and from what."""
+
+    state: RunState = field(default_factory=RunState)
+    origin: str | None = None
+    """What the run goes on from, in words; None for a run that starts anew."""
+    folder: Path | None = None
+    """The checkpoint that was loaded, if one of the run's own was."""
+    changes: list[str] = field(default_factory=list)
+    """Of the config since the checkpoint, a line each."""
+    without_last_grad: list[Tensor] = field(default_factory=list)
+    """Parameters whose last gradient is missing, or is of other data."""
+
+
+class Checkpointer:
+    """Loads a run's checkpoints into its model and optimizer, and saves them.
+
+    Every rank makes the same calls. `saver` writes; `data` is the manifest of the run's tokens.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        model: Model,
+        optimizer: MARS,
+        saver: Saver,
+        data: DataManifest,
+    ) -> None:
+        self.config, self.layout, self.saver = config, layout, saver
+        self.model, self.optimizer = model, optimizer
+        self.fingerprint, self.vocab_size = data.fingerprint(), data.vocab_size
+
+    def resume(self) -> Resumed:
+        """Go on from the run's newest good checkpoint, or start from checkpoint.init_from."""
+        settings = self.config.checkpoint
+        resumed = self.load_newest()
+        if resumed is not None:
+            return resumed
+        if settings.init_from is None:
+            return Resumed()
+        source, without = init_from(
+            Path(settings.init_from),
+            settings.init_optimizer,
+            self.layout,
+            self.model,
+            self.optimizer,
+        )
+        return Resumed(
+            origin=f"from the {source}", without_last_grad=self.look_ahead_parameters() or without
+        )
+
+    def load_newest(self) -> Resumed | None:
+        """Load the run's newest good checkpoint; return None where the run has none.
+
+        Raises `UserError` where there are some, but none is good.
+        """
+        self.saver.wait()
+        found = self.layout.on_first(lambda: checkpoints(self.config.run.checkpoints))
+        loaded: dict[Path, Resumed] = {}
+
+        def load(folder: Path) -> Manifest:
+            manifest, loaded[folder] = self.load(folder)
+            return manifest
+
+        newest = newest_good(found, load, warn=self.layout.say)
+        return loaded[newest[0]] if newest else None
+
+    def load(self, folder: Path) -> tuple[Manifest, Resumed]:
+        """Verify the checkpoint `folder`, and load it into model and optimizer.
+
+        Raises `DamagedCheckpoint` or, where it is another run's, `UserError`, on every rank.
+        """
+        layout, config, world = self.layout, self.config, self.layout.world
+        level = config.checkpoint.verify
+        manifest = layout.on_first(lambda: manifests.read(folder))
+        layout.agree(lambda: manifests.verify(folder, manifest, level, world.rank, world.size))
+        changes = layout.on_first(
+            lambda: check_same_run(folder, manifest, config, self.fingerprint, self.optimizer)
+        )
+        tensors.load(folder, manifest, layout, self.model, self.optimizer)
+        if manifest.world_size != world.size:
+            changes.append(f"ranks {manifest.world_size} -> {world.size}")
+        state = RunState(
+            manifest.step,
+            manifest.position,
+            manifest.validation_loss,
+            recent(manifest.recent_losses),
+        )
+        former_size = manifest.config["training"].get("global_batch_size")
+        other_batch = former_size != config.training.global_batch_size
+        return manifest, Resumed(
+            state,
+            f"from step {state.step}: {folder}",
+            folder,
+            changes,
+            self.look_ahead_parameters() if other_batch else [],
+        )
+
+    def look_ahead_parameters(self) -> list[Tensor]:
+        """Return the parameters whose last gradient is of the batch that comes next: exact mode."""
+        return list(self.optimizer.state) if self.optimizer.exact else []
+
+    def save(self, state: RunState) -> float:
+        """Save the run, or begin to; return the seconds that training waited.
+
+        Raises `UserError` where too many saves in a row have failed.
+        """
+        manifest = Manifest(
+            step=state.step,
+            position=state.position,
+            world_size=self.layout.world.size,
+            data=self.fingerprint,
+            vocab_size=self.vocab_size,
+            optimizer=tensors.optimizer_state_names(self.optimizer),
+            config=asdict(self.config),
+            validation_loss=state.validation_loss,
+            recent_losses=list(state.recent_losses),
+        )
+        return self.saver.save(
+            manifest, tensors.training_state(self.layout, self.model, self.optimizer)
+        )

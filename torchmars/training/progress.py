@@ -1,0 +1,103 @@
+"""What a run reports of itself: lines on the console, and metrics."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from torchmars.config import Config
+from torchmars.metrics.metrics import Metrics, Stopwatch
+from torchmars.optim import MARS
+from torchmars.parallel.layout import Layout
+from torchmars.training.preparation import write_resolved_config
+from torchmars.training.state import RunState
+
+
+class Progress:
+    """Reports a run, on the first rank. Every rank makes the same calls.
+
+    `introduction` are the lines that say what the run is about to do. `epoch` is the one that it
+    starts in.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        optimizer: MARS,
+        metrics: Metrics,
+        introduction: list[str],
+        epoch: int,
+    ) -> None:
+        self.config, self.layout, self.optimizer = config, layout, optimizer
+        self.metrics, self.introduction, self.epoch = metrics, introduction, epoch
+        self.stopwatch = Stopwatch(layout.device)  # of the optimizer's part of a step
+
+    def announce(self) -> None:
+        """Print what the run is about to do."""
+        for line in self.introduction:
+            self.layout.say(line)
+
+    def open(self) -> None:
+        """Write the config to the run's folder, and open metrics.jsonl and the other writers."""
+        self.layout.on_first(lambda: write_resolved_config(self.config))
+        self.layout.on_first(self.metrics.open)
+
+    def close(self) -> None:
+        """Flush and close every writer."""
+        self.metrics.close()
+
+    def sync(self) -> None:
+        """Make metrics.jsonl durable, as the checkpoint that comes will be."""
+        self.metrics.sync()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leave the time of the body out of the throughput."""
+        return self.metrics.paused()
+
+    def rewind(self, state: RunState, checkpoint: Path) -> None:
+        """Report that the run went back to `checkpoint`; later steps are reported anew."""
+        validated = state.validation_loss is not None
+        self.layout.on_first(lambda: self.metrics.rewind(state.step, validated))
+        self.layout.say(
+            f"rollback  to step {state.step}: {checkpoint}; "
+            f"the data goes on at sample {state.position}"
+        )
+
+    def report(self, state: RunState, loss: float, lr: float) -> dict[str, float]:
+        """Report a step; return the optimizer's telemetry. Waits for the device."""
+        telemetry = self.optimizer.telemetry()
+        tokens = state.position * self.config.training.seq_len
+        more = {"tokens": tokens, "optimizer_ms": self.stopwatch.milliseconds()}
+        self.metrics.train(state.step, loss, lr, telemetry | more)
+        return telemetry
+
+    def report_validation(self, step: int, loss: float) -> None:
+        """Report the validation loss after `step`."""
+        self.metrics.validation(step, loss)
+
+    def report_stall(self, step: int, seconds: float) -> None:
+        """Report how long training waited for the checkpoint of `step`."""
+        self.metrics.stall(step, seconds)
+
+    def report_spike(self, loss: float, state: RunState, action: str) -> None:
+        """Report a loss that stands out, of the step after `state.step`."""
+        first = state.position - self.config.training.global_batch_size
+        self.layout.say(
+            f"spike     loss {loss:.4f} at step {state.step + 1}, samples {first} to "
+            f"{state.position - 1}: guards.loss_spike = {action}"
+        )
+
+    def report_epoch(self, epoch: int) -> None:
+        """Report the beginning of another epoch, once."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.layout.say(
+                f"epoch {epoch + 1} begins: the data has been read {epoch} times, "
+                "and is read again in another order"
+            )
+
+    def report_stop(self, step: int, signal: str | None) -> None:
+        """Report that a signal ended the run after `step`."""
+        self.layout.say(
+            f"stopped   by {signal or 'a signal to another rank'} after step {step}, saved; "
+            "the same command goes on"
+        )

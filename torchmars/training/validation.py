@@ -1,0 +1,65 @@
+"""The held-out loss, and a sample of text: what a run knows of its model beside the training loss."""
+
+import torch
+from torch import Tensor
+
+from torchmars.config import ValidationConfig
+from torchmars.data.loader import Windows, validation_batches
+from torchmars.data.tokenizer import Tokenizer
+from torchmars.models import Model
+from torchmars.parallel.layout import Layout
+from torchmars.training.sampling import sample_text
+from torchmars.training.step import token_losses
+
+SAMPLE_TEMPERATURE = 0.8
+
+
+class Validation:
+    """Measures a model on the same windows on every layout. Every rank makes the same calls."""
+
+    def __init__(
+        self,
+        config: ValidationConfig,
+        windows: Windows,
+        batch_size: int,
+        model: Model,
+        tokenizer: Tokenizer,
+        layout: Layout,
+    ) -> None:
+        self.config, self.windows, self.batch_size = config, windows, batch_size
+        self.model, self.tokenizer, self.layout = model, tokenizer, layout
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Return the mean loss over the validation windows."""
+        layout = self.layout
+        total = torch.zeros(2, dtype=torch.float64, device=layout.device)  # of losses, targets
+        batches: list[tuple[Tensor, int]] = []
+        # Before the first forward pass, which needs all ranks.
+        layout.agree(lambda: batches.extend(self._batches()))
+        self.model.eval()
+        for tokens, count in batches:
+            losses = token_losses(self.model, tokens)[:count]
+            total += torch.tensor([losses.double().sum(), losses.numel()], device=total.device)
+        self.model.train()
+        mean_sum, mean_count = (layout.mean_loss(part) for part in total)
+        return mean_sum / mean_count
+
+    def _batches(self) -> list[tuple[Tensor, int]]:
+        data = self.layout.data
+        count, batch_size = self.config.windows, self.batch_size
+        return list(validation_batches(self.windows, count, batch_size, data.rank, data.size))
+
+    def sample(self) -> str:
+        """Return a text by the model as it is now."""
+        self.model.eval()
+        # Every length of context would be compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            return sample_text(
+                self.model,
+                self.tokenizer,
+                self.config.sample_prompt,
+                self.config.sample_tokens,
+                temperature=SAMPLE_TEMPERATURE,
+                device=self.layout.device,
+            )
