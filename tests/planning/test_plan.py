@@ -23,6 +23,7 @@ from tests.support.tiny import (
 from torchmars.cluster import connection
 from torchmars.commands.plan import main
 from torchmars.config.load import config_from_tables
+from torchmars.planning.advice import advice
 from torchmars.planning.plan import make_plan
 from torchmars.training.build import build_trainer
 from torchmars.training.step import backward
@@ -142,12 +143,12 @@ def simulate(tables, world_size, per_node):
     simulation = plan.simulation
     sent = {
         (kind.phase, kind.operation, len(kind.ranks)): (
-            simulation.times[kind],
-            simulation.sent[kind],
+            simulation.traffic.times[kind],
+            simulation.traffic.sent[kind],
         )
-        for kind in simulation.sent
+        for kind in simulation.traffic.sent
     }
-    return simulation.checkpoint, sent, list(plan.warnings())
+    return simulation.checkpoint, sent, list(advice(plan))
 
 
 def test_a_checkpoint_has_the_planned_size(tmp_path):
@@ -211,7 +212,7 @@ def test_traffic_is_that_of_the_formulas(tmp_path, accumulation_steps):
     assert len(sent) == 7
 
 
-def test_the_wire_of_matrices_is_as_wide_as_their_dtype(tmp_path):
+def test_matrices_travel_in_their_dtype(tmp_path):
     """Two bytes for mixed, which travels as bfloat16, and four for float32."""
     tables = [
         tiny_tables(tmp_path, optimizer={"name": "muon", "matrix_dtype": dtype})
@@ -238,7 +239,7 @@ def test_what_an_expert_would_warn_of(tmp_path):
     short = batch | {"seq_len": 512}
     wide = warnings(64, 8, model={"n_layer": 2, "n_embd": 64, "n_head": 1}, training=short, **small)
     assert (
-        "rank 0 holds" not in wide
+        "rank 0 has" not in wide
         and "512 tokens of a microbatch" in wide
         and "parallelism.dp_replicate = 8 gathers inside machines" in wide
     )

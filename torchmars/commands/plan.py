@@ -10,6 +10,7 @@ from torchmars.config.load import load_config, take_count
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, reported
 from torchmars.planning.plan import make_plan
+from torchmars.planning.report import report
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
         args, world_size = take_count(sys.argv[1:], "--world-size", 1)
         args, per_node = take_count(args, "--gpus-per-node", 8, least=0)
         config = load_config(args, "python -m torchmars.plan --world-size N [--gpus-per-node 8]")
-        say("\n".join(make_plan(config, world_size, per_node).lines()))
+        say("\n".join(report(make_plan(config, world_size, per_node))))
 
 
 if __name__ == "__main__":

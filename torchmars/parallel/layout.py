@@ -53,7 +53,7 @@ class Layout:
     groups: dict[str, RankGroup]
     """By the name of an axis, of a set of axes in `JOINT_AXES`, or "ep"."""
     control: dist.ProcessGroup
-    """CPU group of all ranks for messages. It waits for days: one rank may prepare data that long."""
+    """CPU group of all ranks for messages. It waits for days: rank 0 may prepare data that long."""
 
     @classmethod
     def create(cls, device: torch.device, degrees: Degrees) -> "Layout":
@@ -114,25 +114,27 @@ class Layout:
         An exception on one rank ends all: a `UserError` is raised on every rank, another one where
         it happened, and as a RuntimeError on the others.
         """
-        mine, failure, reported = None, None, None
+        results: list[T] = []
+        failure: Exception | None = None
         try:
-            mine = work()
+            results.append(work())
         except Exception as error:
-            failure = reported = error
-            if not isinstance(error, UserError):
-                reported = RuntimeError(f"rank {self.world.rank}: {error!r}")
-        everyone: list[tuple[T, Exception | None]] = [(None, None)] * self.world.size  # type: ignore[list-item]  # filled below
-        dist.all_gather_object(everyone, (mine, reported), group=self.control)
-        if failure is not None:
-            raise failure
-        for _, error in everyone:
-            if error is not None:
-                raise error
-        return [result for result, _ in everyone]
+            failure = error
+        reported = failure
+        if failure is not None and not isinstance(failure, UserError):
+            reported = RuntimeError(f"rank {self.world.rank}: {failure!r}")
+        everyone: list[tuple[list[T], Exception | None]] = [([], None)] * self.world.size
+        dist.all_gather_object(everyone, (results, reported), group=self.control)
+        failures = [failure, *(each for _, each in everyone)]
+        for each in failures:  # that of this rank first
+            if each is not None:
+                raise each
+        return [result for (result,), _ in everyone]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank; return its result, or raise its `UserError`, on every rank."""
-        return self.agree(lambda: work() if self.first else None)[0]  # type: ignore[return-value]  # the first one's is a T
+        """Run `work` on the first rank; return its result, or raise its error, on every rank."""
+        result = self.agree(lambda: [work()] if self.first else [])[0]
+        return result[0]
 
     def say(self, text: str) -> None:
         """Print a line, on the first rank only."""

@@ -23,7 +23,7 @@ def build_optimizer(config: Config, model: nn.Module, layout: Layout | None = No
             overlap=optimizer.overlap,
             last_grad_dtype=getattr(torch, optimizer.last_grad_dtype),
             matrix_dtype=optimizer.matrix_dtype,
-            norm_group=layout and layout.norm_group,
+            norm_group=None if layout is None else layout.norm_group,
         )
     except ValueError as error:
         raise UserError(f"optimizer: {error}") from None

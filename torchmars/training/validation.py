@@ -1,4 +1,4 @@
-"""The held-out loss, and a sample of text: what a run knows of its model beside the training loss."""
+"""The held-out loss of a model, and a sample of its text."""
 
 import torch
 from torch import Tensor

@@ -1,0 +1,120 @@
+"""What an expert would warn of in a plan."""
+
+from collections.abc import Iterator
+
+from torchmars.planning.plan import Plan
+
+GIB = 2**30
+# An H100 in a cluster.
+MEMORY = 72 * GIB  # of 80: CUDA, NCCL and a fragmented allocator take the rest
+SPEED = 400e12  # model FLOP/s that it reaches
+NETWORK = 50e9  # bytes per second: 400 Gb/s
+
+OPTIMIZER_SHARE = 0.1  # of a step, from which on an uneven plan is felt
+# Epochs after which data read again is worth less than new data: Muennighoff et al., arXiv
+# 2305.16264.
+EPOCHS = 4
+TOKENS_PER_PARAMETER = 20  # about compute-optimal: Hoffmann et al., arXiv 2203.15556
+TILE = 64  # sizes that are no multiple of it use the matrix units of GPUs badly
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """Yield a line for each thing to warn of, with its remedy."""
+    yield from of_memory(plan)
+    yield from of_network(plan)
+    yield from of_owners(plan)
+    yield from of_tokens(plan)
+    rows, width = plan.simulation.model.vocab_rows, plan.simulation.model.width
+    if plan.per_node and (rows % TILE or width % TILE):
+        yield (
+            f"vocabulary {rows} or width {width} is no multiple of {TILE}: "
+            "matrix units of GPUs are used badly (model.vocab_size, model.n_embd)"
+        )
+
+
+def of_memory(plan: Plan) -> Iterator[str]:
+    """Yield warnings of what does not fit, or is larger than it need be."""
+    simulation, gradient = plan.simulation, 4 * plan.parameters
+    microbatch_size, accumulation_steps = plan.microbatches
+    if plan.per_node and simulation.peak > MEMORY:
+        remedy = "lower training.seq_len, or take a smaller model"
+        if accumulation_steps > 1 and gradient > MEMORY / 2:
+            remedy = "use more ranks, so that a step is one microbatch"
+        elif microbatch_size > 1:
+            remedy = f"lower training.microbatch_size = {microbatch_size}"
+        yield (
+            f"the peak of {simulation.peak / GIB:.1f} GiB does not fit a GPU of 80 GiB, "
+            f"which leaves about {MEMORY / GIB:.0f}: {remedy}"
+        )
+    if accumulation_steps > 1 and plan.layout.world.size > 1:
+        yield (
+            f"{accumulation_steps} microbatches a step keep the whole model's gradient on each "
+            f"rank, {gradient / GIB:.2f} GiB, until the last of them: "
+            "raise training.microbatch_size, or use more ranks"
+        )
+    shards = plan.layout.group("dp_shard").size
+    excess = simulation.weights * shards / (4 * plan.parameters)
+    if excess > 1.1:
+        yield (
+            f"matrices do not divide over dp_shard = {shards}: rank 0 has {excess:.2f} times its "
+            f"share; a dp_shard that divides the width {simulation.model.width} evens it out"
+        )
+
+
+def of_network(plan: Plan) -> Iterator[str]:
+    """Yield warnings of FSDP over a network.
+
+    Each microbatch gathers all weights, 2 bytes each, and makes 2 FLOPs a token with each of them.
+    """
+    per_node, world = plan.per_node, plan.layout.world.size
+    shards, nodes = plan.layout.group("dp_shard").size, world // max(per_node, 1)
+    if not per_node or shards <= per_node:
+        return
+    if shards % per_node:
+        yield (
+            f"dp_shard = {shards} is no multiple of the {per_node} GPUs of a machine: "
+            "shards straddle machines"
+        )
+    microbatch_size, _ = plan.microbatches
+    length = microbatch_size * plan.config.training.seq_len
+    needed = SPEED / (NETWORK * per_node)  # the ranks of a machine receive for each other
+    if length >= needed:
+        return
+    simulation = plan.simulation
+    state = simulation.weights + simulation.gradients + simulation.optimizer_state
+    fits = state * shards / per_node + simulation.activations + simulation.gathered < MEMORY
+    replicas = f"parallelism.dp_replicate = {nodes} gathers inside machines and fits; or "
+    yield (
+        f"{length:,} tokens of a microbatch on each gathering of the weights over {nodes} "
+        f"machines: below about {needed:,.0f} a network of 400 Gb/s for each GPU is slower than an "
+        f"H100: {replicas if fits else ''}raise training.microbatch_size = {microbatch_size}"
+    )
+
+
+def of_owners(plan: Plan) -> Iterator[str]:
+    """Yield a warning where ranks wait for the owner of the largest matrices."""
+    size = plan.config.training.global_batch_size
+    if plan.owner_loads and plan.imbalance > 1.5 and plan.owner_share > OPTIMIZER_SHARE:
+        yield (
+            "ranks wait for the owner of the largest matrices: split what is fused "
+            "(optimizer.groups, split = 3 for QKV), or raise training.global_batch_size = "
+            f"{size}, so that the share of the optimizer falls"
+        )
+
+
+def of_tokens(plan: Plan) -> Iterator[str]:
+    """Yield warnings of too little data, too few tokens and no warmup."""
+    steps = plan.config.training.steps
+    if plan.epochs is not None and plan.epochs > EPOCHS:
+        yield (
+            f"the data is read {plan.epochs:.1f} times: beyond about {EPOCHS}, more data helps "
+            "more than more epochs"
+        )
+    if plan.tokens < TOKENS_PER_PARAMETER / 2 * plan.parameters:
+        yield (
+            f"training.steps = {steps} read {plan.tokens / plan.parameters:.1f} tokens for each "
+            "parameter: a smaller model, or more steps, use the same FLOPs better "
+            f"(about {TOKENS_PER_PARAMETER} are compute-optimal)"
+        )
+    if plan.config.schedule.warmup_steps == 0 and steps >= 1000:
+        yield "schedule.warmup_steps = 0: the published runs warm up over 2,000 steps"

@@ -1,0 +1,96 @@
+"""A plan in lines, for the console."""
+
+from collections.abc import Iterator
+
+from torchmars.planning.advice import GIB, advice
+from torchmars.planning.plan import Plan
+from torchmars.training.summary import summary, table
+
+
+def report(plan: Plan) -> list[str]:
+    """Return all of a plan: what the run is, what it takes, and what an expert would warn of."""
+    simulation = plan.simulation
+    sections = {
+        "memory": memory(plan),
+        "disk": disk(plan),
+        "traffic": traffic(plan),
+        "owners": owners(plan),
+        "tokens": list(tokens(plan)),
+    }
+    lines = summary(plan.config, plan.layout, simulation.model, simulation.optimizer)
+    for name, section in sections.items():
+        lines += [f"{'' if number else name:<9} {line}" for number, line in enumerate(section)]
+    return lines + [f"warning   {text}" for text in advice(plan)]
+
+
+def memory(plan: Plan) -> list[str]:
+    """Return what a rank has in memory."""
+    simulation = plan.simulation
+    sizes = {
+        "weights": simulation.weights,
+        "gradients": simulation.gradients,
+        "optimizer state": simulation.optimizer_state,
+        "gathered weights and gradients, at the peak": simulation.gathered,
+        "activations, at the peak (estimated)": simulation.activations,
+        "peak": simulation.peak,
+    }
+    rows = [(name, f"{size / GIB:.3f}", f"{size:,}") for name, size in sizes.items()]
+    return table([("of each rank", "GiB", "bytes"), *rows])
+
+
+def disk(plan: Plan) -> list[str]:
+    """Return what checkpoints take, on disk and in memory while they are written."""
+    simulation, settings = plan.simulation, plan.config.checkpoint
+    size, kept = simulation.checkpoint, settings.keep_last
+    total = f"{kept * size / GIB:,.1f} GiB for the {kept} that are kept" if kept else "all are kept"
+    lines = [f"{size / GIB:,.2f} GiB ({size:,} bytes) a checkpoint, {total}"]
+    if settings.async_save:
+        world = plan.layout.world.size
+        copy = (simulation.weights + simulation.optimizer_state) * min(
+            plan.per_node or world, world
+        )
+        lines.append(f"{copy / GIB:,.2f} GiB of each machine's memory for the copy being written")
+    return lines
+
+
+def traffic(plan: Plan) -> list[str]:
+    """Return what a rank sends in a step, by kind."""
+    times, sent = plan.simulation.traffic.times, plan.simulation.traffic.sent
+    rows: list[tuple[str, ...]] = [("sent by each rank in a step", "among", "times", "MiB")]
+    for kind, size in sent.items():
+        among = f"{len(kind.ranks)} ranks"
+        if plan.per_node:
+            machines = plan.machines_of(kind.ranks)
+            among += f" on {'1 machine' if machines == 1 else f'{machines} machines'}"
+        name = f"{kind.phase}, {kind.operation}"
+        rows.append((name, among, f"{times[kind]}", f"{size / 2**20:,.2f}"))
+    return table(
+        [*rows, ("in all", "", f"{sum(times.values())}", f"{sum(sent.values()) / 2**20:,.2f}")]
+    )
+
+
+def owners(plan: Plan) -> list[str]:
+    """Return how evenly matrices are dealt out."""
+    loads = plan.owner_loads
+    if not loads:
+        return ["none: no rule of this run orthogonalises matrices"]
+    ranks = {rank for each in loads.values() for rank in each}
+    busy = {rank for each in loads.values() for rank, load in each.items() if load}
+    return [
+        f"largest over mean Newton–Schulz work of a rank: {plan.imbalance:.2f}; "
+        f"{len(ranks - busy)} of {len(ranks)} ranks own no matrix",
+        f"the largest is {plan.owner_share:.1%} of a rank's forward and backward FLOPs",
+    ]
+
+
+def tokens(plan: Plan) -> Iterator[str]:
+    """Return what the run reads and computes."""
+    path = plan.config.data.path
+    epochs = plan.epochs
+    read = f"{path} is not prepared yet" if epochs is None else f"{epochs:.2f} epochs of {path}"
+    per_parameter = plan.tokens / plan.parameters
+    yield (
+        f"{plan.tokens_per_step:,} a step, {plan.tokens:,} to the end: "
+        f"{per_parameter:.1f} for each parameter; {read}"
+    )
+    yield f"{plan.flops_per_token * plan.tokens:.2e} FLOPs"

@@ -1,0 +1,87 @@
+"""What a rank sends: every collective of a step, counted as it is called."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
+
+# What a rank sends, as a part of the whole tensor, by the best known algorithms, rings:
+# Thakur et al. 2005.
+SENT_PARTS: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
+    "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+}
+# The operations of torch.ops.c10d, torch 2.11 to 2.13, and which argument is the whole tensor.
+OPERATIONS = {
+    "allgather_base": ("all-gather", 0),
+    "reduce_scatter_base": ("reduce-scatter", 1),
+    "allreduce": ("all-reduce", 0),
+}
+
+
+@dataclass(frozen=True)
+class TrafficKind:
+    """A kind of traffic: the phase of a step, the operation, and the ranks that take part."""
+
+    phase: str
+    operation: str
+    ranks: tuple[int, ...]
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Counts the collectives of this rank while it is active, each with the current weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.weight = "", 1
+        self.times: Counter[TrafficKind] = Counter()
+        """How often the rank takes part in a kind of traffic."""
+        self.sent: Counter[TrafficKind] = Counter()
+        """The bytes that it sends of that kind."""
+
+    def begin(self, phase: str, weight: int) -> None:
+        """Count what comes under `phase`, each collective `weight` times."""
+        self.phase, self.weight = phase, weight
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "c10d":
+            self._count(op._schema.name.removeprefix("c10d::").strip("_"), args)
+        return op(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        group = group_of(args)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if name == "alltoall_base":
+            operation, sent = "all-to-all", sent_to_others(args[1], args[4], group)
+        else:
+            operation, place = OPERATIONS[name]
+            whole = args[place] if isinstance(args[place], list) else [args[place]]
+            sent = sum(tensor.nbytes for tensor in whole) * SENT_PARTS[operation](len(ranks))
+        kind = TrafficKind(self.phase, operation, ranks)
+        self.times[kind] += self.weight
+        self.sent[kind] += self.weight * round(sent)
+
+
+def group_of(args: Any) -> dist.ProcessGroup:
+    """Return the process group among the arguments of a c10d operation."""
+    return next(
+        dist.ProcessGroup.unbox(each)
+        for each in args
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
+    )
+
+
+def sent_to_others(tensor: Tensor, pieces: list[int], group: dist.ProcessGroup) -> float:
+    """Return the bytes of an all-to-all that leave this rank.
+
+    `pieces` are the elements for each receiver; empty: all alike.
+    """
+    if not pieces:
+        return tensor.nbytes * (1 - 1 / group.size())
+    return tensor.nbytes * (1 - pieces[group.rank()] / max(sum(pieces), 1))
