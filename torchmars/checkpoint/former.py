@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from torchmars.checkpoint.manifest import Manifest
+from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.config.load import config_from_tables
 from torchmars.optim import param_groups
 from torchmars.optim.rules import current_name, unscaling
@@ -24,7 +24,7 @@ def current_names(saved: dict[str, str]) -> dict[str, str]:
 
 
 def former_names(
-    manifest: Manifest, model: nn.Module, state: Collection[str], saved: Collection[str]
+    manifest: CheckpointManifest, model: nn.Module, state: Collection[str], saved: Collection[str]
 ) -> dict[str, tuple[str, float]]:
     """For each name of `state` that a checkpoint has under a former one: that, and a factor.
 

@@ -31,7 +31,7 @@ class File:
 
 
 @dataclass
-class Manifest:
+class CheckpointManifest:
     """All that is known of a checkpoint without its tensors."""
 
     step: Number
@@ -70,7 +70,7 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path) -> CheckpointManifest:
     """The manifest of the checkpoint `folder`. Raises `DamagedCheckpoint` where a single byte of it is not as it was written."""
     path = folder / NAME
     try:
@@ -86,8 +86,8 @@ def read(folder: Path) -> Manifest:
         )
     raw.pop("sha256", None)  # compared below
     try:
-        manifest = make(Manifest, raw, "in it")
-        check_bounds(manifest, Manifest)
+        manifest = make(CheckpointManifest, raw, "in it")
+        check_bounds(manifest, CheckpointManifest)
     except UserError as error:
         raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
     if STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
@@ -108,7 +108,7 @@ def describe(path: Path) -> File:
 
 def verify(
     folder: Path,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     level: Literal["full", "size", "off"],
     part: int = 0,
     parts: int = 1,

@@ -31,7 +31,7 @@ from torchmars.checkpoint.folder import (
     step_of,
     vacated,
 )
-from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.state import reason
 from torchmars.config import Config
 from torchmars.core.errors import UserError
@@ -70,7 +70,7 @@ class Saver:
             self.layout.first and minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
         )
 
-    def save(self, manifest: Manifest, state: dict[str, Tensor]) -> float:
+    def save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> float:
         """Begin to save `state`, or save it if saves are not asynchronous; returns the seconds that training waited for it.
 
         What `state` holds may change as soon as this returns. Raises `UserError` where too many saves in a row have failed.
@@ -117,7 +117,7 @@ class Saver:
                 f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row ends the run: make room or set run.folder"
             )
 
-    def _save(self, manifest: Manifest, state: dict[str, Tensor]) -> None:
+    def _save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> None:
         """One save from beginning to end, on the calling thread; the outcome, the same on every rank, goes to `error`."""
         began, folder = time.perf_counter(), step_folder(self.folder, manifest.step)
         self.error = None
@@ -140,7 +140,9 @@ class Saver:
         if self.layout.first:
             self._tidy(manifest.step)
 
-    def _write(self, manifest: Manifest, state: dict[str, Tensor], folder: Path) -> Manifest:
+    def _write(
+        self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: Path
+    ) -> CheckpointManifest:
         @_in_plain_words()
         def begin() -> Path:
             self._clear()
@@ -156,7 +158,7 @@ class Saver:
             return {name: manifests.describe(partial / name) for name in names}
 
         @_in_plain_words()
-        def publish() -> Manifest:
+        def publish() -> CheckpointManifest:
             complete = replace(
                 manifest,
                 files={name: file for part in parts for name, file in sorted(part.items())},

@@ -14,7 +14,7 @@ from torchmars.checkpoint.folder import (
     leftovers,
     step_of,
 )
-from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import opened
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
@@ -145,7 +145,7 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
         raise UserError(f"{len(stuck)} of {len(going)} could not be deleted: see the warnings")
 
 
-def judge(found: list[Path]) -> dict[Path, Manifest]:
+def judge(found: list[Path]) -> dict[Path, CheckpointManifest]:
     """The good ones among checkpoints, with their manifests; says what is wrong with the others."""
     good = {}
     for path in found:
@@ -156,7 +156,7 @@ def judge(found: list[Path]) -> dict[Path, Manifest]:
     return good
 
 
-def loss_of(manifest: Manifest) -> str:
+def loss_of(manifest: CheckpointManifest) -> str:
     return (
         "-"
         if manifest.validation_loss is None or math.isnan(manifest.validation_loss)

@@ -49,7 +49,7 @@ class Split:
 
 
 @dataclass
-class Manifest:
+class DataManifest:
     """What a folder of shards holds and what it was made from."""
 
     tokenizer: str
@@ -108,7 +108,7 @@ def write_shards(
     documents: Iterator[str],
     folder: Path,
     shard_tokens: int = SHARD_TOKENS,
-) -> Manifest:
+) -> DataManifest:
     """Tokenise `documents` into `folder`, which appears only once it is complete. Returns the manifest.
 
     Whole documents go to validation whenever its share of the tokens has fallen below data.validation_fraction; a
@@ -144,7 +144,7 @@ def write_shards(
     if not train.tokens:
         raise UserError("the corpus has no text: check data.files")
 
-    manifest = Manifest(
+    manifest = DataManifest(
         tokenizer.name,
         tokenizer.vocab_size,
         config.corpus,
@@ -177,15 +177,15 @@ def _tokenised(
     yield from (np.concatenate([tokens, end]) for tokens in tokenizer.encode_batch(batch))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DataManifest:
     """The manifest of `folder`. Raises `UserError` where it is not one that this version wrote."""
     path = folder / "manifest.json"
     try:
         raw = parse_json(read_text(path))
         if raw.get("format") not in READ:
             raise ValueError(f"format {raw.get('format')!r}")
-        manifest = make(Manifest, raw, "in it")
-        check_bounds(manifest, Manifest)
+        manifest = make(DataManifest, raw, "in it")
+        check_bounds(manifest, DataManifest)
         if set(manifest.splits) != set(SPLITS):
             raise ValueError("its splits are not train and validation")
         if not manifest.splits["train"].shards:
@@ -204,7 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-def check_manifest(manifest: Manifest, config: DataConfig, folder: Path) -> None:
+def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` where `folder` was prepared from something other than the config asks for."""
     for key in ("tokenizer", "corpus", "files", "validation_fraction"):
         found, wanted = getattr(manifest, key), getattr(config, key)
@@ -217,7 +217,7 @@ def check_manifest(manifest: Manifest, config: DataConfig, folder: Path) -> None
             )
 
 
-def check_shards(manifest: Manifest, folder: Path, part: int = 0, parts: int = 1) -> None:
+def check_shards(manifest: DataManifest, folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raise `UserError` naming the first shard that is missing, truncated or altered.
 
     Reads every byte; `parts` ranks can share the work, each taking the shards `part`, `part + parts`, ...
@@ -249,7 +249,7 @@ def check_shard(shard: Shard, folder: Path) -> None:
         raise UserError(f"the shard {path} cannot be read ({error.strerror}): {remedy}") from None
 
 
-def check_vocabulary(manifest: Manifest, rows: int, folder: Path) -> None:
+def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:
     """Raise `UserError` where the shards hold a token id beyond a token table of `rows` rows."""
     largest = max(split.max_token for split in manifest.splits.values())
     if largest >= rows:
@@ -259,7 +259,7 @@ def check_vocabulary(manifest: Manifest, rows: int, folder: Path) -> None:
         )
 
 
-def check_size(manifest: Manifest, seq_len: int, global_batch_size: int) -> None:
+def check_size(manifest: DataManifest, seq_len: int, global_batch_size: int) -> None:
     """Raise `UserError` where the training split has not one global batch of windows, or the validation split no window."""
     train, validation = (count_windows(manifest.splits[name].tokens, seq_len) for name in SPLITS)
     if train < global_batch_size:

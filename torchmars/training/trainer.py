@@ -11,7 +11,7 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state
 from torchmars.checkpoint.folder import checkpoints, step_folder
 from torchmars.checkpoint.initial import init_from
-from torchmars.checkpoint.manifest import Manifest
+from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.resume import check_same_run, newest_config, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.cluster.signals import StopSignals
@@ -132,7 +132,7 @@ class Trainer:
         )
         return found and found[0]
 
-    def load(self, folder: Path) -> Manifest:
+    def load(self, folder: Path) -> CheckpointManifest:
         """Verify the checkpoint `folder` and load it. Raises `DamagedCheckpoint` or, where it is another run's, `UserError`, on every rank."""
         layout, config = self.layout, self.config
         manifest = layout.on_first(lambda: manifests.read(folder))
@@ -397,7 +397,7 @@ class Trainer:
     def save(self) -> None:
         """Save the step just made, or begin to."""
         self.watchdog.beat(f"saving step {self.step}")
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=self.step,
             position=self.loader.position,
             world_size=self.layout.world.size,
