@@ -113,7 +113,7 @@ def check_same_run(
                 f"{folder} was made with {name} = {was.get(name)}, the config says {now[name]}: "
                 f"set it back, or choose another run.name"
             )
-    if manifest.data != data:
+    if manifest.data_fingerprint != data:
         raise UserError(
             f"{folder} was trained on other tokens than those in {config.data.path}: "
             f"restore the shards or choose another run.name"

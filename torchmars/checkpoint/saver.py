@@ -36,6 +36,7 @@ from torchmars.checkpoint.state import reason
 from torchmars.config import Config
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, sync_folder
+from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
 
 
@@ -189,19 +190,25 @@ class Saver:
         self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
 
     def _tidy(self, step: int) -> None:
-        """Delete the checkpoints that need not be kept, now that a newer one is durable."""
+        """Delete the checkpoints that need not be kept, now that a newer one is durable.
+
+        Those of another version stay: what they are is not known here.
+        """
         try:
-            losses = {}
+            steps: list[int] = []
+            losses: dict[int, float] = {}
             for path in checkpoints(self.folder):
                 if step_of(path) > step:  # the run went back behind it, so it could not be loaded
                     set_aside(path, DAMAGED)
                     continue
                 try:
                     loss = manifests.read(path).validation_loss
-                except DamagedCheckpoint:
+                except OtherVersion:
                     continue
+                except DamagedCheckpoint:
+                    loss = None
+                steps.append(step_of(path))
                 losses |= {} if loss is None else {step_of(path): loss}
-            steps = [step_of(path) for path in checkpoints(self.folder)]
             old = dispensable(steps, losses, self.config)
             self._delete(step_folder(self.folder, step) for step in old)
         except OSError as error:

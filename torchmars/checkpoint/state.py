@@ -120,7 +120,7 @@ def read_state(
 
     `saved` are its names, `model` is one of the parameters that `state` is of.
     """
-    former = former_names(manifest, model, state, saved)
+    former = former_names(manifest.optimizer, manifest.config, model, state, saved)
     by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
     read_tensors(folder, by_name, group)
     for name, (_, factor) in former.items():

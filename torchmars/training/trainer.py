@@ -60,7 +60,8 @@ class Trainer:
         folder = Path(config.data.path)
         self.manifest = layout.on_first(lambda: prepare_data(config))
         windows, self.validation_windows = (
-            Windows(folder, self.manifest.splits[name], training.seq_len) for name in SPLITS
+            Windows(folder, self.manifest.splits[name], self.manifest.dtype, training.seq_len)
+            for name in SPLITS
         )
         layout.agree(
             lambda: check_shards(self.manifest, folder, layout.world.rank, layout.world.size)
@@ -401,7 +402,7 @@ class Trainer:
             step=self.step,
             position=self.loader.position,
             world_size=self.layout.world.size,
-            data=self.data,
+            data_fingerprint=self.data,
             vocab_size=self.manifest.vocab_size,
             optimizer=state.optimizer_state_names(self.optimizer),
             config=asdict(self.config),
