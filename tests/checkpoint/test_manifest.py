@@ -1,8 +1,10 @@
 """The corruption campaign: whatever happens to a byte of a checkpoint is found, named, and the run falls back."""
 
+import json
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +22,7 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import newest_good, opened
+from torchmars.core.formats import OtherVersion
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +172,57 @@ def test_what_verification_was_told_to_overlook_still_falls_back_where_loading_f
     assert metrics(run) == metrics(tables)
 
 
-def test_a_manifest_of_another_version_is_named(tables, tmp_path):
-    folder = run_folder_of(copy_of(tables, "version", tmp_path)) / "checkpoints" / "step-00000006"
+def rewrite(folder, version=3, **changes):
+    """Write a checkpoint's manifest anew, as `version` of torchmars might, with a good checksum."""
     file = folder / "manifest.json"
-    file.write_text(file.read_text().replace(manifests.FORMAT, "torchmars-checkpoint-9"))
-    with pytest.raises(
-        DamagedCheckpoint, match="manifest.json is of format 'torchmars-checkpoint-9'"
-    ):
+    entries = json.loads(file.read_text()) | changes
+    del entries["format"], entries["sha256"]
+    file.write_text(replace(manifests.FORMAT, written=version).text(entries))
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_manifest_of_another_version_is_named_and_is_not_damaged(tables, tmp_path, checksum):
+    run = copy_of(tables, "version", tmp_path)
+    folder = run_folder_of(run) / "checkpoints" / "step-00000006"
+    rewrite(folder, 9, steps={"made": 6})
+    if not checksum:  # version 9 has another kind
+        file = folder / "manifest.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"sha256": "?"}))
+    before = contents(run_folder_of(run))
+    message = "manifest.json is of format torchmars-checkpoint-9, which this version cannot read: "
+    with pytest.raises(OtherVersion, match=message):
+        manifests.read(folder)
+    for said in run_ranks(listen_here, 2, run):
+        assert re.search(f"error: .*{message}go on with the version of torchmars that wrote", said)
+        assert "warning" not in said and "falling back" not in said
+    assert contents(run_folder_of(run)) == before
+
+
+def test_a_checkpoint_of_another_version_stays_where_others_are_deleted(tables, tmp_path):
+    run = copy_of(tables, "kept", tmp_path)
+    folder = run_folder_of(run) / "checkpoints"
+    rewrite(folder / "step-00000002", 9)
+    run["training"] = run["training"] | {"steps": 8}
+    run["checkpoint"] = run["checkpoint"] | {"keep_last": 1, "keep_best": False}
+    assert "continue  from step 6" in listen(2, run)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000008"]
+
+
+def test_a_manifest_whose_format_alone_is_damaged_is_not_of_another_version(tables, tmp_path):
+    folder = run_folder_of(copy_of(tables, "digit", tmp_path)) / "checkpoints" / "step-00000006"
+    file = folder / "manifest.json"
+    whole = file.read_text()
+    for other in ("torchmars-checkpoint-2", "torchmars-checkpoint-7", "torchmars-chackpoint-3"):
+        file.write_text(whole.replace("torchmars-checkpoint-3", other))
+        with pytest.raises(DamagedCheckpoint, match="altered: it does not match its own checksum"):
+            manifests.read(folder)
+
+
+def test_entries_that_a_later_writer_added_are_ignored(tables, tmp_path):
+    folder = run_folder_of(copy_of(tables, "added", tmp_path)) / "checkpoints" / "step-00000006"
+    expected = manifests.read(folder)
+    rewrite(folder, evaluation={"loss": 1.0})
+    assert manifests.read(folder) == expected
+    rewrite(folder, 2, data=expected.data_fingerprint, evaluation={"loss": 1.0})
+    with pytest.raises(DamagedCheckpoint, match="evaluation"):  # version 2 never had more
         manifests.read(folder)

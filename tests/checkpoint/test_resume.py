@@ -216,13 +216,16 @@ def test_another_run_does_not_continue_this_one(folder, overrides, message):
         tables[section] = tables.get(section, {}) | table
     config, path, manifest = newest(tables)
     with pytest.raises(UserError, match=message):
-        check_same_run(path, manifest, config, manifest.data, meta_optimizer(config))
+        check_same_run(path, manifest, config, manifest.data_fingerprint, meta_optimizer(config))
     config, path, manifest = newest(
         tables_of(folder, "fsdp2", "mars-adamw", training={"steps": STEPS})
     )
     with pytest.raises(UserError, match="trained on other tokens"):
         check_same_run(path, manifest, config, "other", meta_optimizer(config))
-    assert check_same_run(path, manifest, config, manifest.data, meta_optimizer(config)) == []
+    assert (
+        check_same_run(path, manifest, config, manifest.data_fingerprint, meta_optimizer(config))
+        == []
+    )
 
 
 def newest(tables):
@@ -255,7 +258,7 @@ def test_what_may_change_is_told(folder):
     for section, table in changed.items():
         tables[section] = tables.get(section, {}) | table
     config, path, manifest = newest(tables)
-    told = check_same_run(path, manifest, config, manifest.data, meta_optimizer(config))
+    told = check_same_run(path, manifest, config, manifest.data_fingerprint, meta_optimizer(config))
     assert told == [
         f"training.steps {STEPS} -> 30",
         "training.global_batch_size 16 -> 8",
@@ -387,4 +390,7 @@ def test_a_compute_dtype_that_changes_is_listed(folder):
         for saved in ("float32", "auto"):  # named by the manifest, or by nothing as it was before
             manifest.config["training"]["dtype"] = saved
             optimizer = meta_optimizer(config)
-            assert check_same_run(path, manifest, config, manifest.data, optimizer) == changes
+            assert (
+                check_same_run(path, manifest, config, manifest.data_fingerprint, optimizer)
+                == changes
+            )

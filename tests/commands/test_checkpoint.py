@@ -1,14 +1,17 @@
 """python -m torchmars.checkpoint list|verify|prune, as a user runs it."""
 
+import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.folder import checkpoints, step_of
+from torchmars.checkpoint.manifest import FORMAT
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,6 +112,22 @@ def test_prune(run):
     damage(run, 6)
     code, _, err = command("prune", run)
     assert code == 2 and "nothing was deleted" in err and steps(run) == [4, 6]
+
+
+def test_a_checkpoint_of_another_version_is_named_and_never_deleted(run):
+    file = run / "checkpoints" / "step-00000004" / "manifest.json"
+    entries = json.loads(file.read_text())
+    del entries["format"], entries["sha256"]
+    file.write_text(replace(FORMAT, written=9).text(entries))
+    code, out, _ = command("list", run)
+    assert code == 0 and "of another version: " in out and "of format torchmars-checkpoint-9" in out
+    assert "damaged" not in out
+    code, out, err = command("verify", run)
+    assert code == 2 and out.count("good, ") == 3 and "step-00000004: of another version" in out
+    assert "1 of 4 checkpoints are of another version" in err and "damaged" not in out + err
+    code, out, _ = command("prune", run, "--keep_last", 1, "--damaged")
+    assert code == 0 and "step-00000004" not in out.replace(str(file), "")
+    assert steps(run) == [4, 8]
 
 
 def test_mistakes(tmp_path):

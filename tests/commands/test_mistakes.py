@@ -374,14 +374,14 @@ def test_manifests_of_data(place, examples):
     whole = json.loads(file.read_text())
 
     def check(drawn):
-        file.write_bytes(drawn if isinstance(drawn, bytes) else json.dumps(drawn).encode())
+        file.write_bytes(drawn if isinstance(drawn, bytes) else sealed(drawn))
         mistake(prepare_run, config, 2, 1)
 
     fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
 
 
 def sealed(entries):
-    """The text of a checkpoint's manifest whose checksum is right, whatever it says."""
+    """The text of a manifest whose checksum is right, whatever it says."""
     entries = {key: value for key, value in entries.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
     return (json.dumps(entries | {"sha256": digest}, indent=1) + "\n").encode()
@@ -405,15 +405,19 @@ def test_manifests_of_checkpoints(place, examples):
     fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
 
 
+NEEDED = {"run": {"seed": 0}, "training": {"dtype": "auto"}, "optimizer": {"name": "adamw"}}
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
         ({"vocab_size": 3e9}, "vocab_size must be a whole number"),
-        ({"vocab_size": 3 * 10**9}, "vocab_size must be at least 1 and at most 65,536"),
+        ({"vocab_size": 3 * 10**9}, "vocab_size must be at least 1 and at most 10,000,000"),
         ({"step": "2"}, "step must be a whole number, got '2'"),
         ({"files": {"../x": {"size": 0, "sha256": ""}}}, "files must be one file name"),
-        ({"config": {"model": {"n_layer": 3 * 10**9}}}, "model.n_layer must be"),
+        ({"config": NEEDED | {"model": {"n_layer": 3 * 10**9}}}, "model.n_layer must be"),
         ({"config": []}, "config must be a table"),
+        ({"config": {"run": {"seed": 0}}}, "config.training.dtype is missing"),
     ],
 )
 def test_a_forged_manifest_is_told_from_a_good_one(place, change, message):

@@ -23,14 +23,13 @@ def split(tmp_path_factory):
         "".join(map(chr, generator.integers(32, 127, size=generator.integers(10, 200))))
         for _ in range(60)
     )
-    return folder, write_shards(
-        DataConfig(), ByteTokenizer(), documents, folder, shard_tokens=500
-    ).splits["train"]
+    manifest = write_shards(DataConfig(), ByteTokenizer(), documents, folder, shard_tokens=500)
+    return folder, manifest.splits["train"]
 
 
 @pytest.fixture(scope="module")
 def windows(split):
-    return Windows(*split, seq_len=T)
+    return Windows(*split, "uint16", T)
 
 
 def stream(folder, split):
@@ -165,7 +164,7 @@ CHANGES = {
 def test_a_shard_that_changes_is_named_and_gives_no_tokens(split, tmp_path, change, workers):
     """A short read and not a bus error; zeros, for a rank must stay in step until all know."""
     folder = shutil.copytree(split[0], tmp_path / "shards")
-    windows = Windows(folder, split[1], T)
+    windows = Windows(folder, split[1], "uint16", T)
     loader = Loader(
         windows,
         seed=3,
@@ -191,7 +190,7 @@ def test_a_shard_that_changes_is_named_and_gives_no_tokens(split, tmp_path, chan
 
 def test_a_shard_that_is_only_touched_or_written_again_is_read_on(split, tmp_path):
     folder = shutil.copytree(split[0], tmp_path / "shards")
-    windows = Windows(folder, split[1], T)
+    windows = Windows(folder, split[1], "uint16", T)
     expected = [windows[window].tolist() for window in range(len(windows))]
     for number, shard in enumerate(split[1].shards):
         if number % 2:

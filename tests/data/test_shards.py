@@ -1,5 +1,6 @@
 """Text to shards and back: content, split, and one clear error for everything that can be wrong with a folder."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -101,6 +102,13 @@ def test_ranks_share_the_check(prepared):
         shards.check_shards(manifest, folder, part=1, parts=2)
 
 
+def sealed(entries):
+    """The text of a manifest whose checksum is right, whatever it says."""
+    entries = {key: value for key, value in entries.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
+    return json.dumps(entries | {"sha256": digest}, indent=1) + "\n"
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
@@ -123,7 +131,7 @@ def test_a_manifest_that_does_not_fit_is_refused(prepared, change, message):
     config, folder, _ = prepared
     path = folder / "manifest.json"
     changed = change(json.loads(path.read_text()))
-    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    path.write_text(changed if isinstance(changed, str) else sealed(changed))
     with pytest.raises(UserError, match=message):
         prepare_data(config)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.config.test_config import leaves
 from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
-from torchmars.checkpoint.manifest import Manifest, describe
+from torchmars.checkpoint.manifest import CheckpointManifest, describe
 from torchmars.checkpoint.state import model_state, optimizer_state_names
 from torchmars.config import Config
 from torchmars.config.load import load_config
@@ -221,11 +221,11 @@ def make_checkpoint(folder, steps=2):
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(model_state(model), storage_writer=dcp.FileSystemWriter(checkpoint), no_dist=True)
     files = {path.name: describe(path) for path in checkpoint.iterdir()}
-    Manifest(
+    CheckpointManifest(
         step=steps,
         position=16 * steps,
         world_size=1,
-        data=manifest.fingerprint(),
+        data_fingerprint=manifest.fingerprint(),
         vocab_size=manifest.vocab_size,
         optimizer=names,
         config=asdict(config),

@@ -1,17 +1,23 @@
-"""Checkpoints whose state tensors have former names: read as what they are today.
+"""Names that older versions gave to what is in a checkpoint, and what is called so today.
 
-Until Lion and Muon kept buffers that do not depend on the betas, these were scaled by them and
-called "momentum".
+Entries of the manifest, keys of its config among them, are renamed where the manifest is read.
+
+State tensors are renamed where they are read. Until Lion and Muon kept buffers that do not depend
+on the betas, these were scaled by them and called "momentum".
 """
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 
-from torchmars.checkpoint.manifest import Manifest
 from torchmars.config.load import config_from_tables
 from torchmars.optim import param_groups
 from torchmars.optim.rules import current_name, unscaling
+
+# By the last version of the format that has the old name (see `Format.renamed`). The key steps of
+# the config's section training is "config.training.steps".
+RENAMED = {2: {"data": "data_fingerprint"}}
 
 
 def current_names(saved: dict[str, str]) -> dict[str, str]:
@@ -24,17 +30,22 @@ def current_names(saved: dict[str, str]) -> dict[str, str]:
 
 
 def former_names(
-    manifest: Manifest, model: nn.Module, state: Collection[str], saved: Collection[str]
+    optimizer: dict[str, str],
+    config: dict[str, Any],
+    model: nn.Module,
+    state: Collection[str],
+    saved: Collection[str],
 ) -> dict[str, tuple[str, float]]:
     """For each name of `state` that a checkpoint has under a former one: that, and a factor.
 
-    What is read is multiplied by the factor. `saved` are the checkpoint's names, `model` is of the
-    same parameters. The betas are those of the config that the checkpoint was made with.
+    What is read is multiplied by the factor. `optimizer` and `config` are those of the manifest:
+    the factor depends on the betas that the checkpoint was made with. `saved` are the names of the
+    checkpoint's tensors, `model` is of the same parameters.
     """
-    if current_names(manifest.optimizer) == manifest.optimizer:
+    if current_names(optimizer) == optimizer:
         return {}
     found = {}
-    settings = config_from_tables(manifest.config, "in the checkpoint").optimizer.settings()
+    settings = config_from_tables(config, "in the checkpoint").optimizer.settings()
     for group in param_groups(model, **settings):
         for name, _ in group["params"]:
             old = f"optimizer.{name}.momentum"

@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from torchmars.checkpoint.former import current_names
-from torchmars.checkpoint.manifest import Manifest
+from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.resume import open_newest
 from torchmars.checkpoint.state import (
     model_state,
@@ -68,7 +68,7 @@ def init_from(
     return said, [parameters[name] for name in without]
 
 
-def open_source(source: Path, level: Literal["full", "size"]) -> tuple[Path, Manifest]:
+def open_source(source: Path, level: Literal["full", "size"]) -> tuple[Path, CheckpointManifest]:
     """The checkpoint that checkpoint.init_from means. Raises `UserError`."""
     try:
         return open_newest(source, say, level)

@@ -2,19 +2,30 @@
 
 import errno
 import hashlib
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
+from torchmars.checkpoint.former import RENAMED
 from torchmars.core.errors import UserError
-from torchmars.core.files import misfit, read_text, write_durably
-from torchmars.core.typed import Name, Range, check_bounds, make, parse_json
+from torchmars.core.files import misfit, write_durably
+from torchmars.core.formats import Format
+from torchmars.core.typed import Name, Range
+from torchmars.data.tokenizer import VocabularySize
 
-FORMAT = "torchmars-checkpoint-2"
 NAME = "manifest.json"
+FORMAT = Format(
+    "torchmars-checkpoint",
+    written=3,
+    oldest=2,
+    checksum_since=2,
+    remedy="go on with the version of torchmars that wrote it, or choose another run.name",
+    renamed=RENAMED,
+)
+# Keys of the config that every version wrote, and that loading needs.
+NEEDED = (("run", "seed"), ("training", "dtype"), ("optimizer", "name"))
 Number = Annotated[int, Range(0, 2**63 - 1)]
 
 
@@ -31,7 +42,7 @@ class File:
 
 
 @dataclass
-class Manifest:
+class CheckpointManifest:
     """All that is known of a checkpoint without its tensors."""
 
     step: Number
@@ -39,9 +50,9 @@ class Manifest:
     position: Number
     """Samples of the global data order consumed."""
     world_size: Annotated[int, Range(1, 2**31)]
-    data: str
-    """Fingerprint of the training tokens."""
-    vocab_size: Annotated[int, Range(1, 2**16)]
+    data_fingerprint: str
+    """A hash of the training tokens."""
+    vocab_size: VocabularySize
     """The tokenizer's vocabulary, without padding."""
     optimizer: dict[str, str]
     """The rule and the state tensors of each parameter."""
@@ -52,17 +63,10 @@ class Manifest:
     recent_losses: list[Annotated[float, Range(-1e38, 1e38)]] = field(default_factory=list)
     """What the guard against loss spikes has seen."""
     files: dict[Annotated[str, Name("file")], File] = field(default_factory=dict)
-    format: str = FORMAT
-
-    def text(self) -> str:
-        """The content of manifest.json, whose last entry is the SHA-256 of the others."""
-        entries = asdict(self)
-        digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
-        return json.dumps(entries | {"sha256": digest}, indent=1) + "\n"
 
     def write(self, folder: Path) -> None:
         """Make it durable in `folder`."""
-        write_durably(folder / NAME, self.text())
+        write_durably(folder / NAME, FORMAT.text(asdict(self)))
 
     @property
     def bytes(self) -> int:
@@ -70,32 +74,26 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest of the checkpoint `folder`. Raises `DamagedCheckpoint` where a single byte of it is not as it was written."""
+def read(folder: Path) -> CheckpointManifest:
+    """Return the manifest of the checkpoint `folder`.
+
+    Raises `DamagedCheckpoint` where a single byte of it is not as it was written, and
+    `OtherVersion` where another version wrote it in a way that this one cannot read.
+    """
     path = folder / NAME
     try:
-        text = read_text(path)
-        raw = parse_json(text)
+        manifest = FORMAT.read(path, CheckpointManifest)
+        for section, key in NEEDED:
+            if key not in manifest.config.get(section, {}):
+                raise ValueError(f"config.{section}.{key} is missing in it")
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
-    if raw.get("format") != FORMAT:
-        raise DamagedCheckpoint(
-            f"{path} is of format {raw.get('format')!r}, not of this version's {FORMAT!r}"
-        )
-    raw.pop("sha256", None)  # compared below
-    try:
-        manifest = make(Manifest, raw, "in it")
-        check_bounds(manifest, Manifest)
-    except UserError as error:
         raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
     if STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
         raise DamagedCheckpoint(
             f"{path} is of step {manifest.step}, not of the one that the folder is named after"
         )
-    if manifest.text() != text:
-        raise DamagedCheckpoint(f"{path} was altered: it does not match its own checksum")
     return manifest
 
 
@@ -108,7 +106,7 @@ def describe(path: Path) -> File:
 
 def verify(
     folder: Path,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     level: Literal["full", "size", "off"],
     part: int = 0,
     parts: int = 1,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.former import current_names
-from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import Config
 from torchmars.config.dtypes import saved_dtypes
@@ -39,8 +39,8 @@ TOLD = ("model", "training", "optimizer", "schedule", "guards")
 
 
 def newest_good(
-    found: list[Path], check: Callable[[Path], Manifest], warn: Callable[[str], None]
-) -> tuple[Path, Manifest] | None:
+    found: list[Path], check: Callable[[Path], CheckpointManifest], warn: Callable[[str], None]
+) -> tuple[Path, CheckpointManifest] | None:
     """The newest of the checkpoints `found` (oldest first) that `check` does not call damaged, and its manifest; None where none was found.
 
     Raises `UserError` where there are some, but none is good.
@@ -60,7 +60,7 @@ def newest_good(
     return None
 
 
-def opened(folder: Path, level: Literal["full", "size", "off"]) -> Manifest:
+def opened(folder: Path, level: Literal["full", "size", "off"]) -> CheckpointManifest:
     """The manifest of a checkpoint that was verified by this process alone. Raises `DamagedCheckpoint`."""
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, level)
@@ -69,7 +69,7 @@ def opened(folder: Path, level: Literal["full", "size", "off"]) -> Manifest:
 
 def open_newest(
     folder: Path, warn: Callable[[str], None], level: Literal["full", "size"] = "full"
-) -> tuple[Path, Manifest]:
+) -> tuple[Path, CheckpointManifest]:
     """`folder` itself if it is a checkpoint, otherwise the newest good one of the run `folder`, verified by this process.
 
     Raises `UserError` where there is none.
@@ -95,7 +95,7 @@ def newest_config(found: list[Path]) -> dict[str, Any] | None:
 
 
 def check_same_run(
-    folder: Path, manifest: Manifest, config: Config, data: str, optimizer: MARS
+    folder: Path, manifest: CheckpointManifest, config: Config, data: str, optimizer: MARS
 ) -> list[str]:
     """Raise `UserError` where the checkpoint `folder` is of another run than `config`'s on the tokens `data`, saying what differs and what to do.
 
@@ -113,7 +113,7 @@ def check_same_run(
                 f"{folder} was made with {name} = {was.get(name)}, the config says {now[name]}: "
                 f"set it back, or choose another run.name"
             )
-    if manifest.data != data:
+    if manifest.data_fingerprint != data:
         raise UserError(
             f"{folder} was trained on other tokens than those in {config.data.path}: "
             f"restore the shards or choose another run.name"

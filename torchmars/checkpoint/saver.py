@@ -31,11 +31,12 @@ from torchmars.checkpoint.folder import (
     step_of,
     vacated,
 )
-from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.state import reason
 from torchmars.config import Config
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, sync_folder
+from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
 
 
@@ -70,7 +71,7 @@ class Saver:
             self.layout.first and minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
         )
 
-    def save(self, manifest: Manifest, state: dict[str, Tensor]) -> float:
+    def save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> float:
         """Begin to save `state`, or save it if saves are not asynchronous; returns the seconds that training waited for it.
 
         What `state` holds may change as soon as this returns. Raises `UserError` where too many saves in a row have failed.
@@ -117,7 +118,7 @@ class Saver:
                 f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row ends the run: make room or set run.folder"
             )
 
-    def _save(self, manifest: Manifest, state: dict[str, Tensor]) -> None:
+    def _save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> None:
         """One save from beginning to end, on the calling thread; the outcome, the same on every rank, goes to `error`."""
         began, folder = time.perf_counter(), step_folder(self.folder, manifest.step)
         self.error = None
@@ -140,7 +141,9 @@ class Saver:
         if self.layout.first:
             self._tidy(manifest.step)
 
-    def _write(self, manifest: Manifest, state: dict[str, Tensor], folder: Path) -> Manifest:
+    def _write(
+        self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: Path
+    ) -> CheckpointManifest:
         @_in_plain_words()
         def begin() -> Path:
             self._clear()
@@ -156,7 +159,7 @@ class Saver:
             return {name: manifests.describe(partial / name) for name in names}
 
         @_in_plain_words()
-        def publish() -> Manifest:
+        def publish() -> CheckpointManifest:
             complete = replace(
                 manifest,
                 files={name: file for part in parts for name, file in sorted(part.items())},
@@ -187,19 +190,25 @@ class Saver:
         self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
 
     def _tidy(self, step: int) -> None:
-        """Delete the checkpoints that need not be kept, now that a newer one is durable."""
+        """Delete the checkpoints that need not be kept, now that a newer one is durable.
+
+        Those of another version stay: what they are is not known here.
+        """
         try:
-            losses = {}
+            steps: list[int] = []
+            losses: dict[int, float] = {}
             for path in checkpoints(self.folder):
                 if step_of(path) > step:  # the run went back behind it, so it could not be loaded
                     set_aside(path, DAMAGED)
                     continue
                 try:
                     loss = manifests.read(path).validation_loss
-                except DamagedCheckpoint:
+                except OtherVersion:
                     continue
+                except DamagedCheckpoint:
+                    loss = None
+                steps.append(step_of(path))
                 losses |= {} if loss is None else {step_of(path): loss}
-            steps = [step_of(path) for path in checkpoints(self.folder)]
             old = dispensable(steps, losses, self.config)
             self._delete(step_folder(self.folder, step) for step in old)
         except OSError as error:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from torchmars.checkpoint.former import former_names
-from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.core.files import read_bytes
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -87,7 +87,7 @@ def seed_rng(*what: int) -> None:
 
 
 def load(
-    folder: Path, manifest: Manifest, layout: Layout, model: nn.Module, optimizer: MARS
+    folder: Path, manifest: CheckpointManifest, layout: Layout, model: nn.Module, optimizer: MARS
 ) -> None:
     """Load the checkpoint `folder` into `model` and `optimizer` in place, from any layout. Called by every rank.
 
@@ -110,7 +110,7 @@ def load(
 
 def read_state(
     folder: Path,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     model: nn.Module,
     state: dict[str, Tensor],
     saved: Collection[str],
@@ -120,7 +120,7 @@ def read_state(
 
     `saved` are its names, `model` is one of the parameters that `state` is of.
     """
-    former = former_names(manifest, model, state, saved)
+    former = former_names(manifest.optimizer, manifest.config, model, state, saved)
     by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
     read_tensors(folder, by_name, group)
     for name, (_, factor) in former.items():

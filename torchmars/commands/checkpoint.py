@@ -14,12 +14,13 @@ from torchmars.checkpoint.folder import (
     leftovers,
     step_of,
 )
-from torchmars.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import opened
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
 from torchmars.core.errors import Arguments, UserError, reported
 from torchmars.core.files import PARTIAL, misfit
+from torchmars.core.formats import OtherVersion
 
 
 def main() -> None:
@@ -85,6 +86,8 @@ def list_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) 
             )
         except DamagedCheckpoint as error:
             rows.append((str(step_of(path)), "", "", "", f"damaged: {error}"))
+        except OtherVersion as error:
+            rows.append((str(step_of(path)), "", "", "", f"of another version: {error}"))
     widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
     for row in rows:
         say("  ".join([cell.rjust(width) for cell, width in zip(row, widths)] + [row[-1]]))
@@ -93,29 +96,34 @@ def list_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) 
 
 
 def verify_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) -> None:
-    """Read everything; raises `UserError` at the end where a checkpoint is damaged."""
-    good = judge(found)
+    """Read everything. Raises `UserError` at the end where a checkpoint cannot be loaded."""
+    good, other = read_all(found)
     for path in found:
         if path in good:
             size = good[path].bytes / 2**20
             say(f"{path.name}: good, {size:,.1f} MiB in {len(good[path].files)} files")
         else:
-            say(f"{path.name}: damaged")
-    if len(good) < len(found):
+            say(f"{path.name}: {'of another version' if path in other else 'damaged'}")
+    if damaged := len(found) - len(good) - len(other):
         raise UserError(
-            f"{len(found) - len(good)} of {len(found)} checkpoints are damaged: a run falls back to the newest good one"
+            f"{damaged} of {len(found)} checkpoints are damaged: "
+            "a run falls back to the newest good one"
+        )
+    if other:
+        raise UserError(
+            f"{len(other)} of {len(found)} checkpoints are of another version: {FORMAT.remedy}"
         )
 
 
 def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) -> None:
     """Delete what need not be kept. Raises `UserError` where no checkpoint is good: then nothing is deleted."""
-    good = judge(found)
+    good, other = read_all(found)
     if found and not good:
         raise UserError(f"no checkpoint in {folder} is good: nothing was deleted")
     # A .partial may be a save under way.
     unwanted = (DELETED, DAMAGED) if args.damaged else (DELETED,)
     going = [path for path in leftovers(folder) if path.suffix in unwanted]
-    going += [path for path in found if path not in good and args.damaged]
+    going += [path for path in found if args.damaged and path not in good and path not in other]
     if good:
         newest = good[max(good, key=step_of)]
         settings = config_from_tables(newest.config, "in the newest checkpoint").checkpoint
@@ -145,18 +153,23 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
         raise UserError(f"{len(stuck)} of {len(going)} could not be deleted: see the warnings")
 
 
-def judge(found: list[Path]) -> dict[Path, Manifest]:
-    """The good ones among checkpoints, with their manifests; says what is wrong with the others."""
-    good = {}
+def read_all(found: list[Path]) -> tuple[dict[Path, CheckpointManifest], list[Path]]:
+    """Return the good ones among checkpoints with their manifests, and those of another version.
+
+    Prints what is wrong with all but the good ones.
+    """
+    good, other = {}, []
     for path in found:
         try:
             good[path] = opened(path, "full")
-        except DamagedCheckpoint as error:
+        except (DamagedCheckpoint, OtherVersion) as error:
             say(str(error))
-    return good
+            if isinstance(error, OtherVersion):
+                other.append(path)
+    return good, other
 
 
-def loss_of(manifest: Manifest) -> str:
+def loss_of(manifest: CheckpointManifest) -> str:
     return (
         "-"
         if manifest.validation_loss is None or math.isnan(manifest.validation_loss)

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchmars.cluster.signals import ignore
 from torchmars.core.errors import UserError
-from torchmars.data.shards import Split, check_shard, count_windows
+from torchmars.data.shards import Split, TokenDtype, check_shard, count_windows, numpy_dtype
 
 
 class ChangedData(UserError):
@@ -30,8 +30,8 @@ class Windows(Dataset):
     by a bus error.
     """
 
-    def __init__(self, folder: Path, split: Split, seq_len: int) -> None:
-        self.folder, self.shards = folder, split.shards
+    def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
+        self.folder, self.shards, self.dtype = folder, split.shards, dtype
         self.stamps = [_stamp(str(folder / shard.file)) for shard in split.shards]
         self.starts = np.cumsum([0] + [shard.tokens for shard in split.shards])
         self.seq_len = seq_len
@@ -53,13 +53,14 @@ class Windows(Dataset):
 
     def _read(self, shard: int, begin: int, end: int) -> np.ndarray:
         """Tokens [begin, end) of a shard."""
-        file = str(self.folder / self.shards[shard].file)
+        file, dtype = str(self.folder / self.shards[shard].file), numpy_dtype(self.dtype)
+        first, last = begin * dtype.itemsize, end * dtype.itemsize
         while True:
-            data, stamp = _read_bytes(file, 2 * begin, 2 * end)
-            if stamp == self.stamps[shard] and len(data) == 2 * (end - begin):
-                return np.frombuffer(data, dtype="<u2")
+            data, stamp = _read_bytes(file, first, last)
+            if stamp == self.stamps[shard] and len(data) == last - first:
+                return np.frombuffer(data, dtype)
             try:
-                check_shard(self.shards[shard], self.folder)
+                check_shard(self.shards[shard], self.dtype, self.folder)
             except UserError as error:
                 raise ChangedData(f"the data changed while the run read them: {error}") from None
             self.stamps[shard] = stamp  # only touched, or copied from the same

@@ -1,8 +1,9 @@
-"""The on-disk format: shards of uint16 tokens beside a JSON manifest that says what they hold.
+"""The on-disk format: shards of tokens beside a JSON manifest that says what they hold.
 
 A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files
-`train-00000.bin`, `validation-00000.bin` of little-endian uint16 tokens without a header. The
-manifest is written last of those that a run needs, so a folder without one is unfinished.
+`train-00000.bin`, `validation-00000.bin` of little-endian tokens without a header, uint16 or
+uint32 as the manifest says. The manifest is written last of those that a run needs, so a folder
+without one is unfinished.
 """
 
 import hashlib
@@ -12,18 +13,28 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, read_text, remove, sha256
-from torchmars.core.typed import Name, Range, check_bounds, make, parse_json
-from torchmars.data.tokenizer import Tokenizer
+from torchmars.core.files import PARTIAL, remove, sha256
+from torchmars.core.formats import Format
+from torchmars.core.typed import Name, Range
+from torchmars.data.tokenizer import Tokenizer, VocabularySize
 
-FORMAT = "torchmars-shards-2"
-READ = ("torchmars-shards-1", FORMAT)  # the first did not know its validation_fraction
+# Version 1 did not know its validation_fraction.
+FORMAT = Format(
+    "torchmars-shards",
+    written=3,
+    oldest=1,
+    checksum_since=3,
+    remedy="use the version of torchmars that wrote it, or set data.path to a new folder",
+    added={2: {"dtype": "uint16"}},
+)
+TokenDtype = Literal["uint16", "uint32"]
+LARGEST_TOKEN = {"uint16": 2**16 - 1, "uint32": 2**32 - 1}
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 100_000_000
 Tokens = Annotated[int, Range(0, 10**15)]
@@ -44,21 +55,22 @@ class Split:
 
     tokens: Tokens = 0
     documents: Tokens = 0
-    max_token: Annotated[int, Range(0, 2**16 - 1)] = 0
+    max_token: Annotated[int, Range(0, 2**32 - 1)] = 0
     shards: list[Shard] = field(default_factory=list)
 
 
 @dataclass
-class Manifest:
+class DataManifest:
     """What a folder of shards holds and what it was made from."""
 
     tokenizer: str
-    vocab_size: Annotated[int, Range(1, 2**16)]
+    vocab_size: VocabularySize
     corpus: str
     files: list[str]
     splits: dict[str, Split]
+    dtype: TokenDtype
+    """What the shards' tokens are."""
     validation_fraction: float | None = None
-    format: str = FORMAT
 
     def fingerprint(self) -> str:
         """A hash of the training tokens and their order."""
@@ -67,11 +79,24 @@ class Manifest:
         ).hexdigest()
 
 
+def smallest_dtype(vocab_size: int) -> TokenDtype:
+    """Return the dtype of shards of a vocabulary."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def numpy_dtype(dtype: TokenDtype) -> np.dtype:
+    """Return how the tokens of shards lie on the disk."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
 class ShardWriter:
     """Writes the documents of one split into shards; `close` returns the split."""
 
-    def __init__(self, folder: Path, name: str, shard_tokens: int = SHARD_TOKENS) -> None:
+    def __init__(
+        self, folder: Path, name: str, dtype: TokenDtype, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
         self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
+        self.dtype = numpy_dtype(dtype)
         self.split = Split()
         self.tokens = 0
         self._buffer: list[np.ndarray] = []
@@ -94,7 +119,7 @@ class ShardWriter:
 
     def _write(self, count: int) -> None:
         tokens = np.concatenate(self._buffer)
-        data = tokens[:count].astype("<u2").tobytes()
+        data = tokens[:count].astype(self.dtype).tobytes()
         file = f"{self.name}-{len(self.split.shards):05d}.bin"
         (self.folder / file).write_bytes(data)
         self.split.shards.append(Shard(file, count, hashlib.sha256(data).hexdigest()))
@@ -108,7 +133,7 @@ def write_shards(
     documents: Iterator[str],
     folder: Path,
     shard_tokens: int = SHARD_TOKENS,
-) -> Manifest:
+) -> DataManifest:
     """Tokenise `documents` into `folder`, which appears only once it is complete. Returns the manifest.
 
     Whole documents go to validation whenever its share of the tokens has fallen below data.validation_fraction; a
@@ -124,7 +149,8 @@ def write_shards(
     if os.path.lexists(partial):
         remove(partial)
     partial.mkdir(parents=True)
-    train, validation = (ShardWriter(partial, name, shard_tokens) for name in SPLITS)
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    train, validation = (ShardWriter(partial, name, dtype, shard_tokens) for name in SPLITS)
     held: np.ndarray | None = (
         None  # the first document, until a second one shows that it need not be cut
     )
@@ -144,15 +170,16 @@ def write_shards(
     if not train.tokens:
         raise UserError("the corpus has no text: check data.files")
 
-    manifest = Manifest(
+    manifest = DataManifest(
         tokenizer.name,
         tokenizer.vocab_size,
         config.corpus,
         config.files,
         {"train": train.close(), "validation": validation.close()},
+        dtype,
         config.validation_fraction,
     )
-    (partial / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1) + "\n")
+    (partial / "manifest.json").write_text(FORMAT.text(asdict(manifest)))
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)
@@ -163,7 +190,7 @@ def _tokenised(
     tokenizer: Tokenizer, documents: Iterator[str], batch_characters: int = 4_000_000
 ) -> Iterator[np.ndarray]:
     """Each non-empty document's tokens with end-of-text, tokenised in batches for speed."""
-    end = np.array([tokenizer.end_of_text], dtype=np.uint16)
+    end = np.array([tokenizer.end_of_text], dtype=smallest_dtype(tokenizer.vocab_size))
     batch: list[str] = []
     size = 0
     for document in documents:
@@ -177,34 +204,42 @@ def _tokenised(
     yield from (np.concatenate([tokens, end]) for tokens in tokenizer.encode_batch(batch))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`. Raises `UserError` where it is not one that this version wrote."""
+def read_manifest(folder: Path) -> DataManifest:
+    """Return the manifest of `folder`.
+
+    Raises `UserError` where it is damaged, and `OtherVersion` where another version wrote it in a
+    way that this one cannot read.
+    """
     path = folder / "manifest.json"
     try:
-        raw = parse_json(read_text(path))
-        if raw.get("format") not in READ:
-            raise ValueError(f"format {raw.get('format')!r}")
-        manifest = make(Manifest, raw, "in it")
-        check_bounds(manifest, Manifest)
-        if set(manifest.splits) != set(SPLITS):
-            raise ValueError("its splits are not train and validation")
-        if not manifest.splits["train"].shards:
-            raise ValueError("its training split is empty")
-        for split in manifest.splits.values():
-            if split.tokens != sum(shard.tokens for shard in split.shards):
-                raise ValueError("the tokens of a split are not those of its shards")
+        manifest = FORMAT.read(path, DataManifest)
+        check_splits(manifest)
         return manifest
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror}: prepare it with python -m torchmars.prepare"
         ) from None
-    except (ValueError, UserError) as error:
+    except ValueError as error:
         raise UserError(
-            f"{path} is no manifest of this version ({error}): remove the folder {folder} and prepare it anew"
+            f"{path} is no manifest of this version ({error}): "
+            f"remove the folder {folder} and prepare it anew"
         ) from None
 
 
-def check_manifest(manifest: Manifest, config: DataConfig, folder: Path) -> None:
+def check_splits(manifest: DataManifest) -> None:
+    """Raise `ValueError` where what the manifest says of its splits does not go together."""
+    if set(manifest.splits) != set(SPLITS):
+        raise ValueError("its splits are not train and validation")
+    if not manifest.splits["train"].shards:
+        raise ValueError("its training split is empty")
+    for split in manifest.splits.values():
+        if split.tokens != sum(shard.tokens for shard in split.shards):
+            raise ValueError("the tokens of a split are not those of its shards")
+        if split.max_token > LARGEST_TOKEN[manifest.dtype]:
+            raise ValueError(f"a token id does not fit {manifest.dtype}")
+
+
+def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` where `folder` was prepared from something other than the config asks for."""
     for key in ("tokenizer", "corpus", "files", "validation_fraction"):
         found, wanted = getattr(manifest, key), getattr(config, key)
@@ -217,17 +252,17 @@ def check_manifest(manifest: Manifest, config: DataConfig, folder: Path) -> None
             )
 
 
-def check_shards(manifest: Manifest, folder: Path, part: int = 0, parts: int = 1) -> None:
+def check_shards(manifest: DataManifest, folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raise `UserError` naming the first shard that is missing, truncated or altered.
 
     Reads every byte; `parts` ranks can share the work, each taking the shards `part`, `part + parts`, ...
     """
     shards = [shard for split in manifest.splits.values() for shard in split.shards][part::parts]
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        list(pool.map(lambda shard: check_shard(shard, folder), shards))
+        list(pool.map(lambda shard: check_shard(shard, manifest.dtype, folder), shards))
 
 
-def check_shard(shard: Shard, folder: Path) -> None:
+def check_shard(shard: Shard, dtype: TokenDtype, folder: Path) -> None:
     """Raise `UserError` where a shard is missing, truncated, altered or cannot be read.
 
     Reads every byte.
@@ -237,9 +272,10 @@ def check_shard(shard: Shard, folder: Path) -> None:
     try:
         if not path.is_file():
             raise UserError(f"the shard {path} is missing: {remedy}")
-        if (size := path.stat().st_size) != 2 * shard.tokens:
+        size, expected = path.stat().st_size, shard.tokens * numpy_dtype(dtype).itemsize
+        if size != expected:
             raise UserError(
-                f"the shard {path} has {size} bytes, its manifest says {2 * shard.tokens}: {remedy}"
+                f"the shard {path} has {size} bytes, its manifest says {expected}: {remedy}"
             )
         if sha256(path) != shard.sha256:
             raise UserError(
@@ -249,7 +285,7 @@ def check_shard(shard: Shard, folder: Path) -> None:
         raise UserError(f"the shard {path} cannot be read ({error.strerror}): {remedy}") from None
 
 
-def check_vocabulary(manifest: Manifest, rows: int, folder: Path) -> None:
+def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:
     """Raise `UserError` where the shards hold a token id beyond a token table of `rows` rows."""
     largest = max(split.max_token for split in manifest.splits.values())
     if largest >= rows:
@@ -259,7 +295,7 @@ def check_vocabulary(manifest: Manifest, rows: int, folder: Path) -> None:
         )
 
 
-def check_size(manifest: Manifest, seq_len: int, global_batch_size: int) -> None:
+def check_size(manifest: DataManifest, seq_len: int, global_batch_size: int) -> None:
     """Raise `UserError` where the training split has not one global batch of windows, or the validation split no window."""
     train, validation = (count_windows(manifest.splits[name].tokens, seq_len) for name in SPLITS)
     if train < global_batch_size:

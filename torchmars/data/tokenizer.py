@@ -1,11 +1,14 @@
-"""Tokenizers: text to token ids below 2^16 and back."""
+"""Tokenizers: text to token ids and back."""
 
 from functools import cached_property
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 
 from torchmars.core.errors import UserError
+from torchmars.core.typed import Range
+
+VocabularySize = Annotated[int, Range(1, 10_000_000)]
 
 
 class Tokenizer(Protocol):
@@ -16,7 +19,10 @@ class Tokenizer(Protocol):
     end_of_text: int
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text, uint16, without an end-of-text token."""
+        """Return the token ids of each text, without an end-of-text token.
+
+        Their dtype is an unsigned one that holds `vocab_size`.
+        """
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids; ids that stand for no text (padding rows of the token table) give none."""

@@ -9,7 +9,7 @@ import torch
 from torchmars.config import Config
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.errors import UserError
-from torchmars.data.shards import Manifest, read_manifest
+from torchmars.data.shards import DataManifest, read_manifest
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.optim.exchange import OwnerLoads
 from torchmars.optim.precision import multiplies_bfloat16
@@ -44,7 +44,7 @@ class Plan:
     config: Config
     layout: Layout
     simulation: Simulation
-    data: Manifest | None
+    data: DataManifest | None
     """None where the data is not prepared yet."""
     per_node: int
     """GPUs on each machine; 0: CPUs."""

@@ -13,7 +13,7 @@ from torchmars.config import Config
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.files import lock
 from torchmars.data.loader import Loader, Windows
-from torchmars.data.shards import SPLITS, Manifest, check_shards
+from torchmars.data.shards import SPLITS, DataManifest, check_shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.metrics.metrics import Metrics
 from torchmars.models import Model, build_meta_model
@@ -92,10 +92,11 @@ def build_trainer(config: Config, layout: Layout) -> Trainer:
     )
 
 
-def build_windows(config: Config, data: Manifest, layout: Layout) -> list[Windows]:
+def build_windows(config: Config, data: DataManifest, layout: Layout) -> list[Windows]:
     """Open the windows of each split, then verify the shards, which the ranks share out."""
     folder = Path(config.data.path)
-    windows = [Windows(folder, data.splits[name], config.training.seq_len) for name in SPLITS]
+    seq_len = config.training.seq_len
+    windows = [Windows(folder, data.splits[name], data.dtype, seq_len) for name in SPLITS]
     layout.agree(lambda: check_shards(data, folder, layout.world.rank, layout.world.size))
     return windows
 

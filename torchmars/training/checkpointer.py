@@ -9,11 +9,11 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state as tensors
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import init_from
-from torchmars.checkpoint.manifest import Manifest
+from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import Config
-from torchmars.data.shards import Manifest as DataManifest
+from torchmars.data.shards import DataManifest
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -82,14 +82,14 @@ class Checkpointer:
         found = self.layout.on_first(lambda: checkpoints(self.config.run.checkpoints))
         loaded: dict[Path, Resumed] = {}
 
-        def load(folder: Path) -> Manifest:
+        def load(folder: Path) -> CheckpointManifest:
             manifest, loaded[folder] = self.load(folder)
             return manifest
 
         newest = newest_good(found, load, warn=self.layout.say)
         return loaded[newest[0]] if newest else None
 
-    def load(self, folder: Path) -> tuple[Manifest, Resumed]:
+    def load(self, folder: Path) -> tuple[CheckpointManifest, Resumed]:
         """Verify the checkpoint `folder`, and load it into model and optimizer.
 
         Raises `DamagedCheckpoint` or, where it is another run's, `UserError`, on every rank.
@@ -129,11 +129,11 @@ class Checkpointer:
 
         Raises `UserError` where too many saves in a row have failed.
         """
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=state.step,
             position=state.position,
             world_size=self.layout.world.size,
-            data=self.fingerprint,
+            data_fingerprint=self.fingerprint,
             vocab_size=self.vocab_size,
             optimizer=tensors.optimizer_state_names(self.optimizer),
             config=asdict(self.config),

@@ -36,7 +36,7 @@ def prepare_run(config: Config, ranks: int, nodes: int) -> None:
         )
 
 
-def prepare_data(config: Config) -> shards.Manifest:
+def prepare_data(config: Config) -> shards.DataManifest:
     """Return the manifest of the run's shards, which are made first where there are none.
 
     Raises `UserError` where they do not fit the model or the batch.
@@ -49,7 +49,7 @@ def prepare_data(config: Config) -> shards.Manifest:
     return manifest
 
 
-def check_resume(config: Config, manifest: shards.Manifest) -> None:
+def check_resume(config: Config, manifest: shards.DataManifest) -> None:
     """Raise `UserError` where the run can neither resume from a checkpoint of its own nor start.
 
     The bytes of checkpoints are left to the ranks.

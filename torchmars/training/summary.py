@@ -6,7 +6,7 @@ from torchmars.checkpoint.folder import step_folder
 from torchmars.config import Config
 from torchmars.config.dtypes import slow_warning
 from torchmars.data import sources
-from torchmars.data.shards import Manifest
+from torchmars.data.shards import DataManifest
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -18,7 +18,7 @@ def introduction(
     layout: Layout,
     model: Model,
     optimizer: MARS,
-    data: Manifest,
+    data: DataManifest,
     fast: bool,
     resumed: Resumed,
 ) -> list[str]:
@@ -59,7 +59,7 @@ def summary(config: Config, layout: Layout, model: Model, optimizer: MARS) -> li
     ]
 
 
-def data_line(config: Config, data: Manifest) -> str:
+def data_line(config: Config, data: DataManifest) -> str:
     """Return what the run reads of its data."""
     training, available = config.training, data.splits["train"].tokens
     read = training.steps * training.global_batch_size * training.seq_len
