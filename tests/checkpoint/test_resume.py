@@ -237,7 +237,8 @@ def newest(tables):
 
 def meta_optimizer(config):
     return build_optimizer(
-        config,
+        config.optimizer,
+        config.training.max_grad_norm,
         build_meta_model(
             config.model,
             read_manifest(Path(config.data.path)).vocab_size,

@@ -67,7 +67,7 @@ def simulate_step(config: Config, layout: Layout, vocab_size: int) -> Simulation
     with fake:
         model.to_empty(device="cpu")
     # Not in the fake mode: the ranks compare their plans, which takes values.
-    optimizer = build_optimizer(config, model, layout)
+    optimizer = build_optimizer(config.optimizer, training.max_grad_norm, model, layout)
     optimizer.compile = False
     checkpoint = checkpoint_size(training_state(layout, model, optimizer), layout.world.size)
 

@@ -9,7 +9,7 @@ from torchmars.checkpoint.resume import newest_config
 from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state import seed_rng
 from torchmars.cluster.watchdog import Watchdog
-from torchmars.config import Config
+from torchmars.config import Config, ModelConfig, TrainingConfig
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.files import lock
 from torchmars.data.loader import Loader, Windows
@@ -40,26 +40,36 @@ def build_trainer(config: Config, layout: Layout) -> Trainer:
     saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
     config = resolve_dtypes(config, layout.device, fast, saved)
 
+    training, seed = config.training, config.run.seed
     data = layout.on_first(lambda: prepare_data(config))
-    windows, validation_windows = build_windows(config, data, layout)
-    loader = build_loader(config, windows, layout)
-    model = build_model(config, data.vocab_size, layout)
-    flops_per_token = model.flops_per_token()
-    optimizer = build_optimizer(config, model, layout)
+    windows, validation_windows = open_windows(config.data.path, data, training.seq_len, layout)
+    microbatch_size, _ = training.microbatches(layout.data.size)
+    loader = Loader(
+        windows,
+        seed=seed,
+        global_batch_size=training.global_batch_size,
+        microbatch_size=microbatch_size,
+        rank=layout.data.rank,
+        ranks=layout.data.size,
+        num_workers=config.data.num_workers,
+        pin_memory=layout.device.type == "cuda",
+    )
+    model = place_model(config.model, training, seed, data.vocab_size, layout)
+    optimizer = build_optimizer(config.optimizer, training.max_grad_norm, model, layout)
 
     saver = Saver(config, layout)
-    seed_rng(config.run.seed, 0, layout.group("random").rank)
+    seed_rng(seed, 0, layout.group("random").rank)
     lock_file = config.run.path / "lock"
     layout.on_first(lambda: lock(lock_file, f"training the run {config.run.path}"))
     checkpointer = Checkpointer(config, layout, model, optimizer, saver, data)
     resumed = checkpointer.resume()
     loader.seek(resumed.state.position)
 
-    schedule = Schedule(config.schedule, config.optimizer.lr, config.training.steps, optimizer)
+    schedule = Schedule(config.schedule, config.optimizer.lr, training.steps, optimizer)
     validation = Validation(
         config.validation,
         validation_windows,
-        loader.microbatch_size,
+        microbatch_size,
         model,
         TOKENIZERS[config.data.tokenizer](),
         layout,
@@ -71,7 +81,7 @@ def build_trainer(config: Config, layout: Layout) -> Trainer:
         resumed.state.validation_loss is not None,
         layout.device,
         layout.world.size,
-        flops_per_token,
+        model.flops_per_token(),
     )
     lines = introduction(config, layout, model, optimizer, data, fast, resumed)
     return Trainer(
@@ -83,7 +93,7 @@ def build_trainer(config: Config, layout: Layout) -> Trainer:
         loader=loader,
         validation=validation,
         checkpointer=checkpointer,
-        progress=Progress(config, layout, optimizer, metrics, lines, loader.epoch),
+        progress=Progress(training, layout, optimizer, metrics, lines, loader.epoch),
         watchdog=Watchdog(
             config.run.path / "hang", layout, config.guards.hang_seconds, saver.group
         ),
@@ -92,36 +102,25 @@ def build_trainer(config: Config, layout: Layout) -> Trainer:
     )
 
 
-def build_windows(config: Config, data: DataManifest, layout: Layout) -> list[Windows]:
-    """Open the windows of each split, then verify the shards, which the ranks share out."""
-    folder = Path(config.data.path)
-    seq_len = config.training.seq_len
-    windows = [Windows(folder, data.splits[name], data.dtype, seq_len) for name in SPLITS]
+def open_windows(
+    path: str, data: DataManifest, seq_len: int, layout: Layout
+) -> tuple[Windows, Windows]:
+    """Open the training and the validation windows, then verify the shards in `path`.
+
+    The ranks share the reading.
+    """
+    folder = Path(path)
+    train, validation = (Windows(folder, data.splits[name], data.dtype, seq_len) for name in SPLITS)
     layout.agree(lambda: check_shards(data, folder, layout.world.rank, layout.world.size))
-    return windows
+    return train, validation
 
 
-def build_loader(config: Config, windows: Windows, layout: Layout) -> Loader:
-    """Make the loader of this rank's part of the training split."""
-    training = config.training
-    microbatch_size, _ = training.microbatches(layout.data.size)
-    return Loader(
-        windows,
-        seed=config.run.seed,
-        global_batch_size=training.global_batch_size,
-        microbatch_size=microbatch_size,
-        rank=layout.data.rank,
-        ranks=layout.data.size,
-        num_workers=config.data.num_workers,
-        pin_memory=layout.device.type == "cuda",
-    )
-
-
-def build_model(config: Config, vocab_size: int, layout: Layout) -> Model:
+def place_model(
+    config: ModelConfig, training: TrainingConfig, seed: int, vocab_size: int, layout: Layout
+) -> Model:
     """Make the model on its layout, with its initial weights."""
-    training = config.training
-    model = build_meta_model(config.model, vocab_size, training.seq_len)
+    model = build_meta_model(config, vocab_size, training.seq_len)
     parallelize(model, layout, getattr(torch, training.dtype), training.compile)
     model.to_empty(device=layout.device)
-    init_weights(model, config.run.seed)
+    init_weights(model, seed)
     return model

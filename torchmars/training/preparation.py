@@ -61,7 +61,7 @@ def check_resume(config: Config, manifest: shards.DataManifest) -> None:
         warn=lambda text: None,
     )
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len)
-    optimizer = build_optimizer(config, model)
+    optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, model)
     if found:
         check_same_run(*found, config, manifest.fingerprint(), optimizer)
     elif (source := config.checkpoint.init_from) and not source.endswith(".safetensors"):

@@ -3,11 +3,10 @@
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from torchmars.config import Config
+from torchmars.config import TrainingConfig
 from torchmars.metrics.metrics import Metrics, Stopwatch
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
-from torchmars.training.preparation import write_resolved_config
 from torchmars.training.state import RunState
 
 
@@ -20,7 +19,7 @@ class Progress:
 
     def __init__(
         self,
-        config: Config,
+        config: TrainingConfig,
         layout: Layout,
         optimizer: MARS,
         metrics: Metrics,
@@ -37,8 +36,7 @@ class Progress:
             self.layout.say(line)
 
     def open(self) -> None:
-        """Write the config to the run's folder, and open metrics.jsonl and the other writers."""
-        self.layout.on_first(lambda: write_resolved_config(self.config))
+        """Open metrics.jsonl and the other writers."""
         self.layout.on_first(self.metrics.open)
 
     def close(self) -> None:
@@ -65,7 +63,7 @@ class Progress:
     def report(self, state: RunState, loss: float, lr: float) -> dict[str, float]:
         """Report a step; return the optimizer's telemetry. Waits for the device."""
         telemetry = self.optimizer.telemetry()
-        tokens = state.position * self.config.training.seq_len
+        tokens = state.position * self.config.seq_len
         more = {"tokens": tokens, "optimizer_ms": self.stopwatch.milliseconds()}
         self.metrics.train(state.step, loss, lr, telemetry | more)
         return telemetry
@@ -80,7 +78,7 @@ class Progress:
 
     def report_spike(self, loss: float, state: RunState, action: str) -> None:
         """Report a loss that stands out, of the step after `state.step`."""
-        first = state.position - self.config.training.global_batch_size
+        first = state.position - self.config.global_batch_size
         self.layout.say(
             f"spike     loss {loss:.4f} at step {state.step + 1}, samples {first} to "
             f"{state.position - 1}: guards.loss_spike = {action}"

@@ -1,9 +1,10 @@
 """What a run is about to do, in lines for the console."""
 
+from pathlib import Path
 from typing import Any
 
 from torchmars.checkpoint.folder import step_folder
-from torchmars.config import Config
+from torchmars.config import Config, TrainingConfig
 from torchmars.config.dtypes import slow_warning
 from torchmars.data import sources
 from torchmars.data.shards import DataManifest
@@ -31,10 +32,10 @@ def introduction(
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
     if slow and not fast:
         lines.append(f"warning   {slow}")
-    lines.append(f"data      {data_line(config, data)}")
+    lines.append(f"data      {data_line(config.data.path, config.training, data)}")
     if layout.first and (changed := sources.warning(config.data)):
         lines.append(changed)
-    return lines + continuation(config, resumed)
+    return lines + continuation(config.run.checkpoints, config.training.steps, resumed)
 
 
 def summary(config: Config, layout: Layout, model: Model, optimizer: MARS) -> list[str]:
@@ -59,22 +60,22 @@ def summary(config: Config, layout: Layout, model: Model, optimizer: MARS) -> li
     ]
 
 
-def data_line(config: Config, data: DataManifest) -> str:
+def data_line(path: str, training: TrainingConfig, data: DataManifest) -> str:
     """Return what the run reads of its data."""
-    training, available = config.training, data.splits["train"].tokens
+    available = data.splits["train"].tokens
     read = training.steps * training.global_batch_size * training.seq_len
     return (
-        f"{config.data.path}: {available:,} {data.tokenizer} tokens; {training.steps} steps read "
+        f"{path}: {available:,} {data.tokenizer} tokens; {training.steps} steps read "
         f"{read:,} ({read / available:.2f} epochs)"
     )
 
 
-def continuation(config: Config, resumed: Resumed) -> list[str]:
+def continuation(checkpoints: Path, steps: int, resumed: Resumed) -> list[str]:
     """Return where the run goes on, in lines; none for a run that starts anew."""
-    step, steps = resumed.state.step, config.training.steps
+    step = resumed.state.step
     if step >= steps:
         return [
-            f"complete  all {steps} steps are done: {step_folder(config.run.checkpoints, step)}. "
+            f"complete  all {steps} steps are done: {step_folder(checkpoints, step)}. "
             f"To go on: --training.steps {step + steps}"
         ]
     if resumed.origin is None:
