@@ -22,6 +22,7 @@ from tests.optim.reference import gradients
 from tests.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
+from torchmars.optim.rules.matrix import MatrixRule
 
 SETTINGS = dict(lr=6e-3, weight_decay=0.1, gamma=0.025)
 SHAPES = [
@@ -205,7 +206,7 @@ def test_torch_checkpoints_reshard(tmp_path):
     actual = run_ranks(load_with_torch, 4, str(tmp_path))[0]
     for rule in RULES:
         # A momentum that differs in its last bit may round to another bfloat16 before a matrix is orthogonalised.
-        tolerance = 1e-3 if RULES[rule].kind == "matrix" else 2e-6
+        tolerance = 1e-3 if isinstance(RULES[rule], MatrixRule) else 2e-6
         for one, other in zip(actual[rule], expected[rule]):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 

@@ -41,6 +41,13 @@ def same(parameters, others):
     return all(torch.equal(one, other) for one, other in zip(parameters, others))
 
 
+def report(optimizer):
+    """Return the telemetry of an interval, and start the next one."""
+    numbers = optimizer.telemetry()
+    optimizer.start_interval()
+    return numbers
+
+
 def finite(optimizer):
     return all(
         value.isfinite().all()
@@ -61,7 +68,7 @@ def test_huge_gradients_that_alternate(rule, max_grad_norm, clip, size, gamma):
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, size * (-1) ** step)
         optimizer.step()
-        told = optimizer.telemetry()
+        told = report(optimizer)
         clipped = max_grad_norm is not None or told.get(f"{rule}/clipped", 0.0) == 1.0
         # A sign has the same size whatever the momentum's.
         remembered = rule in ("lion", "mars-lion") and told[f"{rule}/momentum"] > 0
@@ -70,7 +77,7 @@ def test_huge_gradients_that_alternate(rule, max_grad_norm, clip, size, gamma):
     for step in range(8):
         give(parameters, step)
         optimizer.step()
-    assert finite(optimizer) and optimizer.telemetry()["skipped_in_a_row"] == 0
+    assert finite(optimizer) and report(optimizer)["skipped_in_a_row"] == 0
     assert not any(torch.equal(one, other) for one, other in zip(parameters, before))
 
 
@@ -95,7 +102,7 @@ def test_a_step_too_large_to_compute_changes_nothing(rule, settings, size):
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, sign * size)
             optimizer.step()
-        assert optimizer.telemetry()["skipped_in_a_row"] == 2
+        assert report(optimizer)["skipped_in_a_row"] == 2
 
     clean, _ = ordinary(rule, 6, **settings)
     for after in (0, 3):
@@ -114,7 +121,7 @@ def test_last_grads_start_with_the_first_step_that_counts(rule, bad):
         parameters[0].grad[0, 0] = bad
         optimizer.start_last_grads(parameters)
         optimizer.step()
-        assert optimizer.telemetry()["skipped_in_a_row"] == 1
+        assert report(optimizer)["skipped_in_a_row"] == 1
 
     wanted, _ = ordinary(rule, 6, start, 3)
     parameters, optimizer = ordinary(rule, 6, start_with_a_bad_gradient, 3)

@@ -227,7 +227,7 @@ def counted(shape, placements, rule, matrix_dtype):
     names = {
         str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()
     }
-    buckets = sum(len(sharding.buckets) for sharding in optimizer.plans.shardings)
+    buckets = sum(len(traffic.buckets) for traffic in optimizer.plans.traffic)
     return names, sent, len(calls), buckets
 
 
@@ -312,7 +312,7 @@ def overlapped(overlap):
         lambda gradient: distribute_tensor(gradient, mesh, [Shard(0)]),
         overlap=overlap,
     )
-    assert len(optimizer.plans.shardings[0].buckets) > 2
+    assert len(optimizer.plans.traffic[0].buckets) > 2
     return whole(parameters)
 
 
@@ -371,7 +371,7 @@ def agreed(asked):
         for each in asked:
             try:
                 optimizer = MARS(parameters, rule="mars-m", matrix_dtype=each[dist.get_rank()])
-                answers.append(optimizer.plans.shardings[0].matrix_dtype)
+                answers.append(optimizer.plans.traffic[0].matrix_dtype)
             except ValueError as error:
                 answers.append(str(error))
     return answers

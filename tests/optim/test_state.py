@@ -15,6 +15,7 @@ from tests.optim.test_mars import relative, run
 from tests.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
+from torchmars.optim.rules.matrix import MatrixRule
 
 LR = 0.01
 
@@ -52,7 +53,9 @@ def optimizer_of(model, rule, **settings):
     Matrices are in float32: bfloat16 amplifies a last bit.
     """
     groups = (
-        param_groups(model, rule, lr=LR) if RULES[rule].kind == "matrix" else model.parameters()
+        param_groups(model, rule, lr=LR)
+        if isinstance(RULES[rule], MatrixRule)
+        else model.parameters()
     )
     return MARS(groups, lr=LR, rule=rule, matrix_dtype=torch.float32, **settings)
 
@@ -168,7 +171,7 @@ def replaced_on_meshes():
                 )
         optimizer.step()
     results = [p.full_tensor().detach() for p in optimizer.param_groups[0]["params"]]
-    return results, len(optimizer.state), len(optimizer.plans.shardings)
+    return results, len(optimizer.state), len(optimizer.plans.traffic)
 
 
 def test_shards_replaced_by_others(results):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from torchmars.optim.orthogonalize import newton_schulz_flops
 
@@ -69,7 +69,8 @@ class MatrixShape:
         """A rank's part of `shape`, seen as [batch, rows, cols]."""
         if self.flattened:
             return 1, shape[0], math.prod(shape[1:])
-        return (1, *shape) if len(shape) == 2 else tuple(shape)
+        *batch, rows, cols = shape
+        return math.prod(batch), rows, cols
 
     def block(
         self, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
@@ -84,7 +85,8 @@ class MatrixShape:
                 )
             inner = math.prod(self.shape[2:])
             return (0, 1), held[0], (held[1][0] * inner, held[1][1] * inner)
-        return ((0, 1), *held) if len(self.shape) == 2 else held
+        *batch, rows, cols = held
+        return (batch[0] if batch else (0, 1)), rows, cols
 
 
 def intervals(
@@ -98,16 +100,19 @@ def intervals(
     Shards are as `torch.chunk` cuts them: pieces of ceil(size / n), the last ones shorter or empty. A strided shard (FSDP
     over tensor parallel) is cut after the plain ones of its dimension.
     """
-    held = [(0, size) for size in shape]
-    sharding = [
-        (dim, placement) for dim, placement in enumerate(placements) if not placement.is_replicate()
+    parts = [(0, size) for size in shape]
+    # Strided shards are of a class of their own in torch 2.11 to 2.13, with `dim` but no Shard.
+    shards = [
+        (axis, placement, placement.dim)
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard | _StridedShard)
     ]
-    for mesh_dim, placement in sorted(sharding, key=lambda item: hasattr(item[1], "split_factor")):
-        start, stop = held[placement.dim]
-        piece = -(-(stop - start) // mesh_shape[mesh_dim])
-        begin = min(start + piece * coordinate[mesh_dim], stop)
-        held[placement.dim] = begin, min(begin + piece, stop)
-    return tuple(held)
+    for axis, _, dim in sorted(shards, key=lambda shard: isinstance(shard[1], _StridedShard)):
+        start, stop = parts[dim]
+        size = -(-(stop - start) // mesh_shape[axis])
+        begin = min(start + size * coordinate[axis], stop)
+        parts[dim] = begin, min(begin + size, stop)
+    return tuple(parts)
 
 
 @dataclass(frozen=True)

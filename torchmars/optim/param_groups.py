@@ -11,41 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchmars.optim.hyperparameters import check_hyperparameters
 from torchmars.optim.roles import ROLES, looks_like, roles
-from torchmars.optim.rules import RULES, check_hyperparameters
+from torchmars.optim.rules import RULES
 
 GROUP_KEYS = ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "clip", "split", "flatten")
-
-# Settings of each optimizer, for GPT-2 small; published where there are published ones. lr_1d None: half of lr.
-_MARS = {"eps": 1e-8, "gamma": 0.025, "clip": 1.0, "optimize_1d": False}
-_VECTORS = {"lr_1d": None, "betas_1d": (0.9, 0.95), "weight_decay_1d": 0.1}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "mars-adamw": {"lr": 6e-3, "betas": (0.95, 0.99), "weight_decay": 0.01} | _MARS | _VECTORS,
-    "mars-lion": {"lr": 6e-4, "betas": (0.95, 0.99), "weight_decay": 0.1} | _MARS | _VECTORS,
-    "mars-shampoo": {"lr": 2e-2, "betas": (0.95, 0.99), "weight_decay": 0.01}
-    | _MARS
-    | _VECTORS
-    | {"lr_1d": 3e-3},
-    "mars-m": {
-        "lr": 6e-3,
-        "betas": (0.95, 0.99),
-        "weight_decay": 0.1,
-        "eps": 1e-8,
-        "gamma": 0.025,
-        "clip": 1.0,
-        "betas_1d": (0.9, 0.95),
-    },
-    "adamw": {"lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5},
-    "muon": {
-        "lr": 6e-3,
-        "betas": (0.95, 0.99),
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "betas_1d": (0.9, 0.95),
-    },
-}
-SHAMPOO_EMBEDDING_LR = 0.3  # of the matrices' lr: an orthogonal matrix moves its entries less than AdamW does at the same lr
 
 
 def complete_settings(name: str, **given: Any) -> dict[str, Any]:
@@ -54,12 +24,13 @@ def complete_settings(name: str, **given: Any) -> dict[str, Any]:
     Raises `ValueError`, naming the argument, for an unknown name, a setting the optimizer does not have and a value
     out of range. A `clip` of 0 or None switches the per-tensor clip off.
     """
-    if name not in DEFAULTS:
-        raise ValueError(f"name must be one of {', '.join(DEFAULTS)}, got {name!r}")
+    if name not in RULES:
+        raise ValueError(f"name must be one of {', '.join(RULES)}, got {name!r}")
+    defaults = RULES[name].defaults
     for key in given:
-        if key not in DEFAULTS[name]:
+        if key not in defaults:
             raise ValueError(f'{key} has no meaning for "{name}": remove it')
-    settings = DEFAULTS[name] | given
+    settings = {**defaults, **given}
     if "lr_1d" in settings and settings["lr_1d"] is None:
         settings["lr_1d"] = settings["lr"] / 2
     for key, value in settings.items():
@@ -72,44 +43,17 @@ def complete_settings(name: str, **given: Any) -> dict[str, Any]:
 
 
 def role_settings(name: str, **settings: Any) -> dict[str, dict[str, Any]]:
-    """The group settings of each role under optimizer `name`, from its `settings` as `complete_settings` takes them."""
-    settings = complete_settings(name, **settings)
-    clip = settings.get("clip") or None
-    main = {"rule": name, "clip": clip} | {
+    """Return the group settings of each role under optimizer `name`.
+
+    `settings` are given as `complete_settings` takes them.
+    """
+    settings, rule = complete_settings(name, **settings), RULES[name]
+    main = {"rule": name, "clip": settings.get("clip") or None} | {
         key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")
     }
-    if RULES[name].corrected:
+    if rule.corrected:
         main["gamma"] = settings["gamma"]
-    table = dict.fromkeys(ROLES, main)
-    if name in ("adamw", "lion"):
-        table["vector"] = main | {"weight_decay": 0.0}
-    elif name in ("mars-m", "muon"):
-        plain = {
-            "rule": "adamw",
-            "lr": settings["lr"],
-            "betas": settings["betas_1d"],
-            "eps": settings["eps"],
-            "weight_decay": settings["weight_decay"],
-        }
-        table |= dict.fromkeys(("embedding", "head", "vector"), plain)
-    else:
-        if name == "mars-shampoo":
-            table |= dict.fromkeys(
-                ("embedding", "head"),
-                main | {"rule": "mars-adamw", "lr": settings["lr"] * SHAMPOO_EMBEDDING_LR},
-            )
-        table["embedding"] = table["embedding"] | {"weight_decay": 0.0}
-        table["vector"] = (
-            table["head"]
-            if settings["optimize_1d"]
-            else {
-                "rule": "adamw",
-                "lr": settings["lr_1d"],
-                "betas": settings["betas_1d"],
-                "eps": settings["eps"],
-                "weight_decay": settings["weight_decay_1d"],
-            }
-        )
+    table = dict.fromkeys(ROLES, main) | rule.settings_by_role(main, settings)
     table["convolution"] = table["convolution"] | {"flatten": True}
     return table
 
@@ -223,7 +167,7 @@ def complete_group(
                 raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
     check_hyperparameters(rule=group.get("rule", defaults["rule"]))
     for key in by_rule:
-        group.setdefault(key, DEFAULTS[group.get("rule", defaults["rule"])][key])
+        group.setdefault(key, RULES[group.get("rule", defaults["rule"])].defaults[key])
     merged = defaults | group
     check_hyperparameters(
         **{

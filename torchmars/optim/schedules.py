@@ -20,10 +20,12 @@ def lr_factor(
     """
     if step < warmup_steps:
         return step / warmup_steps
-    start = max(warmup_steps, total_steps - decay_steps) if name == "wsd" else warmup_steps
-    return between(
-        step - start, total_steps - start, 1.0, floor, "linear" if name == "wsd" else name
-    )
+    if name != "wsd":
+        return between(step - warmup_steps, total_steps - warmup_steps, 1.0, floor, name)
+    if decay_steps is None:
+        raise ValueError("the schedule wsd needs decay_steps")
+    start = max(warmup_steps, total_steps - decay_steps)
+    return between(step - start, total_steps - start, 1.0, floor, "linear")
 
 
 def between(

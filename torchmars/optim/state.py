@@ -2,20 +2,53 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
+from torchmars.optim.hyperparameters import check_hyperparameters
 from torchmars.optim.owners import intervals
-from torchmars.optim.rules import check_hyperparameters, current_name, state_fits, unscaling
-from torchmars.optim.update import local_part
+from torchmars.optim.rules import RULES, current_name, state_fits, unscaling
+from torchmars.optim.rules.rule import State
+from torchmars.optim.tensors import local_part
 
-Layout = tuple[object, ...]
-State = dict[str, Tensor]
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
-Known = list[list[tuple[Tensor, Layout]]]  # the parameters of each group, as they were laid out
+
+
+class ParameterLayout(NamedTuple):
+    """All that the state of a parameter has in common with it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+
+    @staticmethod
+    def of(parameter: Tensor) -> "ParameterLayout":
+        """Return the layout of `parameter`."""
+        mesh: DeviceMesh | None = None
+        placements: tuple[Placement, ...] = ()
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        return ParameterLayout(
+            parameter.shape,
+            parameter.stride(),
+            parameter.dtype,
+            parameter.device,
+            mesh,
+            placements,
+        )
+
+
+Known = list[
+    list[tuple[Tensor, ParameterLayout]]
+]  # the parameters of each group, and their layouts
 # Keys of the groups of torch's own AdamW that mean nothing here.
 _TORCH_KEYS = (
     "amsgrad",
@@ -28,20 +61,11 @@ _TORCH_KEYS = (
 )
 
 
-def layout_of(parameter: Tensor) -> Layout:
-    """All that the state of a parameter has in common with it."""
-    sharding = (
-        (parameter.device_mesh, tuple(parameter.placements))
-        if isinstance(parameter, DTensor)
-        else None
-    )
-    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device, sharding
-
-
 def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:
     """The parameters of `groups` and their layouts, as `unchanged` compares them."""
     return [
-        [(parameter, layout_of(parameter)) for parameter in group["params"]] for group in groups
+        [(parameter, ParameterLayout.of(parameter)) for parameter in group["params"]]
+        for group in groups
     ]
 
 
@@ -50,7 +74,7 @@ def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
     return len(groups) == len(known) and all(
         len(group["params"]) == len(before)
         and all(
-            parameter is same and layout_of(parameter) == layout
+            parameter is same and ParameterLayout.of(parameter) == layout
             for parameter, (same, layout) in zip(group["params"], before)
         )
         for group, before in zip(groups, known)
@@ -74,15 +98,16 @@ def carried_state(
     """
     before = {parameter: layout for group in known for parameter, layout in group}
     former = _predecessors(groups, known)
-    carried = {}
+    carried: dict[Tensor, State] = {}
     for group in groups:
         for parameter in group["params"]:
             old = former.get(parameter)
-            if old is parameter and layout_of(parameter) == before[parameter]:
-                carried[parameter] = state[parameter]
-                continue
-            carried[parameter] = new_state(parameter, group)
-            if old is not None:
+            if old is None:
+                carried[parameter] = new_state(parameter, group)
+            elif old is parameter and ParameterLayout.of(old) == before[old]:
+                carried[parameter] = state[old]
+            else:
+                carried[parameter] = new_state(parameter, group)
                 for key in carried[parameter].keys() & state[old].keys():
                     fill(carried[parameter][key], state[old][key])
     return carried
@@ -106,7 +131,7 @@ def _predecessors(groups: Sequence[dict[str, Any]], known: Known) -> dict[Tensor
                 former = old[place][0]
             else:
                 continue
-            shape = before[former][0]
+            shape = before[former].shape
             if parameter.shape != shape:
                 raise ValueError(
                     f"{parameter_name(group, number, place)} has shape "
@@ -124,20 +149,26 @@ def fill(target: Tensor, source: Tensor) -> None:
     """
     if source.is_meta:  # no values yet
         return
-    alike = (
-        isinstance(source, DTensor)
-        and isinstance(target, DTensor)
-        and (source.device_mesh, source.placements) == (target.device_mesh, target.placements)
-    )
-    if alike:
-        source = source.to_local()
-    elif isinstance(source, DTensor):
-        source = source.full_tensor()
-    if isinstance(target, DTensor) and not alike:
+    if _lie_alike(source, target):
+        local_part(target).copy_(local_part(source))
+        return
+    whole = source.full_tensor() if isinstance(source, DTensor) else source
+    if isinstance(target, DTensor):
         mesh = target.device_mesh
-        block = intervals(target.shape, mesh.shape, target.placements, mesh.get_coordinate())
-        source = source[tuple(slice(*interval) for interval in block)]
-    local_part(target).copy_(source)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None  # a rank has state of its own meshes only
+        block = intervals(target.shape, mesh.shape, target.placements, coordinate)
+        whole = whole[tuple(slice(*interval) for interval in block)]
+    local_part(target).copy_(whole)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two DTensors have their shards on the same ranks."""
+    return (
+        isinstance(one, DTensor)
+        and isinstance(other, DTensor)
+        and (one.device_mesh, one.placements) == (other.device_mesh, other.placements)
+    )
 
 
 @dataclass
@@ -192,7 +223,7 @@ def check_loaded(
 def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[str, Any]:
     """The hyperparameters of a group after loading."""
     rule, saved_rule = ours["rule"], theirs.get("rule", "adamw")
-    if rule != saved_rule and (rule, saved_rule) != ("mars-adamw", "adamw"):
+    if rule != saved_rule and saved_rule not in RULES[rule].continues:
         raise ValueError(
             f"group {number} of the state_dict is of the rule {saved_rule}, here it is of {rule}"
         )
