@@ -11,28 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from torchmars.optim.checks import check_hyperparameters, check_parameters
 from torchmars.optim.exchange import Exchange
-from torchmars.optim.hyperparameters import check_hyperparameters, check_parameter
 from torchmars.optim.norms import MeshGroups
 from torchmars.optim.param_groups import complete_group, warn_of_unsorted
 from torchmars.optim.passes import pays_to_compile
 from torchmars.optim.plans import Plans
 from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, wire_and_product
-from torchmars.optim.reduction import Reduction, reduce_gradients
+from torchmars.optim.reduction import Reduction, gather_gradients, reduce_gradients
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import MatrixRule, MatrixStep, MatrixUpdate
 from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, State, StepFactors
-from torchmars.optim.state import (
-    Loaded,
-    carried_state,
-    check_loaded,
-    parameter_name,
-    unchanged,
-)
-from torchmars.optim.telemetry import GroupTelemetry, count_skipped, role_telemetry
+from torchmars.optim.state import Loaded, carried_state, check_loaded, unchanged
+from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report
 from torchmars.optim.tensors import flat, local_part
 
 
@@ -155,32 +148,16 @@ class MARS(torch.optim.Optimizer):
         self.skipped = torch.zeros(3, dtype=torch.int64)
         self._telemetry: list[GroupTelemetry] = []  # of the last step
         own = {key: value for key, value in (("lr", lr), ("betas", betas)) if value is not None}
-        self._by_rule = {"lr", "betas"} - set(own)  # what follows from each group's rule
+        # What follows from each group's rule.
+        self._by_rule = [key for key in ("lr", "betas") if key not in own]
         params = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor
         defaults = {key: RULES[rule].defaults[key] for key in ("lr", "betas")} | own
-        super().__init__(
-            params,
-            defaults
-            | dict(
-                eps=eps,
-                weight_decay=weight_decay,
-                rule=rule,
-                gamma=gamma,
-                gamma_next=gamma_next,
-                clip=clip,
-                flatten=flatten,
-                split=split,
-            ),
-        )
+        defaults |= dict(eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma)
+        defaults |= dict(gamma_next=gamma_next, clip=clip, flatten=flatten, split=split)
+        super().__init__(params, defaults)
         self._settle()
         if isinstance(RULES[rule], MatrixRule):
-            # Groups that name a rule or a role were sorted on purpose.
-            unsorted = [
-                group
-                for group, given in zip(self.param_groups, params)
-                if not isinstance(given, dict) or not {"rule", "role"} & set(given)
-            ]
-            warn_of_unsorted(unsorted, rule, stacklevel=3)
+            warn_of_unsorted(self.param_groups, params, rule, stacklevel=3)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with state for each of its parameters.
@@ -196,7 +173,7 @@ class MARS(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_parameters(first_group=len(self.param_groups) - 1)
+            check_parameters(group, len(self.param_groups) - 1)
             state = {parameter: self._new_state(parameter, group) for parameter in group["params"]}
             self.plans.add(group)
         except BaseException:
@@ -224,8 +201,7 @@ class MARS(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Do what depends on where the parameters are and how large."""
-        locals = [local_part(parameter) for parameter in self.plans.places]
-        device = locals[0].device if locals else torch.device("cpu")
+        locals, device = map(local_part, self.plans.parameters), self.plans.device
         self.compile = (
             pays_to_compile(locals, device) if self._compile_if is None else self._compile_if
         )
@@ -245,7 +221,8 @@ class MARS(torch.optim.Optimizer):
             return
         if self._looked_ahead:
             raise RuntimeError("parameters were replaced or moved between look_ahead() and step()")
-        self._check_parameters()
+        for number, group in enumerate(self.param_groups):
+            check_parameters(group, number)
         state = carried_state(self.param_groups, self.plans.known, self.state, self._new_state)
         plans = Plans(self.plans.mesh_groups, self.plans.agreement.norm_group, self.matrix_dtype)
         for group in self.param_groups:
@@ -253,16 +230,6 @@ class MARS(torch.optim.Optimizer):
         self.plans, self.state, self.ahead = plans, defaultdict(dict, state), {}
         self._look_ahead_for(state)
         self._settle()
-
-    def _check_parameters(self, first_group: int = 0) -> None:
-        for number, group in enumerate(self.param_groups[first_group:], start=first_group):
-            for place, parameter in enumerate(group["params"]):
-                check_parameter(
-                    parameter,
-                    local_part(parameter),
-                    group["rule"],
-                    parameter_name(group, number, place),
-                )
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's. Collective where sharded parameters were replaced since a step."""
@@ -360,7 +327,7 @@ class MARS(torch.optim.Optimizer):
         groups = self._gather()
         reduction = self._reduce(groups, with_last=True)
         self.grad_norm = reduction.norm
-        updates = [(group, self._factors(group, reduction)) for group in groups]
+        updates = [(group, reduction.factors(group, self.exact, self.compile)) for group in groups]
         matrices = MatrixStep(
             [
                 MatrixUpdate(group.rule, group, factors)
@@ -381,42 +348,10 @@ class MARS(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[GroupTensors]:
-        """Return the tensors of parameters that have a gradient: of each group, by kind.
-
-        Those of a kind have one dtype, and state of the same names.
-        """
-        result = []
-        for group in self.param_groups:
-            kinds: dict[Any, list[Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    kind = parameter.dtype, *self.state[parameter]
-                    kinds.setdefault(kind, []).append(parameter)
-            for parameters in kinds.values():
-                states = [self.state[parameter] for parameter in parameters]
-                rule = RULES[group["rule"]]
-                result.append(GroupTensors(rule, group, parameters, states, self._wire))
-        return result
+        return gather_gradients(self.param_groups, self.state, self._wire)
 
     def _reduce(self, groups: list[GroupTensors], with_last: bool) -> Reduction:
-        return reduce_gradients(
-            groups,
-            self.plans,
-            self.max_grad_norm,
-            self.grad_norm.device,
-            with_last=with_last,
-            compile=self.compile,
-        )
-
-    def _factors(self, group: GroupTensors, reduction: Reduction) -> StepFactors:
-        return group.factors(
-            reduction.scale,
-            reduction.ok,
-            self.plans.products_of(group.parameters, reduction.products),
-            exact=self.exact,
-            globally_clipped=self.max_grad_norm is not None,
-            compile=self.compile,
-        )
+        return reduce_gradients(groups, self.plans, self.max_grad_norm, with_last, self.compile)
 
     def _finish(self, ok: Tensor, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
         """Count the step, and in exact mode make the look-ahead the last gradient."""
@@ -442,17 +377,9 @@ class MARS(torch.optim.Optimizer):
         clipped), "ROLE/correction" (the size of the correction relative to the gradient) and
         "ROLE/cosine" (of the gradient and the last one).
         """
-        total, _, longest = self.skipped.unbind()
-        of_all = torch.stack([self.grad_norm, total.double(), longest.double()])
-        sums: dict[str, Tensor] = {}
-        for each in self._telemetry:
-            of_group = each.sums(self.state)
-            sums[each.role] = sums[each.role] + of_group if each.role in sums else of_group
-        numbers, *rows = torch.stack([F.pad(of_all, (0, 6)), *sums.values()]).tolist()
-        report = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), numbers))
-        for role, row in self.plans.agreement.add_up(dict(zip(sums, rows))).items():
-            report |= {f"{role}/{name}": value for name, value in role_telemetry(row).items()}
-        return report
+        return report(
+            self.grad_norm, self.skipped, self._telemetry, self.state, self.plans.agreement
+        )
 
     def start_interval(self) -> None:
         """Start a new interval of `telemetry`: its longest row of skipped steps counts from here.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmars.optim.hyperparameters import check_hyperparameters
+from torchmars.optim.checks import check_hyperparameters
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES
 
@@ -189,9 +189,16 @@ def complete_group(
     return group
 
 
-def warn_of_unsorted(groups: Iterable[dict[str, Any]], rule: str, stacklevel: int) -> None:
-    """Warn where `groups` that nobody sorted may leave embeddings and heads to a matrix rule."""
-    for group in groups:
+def warn_of_unsorted(
+    groups: Iterable[dict[str, Any]], given: Iterable[Any], rule: str, stacklevel: int
+) -> None:
+    """Warn where `groups` that nobody sorted may leave embeddings and heads to a matrix rule.
+
+    `given` is what the user passed for each group. Groups that name a rule or a role were sorted.
+    """
+    for group, each in zip(groups, given):
+        if isinstance(each, dict) and {"rule", "role"} & set(each):
+            continue
         names = group.get("param_names")
         found = [name for name in names or () if looks_like(name)]
         if found or not names:

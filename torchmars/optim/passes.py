@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +74,7 @@ def _announce_compilation() -> None:
         )
 
 
-def pays_to_compile(tensors: Sequence[Tensor], device: torch.device) -> bool:
+def pays_to_compile(tensors: Iterable[Tensor], device: torch.device) -> bool:
     """Return whether a model of these local tensors trains faster with compiled kernels."""
     return sum(each.numel() for each in tensors) >= MIN_MODEL_TO_COMPILE and can_compile(device)
 

@@ -1,11 +1,11 @@
 """What is planned once for an optimizer's parameters.
 
-That is their places in the step's reductions, and the owners of their matrices.
+That is their order in the step's reductions, and the owners of their matrices.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from torchmars.optim.owners import MatrixShape
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import MatrixRule
 from torchmars.optim.state import Known, known_parameters
+from torchmars.optim.tensors import local_part
 
 
 class Plans:
@@ -30,8 +31,8 @@ class Plans:
         self.mesh_groups, self.matrix_dtype = mesh_groups, matrix_dtype
         self.shard_sum = ShardSum(mesh_groups)
         self.agreement = Agreement(mesh_groups, norm_group)
-        self.places: dict[Tensor, int] = {}
-        """The place of each parameter among the reduced products."""
+        self.parameters: list[Tensor] = []
+        """All parameters, in the order of the step's reductions."""
         self.traffic: list[MatrixTraffic] = []
         """The matrices with their owners, those that lie alike together."""
         self.owner_loads: OwnerLoads = {}
@@ -39,7 +40,7 @@ class Plans:
         """The parameters of each group, and their layouts."""
 
     def add(self, group: dict[str, Any]) -> None:
-        """Give a group's parameters their places and its matrices owners.
+        """Give a group's parameters a place in the reductions and its matrices owners.
 
         Collective over the meshes of the parameters. Where it raises, no matrix has an owner more.
         """
@@ -58,13 +59,14 @@ class Plans:
                     MatrixTraffic(parameters, shapes, loads, self.mesh_groups, self.matrix_dtype)
                 )
         for parameter in group["params"]:
-            self.places[parameter] = len(self.places)
+            self.parameters.append(parameter)
             self.shard_sum.add(parameter)
-        self.agreement.cover(self.places)
+        self.agreement.cover(self.parameters)
         self.traffic += traffic
         self.owner_loads = loads
         self.known += known_parameters([group])
 
-    def products_of(self, parameters: Sequence[Tensor], products: list[Tensor]) -> list[Tensor]:
-        """Return those of `products`, which are in the order of `places`, that `parameters` have."""
-        return [products[self.places[parameter]] for parameter in parameters]
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters; the CPU where there are none."""
+        return local_part(self.parameters[0]).device if self.parameters else torch.device("cpu")

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torchmars.optim.hyperparameters import check_hyperparameters
+from torchmars.optim.checks import check_hyperparameters, parameter_name
 from torchmars.optim.owners import intervals
 from torchmars.optim.rules import RULES, current_name, state_fits, unscaling
 from torchmars.optim.rules.rule import State
@@ -79,13 +79,6 @@ def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
         )
         for group, before in zip(groups, known)
     )
-
-
-def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
-    """What messages call a parameter: its place among the groups, and its name if it has one."""
-    names = group.get("param_names")
-    where = f"{place} of group {group_number}"
-    return f"parameter {names[place]!r} ({where})" if names else f"parameter {where}"
 
 
 def carried_state(

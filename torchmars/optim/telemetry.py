@@ -1,12 +1,14 @@
 """What a step leaves for telemetry, and the numbers that are made of it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchmars.optim.norms import Agreement
 from torchmars.optim.rules.correction import Corrections
 from torchmars.optim.rules.rule import GroupTensors, Rule, State, StepFactors
 from torchmars.optim.tensors import local_part
@@ -68,16 +70,40 @@ class GroupTelemetry:
         return self.rule.squared_memory(state, self.rate1) * share
 
 
-def role_telemetry(sums: list[float]) -> dict[str, float]:
-    """Return what `MARS.telemetry` reports of a role, from its `GroupTelemetry.sums`."""
+def report(
+    grad_norm: Tensor,
+    skipped: Tensor,
+    groups: Sequence[GroupTelemetry],
+    state: dict[Tensor, State],
+    agreement: Agreement,
+) -> dict[str, float]:
+    """Return what `MARS.telemetry` returns. Waits for the device once."""
+    total, _, longest = skipped.unbind()
+    of_all = torch.stack([grad_norm, total.double(), longest.double()])
+    sums: dict[str, Tensor] = {}
+    for group in groups:
+        of_group = group.sums(state)
+        sums[group.role] = sums[group.role] + of_group if group.role in sums else of_group
+    first, *rows = torch.stack([F.pad(of_all, (0, 6)), *sums.values()]).tolist()
+    numbers = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), first))
+    for role, row in agreement.add_up(dict(zip(sums, rows))).items():
+        numbers |= {f"{role}/{name}": value for name, value in role_numbers(row).items()}
+    return numbers
+
+
+def role_numbers(sums: list[float]) -> dict[str, float]:
+    """Return the numbers of a role, from its `GroupTelemetry.sums`."""
     gg, used, memory, kept, gh, hh, correction, clipped, tensors = sums
-    report = {"grad_norm": math.sqrt(gg), "momentum": math.sqrt(memory / used) if used > 0 else 0.0}
+    numbers = {
+        "grad_norm": math.sqrt(gg),
+        "momentum": math.sqrt(memory / used) if used > 0 else 0.0,
+    }
     if tensors:
-        report["clipped"] = clipped / tensors
+        numbers["clipped"] = clipped / tensors
         # The first step has no last gradient, and reports 0.
-        report["correction"] = math.sqrt(correction / kept) if kept > 0 else 0.0
-        report["cosine"] = gh / math.sqrt(kept * hh) if kept * hh > 0 else 0.0
-    return report
+        numbers["correction"] = math.sqrt(correction / kept) if kept > 0 else 0.0
+        numbers["cosine"] = gh / math.sqrt(kept * hh) if kept * hh > 0 else 0.0
+    return numbers
 
 
 def count_skipped(skipped: Tensor, ok: Tensor) -> Tensor:

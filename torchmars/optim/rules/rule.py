@@ -1,6 +1,5 @@
 """What an update rule is, and what it works on in a step."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -133,9 +132,12 @@ class GroupTensors:
             else 0.0
         )
 
-    def strain(self, products: list[Tensor]) -> Tensor:
-        """Return the largest norm of the gradients, before the global clip, over `largest_norm`."""
-        return torch.stack(products)[:, 0].sqrt().max() / self.largest_norm
+    def strain(self, products: Tensor) -> Tensor:
+        """Return the largest norm of the gradients, before the global clip, over `largest_norm`.
+
+        `products` [n, 3] are the reduced ones.
+        """
+        return products[:, 0].sqrt().max() / self.largest_norm
 
     def scalar(self, value: float | Tensor) -> Tensor:
         """Return `value` as a 0-d tensor in the dtype of the computation.
@@ -145,45 +147,27 @@ class GroupTensors:
         """
         return torch.as_tensor(value, dtype=self.dtype)
 
-    def factors(
-        self,
-        scale: Tensor,
-        ok: Tensor,
-        products: list[Tensor],
-        *,
-        exact: bool,
-        globally_clipped: bool,
-        compile: bool,
-    ) -> "StepFactors":
-        """Return what the sums of a step make of this group.
+    def corrections(
+        self, scale: Tensor, products: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Corrections | None]:
+        """Return the usable products [n, 3] of the tensors, and their corrections.
 
-        `scale` is the global clip's factor, `products` are the reduced ones of each parameter.
+        `scale` is the global clip's factor in float64, `products` are the reduced ones, `counts`
+        the steps made. There are no corrections where no last gradient is kept.
         """
-        together = torch.stack(products)
-        counts = torch.stack(self.steps).double()
-        corrections = None
-        if self.last_grads:
-            gg, _, hh = together.unbind(-1)
-            # Not finite, or too large: then h is s g, as in a first step.
-            unusable = ~(hh.sqrt() <= self.largest_norm)
-            without = torch.stack([gg, scale * gg, scale**2 * gg], -1)
-            together = torch.where(unusable[:, None], without, together)
-            kappa = torch.where(unusable, 0.0, (counts != 0).double() * self._strength())
-            clip = torch.ones_like(kappa)
-            if self.settings["clip"] is not None:
-                norms = corrected_squared_norms(together, scale, kappa).sqrt()
-                clip = (self.settings["clip"] / norms).clamp(max=1.0)
-            corrections = Corrections(kappa.to(self.dtype), clip.to(self.dtype), unusable)
-        return StepFactors(
-            ok=ok,
-            scale=scale.to(self.dtype),
-            globally_clipped=globally_clipped,
-            products=together,
-            counts=counts,
-            corrections=corrections,
-            keep_gradient=not exact,
-            compile=compile,
-        )
+        if not self.last_grads:
+            return products, None
+        gg, _, hh = products.unbind(-1)
+        # Not finite, or too large: then h is s g, as in a first step.
+        unusable = ~(hh.sqrt() <= self.largest_norm)
+        without = torch.stack([gg, scale * gg, scale**2 * gg], -1)
+        products = torch.where(unusable[:, None], without, products)
+        kappa = torch.where(unusable, 0.0, (counts != 0).double() * self._strength())
+        clip = torch.ones_like(kappa)
+        if self.settings["clip"] is not None:
+            norms = corrected_squared_norms(products, scale, kappa).sqrt()
+            clip = (self.settings["clip"] / norms).clamp(max=1.0)
+        return products, Corrections(kappa.to(self.dtype), clip.to(self.dtype), unusable)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import MatrixRule
+from torchmars.optim.tensors import local_part
 
 
 def check_hyperparameters(suffix: str = "", **values: Any) -> None:
@@ -37,7 +38,24 @@ def _in_range(name: str, value: Any) -> tuple[bool, str]:
     return value is None and name == "gamma_next" or 0 <= value < float("inf"), "at least 0"
 
 
-def check_parameter(parameter: Tensor, local: Tensor, rule: str, name: str) -> None:
+def check_parameters(group: dict[str, Any], number: int) -> None:
+    """Raise `ValueError` for a parameter that the rule of `group` cannot update.
+
+    `number` is the group's among its groups.
+    """
+    for place, parameter in enumerate(group["params"]):
+        name = parameter_name(group, number, place)
+        _check_parameter(parameter, local_part(parameter), group["rule"], name)
+
+
+def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
+    """What messages call a parameter: its place among the groups, and its name if it has one."""
+    names = group.get("param_names")
+    where = f"{place} of group {group_number}"
+    return f"parameter {names[place]!r} ({where})" if names else f"parameter {where}"
+
+
+def _check_parameter(parameter: Tensor, local: Tensor, rule: str, name: str) -> None:
     """Raise `ValueError` for a parameter that `rule` cannot update.
 
     `local` is this rank's part of it, `name` what the message calls it.
