@@ -165,7 +165,7 @@ def test_mistakes_in_the_constructor():
 
 
 def test_compilation_is_announced_once(caplog, monkeypatch):
-    """Without compiling: what is compiled is left as it is here."""
+    """Nothing is compiled here: torch.compile is replaced."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     for cached in (passes._compiled, passes._announce_compilation):
         cached.cache_clear()

@@ -11,7 +11,7 @@ from torchmars.optim.tensors import local_part
 
 
 def check_hyperparameters(suffix: str = "", **values: Any) -> None:
-    """Raise `ValueError`, naming the argument (with `suffix`), for a hyperparameter out of its range.
+    """Raise `ValueError` for a hyperparameter out of its range, naming it (with `suffix`).
 
     Known are rule, lr, eps (> 0), weight_decay, gamma, gamma_next (>= 0), betas (two numbers in
     [0, 1)), clip and max_grad_norm (> 0 or None).
@@ -49,7 +49,7 @@ def check_parameters(group: dict[str, Any], number: int) -> None:
 
 
 def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
-    """What messages call a parameter: its place among the groups, and its name if it has one."""
+    """Return what messages call a parameter: its place in the groups, and its name if any."""
     names = group.get("param_names")
     where = f"{place} of group {group_number}"
     return f"parameter {names[place]!r} ({where})" if names else f"parameter {where}"

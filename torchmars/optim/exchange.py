@@ -146,7 +146,7 @@ class MatrixTraffic:
         return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
 
     def compute(self, bucket: Bucket, arrived: Tensor) -> "Transfer":
-        """Orthogonalise the units this rank owns, equal shapes in batches; send the results back."""
+        """Orthogonalise the units that this rank owns, and send the results back."""
         incoming = [piece for pieces in bucket.incoming for piece in pieces]
         parts: dict[Unit, list[tuple[Piece, Tensor]]] = {}
         for piece, part in zip(incoming, arrived.split([piece.numel for piece in incoming])):

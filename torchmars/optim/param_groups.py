@@ -1,6 +1,7 @@
 """The optimizer groups that follow from the roles of a model's parameters.
 
-Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv 2411.10438, 2510.21800).
+Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
+2411.10438, 2510.21800).
 """
 
 import difflib
@@ -19,10 +20,10 @@ GROUP_KEYS = ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "clip", "sp
 
 
 def complete_settings(name: str, **given: Any) -> dict[str, Any]:
-    """The settings of optimizer `name`: its defaults, with those `given` in their place.
+    """Return the settings of optimizer `name`: its defaults, with those `given` in their place.
 
-    Raises `ValueError`, naming the argument, for an unknown name, a setting the optimizer does not have and a value
-    out of range. A `clip` of 0 or None switches the per-tensor clip off.
+    Raises `ValueError`, naming the argument, for an unknown name, a setting that the optimizer does
+    not have and a value out of range. A `clip` of 0 or None switches the per-tensor clip off.
     """
     if name not in RULES:
         raise ValueError(f"name must be one of {', '.join(RULES)}, got {name!r}")
@@ -65,7 +66,7 @@ def check_groups(
     by_pattern: Sequence[tuple[str, dict[str, Any]]],
     **settings: Any,
 ) -> None:
-    """Raise the `ValueError` that `param_groups` would raise for these arguments with a model that has every role."""
+    """Raise the `ValueError` that `param_groups` would raise with a model that has every role."""
     table = role_settings(name, **settings)
     for role, changes in by_role.items():
         table[role] = _changed(table[role], changes, role)
@@ -83,17 +84,22 @@ def param_groups(
     by_pattern: Sequence[tuple[str, dict[str, Any]]] = (),
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Groups for `MARS`, with named parameters: one for each pattern and each role that `model` has; each parameter in one.
+    """Return groups for `MARS`, with named parameters, each in one group.
+
+    There is one group for each pattern and each role that `model` has.
 
     Args:
-        model: where the parameters and their roles come from (see `roles`).
-        name: optimizer whose defaults are used: one of the rules.
-        by_role: for a role, group settings that replace the optimizer's: rule, lr, betas, eps, weight_decay, gamma, clip, split, flatten.
-        by_pattern: (pattern, group settings) pairs; a parameter whose name matches a pattern (as a shell's) goes to the first one it
-            matches, with its role's settings but for those given.
+        model: the model whose parameters are grouped by their roles (see `roles`).
+        name: the optimizer whose defaults are used: one of the rules.
+        by_role: for a role, group settings that replace the optimizer's: rule, lr, betas, eps,
+            weight_decay, gamma, clip, split, flatten.
+        by_pattern: pairs (pattern, group settings). A parameter whose name matches a pattern (as a
+            shell's) goes to the first one that it matches, with its role's settings but for those
+            given.
         settings: replace the defaults of optimizer `name`.
 
-    Raises `ValueError`, naming the argument, for anything out of range or without meaning and for a pattern that claims nothing.
+    Raises `ValueError`, naming the argument, for a value out of range, for a setting without
+    meaning and for a pattern that claims no parameter.
     """
     table, given = role_settings(name, **settings), by_role or {}
     for role, changes in given.items():
@@ -119,13 +125,14 @@ def param_groups(
     for pattern, _ in by_pattern:
         if pattern not in claimed:
             raise ValueError(
-                f"by_pattern: {pattern!r} claims no parameter (or an earlier pattern claimed them all)"
+                f"by_pattern: {pattern!r} claims no parameter "
+                "(or an earlier pattern claimed them all)"
             )
     return list(groups.values())
 
 
 def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
-    """A group's settings with `changes`, checked; `where` says in errors whose they are."""
+    """Return a group's settings with `changes`, checked. `where` names the group in errors."""
     changed = group | changes
     if not RULES.get(changed["rule"], RULES["adamw"]).corrected:
         for key in ("gamma", "clip"):
@@ -154,10 +161,10 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
 def complete_group(
     param_group: dict[str, Any], defaults: dict[str, Any], by_rule: Collection[str], number: int
 ) -> dict[str, Any]:
-    """A copy of a user's group, checked, with its rule's values of the settings `by_rule`.
+    """Return a copy of a user's group, checked, with its rule's values of the settings `by_rule`.
 
     `defaults` are the optimizer's, `number` is the group's among its groups. Keys that are no
-    settings of ours are carried. Raises `ValueError` for a value out of range, for a key that looks
+    settings of MARS are kept. Raises `ValueError` for a value out of range, for a key that looks
     like a misspelt setting and for a parameter that the group has twice.
     """
     group = dict(param_group)

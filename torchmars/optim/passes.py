@@ -39,8 +39,8 @@ def run_pass(
 ) -> list[Any]:
     """Call `function` on all `tensors` with their `factors`, and return its results in order.
 
-    `function` must be defined at the top level of a module: its kernels are kept by it. With
-    `compile`, large tensors go through fused kernels.
+    With `compile`, large tensors go through fused kernels. These are cached by `function`, which
+    must be the same object at every step: define it at the top level of a module.
     """
     results: list[Any] = [None] * len(tensors)
     by_size: dict[int, list[int]] = {}
@@ -82,7 +82,7 @@ def pays_to_compile(tensors: Iterable[Tensor], device: torch.device) -> bool:
 def can_compile(device: torch.device) -> bool:
     """Return whether torch.compile has what it needs.
 
-    It needs a compiler, and on a CPU the headers of Python, on a GPU one that Triton knows.
+    It needs a compiler, on a CPU also the headers of Python, on a GPU one that Triton supports.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (7, 0) and any(

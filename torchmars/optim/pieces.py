@@ -1,4 +1,4 @@
-"""The pieces of matrices that a rank sends, receives and computes: `owners.py`'s plan, rank by rank."""
+"""The pieces of matrices that a rank sends, receives and computes under the plan of `owners.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

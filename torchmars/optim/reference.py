@@ -1,13 +1,13 @@
 """Every rule in a few lines, on one whole tensor: what `MARS` computes, without its machinery.
 
-Sources: MARS, Yuan et al., arXiv 2411.10438; MARS-M, Liu et al., arXiv 2510.21800; AdamW, Loshchilov
-& Hutter, arXiv 1711.05101; Lion, Chen et al., arXiv 2302.06675; Muon in Moonlight's form, Liu et
-al., arXiv 2502.16982.
+Sources: MARS, Yuan et al., arXiv 2411.10438; MARS-M, Liu et al., arXiv 2510.21800; AdamW,
+Loshchilov & Hutter, arXiv 1711.05101; Lion, Chen et al., arXiv 2302.06675; Muon in Moonlight's
+form, Liu et al., arXiv 2502.16982.
 
-Each rule is a function of a tensor `x`, its gradient `g` after the global clip (see `global_clip`),
-its state and its settings. It changes `x` and the state in place. The state of a tensor is a dict,
-empty before the first step. All numbers are of the dtype of `x`: any floating-point dtype.
-Nothing here is fast, or knows shards: use it to read, to teach, and to test.
+Each rule is a function that makes one step in place. It takes a tensor `x`, its gradient `g` after
+the global clip (see `global_clip`), its state and its settings. The state of a tensor is a dict,
+empty before the first step. All numbers are of the dtype of `x`, which may be any floating-point
+dtype. The functions are slow and know no shards: use them to read, to teach and to test.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def mars_adamw(
     clip: float | None,
     last: Tensor | None = None,
 ) -> None:
-    """AdamW's two moments of the corrected gradient c; v is built from c, not from g."""
+    """Step by AdamW's two moments of the corrected gradient c: v is built from c, not from g."""
     c = corrected_gradient(g, state, betas[0], gamma, clip, last)
     _adamw_step(x, c, state, lr, betas, eps, weight_decay)
 
@@ -51,7 +51,7 @@ def mars_lion(
     clip: float | None,
     last: Tensor | None = None,
 ) -> None:
-    """x <- x - lr (sign(m) + weight_decay x), m the momentum of the corrected gradient."""
+    """Set x <- x - lr (sign(m) + weight_decay x), m the momentum of the corrected gradient."""
     m = corrected_momentum(g, state, betas[0], gamma, clip, last)
     descend(x, m.sign(), lr, weight_decay)
 
@@ -68,7 +68,10 @@ def mars_shampoo(
     clip: float | None,
     last: Tensor | None = None,
 ) -> None:
-    """x <- x - lr (max(1, rows / cols)^(1/2) NS(m) + weight_decay x), for a matrix [rows, cols]."""
+    """Set x <- x - lr (max(1, rows / cols)^(1/2) NS(m) + weight_decay x).
+
+    `x` is a matrix [rows, cols], m the momentum of the corrected gradient.
+    """
     m = corrected_momentum(g, state, betas[0], gamma, clip, last)
     rows, cols = x.shape
     descend(x, max(1.0, rows / cols) ** 0.5 * newton_schulz(m), lr, weight_decay)
@@ -86,7 +89,10 @@ def mars_m(
     clip: float | None,
     last: Tensor | None = None,
 ) -> None:
-    """x <- x - lr (0.2 max(rows, cols)^(1/2) NS(m) + weight_decay x), for a matrix [rows, cols]."""
+    """Set x <- x - lr (0.2 max(rows, cols)^(1/2) NS(m) + weight_decay x).
+
+    `x` is a matrix [rows, cols], m the momentum of the corrected gradient.
+    """
     m = corrected_momentum(g, state, betas[0], gamma, clip, last)
     descend(x, 0.2 * max(x.shape) ** 0.5 * newton_schulz(m), lr, weight_decay)
 
@@ -101,14 +107,14 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """x <- x - lr (unbiased m / (root of unbiased v + eps) + weight_decay x)."""
+    """Set x <- x - lr (m' / (v'^(1/2) + eps) + weight_decay x), m' and v' without their bias."""
     _adamw_step(x, g, state, lr, betas, eps, weight_decay)
 
 
 def lion(
     x: Tensor, g: Tensor, state: State, *, lr: float, betas: Betas, weight_decay: float
 ) -> None:
-    """The update takes the sign of one average of m and g, m becomes another."""
+    """Step by the sign of an average of m and g; m becomes an average with other weights."""
     beta1, beta2 = betas
     m = state.get("exp_avg", torch.zeros_like(x))
     descend(x, (beta1 * m + (1 - beta1) * g).sign(), lr, weight_decay)
@@ -118,7 +124,7 @@ def lion(
 def muon(
     x: Tensor, g: Tensor, state: State, *, lr: float, betas: Betas, weight_decay: float
 ) -> None:
-    """Nesterov momentum, betas[0], orthogonalised; a step has the scale of `mars_m`."""
+    """Step by the orthogonalised Nesterov momentum (decay betas[0]), with the scale of `mars_m`."""
     mu, _ = betas
     buffer = mu * state.get("momentum_buffer", torch.zeros_like(x)) + g
     direction = newton_schulz((1 - mu) * (g + mu * buffer))
@@ -126,7 +132,7 @@ def muon(
     state["momentum_buffer"] = buffer
 
 
-# By the names of the rules.
+# The function of each rule, by its name.
 REFERENCES: dict[str, Callable[..., None]] = {
     "mars-adamw": mars_adamw,
     "mars-lion": mars_lion,
@@ -202,5 +208,5 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
 
 def descend(x: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
-    """x <- x - lr (direction + weight_decay x), in place."""
+    """Set x <- x - lr (direction + weight_decay x)."""
     x.sub_(lr * (direction + weight_decay * x))

@@ -1,4 +1,4 @@
-"""Each parameter's state: where it lies, how it follows its parameter, what of a saved one fits."""
+"""Each parameter's state: its layout, how it follows its parameter, how a saved one is loaded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ _TORCH_KEYS = (
 
 
 def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:
-    """The parameters of `groups` and their layouts, as `unchanged` compares them."""
+    """Return the parameters of `groups` and their layouts, as `unchanged` compares them."""
     return [
         [(parameter, ParameterLayout.of(parameter)) for parameter in group["params"]]
         for group in groups
@@ -70,7 +70,7 @@ def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:
 
 
 def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
-    """Whether the groups still have the parameters of `known`, laid out as they were."""
+    """Return whether the groups still have the parameters of `known`, laid out as they were."""
     return len(groups) == len(known) and all(
         len(group["params"]) == len(before)
         and all(
@@ -84,10 +84,10 @@ def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
 def carried_state(
     groups: Sequence[dict[str, Any]], known: Known, state: dict[Tensor, State], new_state: NewState
 ) -> dict[Tensor, State]:
-    """The state of the parameters of `groups`, which once were `known`.
+    """Return the state of the parameters of `groups`, which were `known` before.
 
-    What lies otherwise by now gets a state of its layout with the same values. Raises `ValueError`
-    where a parameter was replaced by one of another shape. Changes nothing.
+    A parameter whose layout changed gets a state of its new layout with the same values. Raises
+    `ValueError` where a parameter was replaced by one of another shape. Changes nothing.
     """
     before = {parameter: layout for group in known for parameter, layout in group}
     former = _predecessors(groups, known)
@@ -107,7 +107,7 @@ def carried_state(
 
 
 def _predecessors(groups: Sequence[dict[str, Any]], known: Known) -> dict[Tensor, Tensor]:
-    """For each parameter, the one whose state it goes on with: itself, or the one it replaced.
+    """Return for each parameter the one whose state it takes over: itself, or the one it replaced.
 
     A parameter replaced the one at its place of its group, if that one is in no group any more.
     Others are new and left out.
@@ -166,10 +166,10 @@ def _lie_alike(one: Tensor, other: Tensor) -> bool:
 
 @dataclass
 class Loaded:
-    """A saved state that fits: what the optimizer's groups and state become."""
+    """A saved state that fits: what the optimizer's groups and state become by loading it."""
 
     groups: list[dict[str, Any]]
-    """The saved param_groups, with what they do not say in the optimizer's words."""
+    """The saved param_groups. What they do not say is as in the optimizer's own."""
     state: dict[Tensor, State]
     without_last_grad: list[Tensor]
     """Parameters whose rule keeps a last gradient, which the saved state has not."""
@@ -178,11 +178,11 @@ class Loaded:
 def check_loaded(
     saved: dict[str, Any], groups: Sequence[dict[str, Any]], new_state: NewState
 ) -> Loaded:
-    """What loading `saved`, a `state_dict`, makes of an optimizer with `groups`. Changes nothing.
+    """Return what loading `saved`, a `state_dict`, makes of an optimizer with `groups`.
 
     The state of torch's AdamW, whose groups name no rule, is that of the rule "adamw". It and that
     rule's fit "mars-adamw" too, which then keeps its own hyperparameters. Raises `ValueError`
-    naming the parameter, the key and the shapes where something does not fit.
+    naming the parameter, the key and the shapes where something does not fit. Changes nothing.
     """
     if not {"state", "param_groups"} <= set(saved):
         raise ValueError(f"state_dict must have 'state' and 'param_groups', got {sorted(saved)}")
@@ -214,7 +214,7 @@ def check_loaded(
 
 
 def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[str, Any]:
-    """The hyperparameters of a group after loading."""
+    """Return the hyperparameters of a group after loading."""
     rule, saved_rule = ours["rule"], theirs.get("rule", "adamw")
     if rule != saved_rule and saved_rule not in RULES[rule].continues:
         raise ValueError(
@@ -237,7 +237,7 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
 def _current(
     entries: dict[str, Any], theirs: dict[str, Any], rule: str, wanted: State, name: str
 ) -> State:
-    """A parameter's saved state by today's names, if it fits what is `wanted`."""
+    """Return a parameter's saved state by today's names. Raises where it is not `wanted`."""
     saved_rule = theirs.get("rule", "adamw")
     current = {}
     for key, value in entries.items():

@@ -16,7 +16,7 @@ from torchmars.optim.tensors import local_part
 
 
 class AdamW(ElementwiseRule):
-    """Loshchilov & Hutter, arXiv 1711.05101, by torch's own fused kernel."""
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), by torch's own fused kernel."""
 
     name = "adamw"
     defaults = {"lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -55,7 +55,10 @@ class AdamW(ElementwiseRule):
 
 
 class MarsAdamW(AdamW):
-    """AdamW's two moments of the corrected gradient. The second one needs h, also without a clip."""
+    """AdamW's two moments of the corrected gradient.
+
+    The second moment needs the last gradient, also without a clip.
+    """
 
     name = "mars-adamw"
     defaults = {"lr": 6e-3, "betas": (0.95, 0.99), "weight_decay": 0.01} | MARS_DEFAULTS

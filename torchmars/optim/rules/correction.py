@@ -1,6 +1,7 @@
 """The variance reduction that the MARS rules share: the corrected gradient and its factors.
 
-Sources: Yuan et al., "MARS", arXiv 2411.10438, equation 4.2; Liu et al., "MARS-M", arXiv 2510.21800.
+Sources: Yuan et al., "MARS", arXiv 2411.10438, equation 4.2; Liu et al., "MARS-M", arXiv
+2510.21800.
 
 Names: g gradient, h last gradient, s factor of the global clip, c corrected gradient.
 """

@@ -1,4 +1,4 @@
-"""A momentum that needs one buffer beside the gradient: what Lion and Muon keep, and MARS unclipped.
+"""A momentum that needs one buffer beside the gradient: Lion, Muon, unclipped MARS.
 
 Where only the momentum is used and nothing is clipped tensor by tensor, the last gradient drops out
 of MARS's momentum: see `mars_lean_form`.

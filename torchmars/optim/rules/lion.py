@@ -14,10 +14,7 @@ from torchmars.optim.rules.shared_settings import MARS_DEFAULTS, mars_settings_b
 
 
 class Lion(ElementwiseRule):
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, algorithm 2.
-
-    The buffer u is m, the moving average of g.
-    """
+    """Lion (Chen et al., arXiv 2302.06675, algorithm 2). The buffer u is m, the average of g."""
 
     name = "lion"
     defaults = {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
@@ -31,6 +28,7 @@ class Lion(ElementwiseRule):
         return beta1 / beta2
 
     def lean_form(self, settings: Settings) -> LeanForm:
+        """Return the coefficients of the momentum where no last gradient is kept."""
         beta1, beta2 = settings["betas"]
         return LeanForm(mix=beta1, out=1 - beta1, decay=beta2, weight=1 - beta2)
 
@@ -42,7 +40,7 @@ class Lion(ElementwiseRule):
 
 
 class MarsLion(Lion):
-    """The sign of the corrected momentum."""
+    """MARS-Lion (arXiv 2411.10438): a step by the sign of the corrected momentum."""
 
     name = "mars-lion"
     defaults = {"lr": 6e-4, "betas": (0.95, 0.99), "weight_decay": 0.1} | MARS_DEFAULTS

@@ -133,7 +133,7 @@ class MarsM(MatrixRule):
 
 
 class MarsShampoo(MarsM):
-    """MARS-Shampoo (arXiv 2411.10438): the scale of the published code, MARS-AdamW outside."""
+    """MARS-Shampoo (arXiv 2411.10438), with the scale of the published code."""
 
     name = "mars-shampoo"
     defaults = (
@@ -190,7 +190,7 @@ class MatrixUpdate:
         self.keep = 1 - self.lr * group.scalar(group.settings["weight_decay"])
 
     def before_directions(self) -> None:
-        """Update the momentum, unless it is lean: that one's direction is made of the old buffer."""
+        """Update the momentum, unless it is lean: its direction is made of the old buffer."""
         if self.step.corrections is None:
             return
         rate = self.group.scalar(1 - self.group.settings["betas"][0])
