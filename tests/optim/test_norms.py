@@ -44,9 +44,9 @@ def give(parameters, layouts, step):
 
 
 def verdicts(layouts, broken, rule):
-    """Make a step where rank 3's gradient of parameter `broken` is not finite, and another.
+    """Make two steps; in the first, rank 3's gradient of parameter `broken` is not finite.
 
-    Return the skipped steps, whether the first changed weights, both norms, the weights at last, and
+    Return the skipped steps, whether the first changed weights, both norms, the last weights, and
     how many all-reduces a step made.
     """
     parameters = [nn.Parameter(lay_out(start, layout)) for start, layout in zip(starts(), layouts)]

@@ -141,7 +141,7 @@ class MARS(torch.optim.Optimizer):
         # Exact mode: the next step's last gradient of each parameter.
         self.ahead: dict[Tensor, Tensor] = {}
         self._looked_ahead = False
-        self._compile_if = compile
+        self._requested_compile = compile
         self.compile = bool(compile)
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
@@ -165,7 +165,7 @@ class MARS(torch.optim.Optimizer):
         Collective for sharded parameters, as the constructor. Raises `ValueError` or `TypeError`
         for a group that it cannot take, and is then as it was before.
         """
-        if isinstance(param_group, dict):  # torch says so where it is not
+        if isinstance(param_group, dict):  # otherwise torch raises a TypeError
             param_group = complete_group(
                 param_group, self.defaults, self._by_rule, len(self.param_groups)
             )
@@ -191,7 +191,7 @@ class MARS(torch.optim.Optimizer):
         return state
 
     def _look_ahead_for(self, state: dict[Tensor, State]) -> None:
-        """Exact mode: room for the next last gradients of the parameters of `state`."""
+        """In exact mode, make room for the next last gradients of the parameters of `state`."""
         if self.exact:
             self.ahead |= {
                 parameter: torch.zeros_like(each["last_grad"])
@@ -200,10 +200,12 @@ class MARS(torch.optim.Optimizer):
             }
 
     def _settle(self) -> None:
-        """Do what depends on where the parameters are and how large."""
+        """Choose what depends on the device and the size of the parameters."""
         locals, device = map(local_part, self.plans.parameters), self.plans.device
         self.compile = (
-            pays_to_compile(locals, device) if self._compile_if is None else self._compile_if
+            pays_to_compile(locals, device)
+            if self._requested_compile is None
+            else self._requested_compile
         )
         self.grad_norm, self.skipped = (
             torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
@@ -232,7 +234,7 @@ class MARS(torch.optim.Optimizer):
         self._settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's. Collective where sharded parameters were replaced since a step."""
+        """Return the state, as any optimizer. Collective where sharded parameters were replaced."""
         self._follow()
         return super().state_dict()
 
@@ -268,10 +270,10 @@ class MARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def look_ahead(self) -> None:
-        """Exact mode, before each step: take the gradients of the *next* step's batch.
+        """Take the gradients of the *next* step's batch at today's weights, in exact mode.
 
-        They are those at the weights of now. They get the same global clip as those of a step, and
-        become the next step's h. Call it before the backward pass of this step's own batch.
+        They get the same global clip as those of a step, and become the next step's h. Call it
+        before each step, and before the backward pass of the step's own batch.
         """
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
@@ -289,16 +291,16 @@ class MARS(torch.optim.Optimizer):
                 continue
             gradient = gradients[parameter]
             used = gradient * reduction.scale.to(gradient.dtype)
-            # None of them counts where one is broken: their norm is unknown.
+            # Where one is broken none of them counts, since their norm is unknown.
             flat(local_part(target)).copy_(torch.where(reduction.ok, used, math.nan))
         self._looked_ahead = True
 
     @torch.no_grad()
     def start_last_grads(self, parameters: Iterable[Tensor]) -> None:
-        """Leave the next update of each of `parameters` that counts without correction.
+        """Make the next update of each of `parameters` that counts one without correction.
 
-        As in a first step (h_1 = g_1). For state that was loaded without a last gradient, such as
-        AdamW's, or with one of other data.
+        It is then as in a first step (h_1 = g_1). Use it for state that was loaded without a last
+        gradient, such as AdamW's, or with one of other data.
         """
         for parameter in parameters:
             if "last_grad" in self.state[parameter]:  # NaN: there is none

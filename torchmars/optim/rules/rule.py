@@ -51,18 +51,20 @@ class Rule(ABC):
         return {"vector": main | {"weight_decay": 0.0}}
 
     def limits(self, group: "GroupTensors", wire: torch.dtype) -> list[float]:
-        """Return bounds on the norm of a tensor's (corrected) gradient that prevent an overflow.
+        """Return bounds on the norm of a tensor's (corrected) gradient, below which all is finite.
 
-        `wire` is the dtype in which matrices travel.
+        By default a buffer takes what the gradient's size is. A rule whose buffers or other numbers
+        are larger adds bounds. `wire` is the dtype in which matrices travel.
         """
         return [torch.finfo(group.parameters[0].dtype).max / 2]
 
     def squared_memory(self, state: State, rate1: float) -> Tensor:
         """Return the squared size of what earlier gradients left in this rank's part of `state`.
 
-        `rate1` is one minus the momentum's decay. The result is 0-d, in float64.
+        That is by default the squared norm of the first of the rule's `buffers`. `rate1` is one
+        minus the momentum's decay. The result is 0-d, in float64.
         """
-        momentum = state["momentum"] if "momentum" in state else state["exp_avg"]
+        momentum = next(value for name, value in state.items() if name != "step")
         return torch.linalg.vector_norm(local_part(momentum), dtype=torch.float64).square()
 
     def former_scale(self, betas: Sequence[float]) -> float:
