@@ -8,9 +8,9 @@ import time
 
 from torch.distributed.tensor import Shard
 
-from torchmars.optim.exchange import rank_bucket
 from torchmars.optim.orthogonalize import newton_schulz_flops
 from torchmars.optim.owners import MatrixShape, plan_buckets
+from torchmars.optim.pieces import rank_bucket
 
 RANKS = (2, 8, 64, 512)
 

@@ -1,11 +1,14 @@
-"""The MARS family in float64, one tensor at a time, written from the update rules and not from the code under test."""
+"""The MARS family in float64, one tensor at a time.
+
+It is written from the update rules, and not from the code under test.
+"""
 
 import torch
 from torch import Tensor
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Five steps of the quintic on one float64 matrix."""
+    """Return one float64 matrix after five steps of the quintic."""
     if x.shape[0] > x.shape[1]:
         return newton_schulz(x.T).T
     x = x / (x.pow(2).sum().sqrt() + 1e-7)
@@ -16,7 +19,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def direction(rule: str, m: Tensor) -> Tensor:
-    """What Lion, Shampoo and Muon make of a momentum."""
+    """Return the direction that Lion, Shampoo and Muon make of a momentum."""
     if "lion" in rule:
         return m.sign()
     rows, cols = m.shape
@@ -38,7 +41,7 @@ def mars(
     clip=1.0,
     last=None,
 ) -> tuple[Tensor, int]:
-    """The parameter after the steps, in float64, and the number of steps on which the clip was active.
+    """Return the parameter after the steps, in float64, and on how many the clip was active.
 
     `gamma` and `betas` may be lists, one for each step; `last` a list of the h of each step (exact
     mode) after the first.
@@ -68,7 +71,7 @@ def mars(
 
 
 def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay) -> Tensor:
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", algorithm 2.
+    """Return the parameter after steps of Lion (Chen et al., arXiv 2302.06675, algorithm 2).
 
     `betas` may be a list of pairs, one for each step.
     """
@@ -81,7 +84,7 @@ def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay) -> Tens
 
 
 def muon(x: Tensor, gradients: list[Tensor], *, lr, momentum, weight_decay) -> Tensor:
-    """Muon with Nesterov momentum and Moonlight's scale (Liu et al., arXiv 2502.16982).
+    """Return the parameter after steps of Muon in Moonlight's form (arXiv 2502.16982).
 
     `momentum` may be a list, one for each step.
     """
@@ -94,7 +97,10 @@ def muon(x: Tensor, gradients: list[Tensor], *, lr, momentum, weight_decay) -> T
 
 
 def gradients(shape: tuple[int, ...], steps: int, seed: int, dtype=torch.float32) -> list[Tensor]:
-    """Random gradients that are related from step to step and change in size, so that a clip of 1 is active on some."""
+    """Return random gradients, related from step to step, whose size changes.
+
+    A clip of 1 is active on some of them.
+    """
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(shape, generator=generator, dtype=torch.float64)
     size = base.numel() ** -0.5

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchmars.optim import MARS, elementwise, param_groups
-from torchmars.optim.param_groups import DEFAULTS
+from torchmars.optim import MARS, param_groups, passes
 from torchmars.optim.rules import RULES
+from torchmars.optim.rules.matrix import MatrixRule
 
 
 class Net(nn.Module):
@@ -27,7 +27,9 @@ def caught(function):
     return [str(each.message) for each in found if "orthogonalises" in str(each.message)]
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.kind == "matrix"])
+@pytest.mark.parametrize(
+    "rule", [name for name, rule in RULES.items() if isinstance(rule, MatrixRule)]
+)
 def test_unsorted_parameters_of_a_matrix_rule(rule):
     model = Net()
     (bare,) = caught(lambda: MARS(model.parameters(), rule=rule))
@@ -61,7 +63,7 @@ def test_defaults_are_those_of_the_rule(rule):
         group = MARS(*args, **kwargs).param_groups[0]
         return group["lr"], group["betas"]
 
-    parameter, expected = nn.Parameter(torch.ones(2, 2)), DEFAULTS[rule]
+    parameter, expected = nn.Parameter(torch.ones(2, 2)), RULES[rule].defaults
     assert settings([parameter], rule=rule) == (expected["lr"], expected["betas"])
     assert settings([{"params": [parameter], "rule": rule}]) == (expected["lr"], expected["betas"])
     assert settings([{"params": [parameter], "rule": rule, "lr": 0.5}], betas=(0.1, 0.2)) == (
@@ -141,7 +143,7 @@ def test_a_group_that_fails_leaves_the_optimizer_as_it_was(make, message):
         optimizer.plans.owner_loads == before[1]
         and optimizer.state_dict()["param_groups"] == before[0]["param_groups"]
     )
-    assert set(optimizer.state) == {p} and len(optimizer.plans.shardings) == 1
+    assert set(optimizer.state) == {p} and len(optimizer.plans.traffic) == 1
     optimizer.add_param_group({"params": [q, r], "rule": "mars-m"})
     for parameter in (p, q, r):
         parameter.grad = torch.eye(4)
@@ -163,9 +165,9 @@ def test_mistakes_in_the_constructor():
 
 
 def test_compilation_is_announced_once(caplog, monkeypatch):
-    """Without compiling: what is compiled is left as it is here."""
+    """Nothing is compiled here: torch.compile is replaced."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    for cached in (elementwise._compiled, elementwise._announce_compilation):
+    for cached in (passes._compiled, passes._announce_compilation):
         cached.cache_clear()
     try:
         optimizers = [
@@ -178,7 +180,7 @@ def test_compilation_is_announced_once(caplog, monkeypatch):
                 optimizer.param_groups[0]["params"][0].grad = torch.ones(2**16)
                 optimizer.step(), optimizer.step()
     finally:
-        for cached in (elementwise._compiled, elementwise._announce_compilation):
+        for cached in (passes._compiled, passes._announce_compilation):
             cached.cache_clear()
     (record,) = [each for each in caplog.records if "compil" in each.getMessage()]
     assert "compile=False" in record.getMessage()

@@ -20,7 +20,7 @@ def trained(optimizer_class=MARS, steps=4, **settings):
 
 
 def everything(optimizer):
-    """A copy of all that loading changes."""
+    """Return a copy of all that loading changes."""
     return copy.deepcopy(optimizer.state_dict())
 
 
@@ -129,7 +129,7 @@ def test_adamw_goes_on_as_rule_adamw():
 @pytest.mark.parametrize("source", ["torch", "ours"])
 @pytest.mark.parametrize("bad_first", [False, True])
 def test_mars_goes_on_from_adamw(source, bad_first):
-    """AdamW's moments, MARS's settings, a first step without correction, also after a skip."""
+    """It has AdamW's moments, MARS's settings, and a first step without correction."""
     gs = gradients((5, 4), 8, seed=0, dtype=torch.float64)
     parameter = nn.Parameter(torch.ones(5, 4, dtype=torch.float64))
     betas = dict(betas=(0.9, 0.95), weight_decay=0.0)
@@ -148,7 +148,7 @@ def test_mars_goes_on_from_adamw(source, bad_first):
     optimizer.load_state_dict(saved)
     optimizer.load_state_dict(
         copy.deepcopy(optimizer.state_dict())
-    )  # as Accelerate does: it still knows that h is missing
+    )  # as Accelerate does: it is still marked that h is missing
     assert optimizer.param_groups[0]["lr"] == 0.02 and optimizer.param_groups[0]["betas"] == (
         0.95,
         0.99,
@@ -185,7 +185,7 @@ def test_adamw_state_of_another_kind_is_refused():
 
 
 def scaled_by_betas(rule, betas, steps):
-    """The buffer "momentum" of Lion and Muon up to version 0.1, whose scale the betas made."""
+    """Return the buffer "momentum" of Lion and Muon up to version 0.1, scaled by the betas."""
     b1, b2 = betas
     decay, weight = (b2, (1 - b2) * b1 / b2) if rule == "lion" else (b1, b1 * (1 - b1))
     u = torch.zeros_like(steps[0])

@@ -1,4 +1,7 @@
-"""MARS on plain tensors: parity with float64 math and torch's AdamW, and manners of a torch.optim optimizer."""
+"""MARS on plain tensors: parity with float64 math and torch's AdamW.
+
+Also: it behaves as a torch.optim optimizer.
+"""
 
 import copy
 
@@ -69,7 +72,10 @@ def test_equals_torch_adamw_without_correction(rule):
 
 
 def test_correction_survives_in_place_zeroing():
-    """`last_grad` must not share memory with a gradient: the correction would vanish from step 2 on."""
+    """`last_grad` must not share memory with a gradient.
+
+    The correction would vanish from step 2 on.
+    """
     parameter = nn.Parameter(torch.zeros(8))
     optimizer = MARS([parameter], lr=1e-3)
     parameter.grad = torch.arange(8.0)

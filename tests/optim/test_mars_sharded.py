@@ -22,6 +22,7 @@ from tests.optim.reference import gradients
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
+from torchmars.optim.rules.matrix import MatrixRule
 
 SETTINGS = dict(lr=6e-3, weight_decay=0.1, gamma=0.025)
 SHAPES = [
@@ -68,7 +69,7 @@ def like(gradient, parameter):
 
 
 def on_mesh(shape, placements):
-    """The parameters after all steps on a mesh, made whole again, and the collectives of one step."""
+    """Return the whole parameters after all steps on a mesh, and the collectives of a step."""
     mesh = init_device_mesh("cpu", shape)
     parameters = [
         nn.Parameter(
@@ -172,7 +173,7 @@ def sharded(rule):
 
 
 def save_with_torch(folder):
-    """For every rule two steps, a checkpoint by torch's own state-dict functions, three more steps."""
+    """Make two steps of every rule, a checkpoint by torch's own functions, three more steps."""
     result = {}
     for rule in RULES:
         model, optimizer = sharded(rule)
@@ -204,14 +205,18 @@ def test_torch_checkpoints_reshard(tmp_path):
     expected = run_ranks(save_with_torch, 2, str(tmp_path))[0]
     actual = run_ranks(load_with_torch, 4, str(tmp_path))[0]
     for rule in RULES:
-        # A momentum that differs in its last bit may round to another bfloat16 before a matrix is orthogonalised.
-        tolerance = 1e-3 if RULES[rule].kind == "matrix" else 2e-6
+        # A momentum that differs in its last bit may round to another bfloat16 before a matrix is
+        # orthogonalised.
+        tolerance = 1e-3 if isinstance(RULES[rule], MatrixRule) else 2e-6
         for one, other in zip(actual[rule], expected[rule]):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def gradient_on_one_rank():
-    """Rank 0 has no gradient for the second parameter. The shapes that travel must agree all the same."""
+    """Step where rank 0 has no gradient for the second parameter.
+
+    The shapes that travel must agree all the same.
+    """
     mesh = init_device_mesh("cpu", (2,))
     parameters = [
         nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2)

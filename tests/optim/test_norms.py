@@ -44,9 +44,9 @@ def give(parameters, layouts, step):
 
 
 def verdicts(layouts, broken, rule):
-    """A step in which rank 3's gradient of parameter number `broken` is not finite, and another.
+    """Make two steps; in the first, rank 3's gradient of parameter `broken` is not finite.
 
-    Gives the skipped steps, whether the first changed weights, both norms, the weights at last, and
+    Return the skipped steps, whether the first changed weights, both norms, the last weights, and
     how many all-reduces a step made.
     """
     parameters = [nn.Parameter(lay_out(start, layout)) for start, layout in zip(starts(), layouts)]
@@ -69,14 +69,17 @@ def verdicts(layouts, broken, rule):
 
 
 def counts(mode):
-    """The collectives that a CommDebugMode saw, by name."""
+    """Return the collectives that a CommDebugMode saw, by name."""
     return {
         str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()
     }
 
 
 def layouts_of_four_ranks():
-    """How each parameter lies, and the all-reduces of a step: one for each sharding and mesh."""
+    """Return the layouts of all parameters, and the all-reduces of a step, case by case.
+
+    There is one all-reduce for each set of axes, and one for each mesh with copies.
+    """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     line = init_device_mesh("cpu", (4,))
     sharded, copied = (line, [Shard(0)]), (line, [Replicate()])
@@ -99,7 +102,7 @@ def agreement_of_four_ranks():
 
 
 def alone():
-    """The collectives of a step of plain tensors."""
+    """Return the number of collectives of a step of plain tensors."""
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = MARS([parameter], max_grad_norm=1.0)
     parameter.grad = torch.ones(4, 4)
@@ -109,7 +112,7 @@ def alone():
 
 
 def groups_of_stages(parameters):
-    """A rule and a role for each half of the model."""
+    """Return a group for each half of the model, with its rule and role."""
     return [
         {"params": parameters[:2], "rule": "mars-adamw", "role": "first"},
         {"params": parameters[2:], "rule": "muon", "role": "second"},
@@ -117,12 +120,12 @@ def groups_of_stages(parameters):
 
 
 def train_stages(parameters, groups, layout, numbers, break_one, **settings):
-    """Steps of the parameters `numbers` of the model; the third may be broken.
+    """Make steps of the parameters `numbers` of the model; the third may be broken.
 
-    Gives what each step told, and the collectives of one.
+    Return the telemetry of each step, and the collectives of one.
     """
     optimizer = MARS(groups, max_grad_norm=0.5, matrix_dtype=torch.float32, **settings)
-    told = []
+    reported = []
     for step in range(STEPS):
         for number, parameter in zip(numbers, parameters):
             whole = gradients(parameter.shape, STEPS, number)[step].clone()
@@ -131,18 +134,18 @@ def train_stages(parameters, groups, layout, numbers, break_one, **settings):
             local(parameters[-1].grad).fill_(math.inf)
         with CommDebugMode() as counted:
             optimizer.step()
-        told.append(optimizer.telemetry() | {"norm": optimizer.grad_norm.item()})
-    return told, counts(counted)
+        reported.append(optimizer.telemetry() | {"norm": optimizer.grad_norm.item()})
+    return reported, counts(counted)
 
 
 def stages():
-    """Two stages of two shards each: every rank holds a part of one half of the model."""
+    """Train two stages of two shards each: every rank has a part of one half of the model."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage, layout = mesh.get_local_rank("pp"), (mesh["dp"], [Shard(0)])
     numbers = [2 * stage, 2 * stage + 1]
     parameters = [nn.Parameter(lay_out(starts()[number], layout)) for number in numbers]
     group = groups_of_stages(parameters * 2)[stage]
-    told, counted = train_stages(
+    reported, counted = train_stages(
         parameters,
         [group],
         layout,
@@ -150,7 +153,12 @@ def stages():
         dist.get_rank() == 3,
         norm_group=mesh["pp"].get_group(),
     )
-    return numbers, [parameter.full_tensor().detach() for parameter in parameters], told, counted
+    return (
+        numbers,
+        [parameter.full_tensor().detach() for parameter in parameters],
+        reported,
+        counted,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +187,10 @@ def test_a_norm_group_makes_parts_one_model(four_ranks):
     parameters = [nn.Parameter(start) for start in starts()]
     wanted, _ = train_stages(parameters, groups_of_stages(parameters), None, range(4), True)
     assert wanted[-1]["skipped_steps"] == 1 and max(each["norm"] for each in wanted[3:]) > 0.5
-    for _, _, (numbers, halves, told, counted) in four_ranks:
+    for _, _, (numbers, halves, reported, counted) in four_ranks:
         for number, half in zip(numbers, halves):
             torch.testing.assert_close(half, parameters[number].detach(), rtol=1e-5, atol=1e-6)
-        for step, (mine, theirs) in enumerate(zip(told, wanted)):
+        for step, (mine, theirs) in enumerate(zip(reported, wanted)):
             assert set(mine) == set(theirs)
             for name in mine:
                 # A momentum is that of a rank's part, as if the others' were alike.
@@ -194,7 +202,7 @@ def test_a_norm_group_makes_parts_one_model(four_ranks):
 
 
 def on_two_ranks():
-    """FSDP1 in both forms, and ZeRO with and without a norm group."""
+    """Return the errors of FSDP1 in both forms, and runs of ZeRO with and without a norm group."""
     errors = []
     for use_orig_params in (False, True):
         model = FullyShardedDataParallel(
@@ -208,13 +216,13 @@ def on_two_ranks():
     for group in (dist.group.WORLD, None):
         parameters = [nn.Parameter(start) for start in starts()]
         zero = ZeroRedundancyOptimizer(parameters, MARS, **ZERO, norm_group=group)
-        told = train_plain(parameters, zero, zero.optim)
-        result.append(([parameter.detach() for parameter in parameters], told))
+        reported = train_plain(parameters, zero, zero.optim)
+        result.append(([parameter.detach() for parameter in parameters], reported))
     return errors, result
 
 
 def train_plain(parameters, optimizer, mars):
-    """Steps with plain gradients; the norms, and the telemetry at last."""
+    """Make steps with plain gradients, and return the norms and the telemetry at last."""
     norms = []
     for step in range(STEPS):
         give(parameters, [None] * len(parameters), step)
@@ -226,12 +234,14 @@ def train_plain(parameters, optimizer, mars):
 def test_fsdp1_is_refused_and_zero_is_right_with_a_norm_group():
     parameters = [nn.Parameter(start) for start in starts()]
     optimizer = MARS(parameters, **ZERO)
-    norms, told = train_plain(parameters, optimizer, optimizer)
+    norms, reported = train_plain(parameters, optimizer, optimizer)
     assert min(norms) > 0.5
-    for errors, ((weights, (their_norms, their_told)), (wrong, _)) in run_ranks(on_two_ranks, 2):
+    for errors, ((weights, (their_norms, their_reported)), (wrong, _)) in run_ranks(
+        on_two_ranks, 2
+    ):
         assert len(errors) == 2
         assert all("FSDP1" in error and "fsdp.fully_shard" in error for error in errors)
-        assert their_norms == pytest.approx(norms) and their_told == pytest.approx(told)
+        assert their_norms == pytest.approx(norms) and their_reported == pytest.approx(reported)
         for mine, theirs in zip(parameters, weights):
             torch.testing.assert_close(theirs, mine.detach(), rtol=1e-6, atol=1e-6)
         # What the group is for: without it each rank clips by the norm of its own parameters.

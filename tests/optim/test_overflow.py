@@ -27,7 +27,7 @@ def give(parameters, step, scale=1.0):
 
 
 def ordinary(rule, steps, before=None, after=0, **settings):
-    """Parameters and optimizer after ordinary steps, and `before` after `after` of them."""
+    """Return parameters and optimizer after ordinary steps; `before` runs after `after` of them."""
     parameters, optimizer = build(rule, **settings)
     for step in range(steps):
         if before and step == after:
@@ -39,6 +39,13 @@ def ordinary(rule, steps, before=None, after=0, **settings):
 
 def same(parameters, others):
     return all(torch.equal(one, other) for one, other in zip(parameters, others))
+
+
+def report(optimizer):
+    """Return the telemetry of an interval, and start the next one."""
+    numbers = optimizer.telemetry()
+    optimizer.start_interval()
+    return numbers
 
 
 def finite(optimizer):
@@ -54,23 +61,23 @@ def finite(optimizer):
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("size,gamma", [(3e38, 0.025), (2e36, 1.0), (1e20, 0.025)])
 def test_huge_gradients_that_alternate(rule, max_grad_norm, clip, size, gamma):
-    """Skipped or clipped; afterwards the weights still learn."""
+    """They are skipped or clipped. Afterwards the weights still learn."""
     settings = dict(max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, lr=1e-3)
     parameters, optimizer = build(rule, **settings)
     for step in range(6):
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, size * (-1) ** step)
         optimizer.step()
-        told = optimizer.telemetry()
-        clipped = max_grad_norm is not None or told.get(f"{rule}/clipped", 0.0) == 1.0
+        numbers = report(optimizer)
+        clipped = max_grad_norm is not None or numbers.get(f"{rule}/clipped", 0.0) == 1.0
         # A sign has the same size whatever the momentum's.
-        remembered = rule in ("lion", "mars-lion") and told[f"{rule}/momentum"] > 0
-        assert finite(optimizer) and (told["skipped_steps"] == step + 1 or clipped or remembered)
+        remembered = rule in ("lion", "mars-lion") and numbers[f"{rule}/momentum"] > 0
+        assert finite(optimizer) and (numbers["skipped_steps"] == step + 1 or clipped or remembered)
     before = [parameter.detach().clone() for parameter in parameters]
     for step in range(8):
         give(parameters, step)
         optimizer.step()
-    assert finite(optimizer) and optimizer.telemetry()["skipped_in_a_row"] == 0
+    assert finite(optimizer) and report(optimizer)["skipped_in_a_row"] == 0
     assert not any(torch.equal(one, other) for one, other in zip(parameters, before))
 
 
@@ -95,7 +102,7 @@ def test_a_step_too_large_to_compute_changes_nothing(rule, settings, size):
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, sign * size)
             optimizer.step()
-        assert optimizer.telemetry()["skipped_in_a_row"] == 2
+        assert report(optimizer)["skipped_in_a_row"] == 2
 
     clean, _ = ordinary(rule, 6, **settings)
     for after in (0, 3):
@@ -114,7 +121,7 @@ def test_last_grads_start_with_the_first_step_that_counts(rule, bad):
         parameters[0].grad[0, 0] = bad
         optimizer.start_last_grads(parameters)
         optimizer.step()
-        assert optimizer.telemetry()["skipped_in_a_row"] == 1
+        assert report(optimizer)["skipped_in_a_row"] == 1
 
     wanted, _ = ordinary(rule, 6, start, 3)
     parameters, optimizer = ordinary(rule, 6, start_with_a_bad_gradient, 3)
@@ -125,7 +132,7 @@ def test_last_grads_start_with_the_first_step_that_counts(rule, bad):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
 def test_a_last_gradient_that_broke_is_left_out(bad):
-    """As an optimizer of an earlier release may have saved it: every step after it was skipped."""
+    """An earlier release may have saved one, and then skipped every step after it."""
 
     def load(parameters, optimizer):
         broken = copy.deepcopy(optimizer.state_dict())
@@ -142,7 +149,7 @@ def test_a_last_gradient_that_broke_is_left_out(bad):
 
 
 def exact(rule, bad=None, forget=()):
-    """Parameters after six steps in exact mode, with a `bad` entry in the look-ahead before step 3.
+    """Return parameters after six steps in exact mode, with a `bad` look-ahead before step 3.
 
     Before steps `forget` the last gradients are dropped.
     """
@@ -163,12 +170,12 @@ def exact(rule, bad=None, forget=()):
 @pytest.mark.parametrize("rule", CORRECTED)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_look_ahead_that_is_not_finite_corrects_nothing(rule, bad):
-    """Of no tensor: without its norm, what the others would be corrected by is not clipped."""
+    """It corrects no tensor: without its norm, the other look-aheads could not be clipped."""
     assert same(exact(rule, bad), exact(rule, forget=[3]))
     assert not same(exact(rule), exact(rule, forget=[3]))
 
 
-def test_telemetry_tells_that_one_gradient_rules_the_momentum():
+def test_telemetry_shows_that_one_gradient_rules_the_momentum():
     def huge(parameters, optimizer):
         give(parameters, 0, scale=1e15)
         optimizer.step()
@@ -176,5 +183,5 @@ def test_telemetry_tells_that_one_gradient_rules_the_momentum():
     cases = [("muon", huge), ("lion", huge), ("muon", None), ("adamw", None), ("mars-adamw", None)]
     for rule, after in cases:
         _, optimizer = ordinary(rule, 6, after, 3)
-        told = optimizer.telemetry()[f"{rule}/momentum"]
-        assert told > 1e10 if after else 0 < told < 10
+        size = optimizer.telemetry()[f"{rule}/momentum"]
+        assert size > 1e10 if after else 0 < size < 10

@@ -1,4 +1,4 @@
-"""What devices are fast at, and what matrices are multiplied in because of it."""
+"""The devices that are fast in bfloat16, and the dtypes that follow for matrices."""
 
 import pytest
 import torch
@@ -33,10 +33,10 @@ def test_a_cpu_is_fast_by_its_capabilities(monkeypatch, capabilities, onednn, fa
 
 
 def resolved(matrix_dtype):
-    """What a rank alone takes for `matrix_dtype`, and what its matrices travel and are multiplied in."""
+    """Return what one rank makes of `matrix_dtype`: a name, and dtypes of wire and products."""
     optimizer = MARS([nn.Parameter(torch.ones(4, 6))], rule="mars-m", matrix_dtype=matrix_dtype)
-    [sharding] = optimizer.plans.shardings
-    return sharding.matrix_dtype, sharding.wire, sharding.product
+    [traffic] = optimizer.plans.traffic
+    return traffic.matrix_dtype, traffic.wire, traffic.product
 
 
 def test_auto_follows_the_device(monkeypatch):

@@ -8,7 +8,7 @@ from torchmars.optim.roles import roles
 
 
 def matrices(model):
-    """Roles of all but the vectors of one dimension."""
+    """Return the roles of all parameters but the vectors of one dim."""
     sizes = {name: parameter.ndim for name, parameter in model.named_parameters()}
     return {
         name: role for name, role in roles(model).items() if sizes[name] > 1 or role != "vector"

@@ -1,18 +1,18 @@
-"""Every rule on shards of every kind: the same as on whole tensors, with no more communication than the plan says."""
+"""Every rule on shards of every kind: the same as on whole tensors.
+
+A step makes no more communication than the plan says.
+"""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.optim.reference import gradients
 from tests.support.ranks import run_ranks
-from tests.support.tiny import set_bfloat16
 from torchmars.optim import MARS, owners
 
 ELEMENTWISE = ("mars-adamw", "mars-lion", "adamw", "lion")
@@ -91,7 +91,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("shape,placements", LAYOUTS)
 def test_every_rule_equals_whole_tensors(shape, placements):
-    """To rounding, and for matrix rules with momenta that are the same bit for bit (no clip: no norm is summed in parts) exactly."""
+    """They are equal to rounding, and matrix rules without a clip exactly.
+
+    Without a clip no norm is summed in parts, so the momenta are the same bit for bit.
+    """
     tolerances = {rule: 1e-6 for rule in ELEMENTWISE}
     # A momentum that differs in its last bit may round to another bfloat16, and Newton–Schulz
     # makes a small difference larger.
@@ -197,195 +200,8 @@ def test_fsdp_over_tensor_parallel():
                     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def counted(shape, placements, rule, matrix_dtype):
-    """One step's collectives by name, bytes this rank sent to others in all-to-alls, full_tensor calls, and the buckets."""
-    mesh = init_device_mesh("cpu", shape)
-    parameters = [nn.Parameter(distribute_tensor(start, mesh, placements)) for start in starts()]
-    optimizer = steps(
-        parameters,
-        rule,
-        lambda gradient: distribute_tensor(gradient, mesh, placements),
-        1,
-        max_grad_norm=1.0,
-        matrix_dtype=matrix_dtype,
-    )
-    sent, original = [], dist.all_to_all_single
-
-    def spy(output, input, output_sizes, input_sizes, group=None, **options):
-        mine = dist.get_rank(group)
-        sent.append(
-            sum(size for rank, size in enumerate(input_sizes) if rank != mine)
-            * input.element_size()
-        )
-        return original(output, input, output_sizes, input_sizes, group=group, **options)
-
-    calls = []
-    with pytest.MonkeyPatch.context() as patch, CommDebugMode() as mode:
-        patch.setattr(dist, "all_to_all_single", spy)
-        patch.setattr(DTensor, "full_tensor", lambda self: calls.append(self))
-        optimizer.step()
-    names = {
-        str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()
-    }
-    buckets = sum(len(sharding.buckets) for sharding in optimizer.plans.shardings)
-    return names, sent, len(calls), buckets
-
-
-# Rule, matrix_dtype, and the bytes of an entry on the wire.
-COUNTED = [
-    ("mars-m", "bfloat16", 2),
-    ("mars-m", "mixed", 2),
-    ("mars-m", "float32", 4),
-    ("mars-adamw", "auto", 0),
-]
-
-
-@pytest.mark.parametrize(
-    "shape,placements", [((2,), [Shard(0)]), ((4,), [Shard(0)]), ((2, 2), [Replicate(), Shard(0)])]
-)
-def test_collectives_and_bytes_of_a_step(shape, placements):
-    everyone = run_ranks(all_counted, torch.Size(shape).numel(), shape, placements)
-    for results, (rule, _, width) in zip(zip(*everyone), COUNTED):
-        check_counted(results, shape, rule, width)
-
-
-def all_counted(shape, placements):
-    return [counted(shape, placements, rule, matrix_dtype) for rule, matrix_dtype, _ in COUNTED]
-
-
-def check_counted(results, shape, rule, width):
-    elements = sum(torch.Size(each).numel() for each in SHAPES)
-    shards, replicas = shape[-1], torch.Size(shape[:-1]).numel()
-    for names, sent, full_tensors, buckets in results:
-        assert full_tensors == 0
-        expected = {"allreduce": 2 if replicas > 1 else 1}
-        if rule == "mars-m":
-            expected |= {"alltoall_base": 2 * buckets} | (
-                {"allgather_base": buckets} if replicas > 1 else {}
-            )
-        assert names == expected
-    if rule == "mars-m":
-        assert buckets >= 1
-        # width N / W (W - 1) / W bytes each way for each of W ranks on average, shared out over the
-        # replicas; here the
-        # shards are uneven and owners hold whole matrices, so the bound is on the sum: what an owner holds itself does not travel.
-        total = sum(sum(sent) for _, sent, _, _ in results)
-        assert 0 < total <= width * 2 * elements
-        if shards == 2 and replicas == 1:
-            assert total == pytest.approx(width * 2 * elements * (shards - 1) / shards, rel=0.25)
-
-
-def even_bytes():
-    """Bytes sent by this rank in a step over eight equal matrices that divide evenly."""
-    mesh = init_device_mesh("cpu", (4,))
-    parameters = [
-        nn.Parameter(distribute_tensor(torch.randn(16, 8), mesh, [Shard(0)])) for _ in range(8)
-    ]
-    optimizer = MARS(parameters, rule="mars-m")
-    sent, original = [], dist.all_to_all_single
-
-    def spy(output, input, output_sizes, input_sizes, group=None, **options):
-        sent.append(
-            2 * sum(size for rank, size in enumerate(input_sizes) if rank != dist.get_rank())
-        )
-        return original(output, input, output_sizes, input_sizes, group=group, **options)
-
-    dist.all_to_all_single = spy
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return sum(sent)
-
-
-def test_bytes_are_the_formula_where_shards_are_even():
-    """2 N / W (W - 1) / W each way (design: whole matrices on owning ranks), N = 1024 elements here, W = 4."""
-    assert run_ranks(even_bytes, 4) == [2 * (2 * 1024 / 4 * 3 / 4)] * 4
-
-
-def overlapped(overlap):
-    owners.BUCKET_ELEMENTS = 100  # several buckets
-    mesh = init_device_mesh("cpu", (2,))
-    parameters = [nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])) for start in starts()]
-    optimizer = steps(
-        parameters,
-        "mars-m",
-        lambda gradient: distribute_tensor(gradient, mesh, [Shard(0)]),
-        overlap=overlap,
-    )
-    assert len(optimizer.plans.shardings[0].buckets) > 2
-    return whole(parameters)
-
-
-def test_overlap_changes_nothing():
-    with_overlap, without = run_ranks(overlapped, 2, True)[0], run_ranks(overlapped, 2, False)[0]
-    assert all(torch.equal(one, other) for one, other in zip(with_overlap, without))
-
-
-def plan_error(mesh, placements, sizes):
-    """What the optimizer says of parameters of these `sizes` on this rank."""
-    wholes = [torch.ones(size) for size in sizes]
-    parameters = [
-        nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
-        for whole in wholes
-    ]
-    try:
-        MARS(parameters, rule="mars-m")
-    except RuntimeError as error:
-        return str(error)
-
-
-def different_plans():
-    """On one dimension, and where all shards of one replica agree: none of its ranks may wait."""
-    rank = dist.get_rank()
-    sizes = [(8, 4), (4, 4), (4, 4)]
-    swapped = [(8, 4), (4, 4), (6, 4)] if rank == 3 else sizes
-    fewer = sizes[:2] if rank == 1 else sizes
-    replicas = init_device_mesh("cpu", (2, 2))
-    return [
-        plan_error(replicas, [Replicate(), Shard(0)], swapped),
-        plan_error(init_device_mesh("cpu", (4,)), [Shard(0)], fewer),
-    ]
-
-
-def test_ranks_that_plan_differently_say_so():
-    beginning = (
-        "the ranks do not hold the same parameters in the same order: matrix parameter "
-        "number 2 of their mesh is of shape (4, 4), flatten False, split 1, placed"
-    )
-    swapped = (
-        "(Replicate(), Shard(dim=0)) on rank 0 and of shape (6, 4), flatten False, split 1, "
-        "placed (Replicate(), Shard(dim=0)) on rank 3"
-    )
-    fewer = "(Shard(dim=0),) on rank 0 and missing on rank 1"
-    wanted = [f"{beginning} {swapped}", f"{beginning} {fewer}"]
-    assert run_ranks(different_plans, 4) == [wanted] * 4
-
-
-def agreed(asked):
-    """What two ranks, the second on a CPU without bfloat16, make of what each is asked for."""
-    mesh = init_device_mesh("cpu", (2,))
-    parameters = [nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])) for start in starts()]
-    with pytest.MonkeyPatch.context() as patch:
-        set_bfloat16(dist.get_rank() == 0, patch)
-        answers = []
-        for each in asked:
-            try:
-                optimizer = MARS(parameters, rule="mars-m", matrix_dtype=each[dist.get_rank()])
-                answers.append(optimizer.plans.shardings[0].matrix_dtype)
-            except ValueError as error:
-                answers.append(str(error))
-    return answers
-
-
-def test_ranks_on_different_cpus_agree_on_one_dtype():
-    asked = [("auto", "auto"), ("bfloat16", "bfloat16"), ("auto", "mixed")]
-    first, second = run_ranks(agreed, 2, asked)
-    refused = "matrix_dtype must be the same on all ranks, they were given several"
-    assert first == second == ["mixed", "bfloat16", refused]
-
-
 def exchanged_pieces(shape, placements):
-    """What this rank's plan says it holds of each parameter, against DTensor's own word."""
+    """Return whether this rank's part of each parameter is, by the plan, that of DTensor."""
     mesh = init_device_mesh("cpu", shape)
     for start in starts():
         parameter = distribute_tensor(start, mesh, placements)
@@ -405,7 +221,7 @@ def test_blocks_are_those_of_dtensor(shape, placements):
 
 
 def norm_on_half_of_the_world():
-    """A mesh that is one of two parts of the world, as pipeline stages have."""
+    """Step on a mesh that is one of two parts of the world, as pipeline stages have."""
     stages = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "a", "b"))
     mesh, stage = stages["a", "b"], stages.get_local_rank("pp")
     parameter = nn.Parameter(

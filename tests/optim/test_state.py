@@ -15,6 +15,7 @@ from tests.optim.test_mars import relative, run
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
+from torchmars.optim.rules.matrix import MatrixRule
 
 LR = 0.01
 
@@ -47,12 +48,14 @@ def whole(model):
 
 
 def optimizer_of(model, rule, **settings):
-    """Of bare parameters, or of named groups where the rule needs them.
+    """Return an optimizer of bare parameters, or of named groups where the rule needs them.
 
     Matrices are in float32: bfloat16 amplifies a last bit.
     """
     groups = (
-        param_groups(model, rule, lr=LR) if RULES[rule].kind == "matrix" else model.parameters()
+        param_groups(model, rule, lr=LR)
+        if isinstance(RULES[rule], MatrixRule)
+        else model.parameters()
     )
     return MARS(groups, lr=LR, rule=rule, matrix_dtype=torch.float32, **settings)
 
@@ -64,9 +67,9 @@ def plain(rule, steps=5):
 
 
 def accelerated():
-    """Weights trained by Accelerate with FSDP2, some after steps without it.
+    """Return weights trained by Accelerate with FSDP2, some after steps without it.
 
-    Also whether a state of whole tensors was loaded into the shards.
+    Also return whether a state of whole tensors was loaded into the shards.
     """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
@@ -120,7 +123,7 @@ def on_two_ranks():
 
 @pytest.fixture(scope="module")
 def results():
-    """One start of ranks for two tests."""
+    """Return what two ranks give, started once for two tests."""
     return run_ranks(on_two_ranks, 2)
 
 
@@ -138,7 +141,7 @@ def test_accelerate_with_fsdp2(results):
 
 
 def replaced_on_meshes():
-    """Parameters that become shards, shards of other dimensions of two meshes, and whole again."""
+    """Train parameters that become shards, then shards of other dims of two meshes."""
     parameters = [
         nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
         for shape in ((6, 7), (5, 3))
@@ -168,7 +171,7 @@ def replaced_on_meshes():
                 )
         optimizer.step()
     results = [p.full_tensor().detach() for p in optimizer.param_groups[0]["params"]]
-    return results, len(optimizer.state), len(optimizer.plans.shardings)
+    return results, len(optimizer.state), len(optimizer.plans.traffic)
 
 
 def test_shards_replaced_by_others(results):
@@ -190,7 +193,7 @@ def test_shards_replaced_by_others(results):
 @pytest.mark.parametrize("rule", ["mars-adamw", "adamw", "lion", "mars-m"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_model_that_changes_its_dtype(rule, overwrite):
-    """In place, and by new parameters in the groups; before any step and after two."""
+    """It changes in place or by new parameters in the groups; before any step or after two."""
     for before in (0, 2):
         model, expected = Net(), Net().double()
         optimizer, reference = optimizer_of(model, rule), optimizer_of(expected, rule)
@@ -218,7 +221,7 @@ def test_a_model_that_changes_its_dtype(rule, overwrite):
 
 
 def test_a_model_that_gets_its_memory_later():
-    """Made on the meta device, as deferred initialisation does."""
+    """It is made on the meta device, as by deferred initialisation."""
     with torch.device("meta"):
         model = Net()
     optimizer = optimizer_of(model, "mars-adamw", max_grad_norm=1.0)
@@ -231,7 +234,7 @@ def test_a_model_that_gets_its_memory_later():
 
 
 def test_a_model_that_changes_its_memory_format():
-    """Elements in another order: the state must follow, or it would be mixed up silently."""
+    """Its elements get another order: the state must follow, or it is mixed up silently."""
     sequence = gradients((8, 4, 3, 3), 6, seed=0)
     start = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
     plain, last = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -244,7 +247,7 @@ def test_a_model_that_changes_its_memory_format():
 
 
 def test_groups_that_gain_and_lose_parameters():
-    """As with torch's AdamW: those that stay keep their state, and new ones start anew."""
+    """Those that stay keep their state, and new ones start anew, as with torch's AdamW."""
     first, second, third = (nn.Parameter(torch.ones(4)) for _ in range(3))
     optimizer = MARS([first, second])
     run(optimizer, [first, second], [gradients((4,), 3, seed) for seed in (0, 1)])

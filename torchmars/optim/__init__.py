@@ -1,4 +1,7 @@
-"""The MARS optimizers and what belongs to them. Needs torch only; usable without the rest of torchmars."""
+"""The MARS optimizers and what belongs to them.
+
+This package needs torch only, and is usable without the rest of torchmars.
+"""
 
 from torchmars.optim.mars import MARS
 from torchmars.optim.param_groups import param_groups

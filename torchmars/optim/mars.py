@@ -1,7 +1,7 @@
 """The MARS family: groups, state, and the order of a step, on whole tensors or on shards of them.
 
-Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training Large Models", ICML 2025, arXiv
-2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
+Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training Large Models",
+ICML 2025, arXiv 2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
 import math
@@ -11,61 +11,59 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.optim import exchange
-from torchmars.optim.elementwise import can_compile, inner_products, run_pass, squared_norms
+from torchmars.optim.checks import check_hyperparameters, check_parameters
+from torchmars.optim.exchange import Exchange
 from torchmars.optim.norms import MeshGroups
-from torchmars.optim.param_groups import DEFAULTS, complete_group, warn_of_unsorted
+from torchmars.optim.param_groups import complete_group, warn_of_unsorted
+from torchmars.optim.passes import pays_to_compile
 from torchmars.optim.plans import Plans
 from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, wire_and_product
-from torchmars.optim.rules import RULES, check_hyperparameters, check_parameter, is_lean
-from torchmars.optim.state import (
-    Loaded,
-    State,
-    carried_state,
-    check_loaded,
-    parameter_name,
-    unchanged,
-)
-from torchmars.optim.update import GroupUpdate, Summary, flat, local_part, role_telemetry
-
-COMPILE_FROM = (
-    2**22
-)  # local elements of all parameters: smaller models are faster than their compilation
+from torchmars.optim.reduction import Reduction, gather_gradients, reduce_gradients
+from torchmars.optim.rules import RULES
+from torchmars.optim.rules.matrix import MatrixRule, MatrixStep, MatrixUpdate
+from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, State, StepFactors
+from torchmars.optim.state import Loaded, carried_state, check_loaded, unchanged
+from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report
+from torchmars.optim.tensors import flat, local_part
 
 
 class MARS(torch.optim.Optimizer):
     """Variance-reduced AdamW, Lion, Shampoo and Muon, and the same without the reduction.
 
-    For each parameter x with gradient g, last gradient h (h = g at the first step) and kappa = gamma b1 / (1 - b1):
+    For each parameter x with gradient g, last gradient h (h = g at the first step) and
+    kappa = gamma b1 / (1 - b1):
 
         c = g + kappa (g - h);   c <- c min(1, clip / ||c||);   m = b1 m + (1 - b1) c
 
-    "mars-adamw" goes on with AdamW's second moment of c, "mars-lion" with sign(m), "mars-shampoo" and "mars-m" with the
-    orthogonalised matrix m, times max(1, rows / cols)^(1/2) or 0.2 max(rows, cols)^(1/2). "adamw", "lion" and "muon" (Nesterov, the scale
-    of mars-m; momentum is betas[0]) use g itself, without clip. Weight decay is decoupled, multiplied by lr.
+    "mars-adamw" goes on with AdamW's second moment of c, "mars-lion" with sign(m). "mars-shampoo"
+    and "mars-m" go on with the orthogonalised matrix m, times max(1, rows / cols)^(1/2) or
+    0.2 max(rows, cols)^(1/2). "adamw", "lion" and "muon" (Nesterov, the scale of mars-m; momentum
+    is betas[0]) use g itself, without clip. Weight decay is decoupled, multiplied by lr.
+    `reference.py` has each rule in a few lines.
 
-    Parameters may be plain tensors, replicas (DDP) or DTensors of any mesh and placement. `||c||` is the norm of the whole
-    tensor and a sharded matrix is orthogonalised whole, on the rank that owns it. A step makes one all-reduce for each distinct set
-    of mesh dimensions that parameters are sharded over, two all-to-alls for each bucket of sharded matrices (with replicas an all-gather
-    too), and never waits for the device. Creating the optimizer is then collective. State is created here, not at the first step.
-    Where ranks hold copies, one more all-reduce for each mesh, of two numbers, makes `grad_norm`
-    and the verdict whether a step counts the same on all of them. It covers plain tensors beside
-    DTensors; plain tensors alone communicate nothing.
+    Parameters may be plain tensors, replicas (DDP) or DTensors of any mesh and placement. `||c||`
+    is the norm of the whole tensor. A sharded matrix is orthogonalised whole, on the rank that owns
+    it. A step makes one all-reduce for each distinct set of mesh axes that parameters are sharded
+    over, and two all-to-alls for each bucket of sharded matrices (with replicas an all-gather too).
+    It never waits for the device. Creating the optimizer is then collective. State is created here,
+    not at the first step. Where ranks have copies, one more all-reduce for each mesh, of two
+    numbers, makes `grad_norm` and the verdict whether a step counts the same on all of them. It
+    covers plain tensors beside DTensors; plain tensors alone communicate nothing.
 
     FSDP1's flattened parameters are refused: use FSDP2's `fully_shard`. The parameters that
-    `ZeroRedundancyOptimizer` gives to a rank cannot be told from a whole model: pass it
+    `ZeroRedundancyOptimizer` gives to a rank look like a whole model. Pass it
     `norm_group=torch.distributed.group.WORLD` for MARS, or each rank clips by the norm of its own
-    ones.
+    parameters.
 
     Parameters may be replaced in `param_groups`, sharded or moved to another device or dtype later:
     their state follows at the next step, which is then collective as the constructor.
 
     Args:
-        params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`. A group may set each of the
-            arguments from `lr` to `split`, and a name for itself, `role`.
+        params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`.
+            A group may set each of the arguments from `lr` to `split`, and a name for itself,
+            `role`.
         lr: learning rate; None: the default of the rule, as in `param_groups`.
         betas: decay of the momentum and of the second moment (for "lion": of the update and of the
             momentum); None: the default of the rule. They may follow a schedule.
@@ -74,21 +72,28 @@ class MARS(torch.optim.Optimizer):
         rule: one of the seven above.
         gamma: strength of the variance reduction; 0 leaves the gradient as it is.
         gamma_next: gamma of the step after this one, where it follows a schedule; None: the same.
-        clip: norm to which each tensor's corrected gradient is clipped; None switches it off, and then the rules other than
-            mars-adamw need no last gradient: one buffer is enough.
-        flatten: matrix rules: see three-dimensional parameters as one matrix [out, -1] (convolutions), not as a batch (experts).
-        split: matrix rules: number of parts, or their rows, that a matrix is cut into before it is orthogonalised (fused QKV).
-        max_grad_norm: clip the global norm of all gradients first; None switches it off. `grad_norm` holds the norm before.
-        exact: take h from `look_ahead` instead of the last step: this batch's gradient at the last weights.
-        last_grad_dtype: dtype to keep the last gradient in; None: the parameter's. torch.bfloat16 halves it.
+        clip: norm to which each tensor's corrected gradient is clipped; None switches it off. The
+            rules other than mars-adamw then need no last gradient: one buffer is enough.
+        flatten: matrix rules: see three-dimensional parameters as one matrix [out, -1]
+            (convolutions), not as a batch (experts).
+        split: matrix rules: number of parts, or their rows, that a matrix is cut into before it is
+            orthogonalised (fused QKV).
+        max_grad_norm: clip the global norm of all gradients first; None switches it off.
+            `grad_norm` is the norm before.
+        exact: take h from `look_ahead` instead of the last step: this batch's gradient at the last
+            weights.
+        last_grad_dtype: dtype to keep the last gradient in; None: the parameter's. torch.bfloat16
+            halves it.
         matrix_dtype: in which matrices travel and are orthogonalised: "bfloat16", "float32", a
             torch.dtype, or "mixed": they are multiplied in float32, and the input and the direction
             are rounded to bfloat16, in which they travel. "auto": bfloat16 where all ranks of the
             mesh have instructions for it, else mixed. DDP's replicas are not asked: where their
             CPUs differ, do not leave it at "auto".
-        overlap: let transfers of matrices overlap with the work on others. The result is the same without.
-        compile: fuse each pass over a tensor into one kernel by torch.compile; None: for large models, where a compiler is found.
-        norm_group: ranks that hold *different* parts of the model, such as the stages of a pipeline
+        overlap: let transfers of matrices overlap with the work on others. The result is the same
+            without.
+        compile: fuse each pass over a tensor into one kernel by torch.compile; None: for large
+            models, where a compiler is found.
+        norm_group: ranks that have *different* parts of the model, such as the stages of a pipeline
             or the partitions of `ZeroRedundancyOptimizer`. The global clip, `grad_norm`,
             `telemetry` and the verdict whether a step counts are then those of all parts together.
             A step makes one more all-reduce, of two numbers, and `telemetry` becomes collective.
@@ -133,42 +138,26 @@ class MARS(torch.optim.Optimizer):
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
         self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype)
-        self.ahead: dict[
-            Tensor, Tensor
-        ] = {}  # exact mode: parameter -> the next step's last gradient
+        # Exact mode: the next step's last gradient of each parameter.
+        self.ahead: dict[Tensor, Tensor] = {}
         self._looked_ahead = False
-        self._asked_to_compile = compile
+        self._requested_compile = compile
+        self.compile = bool(compile)
         self.grad_norm = torch.zeros((), dtype=torch.float64)
-        # In all, in a row now, longest row since telemetry.
+        # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
         self.skipped = torch.zeros(3, dtype=torch.int64)
-        self._last: list[tuple[str, Summary]] = []  # of the last step, by role
+        self._telemetry: list[GroupTelemetry] = []  # of the last step
         own = {key: value for key, value in (("lr", lr), ("betas", betas)) if value is not None}
-        self._by_rule = {"lr", "betas"} - set(own)  # what follows from each group's rule
+        # What follows from each group's rule.
+        self._by_rule = [key for key in ("lr", "betas") if key not in own]
         params = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor
-        defaults = {key: DEFAULTS[rule][key] for key in ("lr", "betas")} | own
-        super().__init__(
-            params,
-            defaults
-            | dict(
-                eps=eps,
-                weight_decay=weight_decay,
-                rule=rule,
-                gamma=gamma,
-                gamma_next=gamma_next,
-                clip=clip,
-                flatten=flatten,
-                split=split,
-            ),
-        )
+        defaults = {key: RULES[rule].defaults[key] for key in ("lr", "betas")} | own
+        defaults |= dict(eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma)
+        defaults |= dict(gamma_next=gamma_next, clip=clip, flatten=flatten, split=split)
+        super().__init__(params, defaults)
         self._settle()
-        if RULES[rule].kind == "matrix":
-            # Groups that name a rule or a role were sorted on purpose.
-            unsorted = [
-                group
-                for group, given in zip(self.param_groups, params)
-                if not isinstance(given, dict) or not {"rule", "role"} & set(given)
-            ]
-            warn_of_unsorted(unsorted, rule, stacklevel=3)
+        if isinstance(RULES[rule], MatrixRule):
+            warn_of_unsorted(self.param_groups, params, rule, stacklevel=3)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with state for each of its parameters.
@@ -176,7 +165,7 @@ class MARS(torch.optim.Optimizer):
         Collective for sharded parameters, as the constructor. Raises `ValueError` or `TypeError`
         for a group that it cannot take, and is then as it was before.
         """
-        if isinstance(param_group, dict):  # torch says so where it is not
+        if isinstance(param_group, dict):  # otherwise torch raises a TypeError
             param_group = complete_group(
                 param_group, self.defaults, self._by_rule, len(self.param_groups)
             )
@@ -184,7 +173,7 @@ class MARS(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_parameters(first_group=len(self.param_groups) - 1)
+            check_parameters(group, len(self.param_groups) - 1)
             state = {parameter: self._new_state(parameter, group) for parameter in group["params"]}
             self.plans.add(group)
         except BaseException:
@@ -194,15 +183,15 @@ class MARS(torch.optim.Optimizer):
         self._look_ahead_for(state)
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
-        # The count lives beside the parameter: the kernels read it there, and the host never needs it.
+        # The count lies beside the parameter: kernels read it there, and the host never needs it.
         state = {"step": torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)}
-        for name in RULES[group["rule"]].buffers(is_lean(group, self.exact)):
+        for name in RULES[group["rule"]].buffers(group["clip"], self.exact):
             dtype = self.last_grad_dtype if name == "last_grad" else None
             state[name] = torch.zeros_like(parameter, dtype=dtype).detach()
         return state
 
     def _look_ahead_for(self, state: dict[Tensor, State]) -> None:
-        """Exact mode: room for the next last gradients of the parameters of `state`."""
+        """In exact mode, make room for the next last gradients of the parameters of `state`."""
         if self.exact:
             self.ahead |= {
                 parameter: torch.zeros_like(each["last_grad"])
@@ -211,13 +200,13 @@ class MARS(torch.optim.Optimizer):
             }
 
     def _settle(self) -> None:
-        """Do what depends on where the parameters are and how large."""
-        locals = [local_part(parameter) for parameter in self.plans.places]
-        device = locals[0].device if locals else torch.device("cpu")
-        large = sum(each.numel() for each in locals) >= COMPILE_FROM
-        self.compile = self._asked_to_compile
-        if self.compile is None:
-            self.compile = large and can_compile(device)
+        """Choose what depends on the device and the size of the parameters."""
+        locals, device = map(local_part, self.plans.parameters), self.plans.device
+        self.compile = (
+            pays_to_compile(locals, device)
+            if self._requested_compile is None
+            else self._requested_compile
+        )
         self.grad_norm, self.skipped = (
             torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
             for each in (self.grad_norm, self.skipped)
@@ -234,7 +223,8 @@ class MARS(torch.optim.Optimizer):
             return
         if self._looked_ahead:
             raise RuntimeError("parameters were replaced or moved between look_ahead() and step()")
-        self._check_parameters()
+        for number, group in enumerate(self.param_groups):
+            check_parameters(group, number)
         state = carried_state(self.param_groups, self.plans.known, self.state, self._new_state)
         plans = Plans(self.plans.mesh_groups, self.plans.agreement.norm_group, self.matrix_dtype)
         for group in self.param_groups:
@@ -243,18 +233,8 @@ class MARS(torch.optim.Optimizer):
         self._look_ahead_for(state)
         self._settle()
 
-    def _check_parameters(self, first_group: int = 0) -> None:
-        for number, group in enumerate(self.param_groups[first_group:], start=first_group):
-            for place, parameter in enumerate(group["params"]):
-                check_parameter(
-                    parameter,
-                    local_part(parameter),
-                    group["rule"],
-                    parameter_name(group, number, place),
-                )
-
     def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's. Collective where sharded parameters were replaced since a step."""
+        """Return the state, as any optimizer. Collective where sharded parameters were replaced."""
         self._follow()
         return super().state_dict()
 
@@ -290,35 +270,37 @@ class MARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def look_ahead(self) -> None:
-        """Exact mode, before each step: take the gradients of the *next* step's batch at the weights of now.
+        """Take the gradients of the *next* step's batch at today's weights, in exact mode.
 
-        They get the same global clip as those of a step, and become the next step's h. Call it before the backward pass of this
-        step's own batch.
+        They get the same global clip as those of a step, and become the next step's h. Call it
+        before each step, and before the backward pass of the step's own batch.
         """
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
         self._follow()
-        updates = self._gather()
-        scale, ok, _ = self._reduce(updates, with_last=False)
-        seen = {
+        groups = self._gather()
+        reduction = self._reduce(groups, with_last=False)
+        gradients = {
             parameter: gradient
-            for update in updates
-            for parameter, gradient in zip(update.parameters, update.grads)
+            for group in groups
+            for parameter, gradient in zip(group.parameters, group.grads)
         }
         for parameter, target in self.ahead.items():
-            if parameter in seen:  # none of them counts where one is broken: their norm is unknown
-                used = seen[parameter] * scale.to(seen[parameter].dtype)
-                flat(local_part(target)).copy_(torch.where(ok, used, math.nan))
-            else:
+            if parameter not in gradients:
                 target.zero_()
+                continue
+            gradient = gradients[parameter]
+            used = gradient * reduction.scale.to(gradient.dtype)
+            # Where one is broken none of them counts, since their norm is unknown.
+            flat(local_part(target)).copy_(torch.where(reduction.ok, used, math.nan))
         self._looked_ahead = True
 
     @torch.no_grad()
     def start_last_grads(self, parameters: Iterable[Tensor]) -> None:
-        """Leave the next update of each of `parameters` that counts without correction.
+        """Make the next update of each of `parameters` that counts one without correction.
 
-        As in a first step (h_1 = g_1). For state that was loaded without a last gradient, such as
-        AdamW's, or with one of other data.
+        It is then as in a first step (h_1 = g_1). Use it for state that was loaded without a last
+        gradient, such as AdamW's, or with one of other data.
         """
         for parameter in parameters:
             if "last_grad" in self.state[parameter]:  # NaN: there is none
@@ -326,14 +308,15 @@ class MARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Leave a step out and count it as skipped, as `step` does where a gradient is not finite."""
-        self._finish([], torch.zeros((), dtype=torch.bool, device=self.grad_norm.device))
+        """Leave a step out and count it as skipped, as `step` does for a broken gradient."""
+        self._finish(torch.zeros((), dtype=torch.bool, device=self.grad_norm.device), [])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Returns what `closure` returned.
+        """Update every parameter that has a gradient. Return what `closure` returned.
 
-        Gradients stay as they are, but for those of plain adamw groups, which the global clip scales in place.
+        Gradients stay as they are, but for those of plain adamw groups, which the global clip
+        scales in place.
         """
         loss = None
         if closure is not None:
@@ -343,126 +326,52 @@ class MARS(torch.optim.Optimizer):
             raise RuntimeError("exact mode needs look_ahead() before each step()")
 
         self._follow()
-        updates = self._gather()
-        scale, ok, products = self._reduce(updates, with_last=True)
-        for update in updates:
-            update.set_factors(scale, ok, self.plans.products_of(update.parameters, products))
-
-        matrix, others = (
-            [u for u in updates if (u.rule.kind == "matrix") == wanted] for wanted in (True, False)
+        groups = self._gather()
+        reduction = self._reduce(groups, with_last=True)
+        self.grad_norm = reduction.norm
+        updates = [(group, reduction.factors(group, self.exact, self.compile)) for group in groups]
+        matrices = MatrixStep(
+            [
+                MatrixUpdate(group.rule, group, factors)
+                for group, factors in updates
+                if isinstance(group.rule, MatrixRule)
+            ]
         )
-        for update in matrix:
-            if not update.lean:
-                update.update_momentum(self.compile)
-        pieces = {
-            parameter: (update, number)
-            for update in matrix
-            for number, parameter in enumerate(update.parameters)
-        }
+        exchange = Exchange(self.plans.traffic, matrices, overlap=self.overlap)
 
-        def read(sharding: exchange.Sharding, number: int, piece: exchange.Piece) -> Tensor:
-            update, place = pieces.get(sharding.parameters[number], (None, 0))
-            return (
-                sharding.zeros(piece)
-                if update is None
-                else update.matrix_input(place, sharding.shapes[number], piece.local)
-            )
-
-        def write(
-            sharding: exchange.Sharding, number: int, piece: exchange.Piece, direction: Tensor
-        ) -> None:
-            update, place = pieces.get(sharding.parameters[number], (None, 0))
-            if update is not None:
-                scale = update.rule.matrix_scale(piece.unit.rows, piece.unit.cols)
-                update.apply_matrix(place, sharding.shapes[number], piece.local, direction, scale)
-
-        def meanwhile() -> None:
-            for update in others:
-                update.update_elementwise(self.compile, clipped=self.max_grad_norm is not None)
-
-        exchange.run(self.plans.shardings, read, write, meanwhile, overlap=self.overlap)
-        for update in matrix:
-            if update.lean:  # its input is made of the buffer before this step
-                update.update_momentum(self.compile)
-        self._finish(updates, ok)
+        matrices.before_directions()
+        exchange.start()
+        for group, factors in updates:  # while matrices travel
+            if isinstance(group.rule, ElementwiseRule):
+                group.rule.update(group, factors)
+        exchange.finish()
+        matrices.after_directions()
+        self._finish(reduction.ok, updates)
         return loss
 
-    def _gather(self) -> list[GroupUpdate]:
-        """The parameters that have a gradient: an update for each group and dtype."""
+    def _gather(self) -> list[GroupTensors]:
+        return gather_gradients(self.param_groups, self.state, self._wire)
 
-        def having(group: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
-            return [p for p in group["params"] if p.grad is not None and p.dtype == dtype]
+    def _reduce(self, groups: list[GroupTensors], with_last: bool) -> Reduction:
+        return reduce_gradients(groups, self.plans, self.max_grad_norm, with_last, self.compile)
 
-        return [
-            GroupUpdate(group, having(group, dtype), self.state, self.exact, self._wire)
-            for group in self.param_groups
-            for dtype in dict.fromkeys(p.dtype for p in group["params"] if p.grad is not None)
-        ]
-
-    def _reduce(
-        self, updates: list[GroupUpdate], with_last: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The first pass and its sums: (clip factor, whether the step counts, products by place).
-
-        Every rank reduces all places, also those whose parameters have no gradient on this one.
-        """
-        zeros = torch.zeros(3, dtype=torch.float64, device=self.grad_norm.device)
-        partial = [zeros] * len(self.plans.places)
-        for update in updates:
-            if with_last and update.last_grads:
-                values = run_pass(
-                    inner_products,
-                    list(zip(update.grads, update.last_grads)),
-                    [{}] * len(update.grads),
-                    self.compile,
-                )
-            else:
-                values = run_pass(
-                    squared_norms,
-                    [(gradient,) for gradient in update.grads],
-                    [{}] * len(update.grads),
-                    self.compile,
-                )
-            for parameter, value in zip(update.parameters, values):
-                partial[self.plans.places[parameter]] = value
-        products = self.plans.shard_sum.sum(partial)
-        total = torch.stack(products).sum(0)[0]
-        strains = [
-            update.strain(self.plans.products_of(update.parameters, products)) for update in updates
-        ]
-        strain = torch.stack([torch.zeros_like(total), *strains]).max()
-        total, strain = self.plans.agreement.settle(torch.stack([total, strain])).unbind()
-        norm = total.sqrt()
-        scale, finite = torch.ones_like(norm), torch.isfinite(norm)
-        if self.max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
-            scale = torch.where(finite, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-        # A scale that float32 has no full digits for would not bring gradients to the norm.
-        ok = finite & (scale * strain <= 1) & (scale >= torch.finfo(torch.float32).tiny)
-        if with_last:
-            self.grad_norm = norm
-        return scale, ok, products
-
-    def _finish(self, updates: list[GroupUpdate], ok: Tensor) -> None:
+    def _finish(self, ok: Tensor, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
         """Count the step, and in exact mode make the look-ahead the last gradient."""
-        for update in updates:
-            if update.rule.kind != "adamw" or update.rule.corrected:
-                torch._foreach_add_(update.steps, [ok.float()] * len(update.steps))
+        for group, _ in updates:
+            if not group.rule.counts_steps:
+                torch._foreach_add_(group.steps, [ok.float()] * len(group.steps))
         for parameter, ahead in self.ahead.items():
             state = self.state[parameter]
             state["last_grad"], self.ahead[parameter] = ahead, state["last_grad"]
         self._looked_ahead = False
-        total, row, longest = self.skipped.unbind()
-        row = (row + 1) * ~ok
-        self.skipped = torch.stack([total + ~ok, row, torch.maximum(longest, row)])
-        self._last = [
-            (update.group.get("role", update.group["rule"]), update.summary()) for update in updates
-        ]
+        self.skipped = count_skipped(self.skipped, ok)
+        self._telemetry = [GroupTelemetry.of(group, factors) for group, factors in updates]
 
     def telemetry(self) -> dict[str, float]:
-        """What the last step's reductions tell, as numbers. Waits for the device once.
+        """Return what the reductions of the last step say, as numbers. Waits for the device once.
 
         Collective where there is a `norm_group`. "grad_norm" is before the clip. "skipped_steps" is
-        in all, "skipped_in_a_row" the longest row since this was last asked. Each role has
+        in all, "skipped_in_a_row" the longest row since `start_interval`. Each role has
         "ROLE/grad_norm" and "ROLE/momentum": the size of the momentum, or the root of the second
         moment's sum where there is one, relative to the gradient after the global clip. Far above
         1, an earlier gradient that was much larger decides where the weights go. A role with last
@@ -470,14 +379,14 @@ class MARS(torch.optim.Optimizer):
         clipped), "ROLE/correction" (the size of the correction relative to the gradient) and
         "ROLE/cosine" (of the gradient and the last one).
         """
-        total, row, longest = self.skipped.unbind()
-        of_all = torch.stack([self.grad_norm, total.double(), longest.double()])
+        return report(
+            self.grad_norm, self.skipped, self._telemetry, self.state, self.plans.agreement
+        )
+
+    def start_interval(self) -> None:
+        """Start a new interval of `telemetry`: its longest row of skipped steps counts from here.
+
+        A row that has begun counts whole.
+        """
+        total, row, _ = self.skipped.unbind()
         self.skipped = torch.stack([total, row, torch.zeros_like(row)])
-        sums: dict[str, Tensor] = {}
-        for role, summary in self._last:
-            sums[role] = sums.get(role, 0) + summary.sums(self.state)
-        numbers, *rows = torch.stack([F.pad(of_all, (0, 6)), *sums.values()]).tolist()
-        told = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), numbers))
-        for role, row in self.plans.agreement.add_up(dict(zip(sums, rows))).items():
-            told |= {f"{role}/{name}": value for name, value in role_telemetry(row).items()}
-        return told

@@ -1,4 +1,4 @@
-"""Newton–Schulz: the nearest orthogonal matrix, roughly, from matrix products alone."""
+"""Newton–Schulz iteration: roughly the nearest orthogonal matrix, by matrix products alone."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype | None = None, eps: float
     """Map every singular value of each matrix near 1, keeping its singular vectors.
 
     Args:
-        matrices: a batch [n, rows, cols]. All are of one shape, so that each product is one
-            batched call; a matrix's result does not depend on the others of its batch.
-        dtype: what to multiply in; None: the matrices' own. The result is rounded to theirs.
+        matrices: a batch [n, rows, cols]. Each product is one batched call. The result of a matrix
+            does not depend on the others of its batch.
+        dtype: the dtype to multiply in; None: that of the matrices, to which the result is rounded.
         eps: added to the Frobenius norm that each matrix is divided by.
 
-    Returns the same shape and dtype. Source: Jordan et al., "Muon", 2024; five steps of x <- a x + (b A + c A^2) x, A = x x^T.
+    Returns a tensor of the same shape and dtype, after five steps of x <- a x + (b A + c A^2) x,
+    where A = x x^T. Source: Jordan et al., "Muon", 2024.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
@@ -33,6 +34,9 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype | None = None, eps: float
 
 
 def newton_schulz_flops(rows: int, cols: int) -> int:
-    """Floating-point operations of `orthogonalize` on one matrix: STEPS (4 s^2 l + 2 s^3), s and l the short and long side."""
+    """Return the floating-point operations of `orthogonalize` on one matrix.
+
+    They are STEPS (4 s^2 l + 2 s^3), where s is the short side and l the long one.
+    """
     short, long = sorted((rows, cols))
     return STEPS * (4 * short**2 * long + 2 * short**3)

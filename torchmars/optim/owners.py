@@ -1,7 +1,8 @@
 """Which rank owns which matrix.
 
-A matrix that is sharded over several ranks is orthogonalised whole, on one of them. Everything here follows from static
-facts (shapes, mesh, placements), so every rank makes the same plan on its own; `exchange.py` carries it out.
+A matrix that is sharded over several ranks is orthogonalised whole, on one of them. The plan
+follows from shapes, meshes and placements alone, so every rank makes the same one on its own.
+`exchange.py` carries it out.
 """
 
 import heapq
@@ -9,25 +10,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from torchmars.optim.orthogonalize import newton_schulz_flops
 
-# A bucket travels in one all-to-all: small enough to overlap with the work on others, of work for every rank.
+# A bucket travels in one all-to-all. It is small enough to overlap with the work on others, and has
+# work for every rank.
 BUCKET_ELEMENTS = 2**26
 
 Interval = tuple[int, int]
-Block = tuple[
-    Interval, Interval, Interval
-]  # the part [batch, rows, cols] of a matrix parameter that a rank holds
+# The part [batch, rows, cols] of a matrix parameter that a rank has.
+Block = tuple[Interval, Interval, Interval]
 
 
 @dataclass(frozen=True)
 class MatrixShape:
     """A parameter seen as a batch of matrices [batch, rows, cols], each cut by rows into `parts`.
 
-    Two dimensions are one matrix, three a batch (experts); with `flatten`, or from four dimensions on, all but the first are
-    flattened into the columns (convolutions). `parts` are row counts: a fused QKV weight is (q, k, v).
+    Two dims are one matrix, three are a batch (experts). With `flatten`, or from four dims on, all
+    but the first are flattened into the columns (convolutions). `split` is the number of parts of a
+    matrix, or the rows of each: a fused QKV weight has the parts q, k and v. Raises `ValueError`
+    for a shape that is no matrix and for a split that does not fit it.
     """
 
     shape: tuple[int, ...]
@@ -37,15 +40,18 @@ class MatrixShape:
     def __post_init__(self) -> None:
         if len(self.shape) < 2:
             raise ValueError(
-                f"a matrix rule needs parameters of at least two dimensions, got one of shape {self.shape}"
+                "a matrix rule needs parameters of at least two dimensions, got one of shape "
+                f"{self.shape}"
             )
         if sum(self.parts) != self.matrix[1]:
             raise ValueError(
-                f"split = {self.split} does not divide the {self.matrix[1]} rows of a parameter of shape {self.shape}"
+                f"split = {self.split} does not divide the {self.matrix[1]} rows of a parameter "
+                f"of shape {self.shape}"
             )
 
     @property
     def flattened(self) -> bool:
+        """Whether all dims but the first are the columns of one matrix."""
         return self.flatten or len(self.shape) > 3
 
     @property
@@ -66,25 +72,30 @@ class MatrixShape:
         return tuple(self.split)
 
     def local(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """A rank's part of `shape`, seen as [batch, rows, cols]."""
+        """Return the shape of a rank's part, `shape`, seen as [batch, rows, cols]."""
         if self.flattened:
             return 1, shape[0], math.prod(shape[1:])
-        return (1, *shape) if len(shape) == 2 else tuple(shape)
+        *batch, rows, cols = shape
+        return math.prod(batch), rows, cols
 
     def block(
         self, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
     ) -> Block:
-        """What the rank at `coordinate` of the mesh holds, as intervals of [batch, rows, cols]."""
-        held = intervals(self.shape, mesh_shape, placements, coordinate)
+        """Return what the rank at `coordinate` of the mesh has, within [batch, rows, cols].
+
+        Raises `ValueError` where a flattened matrix is sharded over one of its later dims.
+        """
+        part = intervals(self.shape, mesh_shape, placements, coordinate)
         if self.flattened:
-            if any(interval != (0, size) for interval, size in zip(held[2:], self.shape[2:])):
+            if any(interval != (0, size) for interval, size in zip(part[2:], self.shape[2:])):
                 raise ValueError(
-                    f"a parameter of shape {self.shape} that is flattened to a matrix can be sharded over its first two "
-                    "dimensions only"
+                    f"a parameter of shape {self.shape} that is flattened to a matrix can be "
+                    "sharded over its first two dimensions only"
                 )
             inner = math.prod(self.shape[2:])
-            return (0, 1), held[0], (held[1][0] * inner, held[1][1] * inner)
-        return ((0, 1), *held) if len(self.shape) == 2 else held
+            return (0, 1), part[0], (part[1][0] * inner, part[1][1] * inner)
+        *batch, rows, cols = part
+        return (batch[0] if batch else (0, 1)), rows, cols
 
 
 def intervals(
@@ -93,26 +104,32 @@ def intervals(
     placements: Sequence[Placement],
     coordinate: Sequence[int],
 ) -> tuple[Interval, ...]:
-    """The part of a tensor that the rank at `coordinate` holds, an interval for each dimension.
+    """Return the part of a tensor that the rank at `coordinate` has: an interval for each dim.
 
-    Shards are as `torch.chunk` cuts them: pieces of ceil(size / n), the last ones shorter or empty. A strided shard (FSDP
-    over tensor parallel) is cut after the plain ones of its dimension.
+    Shards are as `torch.chunk` cuts them: pieces of ceil(size / n), the last ones shorter or empty.
+    A strided shard (FSDP over tensor parallel) is cut after the plain ones of its dim.
     """
-    held = [(0, size) for size in shape]
-    sharding = [
-        (dim, placement) for dim, placement in enumerate(placements) if not placement.is_replicate()
+    parts = [(0, size) for size in shape]
+    # Strided shards are of a class of their own in torch 2.11 to 2.13, with `dim` but no Shard.
+    shards = [
+        (axis, placement, placement.dim)
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard | _StridedShard)
     ]
-    for mesh_dim, placement in sorted(sharding, key=lambda item: hasattr(item[1], "split_factor")):
-        start, stop = held[placement.dim]
-        piece = -(-(stop - start) // mesh_shape[mesh_dim])
-        begin = min(start + piece * coordinate[mesh_dim], stop)
-        held[placement.dim] = begin, min(begin + piece, stop)
-    return tuple(held)
+    for axis, _, dim in sorted(shards, key=lambda shard: isinstance(shard[1], _StridedShard)):
+        start, stop = parts[dim]
+        size = -(-(stop - start) // mesh_shape[axis])
+        begin = min(start + size * coordinate[axis], stop)
+        parts[dim] = begin, min(begin + size, stop)
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One matrix to orthogonalise: rows [row, row + rows) of entry `batch` of parameter number `parameter`."""
+    """One matrix to orthogonalise.
+
+    It is the rows [row, row + rows) of entry `batch` of parameter number `parameter`.
+    """
 
     parameter: int
     batch: int
@@ -122,10 +139,14 @@ class Unit:
 
     @property
     def flops(self) -> int:
+        """The floating-point operations of orthogonalising it."""
         return newton_schulz_flops(self.rows, self.cols)
 
     def overlap(self, block: Block) -> Block | None:
-        """The part of `block` that belongs to this unit, as intervals of the parameter's [batch, rows, cols]; None if none does."""
+        """Return the part of `block` that belongs to this unit, or None.
+
+        Both are intervals of the parameter's [batch, rows, cols].
+        """
         (b0, b1), (r0, r1), (c0, c1) = block
         first, last = max(r0, self.row), min(r1, self.row + self.rows)
         if not (b0 <= self.batch < b1 and first < last and c0 < c1):
@@ -134,7 +155,7 @@ class Unit:
 
 
 def units_of(parameter: int, shape: MatrixShape) -> list[Unit]:
-    """The matrices of parameter number `parameter`, in order."""
+    """Return the matrices of parameter number `parameter`, in order."""
     batch, _, cols = shape.matrix
     starts = [sum(shape.parts[:part]) for part in range(len(shape.parts))]
     return [
@@ -148,11 +169,12 @@ def units_of(parameter: int, shape: MatrixShape) -> list[Unit]:
 def plan_buckets(
     shapes: Sequence[MatrixShape], ranks: Sequence[int], loads: dict[int, int]
 ) -> list[list[tuple[Unit, int]]]:
-    """Units with their owners, bucket by bucket. Owners are indices into `ranks`.
+    """Return units with their owners, bucket by bucket. Owners are indices into `ranks`.
 
-    Parameters go into buckets by falling cost, so that equal shapes meet in one; each bucket is dealt out longest first to
-    the rank with the least work so far ("longest processing time", Graham 1969). `loads` is the work of each global rank in
-    FLOPs, carried on from bucket to bucket and updated.
+    Parameters go into buckets by falling cost, so that equal shapes lie in one. The units of a
+    bucket go to ranks, the most costly first, each to the rank with the least work so far ("longest
+    processing time", Graham 1969). `loads` is the work of each global rank in FLOPs. It is carried
+    on from bucket to bucket, and updated.
     """
     units = [units_of(number, shape) for number, shape in enumerate(shapes)]
     order = sorted(

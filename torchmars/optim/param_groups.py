@@ -1,6 +1,7 @@
 """The optimizer groups that follow from the roles of a model's parameters.
 
-Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv 2411.10438, 2510.21800).
+Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
+2411.10438, 2510.21800).
 """
 
 import difflib
@@ -11,55 +12,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchmars.optim.checks import check_hyperparameters
 from torchmars.optim.roles import ROLES, looks_like, roles
-from torchmars.optim.rules import RULES, check_hyperparameters
+from torchmars.optim.rules import RULES
 
 GROUP_KEYS = ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "clip", "split", "flatten")
 
-# Settings of each optimizer, for GPT-2 small; published where there are published ones. lr_1d None: half of lr.
-_MARS = {"eps": 1e-8, "gamma": 0.025, "clip": 1.0, "optimize_1d": False}
-_VECTORS = {"lr_1d": None, "betas_1d": (0.9, 0.95), "weight_decay_1d": 0.1}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "mars-adamw": {"lr": 6e-3, "betas": (0.95, 0.99), "weight_decay": 0.01} | _MARS | _VECTORS,
-    "mars-lion": {"lr": 6e-4, "betas": (0.95, 0.99), "weight_decay": 0.1} | _MARS | _VECTORS,
-    "mars-shampoo": {"lr": 2e-2, "betas": (0.95, 0.99), "weight_decay": 0.01}
-    | _MARS
-    | _VECTORS
-    | {"lr_1d": 3e-3},
-    "mars-m": {
-        "lr": 6e-3,
-        "betas": (0.95, 0.99),
-        "weight_decay": 0.1,
-        "eps": 1e-8,
-        "gamma": 0.025,
-        "clip": 1.0,
-        "betas_1d": (0.9, 0.95),
-    },
-    "adamw": {"lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5},
-    "muon": {
-        "lr": 6e-3,
-        "betas": (0.95, 0.99),
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "betas_1d": (0.9, 0.95),
-    },
-}
-SHAMPOO_EMBEDDING_LR = 0.3  # of the matrices' lr: an orthogonal matrix moves its entries less than AdamW does at the same lr
-
 
 def complete_settings(name: str, **given: Any) -> dict[str, Any]:
-    """The settings of optimizer `name`: its defaults, with those `given` in their place.
+    """Return the settings of optimizer `name`: its defaults, with those `given` in their place.
 
-    Raises `ValueError`, naming the argument, for an unknown name, a setting the optimizer does not have and a value
-    out of range. A `clip` of 0 or None switches the per-tensor clip off.
+    Raises `ValueError`, naming the argument, for an unknown name, a setting that the optimizer does
+    not have and a value out of range. A `clip` of 0 or None switches the per-tensor clip off.
     """
-    if name not in DEFAULTS:
-        raise ValueError(f"name must be one of {', '.join(DEFAULTS)}, got {name!r}")
+    if name not in RULES:
+        raise ValueError(f"name must be one of {', '.join(RULES)}, got {name!r}")
+    defaults = RULES[name].defaults
     for key in given:
-        if key not in DEFAULTS[name]:
+        if key not in defaults:
             raise ValueError(f'{key} has no meaning for "{name}": remove it')
-    settings = DEFAULTS[name] | given
+    settings = {**defaults, **given}
     if "lr_1d" in settings and settings["lr_1d"] is None:
         settings["lr_1d"] = settings["lr"] / 2
     for key, value in settings.items():
@@ -72,44 +44,17 @@ def complete_settings(name: str, **given: Any) -> dict[str, Any]:
 
 
 def role_settings(name: str, **settings: Any) -> dict[str, dict[str, Any]]:
-    """The group settings of each role under optimizer `name`, from its `settings` as `complete_settings` takes them."""
-    settings = complete_settings(name, **settings)
-    clip = settings.get("clip") or None
-    main = {"rule": name, "clip": clip} | {
+    """Return the group settings of each role under optimizer `name`.
+
+    `settings` are given as `complete_settings` takes them.
+    """
+    settings, rule = complete_settings(name, **settings), RULES[name]
+    main = {"rule": name, "clip": settings.get("clip") or None} | {
         key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")
     }
-    if RULES[name].corrected:
+    if rule.corrected:
         main["gamma"] = settings["gamma"]
-    table = dict.fromkeys(ROLES, main)
-    if name in ("adamw", "lion"):
-        table["vector"] = main | {"weight_decay": 0.0}
-    elif name in ("mars-m", "muon"):
-        plain = {
-            "rule": "adamw",
-            "lr": settings["lr"],
-            "betas": settings["betas_1d"],
-            "eps": settings["eps"],
-            "weight_decay": settings["weight_decay"],
-        }
-        table |= dict.fromkeys(("embedding", "head", "vector"), plain)
-    else:
-        if name == "mars-shampoo":
-            table |= dict.fromkeys(
-                ("embedding", "head"),
-                main | {"rule": "mars-adamw", "lr": settings["lr"] * SHAMPOO_EMBEDDING_LR},
-            )
-        table["embedding"] = table["embedding"] | {"weight_decay": 0.0}
-        table["vector"] = (
-            table["head"]
-            if settings["optimize_1d"]
-            else {
-                "rule": "adamw",
-                "lr": settings["lr_1d"],
-                "betas": settings["betas_1d"],
-                "eps": settings["eps"],
-                "weight_decay": settings["weight_decay_1d"],
-            }
-        )
+    table = dict.fromkeys(ROLES, main) | rule.settings_by_role(main, settings)
     table["convolution"] = table["convolution"] | {"flatten": True}
     return table
 
@@ -121,7 +66,7 @@ def check_groups(
     by_pattern: Sequence[tuple[str, dict[str, Any]]],
     **settings: Any,
 ) -> None:
-    """Raise the `ValueError` that `param_groups` would raise for these arguments with a model that has every role."""
+    """Raise the `ValueError` that `param_groups` would raise with a model that has every role."""
     table = role_settings(name, **settings)
     for role, changes in by_role.items():
         table[role] = _changed(table[role], changes, role)
@@ -139,17 +84,22 @@ def param_groups(
     by_pattern: Sequence[tuple[str, dict[str, Any]]] = (),
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Groups for `MARS`, with named parameters: one for each pattern and each role that `model` has; each parameter in one.
+    """Return groups for `MARS`, with named parameters, each in one group.
+
+    There is one group for each pattern and each role that `model` has.
 
     Args:
-        model: where the parameters and their roles come from (see `roles`).
-        name: optimizer whose defaults are used: one of the rules.
-        by_role: for a role, group settings that replace the optimizer's: rule, lr, betas, eps, weight_decay, gamma, clip, split, flatten.
-        by_pattern: (pattern, group settings) pairs; a parameter whose name matches a pattern (as a shell's) goes to the first one it
-            matches, with its role's settings but for those given.
+        model: the model whose parameters are grouped by their roles (see `roles`).
+        name: the optimizer whose defaults are used: one of the rules.
+        by_role: for a role, group settings that replace the optimizer's: rule, lr, betas, eps,
+            weight_decay, gamma, clip, split, flatten.
+        by_pattern: pairs (pattern, group settings). A parameter whose name matches a pattern (as a
+            shell's) goes to the first one that it matches, with its role's settings but for those
+            given.
         settings: replace the defaults of optimizer `name`.
 
-    Raises `ValueError`, naming the argument, for anything out of range or without meaning and for a pattern that claims nothing.
+    Raises `ValueError`, naming the argument, for a value out of range, for a setting without
+    meaning and for a pattern that claims no parameter.
     """
     table, given = role_settings(name, **settings), by_role or {}
     for role, changes in given.items():
@@ -175,13 +125,14 @@ def param_groups(
     for pattern, _ in by_pattern:
         if pattern not in claimed:
             raise ValueError(
-                f"by_pattern: {pattern!r} claims no parameter (or an earlier pattern claimed them all)"
+                f"by_pattern: {pattern!r} claims no parameter "
+                "(or an earlier pattern claimed them all)"
             )
     return list(groups.values())
 
 
 def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
-    """A group's settings with `changes`, checked; `where` says in errors whose they are."""
+    """Return a group's settings with `changes`, checked. `where` names the group in errors."""
     changed = group | changes
     if not RULES.get(changed["rule"], RULES["adamw"]).corrected:
         for key in ("gamma", "clip"):
@@ -210,10 +161,10 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
 def complete_group(
     param_group: dict[str, Any], defaults: dict[str, Any], by_rule: Collection[str], number: int
 ) -> dict[str, Any]:
-    """A copy of a user's group, checked, with its rule's values of the settings `by_rule`.
+    """Return a copy of a user's group, checked, with its rule's values of the settings `by_rule`.
 
     `defaults` are the optimizer's, `number` is the group's among its groups. Keys that are no
-    settings of ours are carried. Raises `ValueError` for a value out of range, for a key that looks
+    settings of MARS are kept. Raises `ValueError` for a value out of range, for a key that looks
     like a misspelt setting and for a parameter that the group has twice.
     """
     group = dict(param_group)
@@ -223,7 +174,7 @@ def complete_group(
                 raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
     check_hyperparameters(rule=group.get("rule", defaults["rule"]))
     for key in by_rule:
-        group.setdefault(key, DEFAULTS[group.get("rule", defaults["rule"])][key])
+        group.setdefault(key, RULES[group.get("rule", defaults["rule"])].defaults[key])
     merged = defaults | group
     check_hyperparameters(
         **{
@@ -245,9 +196,16 @@ def complete_group(
     return group
 
 
-def warn_of_unsorted(groups: Iterable[dict[str, Any]], rule: str, stacklevel: int) -> None:
-    """Warn where `groups` that nobody sorted may leave embeddings and heads to a matrix rule."""
-    for group in groups:
+def warn_of_unsorted(
+    groups: Iterable[dict[str, Any]], given: Iterable[Any], rule: str, stacklevel: int
+) -> None:
+    """Warn where `groups` that nobody sorted may leave embeddings and heads to a matrix rule.
+
+    `given` is what the user passed for each group. Groups that name a rule or a role were sorted.
+    """
+    for group, each in zip(groups, given):
+        if isinstance(each, dict) and {"rule", "role"} & set(each):
+            continue
         names = group.get("param_names")
         found = [name for name in names or () if looks_like(name)]
         if found or not names:

@@ -1,17 +1,21 @@
-"""What is planned once for an optimizer's parameters: their places in the step's reductions and the
-owners of their matrices."""
+"""What is planned once for an optimizer's parameters.
 
-from collections.abc import Sequence
+That is their order in the step's reductions, and the owners of their matrices.
+"""
+
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmars.optim.exchange import OwnerLoads, Sharding
-from torchmars.optim.norms import Agreement, MeshGroups, ShardSum, sharding_key
+from torchmars.optim.exchange import MatrixTraffic, OwnerLoads
+from torchmars.optim.norms import Agreement, MeshAxes, MeshGroups, ShardSum, layout_key
 from torchmars.optim.owners import MatrixShape
 from torchmars.optim.rules import RULES
+from torchmars.optim.rules.matrix import MatrixRule
 from torchmars.optim.state import Known, known_parameters
+from torchmars.optim.tensors import local_part
 
 
 class Plans:
@@ -27,41 +31,42 @@ class Plans:
         self.mesh_groups, self.matrix_dtype = mesh_groups, matrix_dtype
         self.shard_sum = ShardSum(mesh_groups)
         self.agreement = Agreement(mesh_groups, norm_group)
-        self.places: dict[Tensor, int] = {}
-        """The place of each parameter among the reduced products."""
-        self.shardings: list[Sharding] = []
-        """The matrices, by how they lie, with their owners."""
+        self.parameters: list[Tensor] = []
+        """All parameters, in the order of the step's reductions."""
+        self.traffic: list[MatrixTraffic] = []
+        """The matrices with their owners, those that lie alike together."""
         self.owner_loads: OwnerLoads = {}
         self.known: Known = []
-        """The parameters of each group, and how they lay."""
+        """The parameters of each group, and their layouts."""
 
     def add(self, group: dict[str, Any]) -> None:
-        """Give a group's parameters their places and its matrices owners.
+        """Give a group's parameters a place in the reductions and its matrices owners.
 
         Collective over the meshes of the parameters. Where it raises, no matrix has an owner more.
         """
         loads = {ranks: dict(each) for ranks, each in self.owner_loads.items()}
-        shardings = []
-        if RULES[group["rule"]].kind == "matrix":
-            together: dict[Any, list[Tensor]] = {}
+        traffic = []
+        if isinstance(RULES[group["rule"]], MatrixRule):
+            alike: dict[MeshAxes | None, list[Tensor]] = {}
             for parameter in group["params"]:
-                together.setdefault(sharding_key(parameter), []).append(parameter)
-            for parameters in together.values():
+                alike.setdefault(layout_key(parameter), []).append(parameter)
+            for parameters in alike.values():
                 shapes = [
                     MatrixShape(tuple(p.shape), group["flatten"], group["split"])
                     for p in parameters
                 ]
-                shardings.append(
-                    Sharding(parameters, shapes, loads, self.mesh_groups, self.matrix_dtype)
+                traffic.append(
+                    MatrixTraffic(parameters, shapes, loads, self.mesh_groups, self.matrix_dtype)
                 )
         for parameter in group["params"]:
-            self.places[parameter] = len(self.places)
+            self.parameters.append(parameter)
             self.shard_sum.add(parameter)
-        self.agreement.cover(self.places)
-        self.shardings += shardings
+        self.agreement.cover(self.parameters)
+        self.traffic += traffic
         self.owner_loads = loads
         self.known += known_parameters([group])
 
-    def products_of(self, parameters: Sequence[Tensor], products: list[Tensor]) -> list[Tensor]:
-        """Those of `products`, which are in the order of `places`, that are of `parameters`."""
-        return [products[self.places[parameter]] for parameter in parameters]
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters; the CPU where there are none."""
+        return local_part(self.parameters[0]).device if self.parameters else torch.device("cpu")

@@ -1,16 +1,17 @@
-"""What matrices travel in and are multiplied in, and which devices multiply bfloat16 fast."""
+"""The dtypes that matrices travel and are multiplied in; the devices that are fast in bfloat16."""
 
 import torch
 
 MATRIX_DTYPES = ("auto", "bfloat16", "mixed", "float32")
-CPU_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # that multiply bfloat16: x86, x86, ARM
+# Names of instructions that multiply bfloat16, of torch.cpu.get_capabilities: x86, x86, ARM.
+CPU_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether `device` has instructions that multiply bfloat16 matrices, and torch uses them.
+    """Return whether `device` has instructions that multiply bfloat16, and torch uses them.
 
-    Without them a CPU takes up to 80 times as long as in float32. A kind of device that is not
-    known here has none.
+    Without them a CPU takes up to 80 times as long as in float32. Of devices other than GPUs and
+    CPUs the answer is no.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -24,7 +25,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def matrix_dtype_name(value: str | torch.dtype) -> str:
-    """A `matrix_dtype` as a string. Raises `ValueError` for one that there is not."""
+    """Return a `matrix_dtype` as a string. Raises `ValueError` for an unknown one."""
     name = str(value).removeprefix("torch.")
     known = value.is_floating_point if isinstance(value, torch.dtype) else name in MATRIX_DTYPES
     if not known:
@@ -33,12 +34,15 @@ def matrix_dtype_name(value: str | torch.dtype) -> str:
 
 
 def resolve_matrix_dtype(name: str, fast: bool) -> str:
-    """`name`, or for "auto" the dtype for devices that multiply bfloat16 fast, or do not."""
+    """Return `name`, or for "auto" what suits devices that multiply bfloat16 fast, or do not."""
     return name if name != "auto" else "bfloat16" if fast else "mixed"
 
 
 def wire_and_product(name: str) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes in which matrices travel and are multiplied, for a resolved `matrix_dtype`."""
+    """Return the dtypes in which matrices travel and are multiplied.
+
+    `name` is a resolved `matrix_dtype`: "mixed" or a dtype's name.
+    """
     if name == "mixed":
         return torch.bfloat16, torch.float32
     return getattr(torch, name), getattr(torch, name)

@@ -1,4 +1,4 @@
-"""Roles of a model's parameters: what each of them is, whatever its rule.
+"""Roles of a model's parameters: what each parameter is, whatever its rule.
 
 Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
 2411.10438, 2510.21800). Names are those of torchvision, timm and transformers.
@@ -37,7 +37,7 @@ _OTHER_HEAD_LAYER = re.compile(r"output|score")  # BERT's blocks have modules of
 
 
 def roles(model: nn.Module) -> dict[str, str]:
-    """The role of every trainable parameter, by name: one of ROLES.
+    """Return the role of every trainable parameter, by name: one of ROLES.
 
     An embedding is the parameter of an `nn.Embedding`, also where an output layer shares it, and
     one that a module holds under a name such as cls_token or pos_embed. A vector has fewer than two
@@ -60,7 +60,7 @@ def roles(model: nn.Module) -> dict[str, str]:
 
 
 def looks_like(name: str) -> str | None:
-    """The role "embedding" or "head" where a parameter's name alone tells it, else None."""
+    """Return the role "embedding" or "head" where a parameter's name alone says it, else None."""
     parts = name.split(".")
     last = parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]
     if _EMBEDDING_PARTS & set(last.split("_")) and "patch" not in last:
@@ -84,8 +84,8 @@ def _role(name: str, parameter: Tensor, owner: nn.Module, is_head: bool) -> str:
 
 
 def _heads(model: nn.Module) -> set[str]:
-    """The names of the output layers' weights, also of those that an embedding shares."""
-    # With duplicates, since a tied output layer tells that the last matrix is a hidden one.
+    """Return the names of the output layers' weights, also of those that an embedding shares."""
+    # With duplicates, since a tied output layer says that the last matrix is a hidden one.
     matrices = [name for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1]
     last_in: dict[str, str] = {}  # by module named as a head
     for name in matrices:
@@ -112,7 +112,7 @@ def _heads(model: nn.Module) -> set[str]:
 
 
 def _head_prefixes(name: str) -> Iterator[str]:
-    """The paths of the modules around a parameter that are named as a head."""
+    """Yield the paths of the modules around a parameter that are named as a head."""
     parts = name.split(".")[:-1]
     for number, part in enumerate(parts):
         names = [_HEAD_NAME, _OTHER_HEAD_NAME]

@@ -13,17 +13,20 @@ def lr_factor(
     decay_steps: int | None = None,
     floor: float = 0.0,
 ) -> float:
-    """The factor that multiplies the peak learning rate for update number `step` = 1 ... total_steps.
+    """Return the factor of the peak learning rate for update number `step` = 1 ... total_steps.
 
-    Warmup is linear from 0: step / warmup_steps. Then cosine and linear fall to `floor` (the lowest learning rate over
-    the peak) at `total_steps`, constant stays at 1, and wsd stays at 1 until a linear fall over the last `decay_steps`.
+    Warmup is linear from 0: step / warmup_steps. After it, cosine and linear fall to `floor` (the
+    lowest learning rate over the peak) at `total_steps`. constant stays at 1. wsd stays at 1 until
+    a linear fall over the last `decay_steps`; it raises `ValueError` without them.
     """
     if step < warmup_steps:
         return step / warmup_steps
-    start = max(warmup_steps, total_steps - decay_steps) if name == "wsd" else warmup_steps
-    return between(
-        step - start, total_steps - start, 1.0, floor, "linear" if name == "wsd" else name
-    )
+    if name != "wsd":
+        return between(step - warmup_steps, total_steps - warmup_steps, 1.0, floor, name)
+    if decay_steps is None:
+        raise ValueError("the schedule wsd needs decay_steps")
+    start = max(warmup_steps, total_steps - decay_steps)
+    return between(step - start, total_steps - start, 1.0, floor, "linear")
 
 
 def between(
@@ -33,7 +36,10 @@ def between(
     last: float,
     name: Literal["cosine", "linear", "constant"],
 ) -> float:
-    """A value that goes from `first` at step 0 to `last` at `total_steps` along a line or half a cosine; constant: `first`."""
+    """Return a value at `step` of a schedule from `first` at step 0 to `last` at `total_steps`.
+
+    It follows a line or half a cosine. With constant it stays `first`.
+    """
     progress = min(max(step / max(total_steps, 1), 0.0), 1.0)
     if name == "constant":
         return first

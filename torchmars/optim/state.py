@@ -1,21 +1,54 @@
-"""Each parameter's state: where it lies, how it follows its parameter, what of a saved one fits."""
+"""Each parameter's state: its layout, how it follows its parameter, how a saved one is loaded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
+from torchmars.optim.checks import check_hyperparameters, parameter_name
 from torchmars.optim.owners import intervals
-from torchmars.optim.rules import check_hyperparameters, current_name, state_fits, unscaling
-from torchmars.optim.update import local_part
+from torchmars.optim.rules import RULES, current_name, state_fits, unscaling
+from torchmars.optim.rules.rule import State
+from torchmars.optim.tensors import local_part
 
-Layout = tuple[object, ...]
-State = dict[str, Tensor]
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
-Known = list[list[tuple[Tensor, Layout]]]  # the parameters of each group, as they were laid out
+
+
+class ParameterLayout(NamedTuple):
+    """All that the state of a parameter has in common with it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+
+    @staticmethod
+    def of(parameter: Tensor) -> "ParameterLayout":
+        """Return the layout of `parameter`."""
+        mesh: DeviceMesh | None = None
+        placements: tuple[Placement, ...] = ()
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        return ParameterLayout(
+            parameter.shape,
+            parameter.stride(),
+            parameter.dtype,
+            parameter.device,
+            mesh,
+            placements,
+        )
+
+
+Known = list[
+    list[tuple[Tensor, ParameterLayout]]
+]  # the parameters of each group, and their layouts
 # Keys of the groups of torch's own AdamW that mean nothing here.
 _TORCH_KEYS = (
     "amsgrad",
@@ -28,68 +61,53 @@ _TORCH_KEYS = (
 )
 
 
-def layout_of(parameter: Tensor) -> Layout:
-    """All that the state of a parameter has in common with it."""
-    sharding = (
-        (parameter.device_mesh, tuple(parameter.placements))
-        if isinstance(parameter, DTensor)
-        else None
-    )
-    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device, sharding
-
-
 def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:
-    """The parameters of `groups` and their layouts, as `unchanged` compares them."""
+    """Return the parameters of `groups` and their layouts, as `unchanged` compares them."""
     return [
-        [(parameter, layout_of(parameter)) for parameter in group["params"]] for group in groups
+        [(parameter, ParameterLayout.of(parameter)) for parameter in group["params"]]
+        for group in groups
     ]
 
 
 def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
-    """Whether the groups still have the parameters of `known`, laid out as they were."""
+    """Return whether the groups still have the parameters of `known`, laid out as they were."""
     return len(groups) == len(known) and all(
         len(group["params"]) == len(before)
         and all(
-            parameter is same and layout_of(parameter) == layout
+            parameter is same and ParameterLayout.of(parameter) == layout
             for parameter, (same, layout) in zip(group["params"], before)
         )
         for group, before in zip(groups, known)
     )
 
 
-def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
-    """What messages call a parameter: its place among the groups, and its name if it has one."""
-    names = group.get("param_names")
-    where = f"{place} of group {group_number}"
-    return f"parameter {names[place]!r} ({where})" if names else f"parameter {where}"
-
-
 def carried_state(
     groups: Sequence[dict[str, Any]], known: Known, state: dict[Tensor, State], new_state: NewState
 ) -> dict[Tensor, State]:
-    """The state of the parameters of `groups`, which once were `known`.
+    """Return the state of the parameters of `groups`, which were `known` before.
 
-    What lies otherwise by now gets a state of its layout with the same values. Raises `ValueError`
-    where a parameter was replaced by one of another shape. Changes nothing.
+    A parameter whose layout changed gets a state of its new layout with the same values. Raises
+    `ValueError` where a parameter was replaced by one of another shape. Changes nothing.
     """
     before = {parameter: layout for group in known for parameter, layout in group}
     former = _predecessors(groups, known)
-    carried = {}
+    carried: dict[Tensor, State] = {}
     for group in groups:
         for parameter in group["params"]:
             old = former.get(parameter)
-            if old is parameter and layout_of(parameter) == before[parameter]:
-                carried[parameter] = state[parameter]
-                continue
-            carried[parameter] = new_state(parameter, group)
-            if old is not None:
+            if old is None:
+                carried[parameter] = new_state(parameter, group)
+            elif old is parameter and ParameterLayout.of(old) == before[old]:
+                carried[parameter] = state[old]
+            else:
+                carried[parameter] = new_state(parameter, group)
                 for key in carried[parameter].keys() & state[old].keys():
                     fill(carried[parameter][key], state[old][key])
     return carried
 
 
 def _predecessors(groups: Sequence[dict[str, Any]], known: Known) -> dict[Tensor, Tensor]:
-    """For each parameter, the one whose state it goes on with: itself, or the one it replaced.
+    """Return for each parameter the one whose state it takes over: itself, or the one it replaced.
 
     A parameter replaced the one at its place of its group, if that one is in no group any more.
     Others are new and left out.
@@ -106,7 +124,7 @@ def _predecessors(groups: Sequence[dict[str, Any]], known: Known) -> dict[Tensor
                 former = old[place][0]
             else:
                 continue
-            shape = before[former][0]
+            shape = before[former].shape
             if parameter.shape != shape:
                 raise ValueError(
                     f"{parameter_name(group, number, place)} has shape "
@@ -124,28 +142,34 @@ def fill(target: Tensor, source: Tensor) -> None:
     """
     if source.is_meta:  # no values yet
         return
-    alike = (
-        isinstance(source, DTensor)
-        and isinstance(target, DTensor)
-        and (source.device_mesh, source.placements) == (target.device_mesh, target.placements)
-    )
-    if alike:
-        source = source.to_local()
-    elif isinstance(source, DTensor):
-        source = source.full_tensor()
-    if isinstance(target, DTensor) and not alike:
+    if _lie_alike(source, target):
+        local_part(target).copy_(local_part(source))
+        return
+    whole = source.full_tensor() if isinstance(source, DTensor) else source
+    if isinstance(target, DTensor):
         mesh = target.device_mesh
-        block = intervals(target.shape, mesh.shape, target.placements, mesh.get_coordinate())
-        source = source[tuple(slice(*interval) for interval in block)]
-    local_part(target).copy_(source)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None  # a rank has state of its own meshes only
+        block = intervals(target.shape, mesh.shape, target.placements, coordinate)
+        whole = whole[tuple(slice(*interval) for interval in block)]
+    local_part(target).copy_(whole)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two DTensors have their shards on the same ranks."""
+    return (
+        isinstance(one, DTensor)
+        and isinstance(other, DTensor)
+        and (one.device_mesh, one.placements) == (other.device_mesh, other.placements)
+    )
 
 
 @dataclass
 class Loaded:
-    """A saved state that fits: what the optimizer's groups and state become."""
+    """A saved state that fits: what the optimizer's groups and state become by loading it."""
 
     groups: list[dict[str, Any]]
-    """The saved param_groups, with what they do not say in the optimizer's words."""
+    """The saved param_groups. What they do not say is as in the optimizer's own."""
     state: dict[Tensor, State]
     without_last_grad: list[Tensor]
     """Parameters whose rule keeps a last gradient, which the saved state has not."""
@@ -154,11 +178,11 @@ class Loaded:
 def check_loaded(
     saved: dict[str, Any], groups: Sequence[dict[str, Any]], new_state: NewState
 ) -> Loaded:
-    """What loading `saved`, a `state_dict`, makes of an optimizer with `groups`. Changes nothing.
+    """Return what loading `saved`, a `state_dict`, makes of an optimizer with `groups`.
 
     The state of torch's AdamW, whose groups name no rule, is that of the rule "adamw". It and that
     rule's fit "mars-adamw" too, which then keeps its own hyperparameters. Raises `ValueError`
-    naming the parameter, the key and the shapes where something does not fit.
+    naming the parameter, the key and the shapes where something does not fit. Changes nothing.
     """
     if not {"state", "param_groups"} <= set(saved):
         raise ValueError(f"state_dict must have 'state' and 'param_groups', got {sorted(saved)}")
@@ -190,9 +214,9 @@ def check_loaded(
 
 
 def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[str, Any]:
-    """The hyperparameters of a group after loading."""
+    """Return the hyperparameters of a group after loading."""
     rule, saved_rule = ours["rule"], theirs.get("rule", "adamw")
-    if rule != saved_rule and (rule, saved_rule) != ("mars-adamw", "adamw"):
+    if rule != saved_rule and saved_rule not in RULES[rule].continues:
         raise ValueError(
             f"group {number} of the state_dict is of the rule {saved_rule}, here it is of {rule}"
         )
@@ -213,7 +237,7 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
 def _current(
     entries: dict[str, Any], theirs: dict[str, Any], rule: str, wanted: State, name: str
 ) -> State:
-    """A parameter's saved state by today's names, if it fits what is `wanted`."""
+    """Return a parameter's saved state by today's names. Raises where it is not `wanted`."""
     saved_rule = theirs.get("rule", "adamw")
     current = {}
     for key, value in entries.items():

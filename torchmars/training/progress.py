@@ -63,6 +63,7 @@ class Progress:
     def report(self, state: RunState, loss: float, lr: float) -> dict[str, float]:
         """Report a step; return the optimizer's telemetry. Waits for the device."""
         telemetry = self.optimizer.telemetry()
+        self.optimizer.start_interval()
         tokens = state.position * self.config.seq_len
         more = {"tokens": tokens, "optimizer_ms": self.stopwatch.milliseconds()}
         self.metrics.train(state.step, loss, lr, telemetry | more)

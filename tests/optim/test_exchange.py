@@ -1,0 +1,205 @@
+"""What matrices that are sharded cost on the wire, and that ranks agree on it before."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.optim.test_sharded_rules import SHAPES, starts, steps, whole
+from tests.support.ranks import run_ranks
+from tests.support.tiny import set_bfloat16
+from torchmars.optim import MARS, owners
+
+
+def counted(shape, placements, rule, matrix_dtype):
+    """Return what one step communicates on this rank.
+
+    That is its collectives by name, the bytes sent to others in each all-to-all, the calls of
+    full_tensor, and the number of buckets.
+    """
+    mesh = init_device_mesh("cpu", shape)
+    parameters = [nn.Parameter(distribute_tensor(start, mesh, placements)) for start in starts()]
+    optimizer = steps(
+        parameters,
+        rule,
+        lambda gradient: distribute_tensor(gradient, mesh, placements),
+        1,
+        max_grad_norm=1.0,
+        matrix_dtype=matrix_dtype,
+    )
+    sent, original = [], dist.all_to_all_single
+
+    def spy(output, input, output_sizes, input_sizes, group=None, **options):
+        mine = dist.get_rank(group)
+        sent.append(
+            sum(size for rank, size in enumerate(input_sizes) if rank != mine)
+            * input.element_size()
+        )
+        return original(output, input, output_sizes, input_sizes, group=group, **options)
+
+    calls = []
+    with pytest.MonkeyPatch.context() as patch, CommDebugMode() as mode:
+        patch.setattr(dist, "all_to_all_single", spy)
+        patch.setattr(DTensor, "full_tensor", lambda self: calls.append(self))
+        optimizer.step()
+    names = {
+        str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()
+    }
+    buckets = sum(len(traffic.buckets) for traffic in optimizer.plans.traffic)
+    return names, sent, len(calls), buckets
+
+
+# Rule, matrix_dtype, and the bytes of an entry on the wire.
+COUNTED = [
+    ("mars-m", "bfloat16", 2),
+    ("mars-m", "mixed", 2),
+    ("mars-m", "float32", 4),
+    ("mars-adamw", "auto", 0),
+]
+
+
+@pytest.mark.parametrize(
+    "shape,placements", [((2,), [Shard(0)]), ((4,), [Shard(0)]), ((2, 2), [Replicate(), Shard(0)])]
+)
+def test_collectives_and_bytes_of_a_step(shape, placements):
+    everyone = run_ranks(all_counted, torch.Size(shape).numel(), shape, placements)
+    for results, (rule, _, width) in zip(zip(*everyone), COUNTED):
+        check_counted(results, shape, rule, width)
+
+
+def all_counted(shape, placements):
+    return [counted(shape, placements, rule, matrix_dtype) for rule, matrix_dtype, _ in COUNTED]
+
+
+def check_counted(results, shape, rule, width):
+    elements = sum(torch.Size(each).numel() for each in SHAPES)
+    shards, replicas = shape[-1], torch.Size(shape[:-1]).numel()
+    for names, _, full_tensors, buckets in results:
+        assert full_tensors == 0
+        expected = {"allreduce": 2 if replicas > 1 else 1}
+        if rule == "mars-m":
+            expected |= {"alltoall_base": 2 * buckets} | (
+                {"allgather_base": buckets} if replicas > 1 else {}
+            )
+        assert names == expected
+    if rule == "mars-m":
+        assert buckets >= 1
+        # width N / W (W - 1) / W bytes each way for each of W ranks on average, shared out over the
+        # replicas. Here the shards are uneven and owners have whole matrices, so the bound is on
+        # the sum: an owner's own part does not travel.
+        total = sum(sum(sent) for _, sent, _, _ in results)
+        assert 0 < total <= width * 2 * elements
+        if shards == 2 and replicas == 1:
+            assert total == pytest.approx(width * 2 * elements * (shards - 1) / shards, rel=0.25)
+
+
+def even_bytes():
+    """Return the bytes that this rank sends in a step over eight equal, evenly cut matrices."""
+    mesh = init_device_mesh("cpu", (4,))
+    parameters = [
+        nn.Parameter(distribute_tensor(torch.randn(16, 8), mesh, [Shard(0)])) for _ in range(8)
+    ]
+    optimizer = MARS(parameters, rule="mars-m")
+    sent, original = [], dist.all_to_all_single
+
+    def spy(output, input, output_sizes, input_sizes, group=None, **options):
+        sent.append(
+            2 * sum(size for rank, size in enumerate(input_sizes) if rank != dist.get_rank())
+        )
+        return original(output, input, output_sizes, input_sizes, group=group, **options)
+
+    dist.all_to_all_single = spy
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return sum(sent)
+
+
+def test_bytes_are_the_formula_where_shards_are_even():
+    """2 N / W (W - 1) / W bytes each way, with N = 1024 elements and W = 4 ranks."""
+    assert run_ranks(even_bytes, 4) == [2 * (2 * 1024 / 4 * 3 / 4)] * 4
+
+
+def overlapped(overlap):
+    owners.BUCKET_ELEMENTS = 100  # several buckets
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])) for start in starts()]
+    optimizer = steps(
+        parameters,
+        "mars-m",
+        lambda gradient: distribute_tensor(gradient, mesh, [Shard(0)]),
+        overlap=overlap,
+    )
+    assert len(optimizer.plans.traffic[0].buckets) > 2
+    return whole(parameters)
+
+
+def test_overlap_changes_nothing():
+    with_overlap, without = run_ranks(overlapped, 2, True)[0], run_ranks(overlapped, 2, False)[0]
+    assert all(torch.equal(one, other) for one, other in zip(with_overlap, without))
+
+
+def plan_error(mesh, placements, sizes):
+    """Return the optimizer's error for parameters of these `sizes` on this rank."""
+    wholes = [torch.ones(size) for size in sizes]
+    parameters = [
+        nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+        for whole in wholes
+    ]
+    try:
+        MARS(parameters, rule="mars-m")
+    except RuntimeError as error:
+        return str(error)
+
+
+def different_plans():
+    """Return the errors on one axis, and where all shards of one replica agree: none may wait."""
+    rank = dist.get_rank()
+    sizes = [(8, 4), (4, 4), (4, 4)]
+    swapped = [(8, 4), (4, 4), (6, 4)] if rank == 3 else sizes
+    fewer = sizes[:2] if rank == 1 else sizes
+    replicas = init_device_mesh("cpu", (2, 2))
+    return [
+        plan_error(replicas, [Replicate(), Shard(0)], swapped),
+        plan_error(init_device_mesh("cpu", (4,)), [Shard(0)], fewer),
+    ]
+
+
+def test_ranks_that_plan_differently_say_so():
+    beginning = (
+        "the ranks do not hold the same parameters in the same order: matrix parameter "
+        "number 2 of their mesh is of shape (4, 4), flatten False, split 1, placed"
+    )
+    swapped = (
+        "(Replicate(), Shard(dim=0)) on rank 0 and of shape (6, 4), flatten False, split 1, "
+        "placed (Replicate(), Shard(dim=0)) on rank 3"
+    )
+    fewer = "(Shard(dim=0),) on rank 0 and missing on rank 1"
+    wanted = [f"{beginning} {swapped}", f"{beginning} {fewer}"]
+    assert run_ranks(different_plans, 4) == [wanted] * 4
+
+
+def agreed(asked):
+    """Return what two ranks make of a dtype each; the second one's CPU has no bfloat16."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])) for start in starts()]
+    with pytest.MonkeyPatch.context() as patch:
+        set_bfloat16(dist.get_rank() == 0, patch)
+        answers = []
+        for each in asked:
+            try:
+                optimizer = MARS(parameters, rule="mars-m", matrix_dtype=each[dist.get_rank()])
+                answers.append(optimizer.plans.traffic[0].matrix_dtype)
+            except ValueError as error:
+                answers.append(str(error))
+    return answers
+
+
+def test_ranks_on_different_cpus_agree_on_one_dtype():
+    asked = [("auto", "auto"), ("bfloat16", "bfloat16"), ("auto", "mixed")]
+    first, second = run_ranks(agreed, 2, asked)
+    refused = "matrix_dtype must be the same on all ranks, they were given several"
+    assert first == second == ["mixed", "bfloat16", refused]

@@ -1,0 +1,85 @@
+"""Matrices: batches, flattening and splits of parameters, and their orthogonalisation."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.reference import gradients, newton_schulz
+from tests.optim.test_mars import run
+from tests.optim.test_rules import BASE
+from torchmars.optim import MARS
+from torchmars.optim.orthogonalize import newton_schulz_flops, orthogonalize
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo", "muon"])
+def test_batches_flattening_and_splits_are_separate_matrices(rule):
+    """Experts, a convolution and a fused QKV weight equal the same matrices as own parameters."""
+    whole = {
+        "experts": torch.randn(3, 6, 4),
+        "conv": torch.randn(6, 4, 3, 3),
+        "qkv": torch.randn(12, 6),
+        "uneven": torch.randn(10, 6),
+    }
+    sequences = {
+        name: gradients(tuple(value.shape), 5, seed)
+        for seed, (name, value) in enumerate(whole.items())
+    }
+    options = {
+        "experts": {},
+        "conv": {"flatten": True},
+        "qkv": {"split": 3},
+        "uneven": {"split": (6, 2, 2)},
+    }
+    cut = {
+        "experts": lambda x: list(x),
+        "conv": lambda x: [x.flatten(1)],
+        "qkv": lambda x: list(x.chunk(3)),
+        "uneven": lambda x: list(x.split((6, 2, 2))),
+    }
+    settings = dict(rule=rule, clip=None, matrix_dtype=torch.float32, **BASE)
+    for name, value in whole.items():
+        together = nn.Parameter(value.clone())
+        parts = [nn.Parameter(part.clone()) for part in cut[name](value)]
+        run(
+            MARS([{"params": [together], **options[name]}], **settings),
+            [together],
+            [sequences[name]],
+        )
+        run(MARS(parts, **settings), parts, list(zip(*(cut[name](g) for g in sequences[name]))))
+        for one, other in zip(cut[name](together), parts):
+            assert torch.equal(one, other)
+
+
+def test_newton_schulz():
+    matrices = torch.randn(
+        3, 8, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    result = orthogonalize(matrices)
+    for matrix, one in zip(matrices, result):
+        torch.testing.assert_close(one, newton_schulz(matrix))
+    singular = torch.linalg.svdvals(result)
+    assert (singular > 0.5).all() and (singular < 1.3).all()
+    torch.testing.assert_close(orthogonalize(matrices.mT), result.mT)
+    assert not orthogonalize(torch.zeros(1, 3, 4)).any()
+    for rounded, dtype in (
+        (matrices.bfloat16(), None),
+        (matrices.bfloat16(), torch.float32),
+        (matrices.float(), None),
+    ):
+        together = orthogonalize(rounded, dtype)
+        assert together.dtype == rounded.dtype
+        alone = [orthogonalize(rounded[i : i + 1], dtype)[0] for i in range(3)]
+        assert all(torch.equal(one, other) for one, other in zip(alone, together))
+    assert newton_schulz_flops(8, 20) == newton_schulz_flops(20, 8) == 5 * (4 * 64 * 20 + 2 * 512)
+
+
+def test_bad_matrix_arguments_are_named():
+    with pytest.raises(ValueError, match="at least two dimensions"):
+        MARS([nn.Parameter(torch.ones(4))], rule="mars-m")
+    for split in (0, 3, (2, 3)):
+        with pytest.raises(ValueError, match="split"):
+            MARS([nn.Parameter(torch.ones(4, 4))], rule="mars-m", split=split)
+    with pytest.raises(ValueError, match="contiguous"):
+        MARS([torch.ones(4, 6).T.requires_grad_()], rule="muon")
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        MARS([nn.Parameter(torch.ones(4, 4))], max_grad_norm=-1.0)

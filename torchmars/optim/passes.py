@@ -1,0 +1,118 @@
+"""Passes over flat local tensors, fused into kernels by torch.compile, on CPU and GPU alike.
+
+A step makes two passes. `inner_products` reads the gradient and the last gradient once for all
+norms. A rule's own pass reads everything once more and writes it. Both are plain torch on lists.
+Nothing waits for the device: every factor is a 0-d tensor in the dtype of the computation.
+"""
+
+import functools
+import logging
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+# Elements of a tensor. A kernel of its own does not pay for a smaller one.
+MIN_TENSOR_TO_COMPILE = 2**16
+# Local elements of all parameters. A smaller model trains faster than its kernels compile.
+MIN_MODEL_TO_COMPILE = 2**22
+# Tensors of one size in a call. Calls cost time, and so does compiling long ones.
+TENSORS_PER_CALL = 4
+
+Tensors = Sequence[tuple[Tensor, ...]]
+Factor = TypeVar("Factor")
+
+
+def run_pass(
+    function: Callable[[Tensors, Sequence[Factor]], list[Tensor] | None],
+    tensors: Tensors,
+    factors: Sequence[Factor],
+    compile: bool,
+) -> list[Any]:
+    """Call `function` on all `tensors` with their `factors`, and return its results in order.
+
+    With `compile`, large tensors go through fused kernels. These are cached by `function`, which
+    must be the same object at every step: define it at the top level of a module.
+    """
+    results: list[Any] = [None] * len(tensors)
+    by_size: dict[int, list[int]] = {}
+    for number, (first, *_) in enumerate(tensors):
+        large = compile and first.numel() >= MIN_TENSOR_TO_COMPILE
+        by_size.setdefault(first.numel() if large else 0, []).append(number)
+    for size, numbers in by_size.items():
+        call = _compiled(function) if size else function
+        while numbers:
+            count = TENSORS_PER_CALL if len(numbers) >= TENSORS_PER_CALL else 1
+            batch, numbers = numbers[:count], numbers[count:]
+            returned = call([tensors[i] for i in batch], [factors[i] for i in batch])
+            for number, result in zip(batch, returned or ()):
+                results[number] = result
+    return results
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    _announce_compilation()
+    return torch.compile(function, dynamic=True)
+
+
+@functools.cache
+def _announce_compilation() -> None:
+    """Say once why the first step takes so long; on one rank only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(
+            "compiling the optimizer's kernels: the first step takes some seconds "
+            "longer; MARS(..., compile=False) does without"
+        )
+
+
+def pays_to_compile(tensors: Iterable[Tensor], device: torch.device) -> bool:
+    """Return whether a model of these local tensors trains faster with compiled kernels."""
+    return sum(each.numel() for each in tensors) >= MIN_MODEL_TO_COMPILE and can_compile(device)
+
+
+def can_compile(device: torch.device) -> bool:
+    """Return whether torch.compile has what it needs.
+
+    It needs a compiler, on a CPU also the headers of Python, on a GPU one that Triton supports.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (7, 0) and any(
+            map(shutil.which, ("gcc", "cc", "clang"))
+        )
+    return os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) and any(
+        map(shutil.which, ("g++", "c++", "clang++"))
+    )
+
+
+def inner_products(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
+    """Return [<g, g>, <g, h>, <h, h>] of each (g, h), in float64.
+
+    The norm that follows from them cancels when kappa is large, hence the float64.
+    """
+    result = []
+    for g, h in tensors:
+        g, h = g.double(), h.double()
+        result.append(torch.stack([(g * g).sum(), (g * h).sum(), (h * h).sum()]))
+    return result
+
+
+def squared_norms(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
+    """Return [<g, g>, 0, 0] of each (g,), in float64: `inner_products` without a last gradient."""
+    return [
+        F.pad(torch.linalg.vector_norm(g, dtype=torch.float64).square()[None], (0, 2))
+        for (g,) in tensors
+    ]
+
+
+def write_if(ok: Tensor, target: Tensor, values: Tensor) -> None:
+    """Write `values` to `target` in its dtype, if the step counts (`ok`, a 0-d bool)."""
+    target.copy_(torch.where(ok, values.to(target.dtype), target))

@@ -1,0 +1,91 @@
+"""The pieces of matrices that a rank sends, receives and computes under the plan of `owners.py`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor.placement_types import Placement
+
+from torchmars.optim.owners import Block, MatrixShape, Unit
+
+Slices = tuple[slice, slice, slice]  # of a rank's part of a parameter, seen as [batch, rows, cols]
+
+
+@dataclass
+class Piece:
+    """A rank's part of one unit: where it lies in the local shard and how long it is."""
+
+    unit: Unit
+    local: Slices
+    """Within the local shard, seen as [batch, rows, cols]."""
+    in_unit: tuple[slice, slice]
+    """Within the unit's matrix."""
+    numel: int
+
+
+def piece_of(unit: Unit, block: Block) -> Piece | None:
+    """Return the piece of `unit` in a rank's `block`, or None."""
+    part = unit.overlap(block)
+    if part is None:
+        return None
+    (b0, b1), (r0, r1), (c0, c1) = part
+    (batch, _), (row, _), (col, _) = block
+    return Piece(
+        unit,
+        (slice(b0 - batch, b1 - batch), slice(r0 - row, r1 - row), slice(c0 - col, c1 - col)),
+        (slice(r0 - unit.row, r1 - unit.row), slice(c0, c1)),
+        (r1 - r0) * (c1 - c0),
+    )
+
+
+@dataclass
+class Bucket:
+    """What this rank sends, receives and computes for one bucket."""
+
+    outgoing: list[list[Piece]]
+    """To each rank of the shard group: this rank's pieces of the units that one owns."""
+    incoming: list[list[Piece]]
+    """From each rank of the shard group: its pieces of the units that this rank owns."""
+    by_replica: list[list[Piece]]
+    """This rank's pieces of the units that each replica owns, in the order in which they return."""
+    owned: list[Unit]
+
+
+def rank_bucket(
+    assigned: Sequence[tuple[Unit, int]],
+    shapes: Sequence[MatrixShape],
+    placements: Sequence[Sequence[Placement]],
+    mesh_shape: Sequence[int],
+    coordinates: Sequence[Sequence[int]],
+    replica: int,
+    shard: int,
+    replicas: int,
+) -> Bucket:
+    """Return what rank `shard` of replica `replica` does for a bucket of units and their owners.
+
+    `coordinates` are those of the ranks of its replica. The time is linear in the bucket's units,
+    and in the rank's own units times the ranks.
+    """
+    shards = len(coordinates)
+    own_blocks = {
+        number: shapes[number].block(mesh_shape, placements[number], coordinates[shard])
+        for number in {unit.parameter for unit, _ in assigned}
+    }
+    bucket = Bucket([], [[] for _ in range(shards)], [], [])
+    # This rank's pieces, by the replica and shard of their owner.
+    pieces: list[list[list[Piece]]] = [[[] for _ in range(shards)] for _ in range(replicas)]
+    for unit, owner in assigned:
+        piece = piece_of(unit, own_blocks[unit.parameter])
+        if piece is not None:
+            pieces[owner // shards][owner % shards].append(piece)
+        if (owner // shards, owner % shards) == (replica, shard):
+            bucket.owned.append(unit)
+            for source, coordinate in enumerate(coordinates):
+                block = shapes[unit.parameter].block(
+                    mesh_shape, placements[unit.parameter], coordinate
+                )
+                theirs = piece_of(unit, block)
+                if theirs is not None:
+                    bucket.incoming[source].append(theirs)
+    bucket.outgoing = pieces[replica]
+    bucket.by_replica = [[piece for owned in by_owner for piece in owned] for by_owner in pieces]
+    return bucket

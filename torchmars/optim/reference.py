@@ -1,0 +1,212 @@
+"""Every rule in a few lines, on one whole tensor: what `MARS` computes, without its machinery.
+
+Sources: MARS, Yuan et al., arXiv 2411.10438; MARS-M, Liu et al., arXiv 2510.21800; AdamW,
+Loshchilov & Hutter, arXiv 1711.05101; Lion, Chen et al., arXiv 2302.06675; Muon in Moonlight's
+form, Liu et al., arXiv 2502.16982.
+
+Each rule is a function that makes one step in place. It takes a tensor `x`, its gradient `g` after
+the global clip (see `global_clip`), its state and its settings. The state of a tensor is a dict,
+empty before the first step. All numbers are of the dtype of `x`, which may be any floating-point
+dtype. The functions are slow and know no shards: use them to read, to teach and to test.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchmars.optim.orthogonalize import orthogonalize
+
+State = dict[str, Tensor]
+Betas = tuple[float, float]
+
+
+def mars_adamw(
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    betas: Betas,
+    eps: float,
+    weight_decay: float,
+    gamma: float,
+    clip: float | None,
+    last: Tensor | None = None,
+) -> None:
+    """Step by AdamW's two moments of the corrected gradient c: v is built from c, not from g."""
+    c = corrected_gradient(g, state, betas[0], gamma, clip, last)
+    _adamw_step(x, c, state, lr, betas, eps, weight_decay)
+
+
+def mars_lion(
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    betas: Betas,
+    weight_decay: float,
+    gamma: float,
+    clip: float | None,
+    last: Tensor | None = None,
+) -> None:
+    """Set x <- x - lr (sign(m) + weight_decay x), m the momentum of the corrected gradient."""
+    m = corrected_momentum(g, state, betas[0], gamma, clip, last)
+    descend(x, m.sign(), lr, weight_decay)
+
+
+def mars_shampoo(
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    betas: Betas,
+    weight_decay: float,
+    gamma: float,
+    clip: float | None,
+    last: Tensor | None = None,
+) -> None:
+    """Set x <- x - lr (max(1, rows / cols)^(1/2) NS(m) + weight_decay x).
+
+    `x` is a matrix [rows, cols], m the momentum of the corrected gradient.
+    """
+    m = corrected_momentum(g, state, betas[0], gamma, clip, last)
+    rows, cols = x.shape
+    descend(x, max(1.0, rows / cols) ** 0.5 * newton_schulz(m), lr, weight_decay)
+
+
+def mars_m(
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    betas: Betas,
+    weight_decay: float,
+    gamma: float,
+    clip: float | None,
+    last: Tensor | None = None,
+) -> None:
+    """Set x <- x - lr (0.2 max(rows, cols)^(1/2) NS(m) + weight_decay x).
+
+    `x` is a matrix [rows, cols], m the momentum of the corrected gradient.
+    """
+    m = corrected_momentum(g, state, betas[0], gamma, clip, last)
+    descend(x, 0.2 * max(x.shape) ** 0.5 * newton_schulz(m), lr, weight_decay)
+
+
+def adamw(
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    betas: Betas,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Set x <- x - lr (m' / (v'^(1/2) + eps) + weight_decay x), m' and v' without their bias."""
+    _adamw_step(x, g, state, lr, betas, eps, weight_decay)
+
+
+def lion(
+    x: Tensor, g: Tensor, state: State, *, lr: float, betas: Betas, weight_decay: float
+) -> None:
+    """Step by the sign of an average of m and g; m becomes an average with other weights."""
+    beta1, beta2 = betas
+    m = state.get("exp_avg", torch.zeros_like(x))
+    descend(x, (beta1 * m + (1 - beta1) * g).sign(), lr, weight_decay)
+    state["exp_avg"] = beta2 * m + (1 - beta2) * g
+
+
+def muon(
+    x: Tensor, g: Tensor, state: State, *, lr: float, betas: Betas, weight_decay: float
+) -> None:
+    """Step by the orthogonalised Nesterov momentum (decay betas[0]), with the scale of `mars_m`."""
+    mu, _ = betas
+    buffer = mu * state.get("momentum_buffer", torch.zeros_like(x)) + g
+    direction = newton_schulz((1 - mu) * (g + mu * buffer))
+    descend(x, 0.2 * max(x.shape) ** 0.5 * direction, lr, weight_decay)
+    state["momentum_buffer"] = buffer
+
+
+# The function of each rule, by its name.
+REFERENCES: dict[str, Callable[..., None]] = {
+    "mars-adamw": mars_adamw,
+    "mars-lion": mars_lion,
+    "mars-shampoo": mars_shampoo,
+    "mars-m": mars_m,
+    "adamw": adamw,
+    "lion": lion,
+    "muon": muon,
+}
+
+
+def global_clip(gradients: Sequence[Tensor], max_grad_norm: float) -> list[Tensor]:
+    """Return all gradients of a model, scaled so that their common norm is at most this."""
+    norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
+    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    return [g * scale.to(g.dtype) for g in gradients]
+
+
+def corrected_gradient(
+    g: Tensor,
+    state: State,
+    beta1: float,
+    gamma: float,
+    clip: float | None,
+    last: Tensor | None,
+) -> Tensor:
+    """Return the clipped, variance-reduced gradient (MARS, equation 4.2).
+
+    c = g + kappa (g - h), with kappa = gamma b1 / (1 - b1). In approximate mode h is the gradient
+    of the last step, which `state` keeps. In exact mode it is `last`: this batch's gradient at the
+    last weights. At the first step h = g.
+    """
+    h = state.get("last_grad", g)
+    if last is not None and "last_grad" in state:
+        h = last
+    state["last_grad"] = g.clone()
+    c = g + gamma * beta1 / (1 - beta1) * (g - h)
+    if clip is not None:
+        c = c * (clip / torch.linalg.vector_norm(c)).clamp(max=1.0)
+    return c
+
+
+def corrected_momentum(
+    g: Tensor,
+    state: State,
+    beta1: float,
+    gamma: float,
+    clip: float | None,
+    last: Tensor | None,
+) -> Tensor:
+    """Return the first moment of the corrected gradient, m <- b1 m + (1 - b1) c."""
+    c = corrected_gradient(g, state, beta1, gamma, clip, last)
+    state["exp_avg"] = beta1 * state.get("exp_avg", torch.zeros_like(g)) + (1 - beta1) * c
+    return state["exp_avg"]
+
+
+def _adamw_step(
+    x: Tensor, c: Tensor, state: State, lr: float, betas: Betas, eps: float, weight_decay: float
+) -> None:
+    beta1, beta2 = betas
+    zeros = torch.zeros_like(x)
+    step = state["step"] = state.get("step", torch.zeros(())) + 1
+    m = state["exp_avg"] = beta1 * state.get("exp_avg", zeros) + (1 - beta1) * c
+    v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * c * c
+    t = step.item()
+    m, v = m / (1 - beta1**t), v / (1 - beta2**t)  # without the bias towards zero
+    descend(x, m / (v.sqrt() + eps), lr, weight_decay)
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """Return the matrix with its singular values mapped near 1 (see `orthogonalize`)."""
+    return orthogonalize(matrix[None])[0]
+
+
+def descend(x: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
+    """Set x <- x - lr (direction + weight_decay x)."""
+    x.sub_(lr * (direction + weight_decay * x))

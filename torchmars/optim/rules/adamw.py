@@ -1,0 +1,140 @@
+"""AdamW, plain and on the corrected gradient of MARS."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from torchmars.optim.passes import Tensors, run_pass, write_if
+from torchmars.optim.rules.correction import Correction, corrected_gradient
+from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, State, StepFactors
+from torchmars.optim.rules.shared_settings import MARS_DEFAULTS, mars_settings_by_role
+from torchmars.optim.tensors import local_part
+
+
+class AdamW(ElementwiseRule):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), by torch's own fused kernel."""
+
+    name = "adamw"
+    defaults = {"lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    counts_steps = True
+
+    def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def limits(self, group: GroupTensors, wire: torch.dtype) -> list[float]:
+        largest = torch.finfo(group.parameters[0].dtype).max / 2
+        return [largest, math.sqrt(largest)]  # of the first and of the second moment
+
+    def squared_memory(self, state: State, rate1: float) -> Tensor:
+        return local_part(state["exp_avg_sq"]).sum(dtype=torch.float64)
+
+    def update(self, group: GroupTensors, step: StepFactors) -> None:
+        beta1, beta2 = group.settings["betas"]
+        adamw(
+            group.weights,
+            group.grads,
+            group.buffers["exp_avg"],
+            group.buffers["exp_avg_sq"],
+            [],
+            group.steps,
+            fused=True,
+            grad_scale=(1 / step.scale).float() if step.globally_clipped else None,
+            found_inf=(~step.ok).float(),
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group.settings["lr"],
+            eps=group.settings["eps"],
+            weight_decay=group.settings["weight_decay"],
+        )
+
+
+class MarsAdamW(AdamW):
+    """AdamW's two moments of the corrected gradient.
+
+    The second moment needs the last gradient, also without a clip.
+    """
+
+    name = "mars-adamw"
+    defaults = {"lr": 6e-3, "betas": (0.95, 0.99), "weight_decay": 0.01} | MARS_DEFAULTS
+    corrected = True
+    continues = ("adamw",)
+    counts_steps = False
+
+    def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq", "last_grad"
+
+    def settings_by_role(self, main: Settings, settings: Settings) -> dict[str, Settings]:
+        return mars_settings_by_role(main, settings)
+
+    def update(self, group: GroupTensors, step: StepFactors) -> None:
+        moments = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
+        tensors = list(zip(group.weights, group.grads, group.last_grads, *moments))
+        run_pass(mars_adamw_, tensors, adamw_factors(group, step), step.compile)
+
+
+class AdamWFactors(NamedTuple):
+    """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
+
+    correction: Correction
+    ok: Tensor
+    lr: Tensor
+    weight_decay: Tensor
+    eps: Tensor
+    rate1: Tensor
+    """One minus beta1."""
+    rate2: Tensor
+    """One minus beta2."""
+    unbias1: Tensor
+    """The bias correction of the first moment, 1 / (1 - beta1^t)."""
+    unbias2: Tensor
+    """The bias correction of the second moment."""
+    keep: bool
+    """Whether the gradient just used becomes the last gradient."""
+
+
+def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
+    """Return the factors of each tensor of `group`."""
+    assert step.corrections is not None
+    betas = group.settings["betas"]
+    unbias1, unbias2 = (
+        (1 / (1 - beta ** (step.counts + 1))).to(group.dtype).unbind() for beta in betas
+    )
+    lr, weight_decay, eps = (
+        group.scalar(group.settings[key]) for key in ("lr", "weight_decay", "eps")
+    )
+    rate1, rate2 = (group.scalar(1 - beta) for beta in betas)
+    return [
+        AdamWFactors(
+            correction=correction,
+            ok=step.ok,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            rate1=rate1,
+            rate2=rate2,
+            unbias1=first,
+            unbias2=second,
+            keep=step.keep_gradient,
+        )
+        for correction, first, second in zip(step.corrections.of_each(step.scale), unbias1, unbias2)
+    ]
+
+
+def mars_adamw_(tensors: Tensors, factors: Sequence[AdamWFactors]) -> None:
+    """Update each (p, g, h, m, v) in place."""
+    for (p, g, h, m, v), f in zip(tensors, factors):
+        used, c = corrected_gradient(g, h, f.correction)
+        new_m, new_v = m + f.rate1 * (c - m), v + f.rate2 * (c * c - v)
+        direction = new_m * f.unbias1 / ((new_v * f.unbias2).sqrt() + f.eps)
+        x = p.to(c.dtype)
+        write_if(f.ok, p, x - f.lr * (direction + f.weight_decay * x))
+        write_if(f.ok, m, new_m)
+        write_if(f.ok, v, new_v)
+        if f.keep:
+            write_if(f.ok, h, used)

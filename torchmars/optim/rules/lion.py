@@ -1,0 +1,108 @@
+"""Lion, and the sign of the corrected momentum of MARS."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmars.optim.passes import Tensors, run_pass, write_if
+from torchmars.optim.rules.correction import Correction, corrected_gradient
+from torchmars.optim.rules.lean import LeanFactors, LeanForm, lean_factors, mars_lean_form
+from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, StepFactors
+from torchmars.optim.rules.shared_settings import MARS_DEFAULTS, mars_settings_by_role
+
+
+class Lion(ElementwiseRule):
+    """Lion (Chen et al., arXiv 2302.06675, algorithm 2). The buffer u is m, the average of g."""
+
+    name = "lion"
+    defaults = {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
+    former_names = {"momentum": "exp_avg"}
+
+    def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def former_scale(self, betas: Sequence[float]) -> float:
+        beta1, beta2 = betas
+        return beta1 / beta2
+
+    def lean_form(self, settings: Settings) -> LeanForm:
+        """Return the coefficients of the momentum where no last gradient is kept."""
+        beta1, beta2 = settings["betas"]
+        return LeanForm(mix=beta1, out=1 - beta1, decay=beta2, weight=1 - beta2)
+
+    def update(self, group: GroupTensors, step: StepFactors) -> None:
+        [momenta] = group.buffers.values()
+        tensors = list(zip(group.weights, momenta, group.grads))
+        factors = lean_factors(group, step, self.lean_form(group.settings))
+        run_pass(lean_lion_, tensors, factors, step.compile)
+
+
+class MarsLion(Lion):
+    """MARS-Lion (arXiv 2411.10438): a step by the sign of the corrected momentum."""
+
+    name = "mars-lion"
+    defaults = {"lr": 6e-4, "betas": (0.95, 0.99), "weight_decay": 0.1} | MARS_DEFAULTS
+    corrected = True
+    former_names = {}
+
+    def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
+        return ("momentum",) if clip is None and not exact else ("exp_avg", "last_grad")
+
+    def settings_by_role(self, main: Settings, settings: Settings) -> dict[str, Settings]:
+        return mars_settings_by_role(main, settings)
+
+    def lean_form(self, settings: Settings) -> LeanForm:
+        return mars_lean_form(settings)
+
+    def update(self, group: GroupTensors, step: StepFactors) -> None:
+        if step.corrections is None:
+            super().update(group, step)
+            return
+        momenta, lasts = group.buffers["exp_avg"], group.last_grads
+        tensors = list(zip(group.weights, group.grads, lasts, momenta))
+        lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
+        rate = group.scalar(1 - group.settings["betas"][0])
+        factors = [
+            LionFactors(correction, step.ok, lr, weight_decay, rate, step.keep_gradient)
+            for correction in step.corrections.of_each(step.scale)
+        ]
+        run_pass(mars_lion_, tensors, factors, step.compile)
+
+
+class LionFactors(NamedTuple):
+    """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
+
+    correction: Correction
+    ok: Tensor
+    lr: Tensor
+    weight_decay: Tensor
+    rate: Tensor
+    """One minus beta1."""
+    keep: bool
+    """Whether the gradient just used becomes the last gradient."""
+
+
+def mars_lion_(tensors: Tensors, factors: Sequence[LionFactors]) -> None:
+    """Update each (p, g, h, m) in place: x <- x - lr (sign(m) + weight_decay x)."""
+    for (p, g, h, m), f in zip(tensors, factors):
+        used, c = corrected_gradient(g, h, f.correction)
+        new_m = m + f.rate * (c - m)
+        _step_by_sign(p, new_m, f)
+        write_if(f.ok, m, new_m)
+        if f.keep:
+            write_if(f.ok, h, used)
+
+
+def lean_lion_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
+    """Update each (p, u, g) in place, by the sign of mix u + out g."""
+    for (p, u, g), f in zip(tensors, factors):
+        used, wide = g.to(f.scale.dtype) * f.scale, u.to(f.scale.dtype)
+        _step_by_sign(p, f.mix * wide + f.out * used, f)
+        write_if(f.ok, u, f.decay * wide + f.weight * used)
+
+
+def _step_by_sign(p: Tensor, momentum: Tensor, f: LionFactors | LeanFactors) -> None:
+    x = p.to(momentum.dtype)
+    write_if(f.ok, p, x - f.lr * (torch.sign(momentum) + f.weight_decay * x))

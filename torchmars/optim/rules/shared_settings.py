@@ -1,0 +1,47 @@
+"""Settings that several rules share, and those of the roles that they leave to AdamW.
+
+Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
+2411.10438, 2510.21800).
+"""
+
+from collections.abc import Sequence
+
+from torchmars.optim.rules.rule import Settings
+
+MARS_DEFAULTS: Settings = {
+    "eps": 1e-8,
+    "gamma": 0.025,
+    "clip": 1.0,
+    "optimize_1d": False,
+    "lr_1d": None,  # half of lr
+    "betas_1d": (0.9, 0.95),
+    "weight_decay_1d": 0.1,
+}
+
+
+def mars_settings_by_role(outer: Settings, settings: Settings) -> dict[str, Settings]:
+    """Return the settings of embeddings and heads, which take `outer`, and of vectors.
+
+    Embeddings have no weight decay. Vectors take AdamW, or with `optimize_1d` what heads take.
+    """
+    vector = adamw_settings(
+        settings, settings["lr_1d"], settings["betas_1d"], settings["weight_decay_1d"]
+    )
+    return {
+        "embedding": outer | {"weight_decay": 0.0},
+        "head": outer,
+        "vector": outer if settings["optimize_1d"] else vector,
+    }
+
+
+def adamw_settings(
+    settings: Settings, lr: float, betas: Sequence[float], weight_decay: float
+) -> Settings:
+    """Return a group's settings under plain AdamW; eps is that of the optimizer's `settings`."""
+    return {
+        "rule": "adamw",
+        "lr": lr,
+        "betas": betas,
+        "eps": settings["eps"],
+        "weight_decay": weight_decay,
+    }

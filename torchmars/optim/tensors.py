@@ -1,0 +1,40 @@
+"""A tensor as one rank's kernels see it: local, flat, and laid out in memory like its parameter."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without gradient tracking."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's elements in the order of its memory, as one dim that shares it.
+
+    The result is no view of the tensor: torch.compile would make kernels for every shape that a
+    view comes from.
+    """
+    return tensor.new_empty(0).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,)
+    )
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a gradient, laid out in memory like its part of the parameter.
+
+    Kernels need both alike. Raises `ValueError` for a sparse gradient.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise ValueError("params must have dense gradients, got a sparse one")
+    if (
+        isinstance(gradient, DTensor)
+        and isinstance(parameter, DTensor)
+        and gradient.placements != parameter.placements
+    ):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    local, like = local_part(gradient), local_part(parameter)
+    return local if local.stride() == like.stride() else torch.empty_like(like).copy_(local)
