@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
+from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import misfit, read_text, write_durably
-from torchmars.core.typed import Name, Range, check_bounds, make, parse_json
+from torchmars.core.typed import make, parse_json
 
 FORMAT = "torchmars-checkpoint-2"
 NAME = "manifest.json"
@@ -86,8 +87,7 @@ def read(folder: Path) -> Manifest:
         )
     raw.pop("sha256", None)  # compared below
     try:
-        manifest = make(Manifest, raw, "in it")
-        check_bounds(manifest, Manifest)
+        manifest = make(Manifest, raw)
     except UserError as error:
         raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
     if STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:

@@ -42,3 +42,8 @@ def _discard(descriptor: int, stream) -> None:
     stream.flush()
     os.dup2(kept, descriptor)
     os.close(kept), os.close(nowhere)
+
+
+def labelled(label: str, *lines: str) -> list[str]:
+    """Return lines that stand beside each other under a label, which the first one bears."""
+    return [f"{'' if number else label:<9} {line}" for number, line in enumerate(lines)]

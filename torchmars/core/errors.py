@@ -1,11 +1,9 @@
 """What can go wrong outside the code, how a command reports it, and the codes that processes end with."""
 
-import argparse
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 from torchmars.core.console import finish, say, unread
 
@@ -67,18 +65,6 @@ def say_error(error: object) -> None:
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
     say(f"error: {text}", error=True)
-
-
-def refuse(message: str) -> NoReturn:
-    """Raise the `UserError` of a command line that argparse cannot take."""
-    raise UserError(f"{message}: see --help")
-
-
-class Arguments(argparse.ArgumentParser):
-    """A parser of a command line whose mistakes are `UserError`s."""
-
-    def error(self, message: str) -> NoReturn:
-        refuse(message)
 
 
 def report_failure(error: Exception) -> None:

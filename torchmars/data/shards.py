@@ -17,9 +17,10 @@ from typing import Annotated
 import numpy as np
 
 from torchmars.config import DataConfig
+from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, read_text, remove, sha256
-from torchmars.core.typed import Name, Range, check_bounds, make, parse_json
+from torchmars.core.typed import make, parse_json
 from torchmars.data.tokenizer import Tokenizer
 
 FORMAT = "torchmars-shards-2"
@@ -184,8 +185,7 @@ def read_manifest(folder: Path) -> Manifest:
         raw = parse_json(read_text(path))
         if raw.get("format") not in READ:
             raise ValueError(f"format {raw.get('format')!r}")
-        manifest = make(Manifest, raw, "in it")
-        check_bounds(manifest, Manifest)
+        manifest = make(Manifest, raw)
         if set(manifest.splits) != set(SPLITS):
             raise ValueError("its splits are not train and validation")
         if not manifest.splits["train"].shards:

@@ -47,7 +47,7 @@ def warning(config: DataConfig) -> str | None:
     folder = Path(config.path)
     try:
         entries = parse_json(read_text(folder / NAME))
-        sources = {Path(name): make(Source, entry, "in it") for name, entry in entries.items()}
+        sources = {Path(name): make(Source, entry) for name, entry in entries.items()}
     except FileNotFoundError:  # prepared by an older version
         return None
     except (OSError, ValueError, AttributeError, UserError) as error:
