@@ -119,7 +119,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     """HOST and PORT of RDZV_ENDPOINT. Raises `UserError` where it is not of that form."""
     host, _, port = endpoint.rpartition(":")
     try:
-        known = re.fullmatch(r"[\w.:%-]+", host) and host.encode("idna")
+        known = bool(re.fullmatch(r"[\w.:%-]+", host) and host.encode("idna"))
     except UnicodeError:  # a part that is empty or too long
         known = False
     if not (known and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):

@@ -144,8 +144,8 @@ def not_kept(options: Prune, good: dict[Path, Manifest]) -> list[Path]:
     """Return the good checkpoints that neither the options nor the run's settings keep."""
     newest = good[max(good, key=step_of)]
     settings = config_from_tables(newest.config, "in the newest checkpoint").checkpoint
-    given = {"keep_last": options.keep_last, "keep_every": options.keep_every}
-    given = {name: value for name, value in given.items() if value is not None}
+    asked = {"keep_last": options.keep_last, "keep_every": options.keep_every}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     by_step = {step_of(path): path for path in good}
     losses = {
         step_of(path): manifest.validation_loss

@@ -15,7 +15,7 @@ class Bounds:
     """What a field declares of its value beside its type."""
 
     def check(self, value: Any) -> Any:
-        """Return `value`. Raises `ValueError`, saying what it must be, where it is out of bounds."""
+        """Return `value`. Raises `ValueError`, saying what it must be, for one out of bounds."""
         raise NotImplementedError
 
     def __get_pydantic_core_schema__(

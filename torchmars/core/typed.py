@@ -11,7 +11,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -36,7 +36,8 @@ def make(kind: type[T], value: Any, source: Callable[[str], str] | str = "", nam
             raise mistake(path, problem, source, name)
         # JSON, since pydantic takes a table for a dataclass there even where it is strict.
         text = json.dumps(value, default=lambda other: {"": str(other)})
-        return adapter(kind).validate_json(text, strict=True, extra="forbid")
+        reader: TypeAdapter[T] = adapter(cast(Any, kind))
+        return reader.validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
         errors = error.errors(include_url=False)
     unknown = [each for each in errors if each["type"] == "unexpected_keyword_argument"]

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchmars.config import DataConfig
+from torchmars.config import ResolvedData
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, sha256, write_durably
 from torchmars.core.typed import make, parse_json
@@ -38,7 +38,7 @@ def write(folder: Path, sources: dict[Path, Source]) -> None:
     write_durably(folder / NAME, json.dumps(entries, indent=1) + "\n")
 
 
-def warning(config: DataConfig) -> str | None:
+def warning(config: ResolvedData) -> str | None:
     """A line on how the corpus differs from what the shards in data.path were made of, if so.
 
     It is no mistake: shards are all that a run needs, and a run that has begun must go on with

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import torch
 
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.config.dtypes import resolve_dtypes
+from torchmars.core.console import labelled
 from torchmars.core.errors import UserError
+from torchmars.core.tables import table
 from torchmars.data.shards import Manifest, read_manifest
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.optim.exchange import OwnerLoads
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.layout import Layout
 from torchmars.planning.simulation import Simulation, simulate_step
-from torchmars.training.summary import summary, table
+from torchmars.training.summary import summary
 
 GIB = 2**30
 # An H100 in a cluster: 80 GiB less what CUDA, NCCL and a fragmented allocator take, the model FLOP/s that it reaches, 400 Gb/s of network.
@@ -26,7 +28,7 @@ REPEATS = 4  # epochs after which data that is read again is worth less than new
 TOKENS_PER_PARAMETER = 20  # about compute-optimal: Hoffmann et al., arXiv 2203.15556
 
 
-def make_plan(config: Config, world_size: int, per_node: int, rank: int = 0) -> "Plan":
+def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int = 0) -> "Plan":
     """The plan of rank number `rank` of `world_size`, with `per_node` GPUs on each machine (0: CPUs). Once in a process.
 
     Raises `UserError` where the config does not divide.
@@ -50,7 +52,7 @@ def make_plan(config: Config, world_size: int, per_node: int, rank: int = 0) -> 
 class Plan:
     """What a run takes of each rank. Rank 0, which a plan is made for, has the largest shards."""
 
-    config: Config
+    config: ResolvedConfig
     layout: Layout
     simulation: Simulation
     data: Manifest | None
@@ -116,8 +118,8 @@ class Plan:
         }
         lines = summary(self.config, self.layout, simulation.model, simulation.optimizer)
         for name, told in sections.items():
-            lines += [f"{'' if number else name:<9} {line}" for number, line in enumerate(told)]
-        return lines + [f"warning   {text}" for text in self.warnings()]
+            lines += labelled(name, *told)
+        return lines + [line for text in self.warnings() for line in labelled("warning", text)]
 
     def _memory(self) -> list[str]:
         rows = [

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
 
 from torchmars.checkpoint.state import training_state
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.models import GPT2, build_meta_model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -80,7 +80,7 @@ class Simulation:
         )
 
 
-def simulate_step(config: Config, layout: Layout, vocab_size: int) -> Simulation:
+def simulate_step(config: ResolvedConfig, layout: Layout, vocab_size: int) -> Simulation:
     """Make one step of the rank that `layout`, made by `Layout.simulate`, stands for.
 
     `config` is one with resolved dtypes. Raises `UserError` where it does not fit the layout.

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.optim import MARS, param_groups
 
 
-def build_optimizer(config: Config, model: nn.Module) -> MARS:
+def build_optimizer(config: ResolvedConfig, model: nn.Module) -> MARS:
     """The optimizer over `model`'s parameters. Raises `UserError` for groups that do not fit them."""
     optimizer = config.optimizer
     try:

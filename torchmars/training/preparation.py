@@ -6,7 +6,7 @@ from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import open_source
 from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.cluster import process
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.core.console import say
 from torchmars.data import shards
 from torchmars.data.prepare import prepare_shards
@@ -15,7 +15,7 @@ from torchmars.models import build_meta_model, model_args
 from torchmars.training.build import build_optimizer
 
 
-def prepare_run(config: Config, ranks: int, nodes: int) -> None:
+def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     """Prepare a run of `ranks` ranks on `nodes` machines, and print what data there is.
 
     Raises `UserError` for anything that would end it at its start.
@@ -33,7 +33,7 @@ def prepare_run(config: Config, ranks: int, nodes: int) -> None:
         )
 
 
-def prepare_data(config: Config) -> shards.Manifest:
+def prepare_data(config: ResolvedConfig) -> shards.Manifest:
     """Return the manifest of the run's shards, which are made first where there are none.
 
     Raises `UserError` where they do not fit the model or the batch.
@@ -46,7 +46,7 @@ def prepare_data(config: Config) -> shards.Manifest:
     return manifest
 
 
-def check_resume(config: Config, manifest: shards.Manifest) -> None:
+def check_resume(config: ResolvedConfig, manifest: shards.Manifest) -> None:
     """Raise `UserError` where the run can neither resume from a checkpoint of its own nor start.
 
     The bytes of checkpoints are left to the ranks.

@@ -16,7 +16,7 @@ from torchmars.checkpoint.resume import check_same_run, newest_config, newest_go
 from torchmars.checkpoint.saver import Saver
 from torchmars.cluster.signals import StopSignals
 from torchmars.cluster.watchdog import Watchdog
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.config.dtypes import resolve_dtypes, slow_warning
 from torchmars.config.load import config_text
 from torchmars.core.errors import EXIT_STOPPED, UserError
@@ -49,7 +49,7 @@ class Trainer:
     Every rank makes the same calls. Raises `UserError`, on every rank, for what the user got wrong.
     """
 
-    def __init__(self, config: Config, layout: Layout) -> None:
+    def __init__(self, config: ResolvedConfig, layout: Layout) -> None:
         self.fast = all(layout.agree(lambda: multiplies_bfloat16(layout.device)))
         saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
         config = resolve_dtypes(config, layout.device, self.fast, saved)
