@@ -11,18 +11,22 @@
 #   NNODES=2 RDZV_ENDPOINT=first-node:29400 ./run_train.sh [--section.key value ...]
 #   sbatch --nodes=4 --gpus-per-node=8 run_train.sh [--section.key value ...]
 #
-#   CONFIG_FILE    the config (default: train_configs/quickstart.toml)
-#   NGPU           ranks to start on each machine (default: one for each GPU; 2 on a machine without)
+#   CONFIG_FILE    the config, or several, of which the later ones win: "gpt2_small.toml my.toml".
+#                  One that is no file here is taken from train_configs (default: quickstart.toml)
+#   NGPU           ranks to start on each machine (default: one for each GPU; 2 without GPUs)
 #   LOG_RANK       ranks of each machine whose output is shown, separated by commas (default: 0)
-#   MAX_RESTARTS   times that all ranks are started again, from the newest checkpoint, after one has died (default: 0)
+#   MAX_RESTARTS   times that all ranks are started again, from the newest checkpoint, after one has
+#                  died (default: 0)
 #   NNODES         machines (default: the job's; 1 outside of one)
-#   NODE_RANK      number of this machine, 0 for the one that RDZV_ENDPOINT names (default: found out; in a job, its number there)
-#   RDZV_ENDPOINT  HOST:PORT where the machines meet, HOST being one of them (default in a job: its first node and a port of the job's own)
+#   NODE_RANK      number of this machine, 0 for the one that RDZV_ENDPOINT names (default: found
+#                  out; in a job, its number there)
+#   RDZV_ENDPOINT  HOST:PORT of the rendezvous, HOST being one of the machines (default in a job:
+#                  its first node and a port of the job's own)
 #   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45)
 #
-# Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it; the same command goes on, and a SLURM
-# job puts itself back into the queue. Exit codes:
-# 0 complete; 2 a mistake in the config or the data; 75 stopped by a signal and saved; 70 a rank hung; 128 + n ended by signal n; else a crash.
+# Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it. The same command goes on, and a SLURM
+# job puts itself back into the queue. Exit codes: 0 complete; 2 a mistake in the config or the
+# data; 75 stopped by a signal and saved; 70 a rank hung; 128 + n ended by signal n; else a crash.
 set -euo pipefail
 
 root=$(dirname "$0")
@@ -34,13 +38,19 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     export RDZV_ENDPOINT=${RDZV_ENDPOINT-$first:$((20000 + SLURM_JOB_ID % 12000))}
 fi
-set -- "${CONFIG_FILE-$root/train_configs/quickstart.toml}" "$@"
+files=("${CONFIG_FILE-$root/train_configs/quickstart.toml}")
+if [ ! -e "${files[0]}" ]; then  # several names, unless it is one with spaces
+    set -f
+    read -r -d '' -a files <<< "${files[0]}" || true
+    set +f
+fi
+set -- "${files[@]:-}" "$@"
 if [ "$batch" = false ]; then
     exec python -m torchmars train "$@"
 fi
 
-# Data and checkpoints are checked once; then one launcher on each node of the job, its ranks on all CPUs that the job has there. What this script
-# is told goes to all of them.
+# Data and checkpoints are checked once. Then there is one launcher on each node of the job, and its
+# ranks on all CPUs that the job has there. All of them get the arguments of this script.
 python -m torchmars train --prepare "$@"
 srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=none \
     --kill-on-bad-exit=0 \
@@ -54,7 +64,8 @@ while kill -0 "$step" 2>/dev/null; do  # a signal ends a wait early
     wait "$step" || code=$?
 done
 
-# Back into the queue, unless the run is complete or mistaken, the job was cancelled, or it has failed at once twice in a row.
+# Back into the queue, unless the run is complete or mistaken, the job was cancelled, or it has
+# failed at once twice in a row.
 state=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z]*\).*/\1/p')
 again=false
 if [ "$state" = RUNNING ] && [ "$code" -eq 75 ]; then
@@ -64,9 +75,11 @@ elif [ "$state" = RUNNING ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ]; then
     failed="failed at once"
     [ "$SECONDS" -lt 300 ] || failed="failed"
     again=true
-    if [ "$failed" = "failed at once" ] && scontrol show job "$SLURM_JOB_ID" | grep -q "Comment=torchmars: failed at once"; then
+    if [ "$failed" = "failed at once" ] && scontrol show job "$SLURM_JOB_ID" |
+            grep -q "Comment=torchmars: failed at once"; then
         again=false
-        echo "error: the run failed at once twice in a row (exit code $code): it is not put back into the queue" >&2
+        echo "error: the run failed at once twice in a row (exit code $code):" \
+            "it is not put back into the queue" >&2
     fi
     scontrol update JobId="$SLURM_JOB_ID" Comment="torchmars: $failed" || true
 fi

@@ -1,23 +1,30 @@
-"""`torchmars COMMAND ...` = `python -m torchmars COMMAND ...`: one file of torchmars/commands each."""
+"""`torchmars COMMAND ...` = `python -m torchmars COMMAND ...`: one file of commands/ each."""
 
+import ast
 import importlib
 import sys
 from pathlib import Path
 
-from torchmars.core.errors import UserError, reported
+from torchmars.core.errors import reported
+from torchmars.core.options import choose
 
-COMMANDS = sorted(
-    file.stem for file in (Path(__file__).parent / "commands").glob("*.py") if file.stem[0] != "_"
-)
+FOLDER = Path(__file__).parent / "commands"
+DESCRIPTION = "Pretraining of language models with the MARS family of optimizers."
 
 
 def main() -> None:
     """Run the command that the first argument names on the other arguments."""
     with reported():
-        if sys.argv[1:2] == [] or sys.argv[1] not in COMMANDS:
-            raise UserError(f"name a command: torchmars {'|'.join(COMMANDS)} ...")
-        del sys.argv[0]
-        importlib.import_module(f"torchmars.commands.{sys.argv[0]}").main()
+        command = choose(sys.argv[1:], commands(), "torchmars", DESCRIPTION)
+        sys.argv = [f"torchmars {command}", *sys.argv[2:]]
+        importlib.import_module(f"torchmars.commands.{command}").main()
+
+
+def commands() -> dict[str, str]:
+    """Return the commands and the first line of what each file says of itself, not imported."""
+    files = sorted(file for file in FOLDER.glob("*.py") if not file.stem.startswith("_"))
+    texts = {file.stem: ast.get_docstring(ast.parse(file.read_text())) or "" for file in files}
+    return {name: text.partition("\n")[0] for name, text in texts.items()}
 
 
 if __name__ == "__main__":

@@ -240,18 +240,18 @@ def test_mistakes_in_the_file_are_named(tmp_path, toml, message):
 def test_batch_and_layout_that_do_not_divide_are_refused_with_the_numbers():
     config = load_config(["--training.global_batch_size", "12"], "test")
     assert config.training.microbatches(4) == (3, 1)
-    config.training.microbatch_size = 2
-    assert config.training.microbatches(2) == (2, 3)
+    training = dataclasses.replace(config.training, microbatch_size=2)
+    assert training.microbatches(2) == (2, 3)
     with pytest.raises(
         UserError, match="microbatch_size = 2 does not divide the 3 sequences .* 12 over 4 ranks"
     ):
-        config.training.microbatches(4)
+        training.microbatches(4)
     with pytest.raises(UserError, match="global_batch_size = 12 does not divide over 5"):
-        config.training.microbatches(5)
-    config.parallelism.dp_replicate = 2
-    assert config.parallelism.degrees(8) == Degrees(dp_replicate=2, dp_shard=4)
+        training.microbatches(5)
+    parallelism = dataclasses.replace(config.parallelism, dp_replicate=2)
+    assert parallelism.degrees(8) == Degrees(dp_replicate=2, dp_shard=4)
     with pytest.raises(UserError, match="dp_replicate = 2 .* does not make 5 ranks"):
-        config.parallelism.degrees(5)
-    config.parallelism.dp_shard = 3
+        parallelism.degrees(5)
+    parallelism = dataclasses.replace(parallelism, dp_shard=3)
     with pytest.raises(UserError, match="dp_shard = 3 does not make 8 ranks"):
-        config.parallelism.degrees(8)
+        parallelism.degrees(8)

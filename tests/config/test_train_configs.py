@@ -1,20 +1,42 @@
-"""Every shipped config is valid, and named after its optimizer."""
+"""Every shipped config is valid with every rule that goes with it."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from torchmars.config.load import load_config
+from torchmars.config import MARS_RULES
+from torchmars.config.load import find_config, load_config
 
-FILES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
+FOLDER = Path(__file__).parents[2] / "train_configs"
+RULES = {*MARS_RULES, "adamw", "lion", "muon"}
+SIZES = [file.name for file in sorted(FOLDER.glob("*.toml")) if file.stem != "quickstart"]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_config(file):
-    config = load_config([str(file)], "test")
-    rule = file.stem.replace("gpt2_small_", "").replace("quickstart_", "").replace("_", "-")
-    assert config.optimizer.name == ("mars-adamw" if rule == "quickstart" else rule)
-    if file.stem.startswith("gpt2_small"):
+def rules_of(folder):
+    """The files of rules in a folder, by the rule."""
+    files = sorted((FOLDER / folder).glob("*.toml"))
+    return {file.stem.replace("_", "-"): f"{folder}/{file.name}" for file in files}
+
+
+@pytest.mark.parametrize("rule", sorted(rules_of("quickstart")))
+def test_quickstarts(rule):
+    config = load_config(["quickstart.toml", rules_of("quickstart")[rule]], "test")
+    assert config.optimizer.name == rule and config.run.name == f"quickstart-{rule}"
+    assert config.model == load_config(["quickstart.toml"], "test").model
+
+
+def test_the_quickstart_is_mars_adamw():
+    config = load_config(["quickstart.toml"], "test")
+    assert (config.optimizer.name, config.run.name) == ("mars-adamw", "quickstart")
+
+
+@pytest.mark.parametrize("rule", sorted(rules_of("optimizers")))
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes(size, rule):
+    config = load_config([size, rules_of("optimizers")[rule]], "test")
+    assert config.optimizer.name == rule
+    if size.startswith("gpt2_small"):
         assert (
             config.training.global_batch_size * config.training.seq_len * config.training.steps
             == 49_152_000_000
@@ -24,7 +46,12 @@ def test_config(file):
 
 
 def test_there_is_one_of_each_kind_for_each_rule():
-    names = {file.stem for file in FILES}
-    for rule in ("mars_lion", "mars_shampoo", "mars_m", "adamw", "lion", "muon"):
-        assert {f"quickstart_{rule}", f"gpt2_small_{rule}"} <= names
-    assert {"quickstart", "gpt2_small_mars_adamw"} <= names
+    assert set(rules_of("optimizers")) == RULES
+    assert set(rules_of("quickstart")) == RULES - {"mars-adamw"} and SIZES
+
+
+def test_files_here_come_before_those_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert os.path.samefile(find_config("quickstart.toml"), FOLDER / "quickstart.toml")
+    (tmp_path / "quickstart.toml").write_text("[training]\nsteps = 7\n")
+    assert load_config(["quickstart.toml"], "test").training.steps == 7

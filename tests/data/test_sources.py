@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_prepare_says_it(config, tmp_path, capsys, monkeypatch):
 
 
 def test_another_validation_fraction_is_refused(config, tmp_path):
-    config.data.validation_fraction = 0.1
+    config = replace(config, data=replace(config.data, validation_fraction=0.1))
     message = "prepared with data.validation_fraction = 0.05, the config says 0.1: set it back"
     with pytest.raises(UserError, match=message):
         prepare_data(config)

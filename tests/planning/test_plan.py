@@ -28,8 +28,6 @@ from torchmars.planning.plan import make_plan
 from torchmars.training.build import build_trainer
 from torchmars.training.step import backward
 
-CONFIGS = Path(__file__).parents[2] / "train_configs"
-
 
 def bytes_of(tensors):
     """Bytes that lie in memory, each once."""
@@ -301,7 +299,7 @@ def test_the_command(tmp_path):
     "args,message",
     [
         (("--world-size", "12"), "--world-size 12 does not fill machines of --gpus-per-node 8"),
-        ((), "--world-size N is missing"),
+        ((), "--world-size is missing"),
         (("--world-size", "0"), "--world-size must be at least 1, got 0"),
     ],
 )
@@ -326,7 +324,8 @@ LARGE = {
 def test_large_models_take_little_time_and_memory(name, world_size, rule):
     began = time.monotonic()
     said = command(
-        str(CONFIGS / f"gpt2_small_{rule}.toml"),
+        "gpt2_small.toml",
+        f"optimizers/{rule}.toml",
         "--world-size",
         str(world_size),
         "--training.global_batch_size",

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from torchmars.cluster import connection, process
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables, config_text
 from torchmars.core.errors import UserError
 from torchmars.training.build import build_trainer
@@ -61,7 +61,7 @@ def tiny_tables(folder: Path, **overrides: dict) -> dict[str, dict]:
     return tables
 
 
-def tiny_config(folder: Path, **overrides: dict) -> Config:
+def tiny_config(folder: Path, **overrides: dict) -> ResolvedConfig:
     return config_from_tables(tiny_tables(folder, **overrides), "in a test")
 
 
@@ -72,7 +72,7 @@ def train_here(*runs: dict[str, dict]) -> None:
         build_trainer(config, connection.start(config.parallelism)).run()
 
 
-def write_config(config: Config, path: Path) -> None:
+def write_config(config: ResolvedConfig, path: Path) -> None:
     """Write a config file for a command."""
     path.write_text(config_text(config), encoding="utf-8")
 

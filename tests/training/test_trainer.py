@@ -262,7 +262,8 @@ def test_ranks_on_different_cpus_compute_in_one_dtype(tmp_path):
     assert "bfloat16 compute" in named and "warning" not in named
 
 
-QUICKSTARTS = sorted((Path(__file__).parents[2] / "train_configs").glob("quickstart*.toml"))
+RULES = sorted((Path(__file__).parents[2] / "train_configs" / "quickstart").glob("*.toml"))
+QUICKSTARTS = [["quickstart.toml"], *(["quickstart.toml", str(file)] for file in RULES)]
 
 
 class Products(TorchDispatchMode):
@@ -283,7 +284,7 @@ def products_of_quickstarts(folder):
     result = {}
     with pytest.MonkeyPatch.context() as patch:
         set_bfloat16(False, patch)
-        for file in QUICKSTARTS:
+        for files in QUICKSTARTS:
             overrides = [
                 "--run.folder",
                 f"{folder}/runs",
@@ -302,7 +303,7 @@ def products_of_quickstarts(folder):
                 "--validation.sample_tokens",
                 "0",
             ]
-            config = load_config([str(file), *overrides], "test")
+            config = load_config([*files, *overrides], "test")
             with Products() as products:
                 build_trainer(config, connection.start(config.parallelism)).run()
             result[config.optimizer.name] = products.dtypes

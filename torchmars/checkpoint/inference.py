@@ -2,19 +2,17 @@
 
 from pathlib import Path
 
-from torch import nn
-
 from torchmars.checkpoint.manifest import NAME, DamagedCheckpoint
 from torchmars.checkpoint.resume import open_newest
 from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
 from torchmars.data.tokenizer import TOKENIZERS, Tokenizer
-from torchmars.models import build_meta_model
+from torchmars.models import Model, build_meta_model
 
 
-def load_model(folder: Path) -> tuple[nn.Module, Tokenizer, Config]:
+def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
     """The model of a checkpoint (or of a run's newest good one) on the CPU, its tokenizer and its config."""
     folder, manifest = open_newest(folder, warn=lambda text: say(text, error=True))
     config, saved = config_from_tables(manifest.config, f"in {folder}/{NAME}"), saved_shapes(folder)

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
 from torchmars.checkpoint.former import RENAMED
+from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import misfit, write_durably
 from torchmars.core.formats import Format
-from torchmars.core.typed import Name, Range
 from torchmars.data.tokenizer import VocabularySize
 
 NAME = "manifest.json"

@@ -12,30 +12,11 @@ from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.state import optimizer_state_names
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.dtypes import saved_dtypes
 from torchmars.core.errors import UserError
 from torchmars.core.files import misfit
 from torchmars.optim import MARS
-
-# What makes a run the same run: a checkpoint made with other values is another run's.
-IDENTITY = (
-    "run.seed",
-    "model.name",
-    "model.size",
-    "model.n_layer",
-    "model.n_head",
-    "model.n_embd",
-    "model.vocab_size",
-    "model.scale_attn_by_inverse_layer_idx",
-    "data.tokenizer",
-    "training.seq_len",
-    "optimizer.name",
-    "optimizer.mode",
-    "optimizer.last_grad_dtype",
-)
-# Sections in which any other change is allowed, and said, since it changes what the run computes.
-TOLD = ("model", "training", "optimizer", "schedule", "guards")
 
 
 def newest_good(
@@ -95,7 +76,7 @@ def newest_config(found: list[Path]) -> dict[str, Any] | None:
 
 
 def check_same_run(
-    folder: Path, manifest: CheckpointManifest, config: Config, data: str, optimizer: MARS
+    folder: Path, manifest: CheckpointManifest, config: ResolvedConfig, data: str, optimizer: MARS
 ) -> list[str]:
     """Raise `UserError` where the checkpoint `folder` is of another run than `config`'s on the tokens `data`, saying what differs and what to do.
 
@@ -107,7 +88,7 @@ def check_same_run(
         was[name] = value
         if now[name] == "auto":  # not resolved yet: it will be what it was
             now[name] = value
-    for name in IDENTITY:
+    for name in identity_fields():
         if was.get(name) != now[name]:
             raise UserError(
                 f"{folder} was made with {name} = {was.get(name)}, the config says {now[name]}: "
@@ -129,7 +110,7 @@ def check_same_run(
     return [
         f"{name} {was.get(name)} -> {now[name]}"
         for name in now
-        if name.split(".")[0] in TOLD and was.get(name) != now[name]
+        if name.split(".")[0] in reported_sections() and was.get(name) != now[name]
     ]
 
 

@@ -33,7 +33,7 @@ from torchmars.checkpoint.folder import (
 )
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.state import reason
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, sync_folder
 from torchmars.core.formats import OtherVersion
@@ -47,7 +47,7 @@ class Saver:
     checkpoint as the newest. An error is reported and counted; the run ends after `checkpoint.max_failures` of them in a row.
     """
 
-    def __init__(self, config: Config, layout: Layout) -> None:
+    def __init__(self, config: ResolvedConfig, layout: Layout) -> None:
         self.config, self.folder = config.checkpoint, config.run.checkpoints
         # Collectives of a save run beside those of the training: in a group of their own, or they would be taken for each other.
         self.layout = layout.aside()

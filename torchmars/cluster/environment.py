@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
-from torchmars.core.typed import Range, check_bounds, convert
+from torchmars.core.typed import make
 
 # What SLURM says of a job, in place of a variable that is not set.
 OF_THE_JOB = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
@@ -106,9 +107,7 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
             )
     else:
         read = whole_number(value)
-    read = convert(read, hint, source, "in the environment")
-    check_bounds(read, hint, source)
-    return read
+    return make(hint, read, name=source)
 
 
 def whole_number(text: str) -> int | str:
@@ -120,7 +119,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     """HOST and PORT of RDZV_ENDPOINT. Raises `UserError` where it is not of that form."""
     host, _, port = endpoint.rpartition(":")
     try:
-        known = re.fullmatch(r"[\w.:%-]+", host) and host.encode("idna")
+        known = bool(re.fullmatch(r"[\w.:%-]+", host) and host.encode("idna"))
     except UnicodeError:  # a part that is empty or too long
         known = False
     if not (known and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):

@@ -35,7 +35,7 @@ from torchmars.cluster.failures import (
 )
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.watchdog import hang_report, was_blocked
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.core.console import say
 from torchmars.core.errors import (
     EXIT_HUNG,
@@ -54,7 +54,7 @@ def refused_by_torchrun() -> Iterator[None]:
         raise UserError(f"torchrun cannot take these options ({error}): see --help") from None
 
 
-def launch(args: argparse.Namespace, logs: RankLogs, run: Config) -> int:
+def launch(args: argparse.Namespace, logs: RankLogs, run: ResolvedConfig) -> int:
     """Start the ranks and wait for their end; the exit code, negative for a signal."""
     with refused_by_torchrun():
         config, command, arguments = config_from_args(args)
@@ -97,7 +97,7 @@ def launch(args: argparse.Namespace, logs: RankLogs, run: Config) -> int:
     return say_first_failure(failures, logs) if failures else code
 
 
-def failures_of(error: ChildFailedError, logs: RankLogs, run: Config) -> list[Failure]:
+def failures_of(error: ChildFailedError, logs: RankLogs, run: ResolvedConfig) -> list[Failure]:
     """How the ranks of this machine ended that did not end well."""
     hang, failures = run.run.path / "hang", []
     for rank, ended in error.failures.items():

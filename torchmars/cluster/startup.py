@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchmars.cluster import process
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.errors import LostRank, UserError, say_error
 
@@ -48,7 +48,7 @@ class Facts:
     """What is wrong with the run folder as this machine sees it; nothing if all is well."""
 
 
-def compare_ranks(config: Config, store: dist.Store) -> str:
+def compare_ranks(config: ResolvedConfig, store: dist.Store) -> str:
     """Wait for all ranks and compare them, by words in `store`; what the cluster is, in lines, where it is more than one machine.
 
     Raises `UserError` on every rank where they differ, naming the machine, and `LostRank` where one does not come.
@@ -171,7 +171,7 @@ def code_hash() -> str:
     )
 
 
-def data_hash(config: Config) -> str:
+def data_hash(config: ResolvedConfig) -> str:
     """A hash of what the data's manifest says; nothing where there is none yet."""
     manifest = Path(config.data.path) / "manifest.json"
     return digest(manifest.read_bytes()) if manifest.exists() else ""

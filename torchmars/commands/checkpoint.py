@@ -1,9 +1,13 @@
-"""`python -m torchmars.checkpoint list|verify|prune RUN`: what checkpoints a run has, whether they are good, and deleting those not wanted."""
+"""List, verify or prune the checkpoints of a run."""
 
-import argparse
 import math
-from dataclasses import replace
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from tyro.conf import Positional
 
 from torchmars.checkpoint.folder import (
     DAMAGED,
@@ -16,86 +20,92 @@ from torchmars.checkpoint.folder import (
 )
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import opened
+from torchmars.config.fields import Count
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
-from torchmars.core.errors import Arguments, UserError, reported
+from torchmars.core.errors import UserError, reported
 from torchmars.core.files import PARTIAL, misfit
 from torchmars.core.formats import OtherVersion
+from torchmars.core.options import choose, parse
+from torchmars.core.tables import table
+
+NO_CHECKPOINTS = "name a run's folder, such as runs/quickstart"
+LEFT = {
+    PARTIAL: "of a save under way or cut short",
+    DAMAGED: "set aside as damaged; prune --damaged deletes it",
+}
+
+
+@dataclass
+class List:
+    """List what checkpoints there are, with the size of every file checked."""
+
+    run: Positional[Path]
+    """A run's folder."""
+
+
+@dataclass
+class Verify:
+    """Read every byte and compare checksums. Exit code 2 where anything is damaged."""
+
+    run: Positional[Path]
+    """A run's folder."""
+
+
+@dataclass
+class Prune:
+    """Verify, then delete the checkpoints that the run's settings do not keep."""
+
+    run: Positional[Path]
+    """A run's folder."""
+    keep_last: Count | None = None
+    """Newest checkpoints to keep. Default: the run's checkpoint.keep_last."""
+    keep_every: Count | None = None
+    """Steps whose multiples are kept. Default: the run's checkpoint.keep_every."""
+    damaged: bool = False
+    """Delete those that are not good, and *.damaged, too."""
+    dry_run: bool = False
+    """Only say what would be deleted."""
 
 
 def main() -> None:
+    """Do with the checkpoints of a run what the command line says."""
     with reported():
-        args = parse()
-        if wrong := misfit(args.run, "folder"):
-            raise UserError(
-                f"{args.run} has no checkpoints ({wrong}): name a run's folder, "
-                "such as runs/quickstart"
-            )
-        folder = args.run / "checkpoints"
+        texts = {name: str(kind.__doc__).partition("\n")[0] for name, kind in OPTIONS.items()}
+        prog = "torchmars checkpoint"
+        name = choose(sys.argv[1:], texts, prog, "The checkpoints of a run.")
+        options = parse(OPTIONS[name], sys.argv[2:], f"{prog} {name}")
+        if wrong := misfit(options.run, "folder"):
+            raise UserError(f"{options.run} has no checkpoints ({wrong}): {NO_CHECKPOINTS}")
+        folder = options.run / "checkpoints"
         found = checkpoints(folder)
         if not found and not leftovers(folder):
-            raise UserError(
-                f"{args.run} has no checkpoints: name a run's folder, such as runs/quickstart"
-            )
-        COMMANDS[args.command](args, folder, found)
+            raise UserError(f"{options.run} has no checkpoints: {NO_CHECKPOINTS}")
+        COMMANDS[name](options, folder, found)
 
 
-def parse() -> argparse.Namespace:
-    parser = Arguments(
-        prog="python -m torchmars.checkpoint", description="The checkpoints of a run."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (
-        ("list", "what there is, with the size of every file checked"),
-        ("verify", "read every byte and compare checksums; exit code 2 where anything is damaged"),
-        ("prune", "verify, then delete those that the run's settings do not keep"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("run", type=Path, help="a run's folder")
-    command.add_argument(
-        "--keep_last",
-        type=int,
-        help="newest checkpoints to keep; default: the run's checkpoint.keep_last",
-    )
-    command.add_argument(
-        "--keep_every",
-        type=int,
-        help="steps whose multiples are kept; default: the run's checkpoint.keep_every",
-    )
-    command.add_argument(
-        "--damaged", action="store_true", help="delete those that are not good, and *.damaged, too"
-    )
-    command.add_argument("--dry_run", action="store_true", help="only say what would be deleted")
-    return parser.parse_args()
-
-
-def list_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) -> None:
-    """A line for each checkpoint and for what is left of others."""
+def list_checkpoints(options: List, folder: Path, found: list[Path]) -> None:
+    """Print a line for each checkpoint and for what is left of others."""
     rows = [("step", "ranks", "validation loss", "MiB", "state")]
     for path in found:
         try:
             manifest = opened(path, "size")
-            rows.append(
-                (
-                    str(manifest.step),
-                    str(manifest.world_size),
-                    loss_of(manifest),
-                    f"{manifest.bytes / 2**20:,.1f}",
-                    "complete",
-                )
-            )
         except DamagedCheckpoint as error:
             rows.append((str(step_of(path)), "", "", "", f"damaged: {error}"))
+            continue
         except OtherVersion as error:
             rows.append((str(step_of(path)), "", "", "", f"of another version: {error}"))
-    widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
-    for row in rows:
-        say("  ".join([cell.rjust(width) for cell, width in zip(row, widths)] + [row[-1]]))
+            continue
+        size = f"{manifest.bytes / 2**20:,.1f}"
+        ranks, loss = str(manifest.world_size), loss_of(manifest)
+        rows.append((str(manifest.step), ranks, loss, size, "complete"))
+    for line in table(rows, right=range(4)):
+        say(line)
     for path in leftovers(folder):
         say(f"{path.name}: {LEFT.get(path.suffix, 'not used any more')}")
 
 
-def verify_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) -> None:
+def verify_checkpoints(options: Verify, folder: Path, found: list[Path]) -> None:
     """Read everything. Raises `UserError` at the end where a checkpoint cannot be loaded."""
     good, other = read_all(found)
     for path in found:
@@ -115,42 +125,43 @@ def verify_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]
         )
 
 
-def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) -> None:
-    """Delete what need not be kept. Raises `UserError` where no checkpoint is good: then nothing is deleted."""
+def prune_checkpoints(options: Prune, folder: Path, found: list[Path]) -> None:
+    """Delete what need not be kept.
+
+    Raises `UserError` where no checkpoint is good: then nothing is deleted.
+    """
     good, other = read_all(found)
     if found and not good:
         raise UserError(f"no checkpoint in {folder} is good: nothing was deleted")
     # A .partial may be a save under way.
-    unwanted = (DELETED, DAMAGED) if args.damaged else (DELETED,)
-    going = [path for path in leftovers(folder) if path.suffix in unwanted]
-    going += [path for path in found if args.damaged and path not in good and path not in other]
-    if good:
-        newest = good[max(good, key=step_of)]
-        settings = config_from_tables(newest.config, "in the newest checkpoint").checkpoint
-        given = {
-            name: getattr(args, name)
-            for name in ("keep_last", "keep_every")
-            if getattr(args, name) is not None
-        }
-        if any(value < 0 for value in given.values()):
-            raise UserError("--keep_last and --keep_every must be at least 0")
-        by_step = {step_of(path): path for path in good}
-        losses = {
-            step_of(path): manifest.validation_loss
-            for path, manifest in good.items()
-            if manifest.validation_loss is not None
-        }
-        going += [
-            by_step[step] for step in dispensable(list(by_step), losses, replace(settings, **given))
-        ]
-    stuck = [] if args.dry_run else delete_all(going, warn=lambda text: say(text, error=True))
-    gone = [path for path in going if path not in stuck]
+    endings = (DELETED, DAMAGED) if options.damaged else (DELETED,)
+    unwanted = [path for path in leftovers(folder) if path.suffix in endings]
+    unwanted += [path for path in found if options.damaged and path not in (*good, *other)]
+    unwanted += not_kept(options, good) if good else []
+    stuck = [] if options.dry_run else delete_all(unwanted, warn=lambda text: say(text, error=True))
+    gone = [path for path in unwanted if path not in stuck]
     for path in gone:
-        say(f"{'would delete' if args.dry_run else 'deleted'} {path}")
+        say(f"{'would delete' if options.dry_run else 'deleted'} {path}")
     staying = len(good) - sum(path in good for path in gone)
-    say(f"{staying} checkpoints {'would stay' if args.dry_run else 'stay'}")
+    say(f"{staying} checkpoints {'would stay' if options.dry_run else 'stay'}")
     if stuck:
-        raise UserError(f"{len(stuck)} of {len(going)} could not be deleted: see the warnings")
+        raise UserError(f"{len(stuck)} of {len(unwanted)} could not be deleted: see the warnings")
+
+
+def not_kept(options: Prune, good: dict[Path, CheckpointManifest]) -> list[Path]:
+    """Return the good checkpoints that neither the options nor the run's settings keep."""
+    newest = good[max(good, key=step_of)]
+    settings = config_from_tables(newest.config, "in the newest checkpoint").checkpoint
+    asked = {"keep_last": options.keep_last, "keep_every": options.keep_every}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    by_step = {step_of(path): path for path in good}
+    losses = {
+        step_of(path): manifest.validation_loss
+        for path, manifest in good.items()
+        if manifest.validation_loss is not None
+    }
+    steps = dispensable(list(by_step), losses, replace(settings, **given))
+    return [by_step[step] for step in steps]
 
 
 def read_all(found: list[Path]) -> tuple[dict[Path, CheckpointManifest], list[Path]]:
@@ -170,18 +181,17 @@ def read_all(found: list[Path]) -> tuple[dict[Path, CheckpointManifest], list[Pa
 
 
 def loss_of(manifest: CheckpointManifest) -> str:
-    return (
-        "-"
-        if manifest.validation_loss is None or math.isnan(manifest.validation_loss)
-        else f"{manifest.validation_loss:.4f}"
-    )
+    """Return a checkpoint's validation loss as text, "-" where there is none."""
+    loss = manifest.validation_loss
+    return "-" if loss is None or math.isnan(loss) else f"{loss:.4f}"
 
 
-LEFT = {
-    PARTIAL: "of a save under way or cut short",
-    DAMAGED: "set aside as damaged; prune --damaged deletes it",
+OPTIONS: dict[str, Any] = {"list": List, "verify": Verify, "prune": Prune}
+COMMANDS: dict[str, Callable[[Any, Path, list[Path]], None]] = {
+    "list": list_checkpoints,
+    "verify": verify_checkpoints,
+    "prune": prune_checkpoints,
 }
-COMMANDS = {"list": list_checkpoints, "verify": verify_checkpoints, "prune": prune_checkpoints}
 
 if __name__ == "__main__":
     main()

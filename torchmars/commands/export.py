@@ -1,42 +1,50 @@
-"""`python -m torchmars.export RUN_OR_CHECKPOINT FILE.safetensors`: the weights alone.
+"""Write the weights of a checkpoint to a .safetensors file."""
 
-Their names are those they have here. The same weights give the same file, byte for byte.
-"""
-
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
+from tyro.conf import Positional
 
 from torchmars.checkpoint.inference import load_model
 from torchmars.checkpoint.manifest import NAME
 from torchmars.checkpoint.weights import write_weights
 from torchmars.core.console import say
-from torchmars.core.errors import Arguments, UserError, reported
+from torchmars.core.errors import UserError, reported
 from torchmars.core.files import misfit
+from torchmars.core.options import parse
+
+
+@dataclass
+class Export:
+    """Write the weights of a checkpoint, in float32, to a .safetensors file.
+
+    checkpoint.init_from reads it. Names are those of the model's parameters. The same weights give
+    the same file, byte for byte.
+    """
+
+    folder: Positional[Path]
+    """A checkpoint, or a run, whose newest good checkpoint is taken."""
+    file: Positional[Path]
+    """The .safetensors file to write."""
+    force: bool = False
+    """Replace the file if there is one."""
 
 
 def main() -> None:
-    parser = Arguments(
-        prog="python -m torchmars.export",
-        description="Write the weights of a checkpoint, in float32, to a "
-        ".safetensors file, which checkpoint.init_from reads.",
-    )
-    parser.add_argument(
-        "folder", type=Path, help="a checkpoint, or a run, whose newest good checkpoint is taken"
-    )
-    parser.add_argument("file", type=Path, help="the .safetensors file to write")
-    parser.add_argument("--force", action="store_true", help="replace the file if there is one")
+    """Write the file that the command line names."""
     with reported():
-        args = parser.parse_args()
-        check_file(args.file, args.force)
-        model, _, _ = load_model(args.folder)
+        options = parse(Export, sys.argv[1:], "torchmars export")
+        check_file(options.file, options.force)
+        model, _, _ = load_model(options.folder)
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
         try:
-            write_weights(weights, args.file)
+            write_weights(weights, options.file)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot write {args.file}: {error}") from None
+            raise UserError(f"cannot write {options.file}: {error}") from None
         count = sum(value.numel() for value in weights.values())
-        say(f"{args.file}: {len(weights)} tensors, {count:,} weights")
+        say(f"{options.file}: {len(weights)} tensors, {count:,} weights")
 
 
 def check_file(file: Path, force: bool) -> None:

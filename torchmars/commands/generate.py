@@ -1,62 +1,54 @@
-"""`python -m torchmars.generate RUN_OR_CHECKPOINT --prompt TEXT`: sample text from a checkpoint."""
+"""Sample text from a checkpoint."""
 
-from argparse import ArgumentDefaultsHelpFormatter
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional
 
 from torchmars.checkpoint.inference import load_model
+from torchmars.config.fields import Amount, Positive
+from torchmars.core.bounds import Range
 from torchmars.core.console import say
-from torchmars.core.errors import Arguments, UserError, reported
-from torchmars.core.typed import Range, is_text
+from torchmars.core.errors import reported
+from torchmars.core.options import parse
 from torchmars.training.sampling import sample_text
 
-BOUNDS = {
-    "max_tokens": Range(1, 1_000_000_000),
-    "temperature": Range(0, 1_000_000),
-    "top_k": Range(1, 1_000_000_000),
-    "seed": Range(-(2**63), 2**63 - 1),
-}
+
+@dataclass
+class Generate:
+    """Sample text from a checkpoint."""
+
+    folder: Positional[Path]
+    """A checkpoint, or a run, whose newest good checkpoint is taken."""
+    prompt: str = "\n"
+    """Text to continue."""
+    max_tokens: Positive = 200
+    """Tokens to sample at most."""
+    temperature: Amount = 0.8
+    """Divides the logits. 0 takes the likeliest token."""
+    top_k: Positive | None = None
+    """Sample from the k likeliest tokens only."""
+    seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
+    """Seed of the sampling."""
 
 
 def main() -> None:
-    parser = Arguments(
-        prog="python -m torchmars.generate",
-        description="Sample text from a checkpoint.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "folder", type=Path, help="a checkpoint, or a run, whose newest checkpoint is taken"
-    )
-    parser.add_argument("--prompt", default="\n", help="text to continue")
-    parser.add_argument("--max_tokens", type=int, default=200, help="tokens to sample at most")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="divides the logits; 0 takes the likeliest token",
-    )
-    parser.add_argument(
-        "--top_k", type=int, default=None, help="sample from the k likeliest tokens only"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    """Print what the model of a checkpoint continues a prompt with."""
     with reported():
-        args = parser.parse_args()
-        for name, bounds in BOUNDS.items():
-            if getattr(args, name) is not None:
-                bounds.check(f"--{name}", getattr(args, name))
-        if not is_text(args.prompt):
-            raise UserError("--prompt must be Unicode text: write it in UTF-8")
-        model, tokenizer, _ = load_model(args.folder)
-        say(
-            sample_text(
-                model,
-                tokenizer,
-                args.prompt,
-                args.max_tokens,
-                temperature=args.temperature,
-                top_k=args.top_k,
-                seed=args.seed,
-            )
+        options = parse(Generate, sys.argv[1:], "torchmars generate")
+        model, tokenizer, _ = load_model(options.folder)
+        text = sample_text(
+            model,
+            tokenizer,
+            options.prompt,
+            options.max_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed,
         )
+        say(text)
 
 
 if __name__ == "__main__":

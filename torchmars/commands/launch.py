@@ -1,7 +1,11 @@
-"""`python -m torchmars.launch [--prepared] [TORCHRUN OPTIONS] -m torchmars.train CONFIG.toml ...`: torchrun for the ranks of this machine.
+"""Start this machine's ranks as torchrun does, with the run's own exit code and logs.
 
-It first does what needs no ranks (prepare.py), unless that has been done, `--prepared`. It ends with the run's own exit code (torchrun makes 1 of every code, and starts ranks again after any but 0: so a rank that has said its last
-word leaves its code in a file and ends with 0), keeps what every rank prints (logs.py), and says last what the first rank that failed has said.
+`torchmars launch [--prepared] [TORCHRUN OPTIONS] -m torchmars.train CONFIG.toml ...`
+
+First it does what needs no ranks (prepare.py), unless that has been done: `--prepared`. torchrun
+makes 1 of every exit code, and starts ranks again after any but 0; here the run's own code comes
+out (cluster/launcher.py). All that a rank prints is kept (cluster/logs.py). The last thing said is
+what the first rank that failed has said.
 
 Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 75 stopped by SIGTERM,
 SIGINT, SIGHUP or SIGUSR1, saved, not complete: start it again; 70 a rank hung; 128 + n ended by
@@ -14,6 +18,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Annotated, NoReturn
 
 from torch.distributed.run import (
     determine_local_world_size,
@@ -27,49 +32,48 @@ from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
 from torchmars.config.load import load_config
-from torchmars.core.errors import (
-    LAST_WORD,
-    refuse,
-    reported,
-)
-from torchmars.core.typed import Range
+from torchmars.core.bounds import Range
+from torchmars.core.errors import LAST_WORD, UserError, reported
+from torchmars.core.typed import make
 from torchmars.training.preparation import prepare_run
 
-SAVE_SECONDS = 3600  # how long ranks that were asked to stop may take to save; torch 2.11 does not know it, and ends them after 30
+# How long ranks that were asked to stop may take to save. torch 2.11 ends them after 30 seconds.
+SAVE_SECONDS = 3600
+
+
+Machines = Annotated[int, Range(1, 100_000)]
+Ranks = Annotated[int, Range(1, 1_000)]
 
 
 def main(options: list[str] | None = None) -> None:
-    """Do what the `options`, by default the command line's, ask for; ends the process."""
+    """Start the ranks that `options`, by default the command line's, ask for; ends the process."""
     with reported(), tempfile.TemporaryDirectory() as scratch:
         options = sys.argv[1:] if options is None else options
         prepared = options[:1] == ["--prepared"]
         signals = (*stopping(), signal.SIGQUIT)  # QUIT is passed on, and ends ranks at once
         args = parse(
             [
-                "--rdzv-backend",
-                "c10d",
-                "--rdzv-endpoint",
-                "localhost:0",
-                "--signals-to-handle",
-                ",".join(number.name for number in signals),
-                "--log-dir",
-                scratch,
+                "--rdzv-backend=c10d",
+                "--rdzv-endpoint=localhost:0",
+                f"--signals-to-handle={','.join(number.name for number in signals)}",
+                f"--log-dir={scratch}",
                 *options[prepared:],
             ]
         )
         with refused_by_torchrun():
             nodes = parse_min_max_nnodes(args.nnodes)[1]
             ranks = determine_local_world_size(args.nproc_per_node)
-        Range(1, 100_000).check("--nnodes", nodes)
-        Range(1, 1_000).check("--nproc-per-node", ranks)
+        make(Machines, nodes, name="--nnodes")
+        make(Ranks, ranks, name="--nproc-per-node")
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0"))
         check_shown(list(shown), ranks)
-        config = load_config(args.training_script_args, "python -m torchmars.launch")
+        config = load_config(args.training_script_args, "torchmars launch")
         if not prepared:
             prepare_run(config, nodes * ranks, nodes)
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
-        # Ranks that are started again must not find the addresses of the dead in the store (torch 2.11 to 2.13 with gloo: every second restart fails).
+        # Ranks that are started again must not find the addresses of the dead in the store: with
+        # gloo every second restart fails (torch 2.11 to 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         args.meeting = args.rdzv_endpoint  # as the user knows it
         if nodes > 1:
@@ -79,14 +83,20 @@ def main(options: list[str] | None = None) -> None:
         logs = RankLogs(config.run.path / "logs", Path(scratch), shown)
         os.environ[LAST_WORD] = str(logs.last_word)
         code = launch(args, logs, config)
-    sys.exit(code if code >= 0 else 128 - code)  # a negative code is the signal that ended the rank
+    # A negative code is the signal that ended the rank.
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def parse(options: list[str]) -> argparse.Namespace:
-    """Torchrun's options. Raises `UserError`."""
+    """Return torchrun's options. Raises `UserError`."""
     parser = get_args_parser()
-    parser.error = refuse
+    setattr(parser, "error", refuse)  # noqa: B010, mypy allows no assignment to a method
     return parser.parse_args(options)
+
+
+def refuse(message: str) -> NoReturn:
+    """Raise the `UserError` of options that torchrun's parser cannot take."""
+    raise UserError(f"{message}: see --help")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,37 @@
-"""`python -m torchmars.plan CONFIG.toml --world-size N [--gpus-per-node 8] [--section.key value ...]`: what a run will take, before it has a cluster.
-
-Makes one step of the run's own model, sharding and optimizer on one CPU, without ranks and without memory, and prints what each rank holds
-and sends, how evenly matrices are dealt out, and what an expert would warn of. `--gpus-per-node 0` plans for machines without GPUs.
-"""
+"""Print what a run will take of each rank, before it has a cluster."""
 
 import sys
+from dataclasses import dataclass
+from typing import Annotated
 
-from torchmars.config.load import load_config, take_count
+from torchmars.config.load import load_command
+from torchmars.core.bounds import Range
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, reported
+from torchmars.core.errors import reported
 from torchmars.planning.plan import make_plan
 from torchmars.planning.report import report
 
 
+@dataclass
+class Plan:
+    """Print what a run will take of each rank, before it has a cluster.
+
+    Makes one step of the run's own model, sharding and optimizer on one CPU, without ranks and
+    without memory. Prints what each rank holds and sends, how evenly matrices are dealt out, and
+    what an expert would warn of.
+    """
+
+    world_size: Annotated[int, Range(1, 100_000)]
+    """Ranks to plan for."""
+    gpus_per_node: Annotated[int, Range(0, 100_000)] = 8
+    """GPUs of each machine. 0: machines without GPUs."""
+
+
 def main() -> None:
+    """Print the plan of the config that the command line names."""
     with reported():
-        if {"-h", "--help"} & set(sys.argv):
-            say(__doc__)
-        elif "--world-size" not in sys.argv:
-            raise UserError("--world-size N is missing: the number of ranks to plan for")
-        args, world_size = take_count(sys.argv[1:], "--world-size", 1)
-        args, per_node = take_count(args, "--gpus-per-node", 8, least=0)
-        config = load_config(args, "python -m torchmars.plan --world-size N [--gpus-per-node 8]")
-        say("\n".join(report(make_plan(config, world_size, per_node))))
+        options, config = load_command(Plan, sys.argv[1:], "torchmars plan")
+        say("\n".join(report(make_plan(config, options.world_size, options.gpus_per_node))))
 
 
 if __name__ == "__main__":

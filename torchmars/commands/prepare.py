@@ -1,29 +1,41 @@
-"""`python -m torchmars.prepare CONFIG.toml [--section.key value ...]`: all of a run that needs no ranks.
-
-Checks the config, tokenises its corpus into shards once, verifies the shards, and checks that the run can go on from
-the checkpoints it has. With `--ranks N` before the overrides, also that the batch divides over N ranks; `--nodes M`: on M machines.
-"""
+"""Do all of a run that needs no ranks: its checks, and the tokenising of its text."""
 
 import sys
+from dataclasses import dataclass
+from typing import Annotated
 
-from torchmars.config.load import load_config, take_count
+from torchmars.config.load import load_command
+from torchmars.core.bounds import Range
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, reported
 from torchmars.data import sources
 from torchmars.training.preparation import prepare_run
 
 
+@dataclass
+class Prepare:
+    """Do all of a run that needs no ranks.
+
+    Checks the config, tokenises its corpus into shards once, verifies the shards, and checks that
+    the run can go on from the checkpoints it has.
+    """
+
+    ranks: Annotated[int, Range(1, 100_000)] = 1
+    """Ranks that the batch must divide over."""
+    nodes: Annotated[int, Range(1, 100_000)] = 1
+    """Machines that the ranks run on."""
+
+
 def main() -> None:
+    """Prepare the run of the config that the command line names."""
     with reported():
-        args, ranks = take_count(sys.argv[1:], "--ranks", 1)
-        args, nodes = take_count(args, "--nodes", 1)
-        if ranks % nodes:
+        options, config = load_command(Prepare, sys.argv[1:], "torchmars prepare")
+        if options.ranks % options.nodes:
             raise UserError(
-                f"--ranks {ranks} does not divide over --nodes {nodes}: "
-                f"choose a multiple of {nodes}"
+                f"--ranks {options.ranks} does not divide over --nodes {options.nodes}: "
+                f"choose a multiple of {options.nodes}"
             )
-        config = load_config(args, "python -m torchmars.prepare [--ranks N] [--nodes M]")
-        prepare_run(config, ranks, nodes)
+        prepare_run(config, options.ranks, options.nodes)
         if warning := sources.warning(config.data):
             say(warning)
 

@@ -1,41 +1,46 @@
-"""Every knob of a run: one dataclass per section of the TOML file."""
+"""Every setting of a run: one file and one dataclass for each section of the TOML file."""
 
-from torchmars.config.sections import (
+from torchmars.config.checkpoint import CheckpointConfig
+from torchmars.config.config import Config, ResolvedConfig, identity_fields, reported_sections
+from torchmars.config.data import DataConfig, ResolvedData
+from torchmars.config.guards import GuardsConfig
+from torchmars.config.metrics import MetricsConfig
+from torchmars.config.model import ModelConfig
+from torchmars.config.optimizer import (
     MARS_RULES,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    Degrees,
     GroupConfig,
-    GuardsConfig,
-    MetricsConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelismConfig,
     PatternConfig,
+    ResolvedOptimizer,
     Rule,
-    RunConfig,
-    ScheduleConfig,
-    TrainingConfig,
-    ValidationConfig,
 )
+from torchmars.config.parallelism import Degrees, ParallelismConfig
+from torchmars.config.run import RunConfig
+from torchmars.config.schedule import ScheduleConfig
+from torchmars.config.training import TrainingConfig
+from torchmars.config.validation import ValidationConfig
 
 __all__ = [
+    "MARS_RULES",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "Degrees",
     "GroupConfig",
     "GuardsConfig",
-    "MARS_RULES",
     "MetricsConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelismConfig",
     "PatternConfig",
+    "ResolvedConfig",
+    "ResolvedData",
+    "ResolvedOptimizer",
     "Rule",
     "RunConfig",
     "ScheduleConfig",
     "TrainingConfig",
     "ValidationConfig",
+    "identity_fields",
+    "reported_sections",
 ]

@@ -1,42 +1,42 @@
-"""What a run computes in: "auto" resolved once, for all its ranks and for as long as it lives."""
+"""What a run computes in: "auto" resolved once, for all ranks and as long as the run lives."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.optim.precision import resolve_matrix_dtype
 
 COMPUTE, MATRIX = "training.dtype", "optimizer.matrix_dtype"
 
 
 def resolve_dtypes(
-    config: Config, device: torch.device, fast: bool, saved: dict[str, Any] | None = None
-) -> Config:
-    """`config` with `training.dtype` and `optimizer.matrix_dtype` resolved.
+    config: ResolvedConfig, device: torch.device, fast: bool, saved: dict[str, Any] | None = None
+) -> ResolvedConfig:
+    """Return `config` with `training.dtype` and `optimizer.matrix_dtype` resolved.
 
-    What is "auto" goes on as in `saved`, the config of the checkpoint that the run goes on from.
+    "auto" becomes what it was in `saved`, the config of the checkpoint that the run goes on from.
     In a new run it follows from the kind of `device`, and from whether all ranks multiply
     bfloat16 `fast`.
     """
     compute, matrix = config.training.dtype, config.optimizer.matrix_dtype
-    began = {COMPUTE: default_dtype(device), MATRIX: "auto"}
+    began: dict[str, Any] = {COMPUTE: default_dtype(device), MATRIX: "auto"}
     if saved is not None:
         began = saved_dtypes(saved, device)
     compute = began[COMPUTE] if compute == "auto" else compute
-    matrix = resolve_matrix_dtype(began[MATRIX] if matrix == "auto" else matrix, fast)
+    resolved: Any = resolve_matrix_dtype(began[MATRIX] if matrix == "auto" else matrix, fast)
     return replace(
         config,
         training=replace(config.training, dtype=compute),
-        optimizer=replace(config.optimizer, matrix_dtype=matrix),
+        optimizer=replace(config.optimizer, matrix_dtype=resolved),
     )
 
 
-def saved_dtypes(saved: dict[str, Any], device: torch.device) -> dict[str, str]:
-    """What the run of a checkpoint's config computed in, by the name of the option.
+def saved_dtypes(saved: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return what the run of a checkpoint's config computed in, by the name of the option.
 
-    A checkpoint that names none is older than the options: matrices were in bfloat16.
+    A checkpoint that names none is older than the options. Its matrices were in bfloat16.
     """
     compute = saved["training"]["dtype"]
     return {
@@ -45,15 +45,16 @@ def saved_dtypes(saved: dict[str, Any], device: torch.device) -> dict[str, str]:
     }
 
 
-def default_dtype(device: torch.device) -> str:
-    """The compute dtype of a kind of device."""
+def default_dtype(device: torch.device) -> Literal["float32", "bfloat16"]:
+    """Return the compute dtype of a kind of device."""
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def slow_warning(config: Config, matrices: bool) -> str | None:
-    """What to say of a resolved `config` where a rank has no instructions for bfloat16.
+def slow_warning(config: ResolvedConfig, matrices: bool) -> str | None:
+    """Return a warning for a run of which a rank has no instructions for bfloat16.
 
-    `matrices`: whether the run has any to orthogonalise. None where nothing is in bfloat16.
+    `config` has its dtypes resolved. `matrices` says whether the run has any to orthogonalise.
+    Returns None where nothing is in bfloat16.
     """
     slow = {COMPUTE: "float32"} if config.training.dtype == "bfloat16" else {}
     if matrices and config.optimizer.matrix_dtype == "bfloat16":

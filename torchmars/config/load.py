@@ -1,53 +1,122 @@
-"""From a TOML file and `--section.key value` overrides to a checked `Config`, and back to a file."""
+"""From TOML files and `--section.key value` overrides to a resolved config, and back to a file."""
 
 import dataclasses
+import os
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Literal, TypeVar
 
 import tomli
 import tomli_w
+import tyro
 
-from torchmars.config import Config
+from torchmars.config.config import Config, ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.core.files import misfit, read_text
-from torchmars.core.typed import Range, Words, check_bounds, convert, fill
+from torchmars.core.options import print_help_if_asked, take_options
+from torchmars.core.typed import hint_at, make, read_words
+
+# A link to the folder at the top of the repository; an installed package has a copy.
+SHIPPED = Path(__file__).parents[1] / "train_configs"
+COMMAND_LINE = "on the command line"
+DESCRIPTION = (
+    "Settings come from the TOML files; of two files the later one wins. --section.key value "
+    "overrides one of them. [[optimizer.groups]] tables, in TOML only, claim parameters by name: "
+    'pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix].'
+)
+
+SETTINGS = tyro.conf.FlagConversionOff[Config]  # true and false are values, not flags
+
+Tables = dict[str, Any]
+T = TypeVar("T")
 
 
-def load_config(args: list[str], prog: str) -> Config:
-    """The resolved config of a command line `[CONFIG.toml] [--section.key value ...]`.
+def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, ResolvedConfig]:
+    """Return a command's own options, the dataclass `kind`, and the config of its other arguments.
 
-    `--help` prints every field with its default and exits. Raises `UserError` for anything the user got wrong.
+    `--help` prints both with their defaults and exits. Raises `UserError` for anything the user
+    got wrong.
     """
-    if "-h" in args or "--help" in args:
-        print_help(prog)
-    files = args[:1] if args and not args[0].startswith("--") else []
-    config = Config()
-    for file in files:
-        fill(config, read_toml(Path(file)), f"in {file}")
-    fill(config, parse_overrides(args[len(files) :]), "on the command line")
-    config.resolve()
+    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", kind, SETTINGS, more=DESCRIPTION)
+    options, rest = take_options(kind, args)
+    return options, load_config(rest, prog)
+
+
+def load_config(args: list[str], prog: str) -> ResolvedConfig:
+    """Return the resolved config of `[CONFIG.toml ...] [--section.key value ...]`.
+
+    `--help` prints every field with its default, calls the command `prog`, and exits. Raises
+    `UserError` for anything the user got wrong.
+    """
+    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", SETTINGS, more=DESCRIPTION)
+    files = list(takewhile(lambda arg: not arg.startswith("--"), args))
+    sources = [(f"in {file}", read_toml(find_config(file))) for file in files]
+    sources.append((COMMAND_LINE, parse_overrides(args[len(files) :])))
+    config = config_from_sources(sources)
     check_places(config)
     return config
 
 
-def config_from_tables(tables: dict[str, Any], source: str) -> Config:
-    """The resolved config of a table per section, such as a checkpoint keeps; `source` says in errors where it is from."""
-    config = Config()
-    fill(config, without_none(tables), source)
-    config.resolve()
-    return config
+def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
+    """Return the resolved config of a table for each section, such as a checkpoint keeps.
+
+    `source` says in errors where it is from.
+    """
+    return config_from_sources([(source, without_none(tables))])
+
+
+def config_from_sources(sources: list[tuple[str, Tables]]) -> ResolvedConfig:
+    """Return the resolved config of tables and where each is from; of two the later one wins.
+
+    Raises `UserError`.
+    """
+    merged: Tables = {}
+    for _, tables in sources:
+        merged = merge(merged, tables)
+
+    def source_of(key: str) -> str:
+        return next((name for name, tables in reversed(sources) if has(tables, key)), "")
+
+    return make(Config, merged, source_of).resolve()
+
+
+def merge(base: Tables, other: Tables) -> Tables:
+    """Return `base` with what `other` has in its place; tables within are merged too."""
+    merged = dict(base)
+    for key, value in other.items():
+        both = isinstance(merged.get(key), dict) and isinstance(value, dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def has(tables: Tables, key: str) -> bool:
+    """Return whether nested tables have a value of a dotted name, or one above it."""
+    value: Any = tables
+    for name in key.split("."):
+        if not isinstance(value, dict):
+            return True
+        if name not in value:
+            return False
+        value = value[name]
+    return True
 
 
 def without_none(value: Any) -> Any:
-    """Nested tables without the keys that are None and without tables that are empty."""
+    """Return nested tables without the keys that are None and without tables that are empty."""
     if isinstance(value, dict):
         kept = {key: without_none(item) for key, item in value.items() if item is not None}
         return {key: item for key, item in kept.items() if item != {}}
     return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, with or without a byte order mark.
+def find_config(name: str) -> Path:
+    """Return the file that `name` is, or else the one of that name in train_configs."""
+    shipped = SHIPPED / name
+    return shipped if not os.path.lexists(name) and os.path.isfile(shipped) else Path(name)
+
+
+def read_toml(path: Path) -> Tables:
+    """Return the tables of a TOML file, with or without a byte order mark.
 
     Raises `UserError` where it is missing or no TOML.
     """
@@ -64,13 +133,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid TOML: {error}") from None
 
 
-def check_places(config: Config) -> None:
+def check_places(config: ResolvedConfig) -> None:
     """Raise `UserError` where what the config takes for a folder or a file is something else."""
     run, source = config.run, config.checkpoint.init_from or ""
-    source_kind = "file" if source.endswith(".safetensors") else "folder"
-    places = [
+    source_kind: Literal["file", "folder"] = "file" if source.endswith(".safetensors") else "folder"
+    places: list[tuple[str, str, Literal["file", "folder"]]] = [
         ("run.folder", run.folder, "folder"),
-        ("run.name", f"{run.folder}/{run.name}", "folder"),
+        ("run.name", str(run.path), "folder"),
         ("data.path", config.data.path, "folder"),
         ("checkpoint.init_from", source, source_kind),
     ]
@@ -81,61 +150,48 @@ def check_places(config: Config) -> None:
             )
 
 
-def parse_overrides(args: list[str]) -> dict[str, Any]:
-    """`--section.key value ...` and `--section.key=value` as nested tables of words."""
-    tables: dict[str, Any] = {}
-    position = 0
-    while position < len(args):
-        option, equals, value = args[position].partition("=")
-        position += 1
+def parse_overrides(args: list[str]) -> Tables:
+    """Return `--section.key value ...` and `--section.key=value` as nested tables.
+
+    tyro would refuse a wrong one in its own frame of several lines and cannot be told otherwise.
+    Raises `UserError`.
+    """
+    tables: Tables = {}
+    while args:
+        option, equals, value = args[0].partition("=")
         *path, key = option.removeprefix("--").replace("-", "_").split(".")
         if not (option.startswith("--") and path and key):
             raise UserError(
-                f"cannot read the argument {option!r}: overrides look like --section.key value, see --help"
+                f"cannot read the argument {option!r}: overrides look like --section.key value, "
+                "see --help"
             )
-        words = Words([value] if equals else [])
-        while not equals and position < len(args) and not args[position].startswith("--"):
-            words.append(args[position])
-            position += 1
+        following = [] if equals else list(takewhile(is_value, args[1:]))
+        args = args[1 + len(following) :]
         table = tables
         for name in path:
             table = table.setdefault(name, {})
-            if isinstance(table, Words):
+            if not isinstance(table, dict):
                 raise UserError(
                     f"{option} cannot be given beside --{'.'.join(path)}: that is a table"
                 )
-        table[key] = words
+        table[key] = read_override([*path, key], [value] if equals else following)
     return tables
 
 
-def take_count(args: list[str], option: str, default: int, least: int = 1) -> tuple[list[str], int]:
-    """Split `--ranks N`, or another such option, off a command line: the rest, and the number.
+def is_value(arg: str) -> bool:
+    """Return whether an argument is no option."""
+    return not arg.startswith("--")
 
-    Raises `UserError` for one out of bounds.
-    """
-    if option not in args:
-        return args, default
-    place, hint = args.index(option), Annotated[int, Range(least, 100_000)]
-    count = convert(Words(args[place + 1 : place + 2]), hint, option, "on the command line")
-    check_bounds(count, hint, option)
-    return args[:place] + args[place + 2 :], count
+
+def read_override(path: list[str], words: list[str]) -> Any:
+    """Return what the words after an option say, as TOML would have it."""
+    try:
+        hint = hint_at(Config, path)
+    except KeyError:  # `make` says which name was meant
+        return words
+    return read_words(words, hint, ".".join(path))
 
 
 def config_text(config: Config) -> str:
-    """`config` as TOML; fields that are None are left out, so that reading it gives the same config."""
+    """Return `config` as TOML that reads back as the same. Fields that are None are left out."""
     return tomli_w.dumps(without_none(dataclasses.asdict(config)))
-
-
-def print_help(prog: str) -> None:
-    """Print every section and field with its docstring and default, then exit with 0."""
-    import tyro  # takes longer than all checks of a config
-
-    tyro.cli(
-        Config,
-        args=["--help"],
-        prog=f"{prog} CONFIG.toml",
-        use_underscores=True,
-        description="Settings come from the TOML file; --section.key value overrides one of them. [[optimizer.groups]] tables, in TOML "
-        'only, claim parameters by name: pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix].',
-        config=(tyro.conf.FlagConversionOff,),
-    )

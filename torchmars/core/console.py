@@ -1,12 +1,16 @@
-"""What is said on the console. A terminal that is gone or a log on a full disk must not end a run."""
+"""Printing that does not end a run where the terminal is gone or the log's disk is full."""
 
 import os
 import select
 import sys
+from typing import TextIO
 
 
 def say(text: str, error: bool = False) -> None:
-    """Print a line on stdout, or on stderr for an `error`, at once. What cannot be written is dropped."""
+    """Print a line at once on stdout, or on stderr for an `error`.
+
+    What cannot be written is dropped.
+    """
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -35,10 +39,17 @@ def unread() -> bool:
         return False
 
 
-def _discard(descriptor: int, stream) -> None:
-    # The stream keeps what it could not write and would fail with it for ever: let it write that to nowhere.
+def _discard(descriptor: int, stream: TextIO) -> None:
+    # The stream keeps what it could not write, and would fail with it for ever: let it write that
+    # to nowhere.
     kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     stream.flush()
     os.dup2(kept, descriptor)
-    os.close(kept), os.close(nowhere)
+    os.close(kept)
+    os.close(nowhere)
+
+
+def labelled(label: str, *lines: str) -> list[str]:
+    """Return lines that stand beside each other under a label, which the first one bears."""
+    return [f"{'' if number else label:<9} {line}" for number, line in enumerate(lines)]

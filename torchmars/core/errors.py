@@ -1,11 +1,9 @@
-"""What can go wrong outside the code, how a command reports it, and the codes that processes end with."""
+"""What can go wrong outside the code, how a command reports it, and the exit codes."""
 
-import argparse
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 from torchmars.core.console import finish, say, unread
 
@@ -14,9 +12,8 @@ EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to go on
 
 LONGEST = 1000  # characters of an error line
-LAST_WORD = (
-    "TORCHMARS_LAST_WORD"  # names the file in which a rank leaves its exit code for its launcher
-)
+# Names the file in which a rank leaves its exit code for its launcher.
+LAST_WORD = "TORCHMARS_LAST_WORD"
 
 
 class UserError(Exception):
@@ -27,13 +24,16 @@ class UserError(Exception):
 
 
 class LostRank(Exception):
-    """Another rank is gone, or never came. What happened to it is what matters; this says only where to look."""
+    """Another rank is gone, or never came.
+
+    What happened to that one is what matters. This error says only where to look.
+    """
 
 
 class NoTraffic(Exception):
-    """The ranks have met, but cannot exchange data.
+    """The rendezvous is complete, but the ranks cannot exchange data.
 
-    That is a mistake in the network's settings, or what another rank's death does.
+    The network's settings are wrong, or another rank has died.
     """
 
 
@@ -41,8 +41,8 @@ class NoTraffic(Exception):
 def reported(quiet: bool = False) -> Iterator[None]:
     """End the process with code 2 and one line on stderr when the body raises `UserError`.
 
-    `quiet` ends it without the line: for every rank but the first, which says it for all. Ctrl-C ends with 130.
-    A reader of stdout that has seen enough (`--help | head`) is no error.
+    `quiet` leaves out the line: for every rank but the first, which prints it for all. Ctrl-C ends
+    the process with 130. A reader of stdout that has seen enough (`--help | head`) is no error.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def reported(quiet: bool = False) -> Iterator[None]:
 
 
 def say_error(error: object) -> None:
-    """One line on stderr; the middle of a very long one is left out."""
+    """Print one line on stderr; the middle of a very long one is left out."""
     text = " ".join(str(error).split())
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     if len(text) > LONGEST:
@@ -69,20 +69,8 @@ def say_error(error: object) -> None:
     say(f"error: {text}", error=True)
 
 
-def refuse(message: str) -> NoReturn:
-    """Raise the `UserError` of a command line that argparse cannot take."""
-    raise UserError(f"{message}: see --help")
-
-
-class Arguments(argparse.ArgumentParser):
-    """A parser of a command line whose mistakes are `UserError`s."""
-
-    def error(self, message: str) -> NoReturn:
-        refuse(message)
-
-
 def report_failure(error: Exception) -> None:
-    """One line on stderr, and a file for this rank's launcher: it says last what failed first."""
+    """Print one line on stderr, and leave it in a file for this rank's launcher."""
     # Not at the top: a mistake must be reported without the seconds that torch takes to import.
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -91,7 +79,10 @@ def report_failure(error: Exception) -> None:
 
 
 def last_word(code: int) -> int:
-    """Leave this rank's exit code for its launcher, if there is one; the code that the process must then end with."""
+    """Leave this rank's exit code for its launcher, if there is one.
+
+    Returns the code that the process must then end with.
+    """
     if LAST_WORD not in os.environ:
         return code
     try:

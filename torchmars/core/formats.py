@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_bytes
-from torchmars.core.typed import check_bounds, make, parse_json
+from torchmars.core.typed import make, parse_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -86,9 +86,7 @@ class Format:
             entries = {key: value for key, value in entries.items() if key in known}
         self.bring_up_to_date(version, entries)
         try:
-            made = make(kind, entries, "in it")
-            check_bounds(made, kind)
-            return made
+            return make(kind, entries)
         except UserError as error:
             raise ValueError(str(error)) from None
 

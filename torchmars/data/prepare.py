@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from torchmars.config import DataConfig
+from torchmars.config import DataConfig, ResolvedData
 from torchmars.core.errors import UserError
 from torchmars.core.files import lock
 from torchmars.data import corpus, shards, sources
@@ -16,7 +16,7 @@ from torchmars.data.tokenizer import TOKENIZERS
 LOCK_SECONDS = 7 * 86400.0  # how long one machine may prepare while the others wait
 
 
-def prepare_shards(config: DataConfig) -> shards.DataManifest:
+def prepare_shards(config: ResolvedData) -> shards.DataManifest:
     """Return the manifest of the shards in data.path, which are made first where there are none.
 
     Raises `UserError` where they were made from something else than `config` asks for. Their bytes

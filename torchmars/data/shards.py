@@ -18,10 +18,10 @@ from typing import Annotated, Literal
 import numpy as np
 
 from torchmars.config import DataConfig
+from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, remove, sha256
 from torchmars.core.formats import Format
-from torchmars.core.typed import Name, Range
 from torchmars.data.tokenizer import Tokenizer, VocabularySize
 
 # Version 1 did not know its validation_fraction.

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchmars.config import DataConfig
+from torchmars.config import ResolvedData
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, sha256, write_durably
 from torchmars.core.typed import make, parse_json
@@ -38,7 +38,7 @@ def write(folder: Path, sources: dict[Path, Source]) -> None:
     write_durably(folder / NAME, json.dumps(entries, indent=1) + "\n")
 
 
-def warning(config: DataConfig) -> str | None:
+def warning(config: ResolvedData) -> str | None:
     """A line on how the corpus differs from what the shards in data.path were made of, if so.
 
     It is no mistake: shards are all that a run needs, and a run that has begun must go on with
@@ -47,7 +47,7 @@ def warning(config: DataConfig) -> str | None:
     folder = Path(config.path)
     try:
         entries = parse_json(read_text(folder / NAME))
-        sources = {Path(name): make(Source, entry, "in it") for name, entry in entries.items()}
+        sources = {Path(name): make(Source, entry) for name, entry in entries.items()}
     except FileNotFoundError:  # prepared by an older version
         return None
     except (OSError, ValueError, AttributeError, UserError) as error:

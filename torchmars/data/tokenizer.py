@@ -5,8 +5,8 @@ from typing import Annotated, Protocol
 
 import numpy as np
 
+from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
-from torchmars.core.typed import Range
 
 VocabularySize = Annotated[int, Range(1, 10_000_000)]
 

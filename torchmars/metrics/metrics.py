@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 
-from torchmars.config import Config, MetricsConfig
+from torchmars.config import MetricsConfig, ResolvedConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.metrics.journal import Journal
@@ -85,7 +85,7 @@ class Metrics:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         active: bool,
         step: int,
         validated: bool,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.errors import UserError
 from torchmars.data.shards import DataManifest, read_manifest
@@ -17,7 +17,7 @@ from torchmars.parallel.layout import Layout
 from torchmars.planning.simulation import Simulation, simulate_step
 
 
-def make_plan(config: Config, world_size: int, per_node: int, rank: int = 0) -> "Plan":
+def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int = 0) -> "Plan":
     """Plan rank number `rank` of `world_size`, with `per_node` GPUs on each machine (0: CPUs).
 
     Call it once in a process. Raises `UserError` where the config does not divide.
@@ -41,7 +41,7 @@ def make_plan(config: Config, world_size: int, per_node: int, rank: int = 0) -> 
 class Plan:
     """The figures of a run. They are those of one rank; rank 0 has the largest shards."""
 
-    config: Config
+    config: ResolvedConfig
     layout: Layout
     simulation: Simulation
     data: DataManifest | None

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from torchmars.core.console import labelled
+from torchmars.core.tables import table
 from torchmars.planning.advice import GIB, advice
 from torchmars.planning.plan import Plan
-from torchmars.training.summary import summary, table
+from torchmars.training.summary import summary
 
 
 def report(plan: Plan) -> list[str]:
@@ -19,8 +21,8 @@ def report(plan: Plan) -> list[str]:
     }
     lines = summary(plan.config, plan.layout, simulation.model, simulation.optimizer)
     for name, section in sections.items():
-        lines += [f"{'' if number else name:<9} {line}" for number, line in enumerate(section)]
-    return lines + [f"warning   {text}" for text in advice(plan)]
+        lines += labelled(name, *section)
+    return lines + [line for text in advice(plan) for line in labelled("warning", text)]
 
 
 def memory(plan: Plan) -> list[str]:

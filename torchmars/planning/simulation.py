@@ -14,7 +14,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # private
 from torch.distributed.tensor import DTensor
 
 from torchmars.checkpoint.state import training_state
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.models import Model, build_meta_model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -54,7 +54,7 @@ class Simulation:
         return self.weights + self.optimizer_state + passes
 
 
-def simulate_step(config: Config, layout: Layout, vocab_size: int) -> Simulation:
+def simulate_step(config: ResolvedConfig, layout: Layout, vocab_size: int) -> Simulation:
     """Make one step of the rank that `layout`, made by `Layout.simulate`, stands for.
 
     `config` is one with resolved dtypes. Raises `UserError` where it does not fit the layout.

@@ -9,7 +9,7 @@ from torchmars.checkpoint.resume import newest_config
 from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state import seed_rng
 from torchmars.cluster.watchdog import Watchdog
-from torchmars.config import Config, ModelConfig, TrainingConfig
+from torchmars.config import ModelConfig, ResolvedConfig, TrainingConfig
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.files import lock
 from torchmars.data.loader import Loader, Windows
@@ -31,7 +31,7 @@ from torchmars.training.trainer import Trainer
 from torchmars.training.validation import Validation
 
 
-def build_trainer(config: Config, layout: Layout) -> Trainer:
+def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     """Build a run: from its newest good checkpoint, or at its start. Called by every rank.
 
     Raises `UserError`, on every rank, for what the user got wrong.

@@ -12,7 +12,7 @@ from torchmars.checkpoint.initial import init_from
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.data.shards import DataManifest
 from torchmars.models import Model
 from torchmars.optim import MARS
@@ -43,7 +43,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         layout: Layout,
         model: Model,
         optimizer: MARS,

@@ -3,14 +3,14 @@
 import torch
 from torch import nn
 
-from torchmars.config import OptimizerConfig
+from torchmars.config import ResolvedOptimizer
 from torchmars.core.errors import UserError
 from torchmars.optim import MARS, param_groups
 from torchmars.parallel.layout import Layout
 
 
 def build_optimizer(
-    config: OptimizerConfig, max_grad_norm: float, model: nn.Module, layout: Layout | None = None
+    config: ResolvedOptimizer, max_grad_norm: float, model: nn.Module, layout: Layout | None = None
 ) -> MARS:
     """Make the optimizer over `model`'s parameters, which may be on the meta device.
 

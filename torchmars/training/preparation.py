@@ -1,12 +1,13 @@
 """All of a run that needs no ranks: its data, and whether it can go on from its checkpoints."""
 
 from pathlib import Path
+from typing import Literal
 
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import open_source
 from torchmars.checkpoint.resume import check_same_run, newest_good, opened
 from torchmars.cluster import process
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
@@ -18,7 +19,7 @@ from torchmars.models import build_meta_model
 from torchmars.training.optimizer import build_optimizer
 
 
-def prepare_run(config: Config, ranks: int, nodes: int) -> None:
+def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     """Prepare a run of `ranks` ranks on `nodes` machines, and print what data there is.
 
     Raises `UserError` for anything that would end it at its start.
@@ -36,7 +37,7 @@ def prepare_run(config: Config, ranks: int, nodes: int) -> None:
         )
 
 
-def prepare_data(config: Config) -> shards.DataManifest:
+def prepare_data(config: ResolvedConfig) -> shards.DataManifest:
     """Return the manifest of the run's shards, which are made first where there are none.
 
     Raises `UserError` where they do not fit the model or the batch.
@@ -49,12 +50,12 @@ def prepare_data(config: Config) -> shards.DataManifest:
     return manifest
 
 
-def check_resume(config: Config, manifest: shards.DataManifest) -> None:
+def check_resume(config: ResolvedConfig, manifest: shards.DataManifest) -> None:
     """Raise `UserError` where the run can neither resume from a checkpoint of its own nor start.
 
     The bytes of checkpoints are left to the ranks.
     """
-    level = "off" if config.checkpoint.verify == "off" else "size"
+    level: Literal["off", "size"] = "off" if config.checkpoint.verify == "off" else "size"
     found = newest_good(
         checkpoints(config.run.checkpoints),
         lambda path: opened(path, level),
@@ -68,7 +69,7 @@ def check_resume(config: Config, manifest: shards.DataManifest) -> None:
         open_source(Path(source), "size")
 
 
-def write_resolved_config(config: Config) -> None:
+def write_resolved_config(config: ResolvedConfig) -> None:
     """Leave the settings of a run in its folder, as a config that reproduces it."""
     folder = config.run.path
     try:

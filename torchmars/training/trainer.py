@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchmars.cluster.signals import StopSignals
 from torchmars.cluster.watchdog import Watchdog
-from torchmars.config import Config
+from torchmars.config import ResolvedConfig
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.files import is_gone
 from torchmars.data.loader import Loader
@@ -30,7 +30,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         layout: Layout,
         *,
         model: Model,

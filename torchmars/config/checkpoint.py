@@ -1,0 +1,46 @@
+"""When a run is saved, what is kept, and where it starts from."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from torchmars.config.fields import Amount, Count, Positive, require
+from torchmars.core.bounds import Place
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved and what is kept.
+
+    It always is saved at the end. A run continues from its newest good checkpoint.
+    """
+
+    interval: Count = 100
+    """Steps between checkpoints. 0: only at the end."""
+    interval_minutes: Amount = 0.0
+    """Also save once this many minutes have passed since the last save. 0: never."""
+    async_save: bool = True
+    """Train on while a checkpoint is written. Takes memory for a copy of weights and optimizer
+    state on the host."""
+    max_failures: Positive = 3
+    """Checkpoints in a row that may fail to be written before the run ends."""
+    keep_last: Count = 10
+    """Newest checkpoints to keep. 0: all."""
+    keep_every: Count = 0
+    """Keep the checkpoints of every such step for good. 0: none."""
+    keep_best: bool = True
+    """Keep the checkpoint of the lowest validation loss."""
+    verify: Literal["full", "size", "off"] = "full"
+    """What is checked of a checkpoint before it is loaded. full: size and SHA-256 of every file.
+    size: sizes only. off: nothing."""
+    init_from: Annotated[str, Place()] | None = None
+    """Start from the weights of another run, of one checkpoint, or of a file made by torchmars
+    export. Has no effect once the run has a checkpoint of its own."""
+    init_optimizer: bool = False
+    """Take the optimizer's state from init_from too, as far as this optimizer has use for it."""
+
+    def check(self) -> None:
+        """Raise `UserError` for settings that do not go together."""
+        require(
+            self.init_from is not None or not self.init_optimizer,
+            "checkpoint.init_optimizer has no meaning without checkpoint.init_from: set that too",
+        )

@@ -1,0 +1,93 @@
+"""All settings of one run: as files give them, and resolved."""
+
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
+from typing import Annotated, Any
+
+from torchmars.config.checkpoint import CheckpointConfig
+from torchmars.config.data import DataConfig, ResolvedData
+from torchmars.config.fields import Mark, require
+from torchmars.config.guards import GuardsConfig
+from torchmars.config.metrics import MetricsConfig
+from torchmars.config.model import ModelConfig
+from torchmars.config.optimizer import MARS_RULES, OptimizerConfig, ResolvedOptimizer
+from torchmars.config.parallelism import ParallelismConfig
+from torchmars.config.run import RunConfig
+from torchmars.config.schedule import ScheduleConfig
+from torchmars.config.training import TrainingConfig
+from torchmars.config.validation import ValidationConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of one run, as files and the command line give them.
+
+    None means "follows from the rest".
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: Annotated[ModelConfig, Mark.REPORTED] = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: Annotated[TrainingConfig, Mark.REPORTED] = field(default_factory=TrainingConfig)
+    optimizer: Annotated[OptimizerConfig, Mark.REPORTED] = field(default_factory=OptimizerConfig)
+    schedule: Annotated[ScheduleConfig, Mark.REPORTED] = field(default_factory=ScheduleConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guards: Annotated[GuardsConfig, Mark.REPORTED] = field(default_factory=GuardsConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def resolve(self) -> "ResolvedConfig":
+        """Return the config with what follows from the rest filled in.
+
+        Raises `UserError` for settings that do not go together.
+        """
+        data = self.data.resolve()
+        for section in (self.training, self.schedule, self.parallelism, self.checkpoint):
+            section.check()
+        optimizer = self.optimizer.resolve()
+        schedule = self.schedule.resolve(self.training.steps)
+        require(
+            schedule.final_gamma is None or optimizer.name in MARS_RULES,
+            f'schedule.gamma has no meaning for optimizer.name = "{optimizer.name}": remove it',
+        )
+        require(
+            schedule.min_lr <= optimizer.lr,
+            f"schedule.min_lr = {schedule.min_lr} is above optimizer.lr = {optimizer.lr}: lower it",
+        )
+        resolved = {"data": data, "optimizer": optimizer, "schedule": schedule}
+        return ResolvedConfig(**vars(self) | resolved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(Config):
+    """All settings of one run, with values where the run has one.
+
+    Dtypes may still be "auto": those follow from the devices (dtypes.py).
+    """
+
+    data: ResolvedData
+    optimizer: ResolvedOptimizer
+
+
+def identity_fields() -> list[str]:
+    """Return the fields that make a run the same run, as "section.field"."""
+    return list(marked(Config, Mark.IDENTITY))
+
+
+def reported_sections() -> list[str]:
+    """Return the sections whose changes are allowed, and listed when a run goes on."""
+    return list(marked(Config, Mark.REPORTED))
+
+
+def marked(kind: type, mark: Mark, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the fields of a dataclass, and of those within it, that bear `mark`."""
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        metadata: tuple[Any, ...] = ()
+        if typing.get_origin(hint) is Annotated:
+            hint, metadata = hint.__origin__, hint.__metadata__
+        if mark in metadata:
+            yield f"{prefix}{name}"
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from marked(hint, mark, f"{prefix}{name}.")

@@ -1,0 +1,26 @@
+"""What the fields of all sections share: bounded types, marks, and how a check fails."""
+
+import enum
+from typing import Annotated
+
+from torchmars.core.bounds import Range
+from torchmars.core.errors import UserError
+
+# Upper bounds are beyond all that is meant, and below what overflows.
+Count = Annotated[int, Range(0, 1_000_000_000)]
+Positive = Annotated[int, Range(1, 1_000_000_000)]
+Amount = Annotated[float, Range(0, 1_000_000)]
+Clip = Annotated[float, Range(0, float("inf"))]
+
+
+class Mark(enum.Enum):
+    """What a change of a field or a section means for a run that goes on from its checkpoint."""
+
+    IDENTITY = "another value is another run: the checkpoint is refused"
+    REPORTED = "a section whose changes are allowed and listed, since they change what is computed"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `UserError(message)` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)

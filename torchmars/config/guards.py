@@ -1,0 +1,23 @@
+"""What is watched while a run trains."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from torchmars.config.fields import Amount
+from torchmars.core.bounds import Range
+
+
+@dataclass(frozen=True)
+class GuardsConfig:
+    """What is watched while a run trains. A gradient that is not finite always skips its step."""
+
+    loss_spike: Literal["off", "skip", "rollback"] = "off"
+    """What to do with a batch whose loss stands out. skip: leave its step out. rollback: go back
+    to the newest checkpoint and on with the data after that batch. Both wait for the loss at every
+    step."""
+    spike_sigmas: Annotated[float, Range(0, 1_000_000, open_low=True)] = 6.0
+    """A loss stands out when it is this many standard deviations above the mean of the last 64."""
+    hang_seconds: Amount = 600.0
+    """Seconds without a step after which a rank is taken to hang. Every rank then says where it
+    stands, and the run ends. Must be more than the longest step, compilation, validation or save.
+    0: never, but for the backend's own timeouts: 30 minutes, 10 in HSDP on GPUs."""

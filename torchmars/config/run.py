@@ -1,0 +1,30 @@
+"""What a run is called, where it lives, and its seed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from torchmars.config.fields import Mark
+from torchmars.core.bounds import Name, Place, Range
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the run is called and where it lives."""
+
+    name: Annotated[str, Name("folder")] = "quickstart"
+    """Name of the run. Its folder is FOLDER/NAME. A run found there is continued."""
+    folder: Annotated[str, Place()] = "runs"
+    """Folder that holds all runs."""
+    seed: Annotated[int, Range(0, 2**63 - 1), Mark.IDENTITY] = 0
+    """Seed of the initial weights and of the data order."""
+
+    @property
+    def path(self) -> Path:
+        """The folder of the run."""
+        return Path(self.folder) / self.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.path / "checkpoints"

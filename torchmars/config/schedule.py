@@ -1,0 +1,43 @@
+"""Learning rate and gamma as functions of the step."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torchmars.config.fields import Amount, Count, require
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate as a function of the step."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """What follows the warmup. cosine, linear: decay over the rest of the run. constant. wsd:
+    constant, then a linear decay over the last decay_steps."""
+    warmup_steps: Count = 0
+    """Steps of linear warmup from 0."""
+    decay_steps: Count | None = None
+    """wsd: steps of the final decay. Default: a fifth of the run."""
+    min_lr: Amount = 0.0
+    """Learning rate at the end of the decay, an absolute value."""
+    gamma: Literal["constant", "linear", "cosine"] = "constant"
+    """How MARS's gamma goes from optimizer.gamma to final_gamma over the run."""
+    final_gamma: Amount | None = None
+    """gamma at the last step, for a linear or cosine schedule of it."""
+
+    def check(self) -> None:
+        """Raise `UserError` for settings that do not go together."""
+        require(
+            (self.gamma == "constant") == (self.final_gamma is None),
+            'schedule.final_gamma goes with schedule.gamma = "linear" or "cosine": '
+            "set both or neither",
+        )
+        require(
+            self.name == "wsd" or self.decay_steps is None,
+            f'schedule.decay_steps has no meaning for schedule.name = "{self.name}": remove it',
+        )
+
+    def resolve(self, steps: int) -> "ScheduleConfig":
+        """Return the section for a run of `steps` steps; decay_steps is None but for wsd."""
+        if self.name == "wsd" and self.decay_steps is None:
+            return replace(self, decay_steps=steps // 5)
+        return self

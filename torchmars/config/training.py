@@ -1,0 +1,62 @@
+"""How long a run is, how large its batch, in which precision."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from torchmars.config.fields import Clip, Mark, Positive, require
+from torchmars.core.bounds import Range
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, how large a batch, in which precision."""
+
+    steps: Positive = 300
+    """Optimizer steps of the whole run. Raise it to continue a finished run."""
+    global_batch_size: Positive = 16
+    """Sequences per optimizer step, over all ranks and accumulation steps."""
+    microbatch_size: Positive | None = None
+    """Sequences per forward pass on one rank; the gradient of the rest is accumulated. Default:
+    the rank's whole share of the global batch."""
+    seq_len: Annotated[int, Range(1, 10_000_000), Mark.IDENTITY] = 256
+    """Tokens per sequence. Also the model's context length."""
+    max_grad_norm: Clip = 1.0
+    """Clip the gradient's global norm to this before the optimizer. 0 switches it off."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype. Master weights, gradient reduction and optimizer state are float32. Losses
+    agree between layouts to 1e-5 in float32, to 1e-3 in bfloat16. bfloat16 is faster on CPUs that
+    have instructions for it, and many times slower on others. auto: bfloat16 on GPU, float32 on
+    CPU. A run keeps what it began with unless this names another."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+
+    def check(self) -> None:
+        """Raise `UserError` for a batch beyond all that is meant."""
+        tokens = self.global_batch_size * self.seq_len
+        require(
+            tokens <= 10**11,
+            f"training.global_batch_size = {self.global_batch_size} times "
+            f"training.seq_len = {self.seq_len} must be at most {10**11:,} tokens a step: "
+            "lower one of them",
+        )
+
+    def microbatches(self, data_ranks: int) -> tuple[int, int]:
+        """Return the microbatch size of a rank and the number of accumulation steps.
+
+        `data_ranks` ranks read different data. Raises `UserError` with the numbers where they do
+        not divide.
+        """
+        require(
+            self.global_batch_size % data_ranks == 0,
+            f"training.global_batch_size = {self.global_batch_size} does not divide over "
+            f"{data_ranks} data-parallel ranks: choose a multiple of {data_ranks}",
+        )
+        per_rank = self.global_batch_size // data_ranks
+        size = self.microbatch_size or per_rank
+        require(
+            per_rank % size == 0,
+            f"training.microbatch_size = {size} does not divide the {per_rank} sequences of each "
+            f"rank (training.global_batch_size = {self.global_batch_size} over {data_ranks} "
+            f"ranks): choose a divisor of {per_rank}",
+        )
+        return size, per_rank // size

@@ -1,0 +1,71 @@
+"""Bounds of a value, declared beside its type: `steps: Annotated[int, Range(1, 1_000_000)]`."""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Bounds:
+    """What a field declares of its value beside its type."""
+
+    def check(self, value: Any) -> Any:
+        """Return `value`. Raises `ValueError`, saying what it must be, for one out of bounds."""
+        raise NotImplementedError
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return pydantic's check of the type with this check after it."""
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+@dataclass(frozen=True)
+class Range(Bounds):
+    """Bounds of a number: from `low`, included unless `open_low`, to `high`. NaN is outside."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+    def check(self, value: float) -> float:
+        """Return a number within. Raises `ValueError` for one outside."""
+        low = f"{'more than' if self.open_low else 'at least'} {self.low:,}"
+        if not (value > self.low if self.open_low else value >= self.low):
+            raise ValueError(f"must be {low}, got {value}")
+        if value > self.high:
+            raise ValueError(f"must be {low} and at most {self.high:,}, got {value}")
+        return value
+
+
+@dataclass(frozen=True)
+class Name(Bounds):
+    """Bounds of a text that names one `kind`, "file" or "folder", without the folders above it."""
+
+    kind: str
+
+    def check(self, value: str) -> str:
+        """Return such a name. Raises `ValueError` for another text."""
+        wrong = value in ("", ".", "..") or "/" in value or CONTROL.search(value)
+        if wrong or len(value.encode()) > 200:
+            raise ValueError(f"must be one {self.kind} name of at most 200 bytes, got {value!r}")
+        return value
+
+
+@dataclass(frozen=True)
+class Place(Bounds):
+    """Bounds of a text that is the path of a file or folder."""
+
+    def check(self, value: str) -> str:
+        """Return such a path. Raises `ValueError` for another text."""
+        wrong = not value or CONTROL.search(value) or len(value.encode()) > 3000
+        if wrong or os.path.realpath(value) == "/":
+            raise ValueError(
+                f"must be the path of a file or folder, not empty and not /, got {value!r}"
+            )
+        return value

@@ -1,0 +1,137 @@
+"""A command's own options and `--help`, from a dataclass.
+
+tyro prints the help. It does not parse: it would end a mistake with a frame of many lines, where a
+command says one.
+"""
+
+import dataclasses
+import inspect
+import typing
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
+from torchmars.core.tables import table
+from torchmars.core.typed import describe, make, nearest, read_words
+
+T = TypeVar("T")
+WITHOUT_PREFIX = tyro.conf.arg(name="")
+
+
+def parse(kind: type[T], args: list[str], prog: str) -> T:
+    """Return the dataclass `kind` with the fields that a command line gives.
+
+    A `tyro.conf.Positional` field is given by its place, the others as `--name value`,
+    `--name=value`, or `--name` for a bool. `--help` prints the help and exits. Raises `UserError`.
+    """
+    print_help_if_asked(args, prog, kind)
+    values, rest = read_options(kind, args)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    places = [name for name, hint in hints.items() if is_positional(hint)]
+    for arg in rest:
+        if arg.startswith("--"):
+            known = [f"--{name}" for name in hints if name not in places]
+            meant = f"did you mean {nearest(arg, known)}?" if known else "see --help"
+            raise UserError(f"unknown option {arg}: {meant}")
+    if len(rest) > len(places):
+        raise UserError(f"cannot read the argument {rest[len(places)]!r}: see --help")
+    for name, arg in zip(places, rest):
+        values[name] = make(hints[name], arg, name=name.upper())
+    return build(kind, values)
+
+
+def take_options(kind: type[T], args: list[str]) -> tuple[T, list[str]]:
+    """Return the options that the dataclass `kind` declares, and the arguments that are left.
+
+    Raises `UserError` as `parse` does.
+    """
+    values, rest = read_options(kind, args)
+    return build(kind, values), rest
+
+
+def read_options(kind: type, args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the options that `kind` declares, and the arguments that are left."""
+    types, bounded = typing.get_type_hints(kind), typing.get_type_hints(kind, include_extras=True)
+    values: dict[str, Any] = {}
+    rest: list[str] = []
+    while args:
+        option, equals, value = args[0].partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        known = option.startswith("--") and name in types and not is_positional(bounded[name])
+        if not known:
+            rest.append(args[0])
+            args = args[1:]
+            continue
+        count = 0 if equals or types[name] is bool else 1
+        words = [value] if equals else args[1 : 1 + count]
+        values[name] = make(bounded[name], read_words(words, types[name], option), name=option)
+        args = args[1 + count :]
+    return values, rest
+
+
+def build(kind: type[T], values: dict[str, Any]) -> T:
+    """Return a `kind` with `values`. Raises `UserError` for a field that is missing."""
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if each.name not in values and each.default is dataclasses.MISSING:
+            hints = typing.get_type_hints(kind, include_extras=True)
+            if is_positional(hints[each.name]):
+                raise UserError(f"{each.name.upper()} is missing: see --help")
+            name = f"--{each.name.replace('_', '-')}"
+            needed = describe(typing.get_type_hints(kind)[each.name])
+            raise UserError(f"{name} is missing: it must be {needed}, see --help")
+    return kind(**values)
+
+
+def is_positional(hint: Any) -> bool:
+    """Return whether a field is given by its place on the command line."""
+    return tyro.conf.Positional in getattr(hint, "__metadata__", ())
+
+
+def print_help_if_asked(args: list[str], prog: str, *kinds: Any, more: str = "") -> None:
+    """Where `args` ask for help, print it and exit with 0.
+
+    It has the docstring of the first of the dataclasses `kinds`, `more` after it, and the fields
+    of all of them.
+    """
+    if not {"-h", "--help"} & set(args):
+        return
+    parts = [
+        (f"part{number}", Annotated[kind, WITHOUT_PREFIX]) for number, kind in enumerate(kinds)
+    ]
+    documented = getattr(kinds[0], "__origin__", kinds[0])
+    tyro.cli(
+        dataclasses.make_dataclass("Options", parts),
+        args=["--help"],
+        prog=prog,
+        description=f"{inspect.getdoc(documented)}\n\n{more}".strip(),
+        use_underscores=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def print_commands(prog: str, description: str, commands: dict[str, str]) -> None:
+    """Print what commands there are, with a line on each."""
+    say(f"usage: {prog} COMMAND ...\n\n{description}\n")
+    for line in table([(f"  {name}", text) for name, text in commands.items()]):
+        say(line)
+    say(f"\n{prog} COMMAND --help says more of one.")
+
+
+def choose(args: list[str], commands: dict[str, str], prog: str, description: str) -> str:
+    """Return the command that the first argument names.
+
+    Without one, `--help` prints what commands there are and exits. Raises `UserError` for a name
+    that is none.
+    """
+    if args and args[0] in commands:
+        return args[0]
+    if args and args[0] in ("-h", "--help"):
+        print_commands(prog, description, commands)
+        raise SystemExit(0)
+    if not args:
+        raise UserError(f"name a command: {prog} {'|'.join(commands)} ..., see --help")
+    raise UserError(
+        f"unknown command {args[0]!r}: did you mean {prog} {nearest(args[0], list(commands))}?"
+    )
