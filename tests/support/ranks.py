@@ -22,8 +22,8 @@ import torch.distributed as dist
 PATIENCE = 900  # seconds until silent ranks are taken to hang: more than any busy machine needs
 
 # The server forks before any thread of torch's has started.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",  # the first step of an optimizer imports it: 0.7 s in each rank
@@ -31,8 +31,12 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint",
         "torch.utils.serialization.config",
-        "torchmars.training.trainer",
-        "tests.support.ranks",
+        "torchmars.train",
+        "torchmars.commands.launch",
+        "torchmars.commands.train",
+        "torchmars.commands.prepare",
+        "torchmars.commands.export",
+        "tests.support.commands",
         "tests.support.tiny",
     ]
 )
@@ -45,9 +49,9 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     tracebacks of the ranks that failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results = _context.Queue()
+        results = context.Queue()
         ranks = [
-            _context.Process(
+            context.Process(
                 target=_rank,
                 args=(function, rank, size, f"{folder}/store", results, args),
                 daemon=False,
