@@ -1,22 +1,29 @@
 """./run_train.sh as a user runs it: what it prints, exit codes, Ctrl-C."""
 
-import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import (
+    ROOT,
+    Command,
+    Warm,
+    descendants,
+    finish,
+    finish_run,
+    ranks_of,
+    start,
+    start_run,
+)
 from tests.support.tiny import tiny_config, tiny_tables, train, write_config, write_text
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.cluster.signals import ECHO_SECONDS
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 600  # seconds after which a process counts as hung, on a machine busy with other things
 
 
@@ -31,43 +38,6 @@ def config(tmp_path):
         file,
     )
     return file
-
-
-def start(config, *args, within=(), **environment):
-    """Start ./run_train.sh on two ranks, `within` another command, in a process group of its own as a terminal does."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.Popen(
-        [*within, str(ROOT / "run_train.sh"), *args],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        cwd=config.parent,
-        env=os.environ
-        | {
-            "PATH": path,
-            "NGPU": "2",
-            "CONFIG_FILE": str(config),
-            "OMP_NUM_THREADS": "1",
-            "RDZV_TIMEOUT": "300",
-        }
-        | environment,
-    )
-
-
-def finish(*args, **environment):
-    process = start(*args, **environment)
-    out, err = process.communicate(timeout=LIMIT)
-    return process.returncode, out, err
-
-
-def processes(config):
-    """The command lines of the processes that name this config (torchrun gives each rank a session of its own)."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            found.append(file.read_text().replace("\0", " "))
-    return [line for line in found if str(config) in line]
 
 
 def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
@@ -92,9 +62,9 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
     assert out.count("step 4/4 | loss") == 1  # one rank speaks
     assert "Warning" not in err and "Traceback" not in err
     resolved = tmp_path / "runs" / "tiny" / "config.toml"
-    code, out, _ = finish(resolved)  # the resolved config describes the same run
+    code, out, _ = finish_run(resolved)  # the resolved config describes the same run
     assert code == 0 and "complete  all 4 steps are done" in out and "step " not in out
-    code, out, _ = finish(config, "--training.steps", "6", LOG_RANK="0,1", SLURMD_NODENAME="n1")
+    code, out, _ = finish_run(config, "--training.steps", "6", LOG_RANK="0,1", SLURMD_NODENAME="n1")
     assert code == 0 and "n1 rank 0 | continue  from step 4" in out and "step 6/6 | loss" in out
     logs = [
         file.read_text()
@@ -140,14 +110,9 @@ def altered(tmp_path):
 )
 def test_mistakes_end_with_one_line_and_code_2(config, tmp_path, args, damage, message):
     if damage:
-        subprocess.run(
-            [sys.executable, "-m", "torchmars.prepare", str(config)],
-            check=True,
-            capture_output=True,
-            cwd=ROOT,
-        )
+        assert Warm().run("prepare", [str(config)], ROOT)[0] == 0
         damage(tmp_path)
-    code, out, err = finish(config, *args)
+    code, out, err = finish_run(config, *args)
     assert code == 2 and message in err and out == ""
     assert [
         line for line in err.splitlines() if line and not line.startswith("tokenising")
@@ -156,41 +121,17 @@ def test_mistakes_end_with_one_line_and_code_2(config, tmp_path, args, damage, m
 
 def test_without_the_script_a_mistake_still_ends_every_rank(config, tmp_path):
     """torchrun itself makes 1 of every exit code."""
-    subprocess.run(
-        [sys.executable, "-m", "torchmars.prepare", str(config)],
-        check=True,
-        capture_output=True,
-        cwd=ROOT,
-    )
+    assert Warm().run("prepare", [str(config)], ROOT)[0] == 0
     altered(tmp_path)
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "torchmars.train",
-            str(config),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=LIMIT,
-    )
-    assert ended.returncode == 1 and ended.stderr.count("error: the shard") == 1
-    alone = subprocess.run(
-        [sys.executable, "-m", "torchmars.train", str(config)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert alone.returncode == 2 and alone.stderr.count("\n") == 1
+    options = ["--standalone", "--nproc-per-node", "2", "-m", "torchmars.train", str(config)]
+    torchrun = Command("torchrun", options, ROOT, ranks=2)
+    _, err = torchrun.communicate(timeout=LIMIT)
+    assert torchrun.returncode == 1 and err.count("error: the shard") == 1
+    code, _, err = Warm().run("rank", [str(config)], ROOT)
+    assert code == 2 and err.count("\n") == 1
 
 
-def begun(config, *args, **environment):
+def begun(config, *args, start=start_run, **environment):
     """A run of a million steps that has made some of them."""
     process = start(
         config,
@@ -211,9 +152,9 @@ def begun(config, *args, **environment):
 
 def all_gone(config):
     deadline = time.monotonic() + LIMIT
-    while processes(config) and time.monotonic() < deadline:
+    while descendants(config) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return processes(config) == []
+    return descendants(config) == []
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
@@ -221,12 +162,14 @@ needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc 
 
 @needs_proc
 def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(config, tmp_path):
-    """Once with each signal; Ctrl-C reaches the whole process group of the terminal."""
+    """Once with each signal; Ctrl-C reaches the whole process group of the terminal.
+
+    The first one is sent to the script itself.
+    """
     step = 0
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        # These tests may run under nohup.
-        process = begun(config, within=["env", "--default-signal=HUP"])
-        assert len(processes(config)) >= 3  # the launcher and two ranks
+        process = begun(config, start=start_run if step else start)
+        assert len(descendants(config)) >= 3  # the launcher and two ranks
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT)
         assert process.returncode == 75, err
@@ -238,7 +181,7 @@ def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(config, tmp_path):
         )
         assert all_gone(config)
         step = reached
-    code, out, err = finish(config, "--training.steps", str(step + 2))
+    code, out, err = finish_run(config, "--training.steps", str(step + 2))
     assert (
         code == 0
         and f"continue  from step {step}" in out
@@ -249,26 +192,12 @@ def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(config, tmp_path):
 @needs_proc
 def test_a_signal_to_one_rank_stops_all(config):
     process = begun(config)
-    rank = [number for number in ranks_of(process.pid)][1]
-    os.kill(rank, signal.SIGTERM)
+    os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 75 and "stopped   by a signal to another rank after step" in out, (
         err
     )
     assert all_gone(config)
-
-
-def ranks_of(launcher):
-    """Process numbers of the children of a process that run torchmars.train."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if (
-                int(stat.read_text().rpartition(")")[2].split()[1]) == launcher
-                and b"torchmars.train" in (stat.parent / "cmdline").read_bytes()
-            ):
-                found.append(int(stat.parent.name))
-    return sorted(found)
 
 
 SLOW_SAVES = """
@@ -289,30 +218,20 @@ main()
 """
 
 
+def launch(script, config, *args):
+    """Start a script that stands in for torchmars.train, on two ranks."""
+    options = ["--standalone", "--nproc-per-node", "2", str(script), str(config), *args]
+    return Command("launch", options, ROOT, os.environ | {"RDZV_TIMEOUT": "300"}, ranks=2)
+
+
 @needs_proc
 def test_a_second_signal_ends_at_once(config, tmp_path):
     """While the save that the first one asked for takes for ever."""
     (tmp_path / "slow.py").write_text(SLOW_SAVES)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torchmars.launch",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(tmp_path / "slow.py"),
-            str(config),
-            "--training.steps",
-            "1000000",
-            "--validation.interval",
-            "0",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    process = launch(
+        tmp_path / "slow.py",
+        config,
+        *("--training.steps", "1000000", "--validation.interval", "0"),
     )
     while "| loss" not in process.stdout.readline():
         pass
@@ -341,7 +260,7 @@ def test_sigquit_ends_at_once_without_saving(config, tmp_path):
 @needs_proc
 def test_ranks_save_and_end_with_their_launcher(config, tmp_path):
     """And a signal that nohup has made ignored stays ignored, by the launcher too."""
-    process = begun(config, within=["nohup"])
+    process = begun(config, start=start, within=["nohup"])
     everyone = [process.pid, *ranks_of(process.pid)]
     assert len(everyone) == 3
     for number in everyone:
@@ -376,7 +295,7 @@ def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_h
     )
     (tmp_path / "dies").mkdir()
     (tmp_path / "dies" / "sitecustomize.py").write_text(DIES_ONCE)  # Python runs it first
-    code, out, err = finish(
+    code, out, err = finish_run(
         config,
         "--run.name",
         "killed",
@@ -388,6 +307,7 @@ def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_h
         "0",
         "--validation.sample_tokens",
         "0",
+        ranks=6,
         MAX_RESTARTS="2",
         PYTHONPATH=f"{tmp_path / 'dies'}:{ROOT}",
     )
@@ -415,7 +335,7 @@ def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(confi
         data = bytearray(file.read_bytes())
         data[1000] ^= 1
         file.write_bytes(data)
-    code, out, err = finish(config, "--training.steps", "6", MAX_RESTARTS="3")
+    code, out, err = finish_run(config, "--training.steps", "6", ranks=8, MAX_RESTARTS="3")
     assert (
         code == 2
         and err.count("error: ") == 1
@@ -428,42 +348,33 @@ def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(confi
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_log_on_a_full_disk_does_not_end_a_run(config, tmp_path):
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "torchmars.train", str(config)],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            timeout=LIMIT,
-        )
-    assert ended.returncode == 0, ended.stderr
+        rank = Command("rank", [str(config)], ROOT, stdout=full.fileno())
+        _, err = rank.communicate(timeout=LIMIT)
+    assert rank.returncode == 0, err
     assert manifests.read(tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000004").step == 4
+
+
+ALONE = """
+import os
+from torchmars.cluster import process
+from torchmars.core.errors import UserError
+from torchmars.train import main
+
+def check():
+    if os.environ["RANK"] == "1":
+        raise UserError("too few GPUs")
+
+process.check_devices = check
+main()
+"""
 
 
 def test_a_mistake_that_one_rank_alone_finds_ends_all(config, tmp_path):
     """As where one machine has too few GPUs: the others would wait for it."""
-    (tmp_path / "alone.py").write_text(
-        "import os\nfrom torchmars.cluster import process\nfrom torchmars.core.errors import UserError\nfrom torchmars.train import main\n"
-        "def check():\n    if os.environ['RANK'] == '1':\n        raise UserError('too few GPUs')\nprocess.check_devices = check\nmain()\n"
-    )
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torchmars.launch",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(tmp_path / "alone.py"),
-            str(config),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=LIMIT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "RDZV_TIMEOUT": "300"},
-    )
-    assert ended.returncode == 2
+    (tmp_path / "alone.py").write_text(ALONE)
+    process = launch(tmp_path / "alone.py", config)
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == 2
 
 
 def test_help(config):

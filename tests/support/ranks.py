@@ -1,4 +1,9 @@
-"""Real gloo processes for tests: `run_ranks(function, 4, ...)` calls `function` on four ranks."""
+"""Real gloo processes for tests: `run_ranks(function, 4, ...)` calls `function` on four ranks.
+
+A server process starts once for a whole pytest worker. It imports all that a run needs, and every
+rank is a fork of it. A fork costs 0.05 s of CPU time, a process that imports torch itself 4 s. So
+no rank inherits what another test has changed: patches, environment variables, caches, locks.
+"""
 
 import contextlib
 import multiprocessing
@@ -16,29 +21,37 @@ import torch.distributed as dist
 
 PATIENCE = 900  # seconds until silent ranks are taken to hang: more than any busy machine needs
 
-# The server imports torch once and forks a fresh process for every rank, before any thread of torch's has started.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+# The server forks before any thread of torch's has started.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     [
         "torch",
+        "torch._dynamo",  # the first step of an optimizer imports it: 0.7 s in each rank
         "torch.distributed.tensor",
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint",
-        "torchmars.training.trainer",
-        "tests.support.ranks",
+        "torch.utils.serialization.config",
+        "torchmars.train",
+        "torchmars.commands.launch",
+        "torchmars.commands.train",
+        "torchmars.commands.prepare",
+        "torchmars.commands.export",
+        "tests.support.commands",
+        "tests.support.tiny",
     ]
 )
 
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    """Call `function(*args)` on `size` ranks with a gloo process group; the results in rank order.
+    """Call `function(*args)` on `size` ranks of a gloo process group; return results by rank.
 
-    `function` must be importable and its results picklable. The first failing rank's traceback becomes an AssertionError.
+    `function` must be importable and its results picklable. Raises `AssertionError` with the
+    tracebacks of the ranks that failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results = _context.Queue()
+        results = context.Queue()
         ranks = [
-            _context.Process(
+            context.Process(
                 target=_rank,
                 args=(function, rank, size, f"{folder}/store", results, args),
                 daemon=False,
@@ -63,6 +76,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
 def _collect(
     results: Any, ranks: list[Any], deadline: float
 ) -> list[tuple[int, bytes | None, str | None]]:
+    """Wait for the outcome of every rank: its number, its pickled result, its traceback."""
     outcomes: list[tuple[int, bytes | None, str | None]] = []
     while len(outcomes) < len(ranks):
         with contextlib.suppress(queue.Empty):
@@ -74,7 +88,7 @@ def _collect(
                 f"rank {rank} died: exit code {process.exitcode}"
             )
         assert time.monotonic() < deadline, (
-            f"no word from ranks {sorted(set(range(len(ranks))) - heard)} in time"
+            f"no result from ranks {sorted(set(range(len(ranks))) - heard)} in time"
         )
     return outcomes
 
@@ -82,6 +96,7 @@ def _collect(
 def _rank(
     function: Callable[..., Any], rank: int, size: int, store: str, results: Any, args: tuple
 ) -> None:
+    """Be one rank."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     try:
