@@ -10,7 +10,7 @@ from torchmars.config import Config
 from torchmars.core.console import say
 from torchmars.data import shards
 from torchmars.data.prepare import prepare_shards
-from torchmars.metrics.metrics import check_writers
+from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model, model_args
 from torchmars.training.build import build_optimizer
 
@@ -22,7 +22,7 @@ def prepare_run(config: Config, ranks: int, nodes: int) -> None:
     """
     process.check_devices(ranks // nodes)
     config.training.microbatches(config.parallelism.degrees(ranks).data)
-    check_writers(config.metrics)
+    check_trackers(config.metrics)
     manifest = prepare_data(config)
     shards.check_shards(manifest, Path(config.data.path))
     check_resume(config, manifest)

@@ -25,7 +25,8 @@ from torchmars.data import sources
 from torchmars.data.loader import Loader, Windows, validation_batches
 from torchmars.data.shards import SPLITS, check_shards
 from torchmars.data.tokenizer import TOKENIZERS
-from torchmars.metrics.metrics import Metrics, Stopwatch
+from torchmars.metrics.metrics import open_metrics
+from torchmars.metrics.throughput import Stopwatch
 from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
 from torchmars.optim import between, lr_factor
@@ -169,16 +170,13 @@ class Trainer:
         if self.step >= config.training.steps:
             return 0
         self.layout.on_first(self.write_resolved_config)
-        self.metrics = Metrics(
+        self.metrics = open_metrics(
+            self.layout,
             config,
-            self.layout.first,
             self.step,
             self.validation_loss is not None,
-            self.layout.device,
-            self.layout.world.size,
             self.flops_per_token,
         )
-        self.layout.on_first(self.metrics.open)
         hang = config.run.path / "hang"
         try:
             with (
@@ -233,7 +231,7 @@ class Trainer:
                     f"epoch {epoch + 1} begins: the data has been read {epoch} times, and is read again in another order"
                 )
             stop = signalled and self.step < last
-            with self.metrics.paused():
+            with self.metrics.throughput.paused():
                 if self.validation_due() and not stop:
                     self.validate()
                 if stop or overdue or due(self.step, config.checkpoint.interval, last):
