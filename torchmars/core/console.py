@@ -1,19 +1,23 @@
-"""What is said on the console. A terminal that is gone or a log on a full disk must not end a run."""
+"""The console. A terminal that is gone or a log on a full disk must not end a run."""
 
 import os
 import select
 import sys
+from typing import TextIO
 
 
 def say(text: str, error: bool = False) -> None:
-    """Print a line on stdout, or on stderr for an `error`, at once. What cannot be written is dropped."""
+    """Print a line at once, on stdout or, for an `error`, on stderr.
+
+    What cannot be written is dropped.
+    """
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, file=stream, flush=True)
-    except UnicodeEncodeError:  # of a terminal that knows fewer characters
+    except UnicodeEncodeError:  # the terminal knows fewer characters
         say(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding), error)
     except OSError:
-        _discard(stream.fileno(), stream)
+        _discard(stream)
 
 
 def finish() -> None:
@@ -22,23 +26,25 @@ def finish() -> None:
         if sys.stdout:
             sys.stdout.flush()
     except OSError:
-        _discard(sys.stdout.fileno(), sys.stdout)
+        _discard(sys.stdout)
 
 
 def unread() -> bool:
-    """Whether whoever read stdout has gone, as `head` goes when it has seen enough."""
+    """Return whether the reader of stdout has gone, as `head` goes when it has seen enough."""
     try:
         poll = select.poll()
         poll.register(sys.stdout, 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
-    except OSError:  # no stream of the system's
+    except OSError:  # no stream of the system
         return False
 
 
-def _discard(descriptor: int, stream) -> None:
-    # The stream keeps what it could not write and would fail with it for ever: let it write that to nowhere.
+def _discard(stream: TextIO) -> None:
+    """Drop what a stream could not write. It keeps that, and would fail with it for ever."""
+    descriptor = stream.fileno()
     kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     stream.flush()
     os.dup2(kept, descriptor)
-    os.close(kept), os.close(nowhere)
+    os.close(kept)
+    os.close(nowhere)

@@ -1,4 +1,4 @@
-"""What can go wrong outside the code, how a command reports it, and the codes that processes end with."""
+"""Errors that are not mistakes of the code, how a command reports them, and exit codes."""
 
 import argparse
 import contextlib
@@ -14,9 +14,8 @@ EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to go on
 
 LONGEST = 1000  # characters of an error line
-LAST_WORD = (
-    "TORCHMARS_LAST_WORD"  # names the file in which a rank leaves its exit code for its launcher
-)
+# The environment variable with the file in which a rank leaves its exit code for its launcher.
+EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
 
 
 class UserError(Exception):
@@ -27,11 +26,14 @@ class UserError(Exception):
 
 
 class LostRank(Exception):
-    """Another rank is gone, or never came. What happened to it is what matters; this says only where to look."""
+    """Another rank is gone, or never came.
+
+    What happened to it is what matters. This says only where to look.
+    """
 
 
 class NoTraffic(Exception):
-    """The ranks have met, but cannot exchange data.
+    """The ranks are connected, but cannot exchange data.
 
     That is a mistake in the network's settings, or what another rank's death does.
     """
@@ -41,8 +43,8 @@ class NoTraffic(Exception):
 def reported(quiet: bool = False) -> Iterator[None]:
     """End the process with code 2 and one line on stderr when the body raises `UserError`.
 
-    `quiet` ends it without the line: for every rank but the first, which says it for all. Ctrl-C ends with 130.
-    A reader of stdout that has seen enough (`--help | head`) is no error.
+    `quiet` ends it without the line: for every rank but the first, which prints it for all. Ctrl-C
+    ends it with 130. A reader of stdout that has seen enough (`--help | head`) is no error.
     """
     try:
         yield
@@ -61,7 +63,7 @@ def reported(quiet: bool = False) -> Iterator[None]:
 
 
 def say_error(error: object) -> None:
-    """One line on stderr; the middle of a very long one is left out."""
+    """Print one line on stderr. The middle of a very long one is left out."""
     text = " ".join(str(error).split())
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     if len(text) > LONGEST:
@@ -82,7 +84,10 @@ class Arguments(argparse.ArgumentParser):
 
 
 def report_failure(error: Exception) -> None:
-    """One line on stderr, and a file for this rank's launcher: it says last what failed first."""
+    """Print one line on stderr, and leave it in a file for this rank's launcher.
+
+    The launcher prints last what failed first.
+    """
     # Not at the top: a mistake must be reported without the seconds that torch takes to import.
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -90,12 +95,15 @@ def report_failure(error: Exception) -> None:
     say_error(error)
 
 
-def last_word(code: int) -> int:
-    """Leave this rank's exit code for its launcher, if there is one; the code that the process must then end with."""
-    if LAST_WORD not in os.environ:
+def leave_exit_code(code: int) -> int:
+    """Leave this rank's exit code for its launcher, if there is one.
+
+    Returns the code with which the process must then end.
+    """
+    if EXIT_CODE_FILE not in os.environ:
         return code
     try:
-        Path(os.environ[LAST_WORD]).write_text(str(code))
+        Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))
     except OSError:  # a launcher that is gone may have taken the folder along
         return code
     return 0
