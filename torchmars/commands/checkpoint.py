@@ -10,12 +10,12 @@ from torchmars.checkpoint.folder import (
     DELETED,
     checkpoints,
     delete_all,
-    dispensable,
     leftovers,
     step_of,
+    steps_to_delete,
 )
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.resume import opened
+from torchmars.checkpoint.resume import read_verified
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
 from torchmars.core.errors import Arguments, UserError, reported
@@ -74,7 +74,7 @@ def list_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path]) 
     rows = [("step", "ranks", "validation loss", "MiB", "state")]
     for path in found:
         try:
-            manifest = opened(path, "size")
+            manifest = read_verified(path, "size")
             rows.append(
                 (
                     str(manifest.step),
@@ -141,7 +141,8 @@ def prune_checkpoints(args: argparse.Namespace, folder: Path, found: list[Path])
             if manifest.validation_loss is not None
         }
         going += [
-            by_step[step] for step in dispensable(list(by_step), losses, replace(settings, **given))
+            by_step[step]
+            for step in steps_to_delete(list(by_step), losses, replace(settings, **given))
         ]
     stuck = [] if args.dry_run else delete_all(going, warn=lambda text: say(text, error=True))
     gone = [path for path in going if path not in stuck]
@@ -161,7 +162,7 @@ def read_all(found: list[Path]) -> tuple[dict[Path, CheckpointManifest], list[Pa
     good, other = {}, []
     for path in found:
         try:
-            good[path] = opened(path, "full")
+            good[path] = read_verified(path, "full")
         except (DamagedCheckpoint, OtherVersion) as error:
             say(str(error))
             if isinstance(error, OtherVersion):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import open_source
-from torchmars.checkpoint.resume import check_same_run, newest_good, opened
+from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.cluster import process
 from torchmars.config import Config
 from torchmars.core.console import say
@@ -54,7 +54,7 @@ def check_resume(config: Config, manifest: shards.DataManifest) -> None:
     level = "off" if config.checkpoint.verify == "off" else "size"
     found = newest_good(
         checkpoints(config.run.checkpoints),
-        lambda path: opened(path, level),
+        lambda path: read_verified(path, level),
         warn=lambda text: None,
     )
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len)

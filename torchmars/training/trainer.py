@@ -91,7 +91,7 @@ class Trainer:
         self.base_gammas = [group["gamma"] for group in self.optimizer.param_groups]
         self.stopwatch = Stopwatch(layout.device)
 
-        self.saver = Saver(config, layout)
+        self.saver = Saver(config.checkpoint, config.run.checkpoints, layout)
         self.spikes = SpikeGuard(config.guards)
         self.rollbacks: Counter[int] = Counter()  # by the checkpoint's step
 
