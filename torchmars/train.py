@@ -10,9 +10,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchmars.cluster import connection, process
 from torchmars.cluster.signals import follow_launcher
-from torchmars.cluster.startup import compare_ranks
+from torchmars.cluster.startup import check_ranks
 from torchmars.config.load import load_config
-from torchmars.core.errors import LostRank, last_word, report_failure, reported
+from torchmars.core.errors import LostRank, leave_exit_code, report_failure, reported
 from torchmars.training.build import build_trainer
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     try:
         with reported(quiet=process.rank() != 0):
             store = connection.open_store()
-            cluster = compare_ranks(config, store)
+            cluster = check_ranks(config, store)
             layout = connection.start(config.parallelism, store)
             if cluster:
                 layout.say(cluster)
@@ -39,7 +39,7 @@ def main() -> None:
         sys.exit(1)
     finally:
         connection.stop()
-    sys.exit(last_word(code))
+    sys.exit(leave_exit_code(code))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
 from torchmars.checkpoint import folder as folders
-from torchmars.checkpoint.folder import checkpoints, delete, leftovers, step_of, vacated
-from torchmars.checkpoint.resume import opened
+from torchmars.checkpoint.folder import checkpoints, clear_path, delete, leftovers, step_of
+from torchmars.checkpoint.resume import read_verified
 
 
 def full_folder(path):
@@ -90,10 +90,10 @@ def refuse(name):
 def test_a_name_that_cannot_be_had_gets_a_number(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "remove", folders.remove)
     full_folder(tmp_path / "step-00000004.partial")
-    assert vacated(tmp_path / "step-00000004.partial").name == "step-00000004.partial"
+    assert clear_path(tmp_path / "step-00000004.partial").name == "step-00000004.partial"
     full_folder(tmp_path / "step-00000004.partial")
     refuse("step-00000004.partial")
-    assert vacated(tmp_path / "step-00000004.partial").name == "step-00000004-1.partial"
+    assert clear_path(tmp_path / "step-00000004.partial").name == "step-00000004-1.partial"
     assert whole(tmp_path / "step-00000004.partial")
 
 
@@ -130,5 +130,7 @@ def test_a_run_goes_on_from_a_linked_checkpoint_and_saves_beside_what_it_cannot_
         "step-mine.partial",
     }
     assert whole(tmp_path / "disk" / "mine")
-    assert opened(tmp_path / "disk" / "step-00000004", "full").step == 4  # the link alone is gone
+    assert (
+        read_verified(tmp_path / "disk" / "step-00000004", "full").step == 4
+    )  # the link alone is gone
     assert [step_of(path) for path in checkpoints(folder)] == [10, 12]

@@ -10,7 +10,7 @@ from tests.support.tiny import listen, metrics, run_folder_of, tiny_tables, trai
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.manifest import DamagedCheckpoint
-from torchmars.checkpoint.resume import opened
+from torchmars.checkpoint.resume import read_verified
 from torchmars.data import shards
 
 
@@ -75,7 +75,7 @@ def test_a_run_of_version_2_goes_on_bit_for_bit(straight, tmp_path, name):
     tables["data"] = tables["data"] | {"path": str(data)}
     write_as_version_2(run / "checkpoints" / "step-00000003")
     write_data_as_version_2(data)
-    assert opened(run / "checkpoints" / "step-00000003", "full").step == 3
+    assert read_verified(run / "checkpoints" / "step-00000003", "full").step == 3
     said = listen(1, tables)
     assert "continue  from step 3" in said and "warning" not in said and "changed" not in said
     for kind in ("train/loss", "train/grad_norm", "validation/loss"):

@@ -21,7 +21,7 @@ from tests.support.tiny import (
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
-from torchmars.checkpoint.resume import newest_good, opened
+from torchmars.checkpoint.resume import newest_good, read_verified
 from torchmars.core.formats import OtherVersion
 
 
@@ -93,7 +93,7 @@ def test_every_damage_to_every_file_is_found_and_named_and_the_one_before_is_tak
     for name, damage in cases:
         damage()
         said = []
-        path, manifest = newest_good(found, lambda path: opened(path, "full"), said.append)
+        path, manifest = newest_good(found, lambda path: read_verified(path, "full"), said.append)
         assert (step_of(path), manifest.step) == (4, 4)
         assert (
             len(said) == 1
@@ -102,22 +102,22 @@ def test_every_damage_to_every_file_is_found_and_named_and_the_one_before_is_tak
         )
         shutil.rmtree(folder)
         shutil.copytree(whole, folder)
-    assert newest_good(found, lambda path: opened(path, "full"), said.append)[0] == folder
+    assert newest_good(found, lambda path: read_verified(path, "full"), said.append)[0] == folder
 
 
 def test_sizes_alone_find_what_is_cut_or_missing(tables, tmp_path):
     folder = run_folder_of(copy_of(tables, "sizes", tmp_path)) / "checkpoints" / "step-00000006"
     flip(folder / "__0_0.distcp", 12345)
-    assert opened(folder, "size").step == 6
+    assert read_verified(folder, "size").step == 6
     with pytest.raises(DamagedCheckpoint, match="__0_0.distcp was altered"):
-        opened(folder, "full")
+        read_verified(folder, "full")
     (folder / "__0_0.distcp").write_bytes(b"short")
-    assert opened(folder, "off").step == 6
+    assert read_verified(folder, "off").step == 6
     with pytest.raises(DamagedCheckpoint, match="__0_0.distcp has 5 bytes instead of"):
-        opened(folder, "size")
+        read_verified(folder, "size")
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(DamagedCheckpoint, match="__0_0.distcp cannot be read: No such file"):
-        opened(folder, "size")
+        read_verified(folder, "size")
 
 
 def contents(folder):
@@ -145,7 +145,7 @@ def test_ranks_fall_back_to_the_newest_good_one_and_set_the_damaged_aside(tables
         "step-00000006.damaged",
     }
     for path in checkpoints(folder):
-        opened(path, "full")
+        read_verified(path, "full")
 
 
 def test_with_no_good_one_left_the_run_ends_and_nothing_changes(tables, tmp_path):

@@ -25,8 +25,8 @@ from tests.support.tiny import (
 )
 from torchmars.checkpoint import folder as folders
 from torchmars.checkpoint import saver, state
-from torchmars.checkpoint.folder import checkpoints, dispensable, step_of
-from torchmars.checkpoint.resume import newest_good, opened
+from torchmars.checkpoint.folder import checkpoints, step_of, steps_to_delete
+from torchmars.checkpoint.resume import newest_good, read_verified
 from torchmars.checkpoint.saver import Saver, _TensorWriter
 from torchmars.cluster import connection
 from torchmars.config import CheckpointConfig
@@ -118,7 +118,7 @@ def test_asynchronous_and_not_the_losses_and_files_are_the_same(tables):
     for one, two in zip(
         *(checkpoints(run_folder_of(each) / "checkpoints") for each in (tables, other))
     ):
-        a, b = (opened(path, "full").files for path in (one, two))
+        a, b = (read_verified(path, "full").files for path in (one, two))
         assert a["__0_0.distcp"] == b["__0_0.distcp"] and a["__1_0.distcp"] == b["__1_0.distcp"]
 
 
@@ -169,7 +169,7 @@ def test_too_many_failed_saves_in_a_row_end_the_run_on_every_rank(tables):
             and "checkpoint.max_failures = 3 in a row" in out
         )
     assert steps_kept(tables) == [2]
-    opened(run_folder_of(tables) / "checkpoints" / "step-00000002", "full")
+    read_verified(run_folder_of(tables) / "checkpoints" / "step-00000002", "full")
 
 
 def test_the_last_save_must_not_fail(tables):
@@ -255,7 +255,7 @@ def test_a_full_disk(tables, tmp_path):
         )
         assert out.count("could not be written: No space left on device") == 4  # the disk's words
         found = checkpoints(run_folder_of(tables) / "checkpoints")
-        assert [opened(path, "full").step for path in found] == [2, 4]
+        assert [read_verified(path, "full").step for path in found] == [2, 4]
         assert not list(found[0].parent.glob("*.partial"))
         tables["checkpoint"] |= {"max_failures": 100}
         out = listen(2, tables)  # survives to its end, which cannot be saved
@@ -264,7 +264,7 @@ def test_a_full_disk(tables, tmp_path):
             and "step 12/12" in out
             and out.count("error: the checkpoint") == 1
         )
-        assert [opened(path, "full").step for path in found] == [2, 4] and list(
+        assert [read_verified(path, "full").step for path in found] == [2, 4] and list(
             metrics(tables)
         ) == list(range(1, 13))
         folders.delete(found[0])
@@ -357,7 +357,7 @@ def test_a_crash_at_any_point_of_a_save_leaves_a_good_checkpoint(tables, tmp_pat
             assert "rank 0 died: exit code -9" in str(error)
         found = newest_good(
             checkpoints(run_folder_of(run) / "checkpoints"),
-            lambda path: opened(path, "full"),
+            lambda path: read_verified(path, "full"),
             warn=pytest.fail,
         )
         newest.append(found[1].step if found else 0)
@@ -368,8 +368,8 @@ def test_a_crash_at_any_point_of_a_save_leaves_a_good_checkpoint(tables, tmp_pat
 
 
 def test_what_is_kept():
-    def going(steps, losses={}, **settings):
-        return dispensable(steps, losses, CheckpointConfig(**settings))
+    def going(steps, losses=None, **settings):
+        return steps_to_delete(steps, losses or {}, CheckpointConfig(**settings))
 
     steps = list(range(100, 1100, 100))
     assert going(steps, keep_last=0) == []

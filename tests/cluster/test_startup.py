@@ -56,7 +56,7 @@ def compare(tables, store, odd):
             else lambda config: "the same"
         )
     try:
-        return startup.compare_ranks(
+        return startup.check_ranks(
             config_from_tables(tables, "in a test"), dist.FileStore(store, 2)
         )
     except (UserError, LostRank) as error:
@@ -135,10 +135,10 @@ def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
 VERDICT = """
 import os, sys, time
 from pathlib import Path
-from torchmars.core.errors import LAST_WORD, LostRank, last_word, report_failure
+from torchmars.core.errors import EXIT_CODE_FILE, LostRank, leave_exit_code, report_failure
 if os.environ["RANK"] == "0":
-    sys.exit(last_word(2))
-while not Path(os.environ[LAST_WORD]).exists():
+    sys.exit(leave_exit_code(2))
+while not Path(os.environ[EXIT_CODE_FILE]).exists():
     time.sleep(0.01)
 report_failure(LostRank("rank 1 lost rank 0"))
 sys.exit(1)

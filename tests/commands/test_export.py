@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import weights
-from torchmars.checkpoint.resume import opened
+from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.weights import write_weights
 from torchmars.commands import export
 
@@ -75,7 +75,7 @@ def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, c
         code, _, err = command(run, file)
         assert code == 2 and "would lie in the checkpoint" in err and err.count("\n") == 1
         assert not file.exists()
-    assert opened(checkpoint, "full").step == 2
+    assert read_verified(checkpoint, "full").step == 2
     file = tmp_path / "weights.safetensors"
     file.write_text("mine")
     code, _, err = command(run, file)

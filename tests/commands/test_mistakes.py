@@ -38,7 +38,7 @@ from torchmars.commands.launch import parse
 from torchmars.config import MetricsConfig
 from torchmars.config.load import config_text, load_config, read_toml
 from torchmars.data import corpus
-from torchmars.metrics.metrics import check_writers
+from torchmars.metrics.trackers import check_trackers
 from torchmars.training.preparation import prepare_run
 
 sizes = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
@@ -118,8 +118,8 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
 
 def test_the_mode_of_wandb(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "nonsense")
-    check_writers(MetricsConfig())
-    assert "WANDB_MODE must be one of online" in mistake(check_writers, MetricsConfig(wandb=True))
+    check_trackers(MetricsConfig())
+    assert "WANDB_MODE must be one of online" in mistake(check_trackers, MetricsConfig(wandb=True))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_folder
-from torchmars.checkpoint.resume import opened
+from torchmars.checkpoint.resume import read_verified
 from torchmars.config.load import config_from_tables
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ def campaign(folder, kills, steps):
             kill_at(hold, launch(killed, log, hold), everyone=count % 4 in (1, 2))
             inside += hold.place == "save"
             for each in checkpoints(path):  # what is visible is good
-                opened(each, "full")
+                read_verified(each, "full")
         assert launch(killed, log).wait(timeout=600) == 0, (folder / "killed.log").read_text()[
             -3000:
         ]

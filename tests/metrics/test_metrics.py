@@ -8,7 +8,22 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, train_here, write_text
-from torchmars.metrics import metrics
+from torchmars.metrics import throughput
+from torchmars.metrics.journal import Journal
+from torchmars.metrics.metrics import Metrics
+from torchmars.metrics.throughput import Throughput
+
+
+def open_metrics(config, step=0, ranks=1, flops_per_token=100):
+    """The metrics of a run on the CPU, as on its first rank."""
+    config.run.path.mkdir(parents=True, exist_ok=True)
+    device, tokens = (
+        torch.device("cpu"),
+        config.training.global_batch_size * config.training.seq_len,
+    )
+    journal = Journal(config.run.path / "metrics.jsonl", step, validated=True)
+    speed = Throughput(step, tokens, flops_per_token, device, ranks)
+    return Metrics(journal, [], speed, config.training.steps, device)
 
 
 def test_lines_after_the_resumed_step_are_dropped(tmp_path):
@@ -17,9 +32,8 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path):
     folder.mkdir(parents=True)
     lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 6)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "tra')
-    writer = metrics.Metrics(config, True, 3, True, torch.device("cpu"), 1, 100)
-    writer.open()
-    writer.train(4, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
+    writer = open_metrics(config, step=3)
+    writer.train(4, loss=2.0, lr=0.1, telemetry={"grad_norm": 0.5})
     writer.close()
     written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in written] == [1, 2, 3, 4] and written[3]["train/loss"] == 2.0
@@ -27,14 +41,12 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path):
 
 def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 1, 100)
-    writer.open()
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    writer = open_metrics(tiny_config(tmp_path))
     now[0] += 4
-    with writer.paused():
+    with writer.throughput.paused():
         now[0] += 50
-    writer.train(2, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
+    writer.train(2, loss=2.0, lr=0.1, telemetry={"grad_norm": 0.5})
     line = capsys.readouterr().out
     assert (
         "256 tok/s" in line and "eta 0:00:36" in line
@@ -42,26 +54,20 @@ def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
 
 
 def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e6)
+    monkeypatch.setattr(throughput, "peak_flops", lambda device: 1e6)
     now = [0.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    writer = metrics.Metrics(
-        tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 2, flops_per_token=1000
-    )
-    writer.open()
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    writer = open_metrics(tiny_config(tmp_path), ranks=2, flops_per_token=1000)
     now[0] = 1.0
-    writer.train(1, loss=2.0, lr=0.1, told={"grad_norm": 0.5})
+    writer.train(1, loss=2.0, lr=0.1, telemetry={"grad_norm": 0.5})
     assert "mfu 25.6%" in capsys.readouterr().out  # 512 tokens/s x 1000 FLOP of 2 x 10^6
 
 
 def test_one_gradient_that_rules_the_momentum_is_in_the_line(tmp_path, capsys):
-    (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    writer = metrics.Metrics(tiny_config(tmp_path), True, 0, True, torch.device("cpu"), 1, 100)
-    writer.open()
+    writer = open_metrics(tiny_config(tmp_path))
     for step, momentum in enumerate((9.0, 3e23), start=1):
-        told = {"grad_norm": 0.5, "a/momentum": momentum, "b/momentum": 1.0}
-        writer.train(step, loss=2.0, lr=0.1, told=told)
+        telemetry = {"grad_norm": 0.5, "a/momentum": momentum, "b/momentum": 1.0}
+        writer.train(step, loss=2.0, lr=0.1, telemetry=telemetry)
     ordinary, ruled = capsys.readouterr().out.splitlines()
     assert "momentum" not in ordinary
     assert "an earlier gradient rules: momentum 3e+23 x gradient" in ruled

@@ -1,6 +1,11 @@
-"""Checkpoints: what is in one (`manifest`), a run's folder of them (`folder`), its tensors (`state`), writing (`saver`), and which one a run
-goes on from (`resume`). `torch.distributed.checkpoint` underneath.
+"""Checkpoints, written and read by `torch.distributed.checkpoint` (DCP).
 
-A checkpoint is a folder `step-00000100` in the run's `checkpoints`: the tensors of every rank and `manifest.json`. It is written under
-another name and renamed once everything in it is durable, so a folder of that name was complete when it appeared.
+Read these in order: what is in a checkpoint (`manifest`), a run's folder of them (`folder`), its
+tensors (`state`), writing one (`saver`), and which one a run resumes from (`resume`). A new run may
+start from another one's weights (`initial`), and a model be loaded without training (`inference`).
+Files of weights alone are in `weights`, names of older versions in `former`.
+
+A checkpoint is a folder `step-00000100` in the run's folder `checkpoints`: the tensors of every
+rank and `manifest.json`. It is written under another name, and renamed once everything in it is
+durable. So a folder of that name was complete when it appeared.
 """

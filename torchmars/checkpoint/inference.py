@@ -1,9 +1,9 @@
-"""A model out of a checkpoint, to be used without training: on one process, without an optimizer."""
+"""A model of a checkpoint for use without training: in one process, without an optimizer."""
 
 from pathlib import Path
 
 from torchmars.checkpoint.manifest import NAME, DamagedCheckpoint
-from torchmars.checkpoint.resume import open_newest
+from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
@@ -13,8 +13,12 @@ from torchmars.models import Model, build_meta_model
 
 
 def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
-    """The model of a checkpoint (or of a run's newest good one) on the CPU, its tokenizer and its config."""
-    folder, manifest = open_newest(folder, warn=lambda text: say(text, error=True))
+    """Load the model of a checkpoint on the CPU. Return it, its tokenizer and its config.
+
+    `folder` is a checkpoint or a run, whose newest good one is taken. Raises `UserError` where
+    there is none, and `DamagedCheckpoint`.
+    """
+    folder, manifest = find_checkpoint(folder, warn=lambda text: say(text, error=True))
     config, saved = config_from_tables(manifest.config, f"in {folder}/{NAME}"), saved_shapes(folder)
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
     for name, value in model_state(model).items():  # before a model takes memory that is not there

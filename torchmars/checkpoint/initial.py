@@ -1,4 +1,4 @@
-"""Where a new run's weights come from instead of random numbers: another run's checkpoint, or exported weights."""
+"""The start of a new run from weights: those of another run's checkpoint, or exported ones."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.resume import open_newest
+from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state import (
     model_state,
     named_parameters,
@@ -27,15 +27,17 @@ from torchmars.parallel.layout import Layout
 def init_from(
     source: Path, with_optimizer: bool, layout: Layout, model: nn.Module, optimizer: MARS
 ) -> tuple[str, list[Tensor]]:
-    """Fill `model`, and `with_optimizer` the state that `optimizer` shares with the source's, from `source`: a run, whose newest good checkpoint
-    is taken, a checkpoint, or a .safetensors file. Called by every rank.
+    """Fill `model`, and `with_optimizer` the state that `optimizer` shares with the source's.
 
-    Returns what was taken, in words, and the parameters whose state came without the last gradient that their rule keeps. Raises `UserError`.
+    `source` is a checkpoint, a run, whose newest good checkpoint is taken, or a .safetensors file.
+    Called by every rank. Returns what was taken, in words, and the parameters whose state came
+    without the last gradient that their rule keeps. Raises `UserError`.
     """
     if source.suffix == ".safetensors":
         if with_optimizer:
             raise UserError(
-                f"checkpoint.init_optimizer: {source} holds weights only: name a run or a checkpoint in checkpoint.init_from"
+                f"checkpoint.init_optimizer: {source} holds weights only: "
+                "name a run or a checkpoint in checkpoint.init_from"
             )
         layout.agree(lambda: load_weights(source, model))
         return f"weights of {source}", []
@@ -51,43 +53,46 @@ def init_from(
         },
         model,
     )
-    taken = without = []
+    taken: list[str] = []
+    without: list[str] = []
     if with_optimizer:
         taken, without = shared_state(optimizer, manifest.optimizer)
         names = current_names(manifest.optimizer)
-        there = {f"optimizer.{name}.{key}" for name in taken for key in names[name].split()[1:]}
-        state |= {
-            name: value for name, value in optimizer_state(optimizer).items() if name in there
+        saved_keys = {
+            f"optimizer.{name}.{key}" for name in taken for key in names[name].split()[1:]
         }
+        ours = optimizer_state(optimizer)
+        state |= {name: value for name, value in ours.items() if name in saved_keys}
     read_state(folder, manifest, model, state, saved, layout.control)
-    said = f"weights of {folder}"
+    origin = f"weights of {folder}"
     if with_optimizer:
-        said += f", and the optimizer's state of {len(taken)} of {len(manifest.optimizer)} tensors"
-        said += f" ({len(without)} without a last gradient)" if without else ""
+        counts = f"{len(taken)} of {len(manifest.optimizer)}"
+        origin += f", and the optimizer's state of {counts} tensors"
+        origin += f" ({len(without)} without a last gradient)" if without else ""
     parameters = named_parameters(optimizer)
-    return said, [parameters[name] for name in without]
+    return origin, [parameters[name] for name in without]
 
 
 def open_source(source: Path, level: Literal["full", "size"]) -> tuple[Path, CheckpointManifest]:
-    """The checkpoint that checkpoint.init_from means. Raises `UserError`."""
+    """Return the checkpoint that checkpoint.init_from names. Raises `UserError`."""
     try:
-        return open_newest(source, say, level)
+        return find_checkpoint(source, say, level)
     except UserError as error:
         raise UserError(f"checkpoint.init_from: {error}") from None
 
 
 def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], list[str]]:
-    """The parameters whose state can be taken from another optimizer's, and those of them that lack the last gradient, by name.
+    """Return the parameters whose state can be taken, and those that lack the last gradient.
 
-    `saved` is a manifest's `optimizer`.
+    They are named. `saved` is the `optimizer` of the manifest that the state is taken from.
     """
     taken, without = [], []
     saved = current_names(saved)
     for name, wanted in optimizer_state_names(optimizer).items():
         rule, *needed = wanted.split()
-        saved_rule, *there = saved.get(name, "").split() or ["none"]
-        if state_fits(rule, needed, saved_rule, there):
+        saved_rule, *saved_keys = saved.get(name, "").split() or ["none"]
+        if state_fits(rule, needed, saved_rule, saved_keys):
             taken.append(name)
-            if set(needed) - set(there):
+            if set(needed) - set(saved_keys):
                 without.append(name)
     return taken, without

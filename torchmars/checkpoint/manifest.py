@@ -1,4 +1,4 @@
-"""What a checkpoint is and holds: `manifest.json`, with the size and SHA-256 of every file beside it."""
+"""The manifest of a checkpoint: all about it but its tensors, and the checksums of its files."""
 
 import errno
 import hashlib
@@ -43,7 +43,7 @@ class File:
 
 @dataclass
 class CheckpointManifest:
-    """All that is known of a checkpoint without its tensors."""
+    """All about a checkpoint but its tensors."""
 
     step: Number
     """Optimizer steps made."""
@@ -61,11 +61,11 @@ class CheckpointManifest:
     validation_loss: float | None = None
     """The validation loss at this step, if it was measured."""
     recent_losses: list[Annotated[float, Range(-1e38, 1e38)]] = field(default_factory=list)
-    """What the guard against loss spikes has seen."""
+    """The losses that the guard against loss spikes compares with."""
     files: dict[Annotated[str, Name("file")], File] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Make it durable in `folder`."""
+        """Write it durably to `folder`."""
         write_durably(folder / NAME, FORMAT.text(asdict(self)))
 
     @property
@@ -98,7 +98,7 @@ def read(folder: Path) -> CheckpointManifest:
 
 
 def describe(path: Path) -> File:
-    """The size and checksum of a file as it is now."""
+    """Return the size and checksum of a file as it is now."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return File(stream.tell(), digest)
@@ -111,9 +111,10 @@ def verify(
     part: int = 0,
     parts: int = 1,
 ) -> None:
-    """Raise `DamagedCheckpoint` naming the first file of `folder` that is missing, foreign, truncated or altered.
+    """Raise `DamagedCheckpoint` for a file of `folder` that is missing, truncated or altered.
 
-    "size" reads no file. `parts` ranks can share the reading, each taking the files `part`, `part + parts`, ...
+    A file that the manifest does not name is damage too. The level "size" reads no file. `parts`
+    ranks can share the reading: each takes the files `part`, `part + parts`, ...
     """
     if level == "off":
         return

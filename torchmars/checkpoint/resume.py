@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it still is the same run."""
+"""Resuming: which checkpoint a run goes on from, and whether it still is the same run."""
 
 import json
 import os
@@ -22,9 +22,10 @@ from torchmars.optim import MARS
 def newest_good(
     found: list[Path], check: Callable[[Path], CheckpointManifest], warn: Callable[[str], None]
 ) -> tuple[Path, CheckpointManifest] | None:
-    """The newest of the checkpoints `found` (oldest first) that `check` does not call damaged, and its manifest; None where none was found.
+    """Return the newest good one of the checkpoints `found` (oldest first), and its manifest.
 
-    Raises `UserError` where there are some, but none is good.
+    `check` raises `DamagedCheckpoint` for one that is not good. None where none was found. Raises
+    `UserError` where there are some, but none is good, and what else `check` raises.
     """
     damage = []
     for path in reversed(found):
@@ -36,41 +37,51 @@ def newest_good(
                 warn(f"warning: {error}; falling back to an older checkpoint")
     if damage:
         raise UserError(
-            f"no checkpoint in {found[0].parent} is good; the newest: {damage[0]}: restore one, or move them away to start anew"
+            f"no checkpoint in {found[0].parent} is good; the newest: {damage[0]}: "
+            "restore one, or move them away to start anew"
         )
     return None
 
 
-def opened(folder: Path, level: Literal["full", "size", "off"]) -> CheckpointManifest:
-    """The manifest of a checkpoint that was verified by this process alone. Raises `DamagedCheckpoint`."""
+def read_verified(folder: Path, level: Literal["full", "size", "off"]) -> CheckpointManifest:
+    """Verify a checkpoint in this process alone. Return its manifest.
+
+    Raises `DamagedCheckpoint`, and `OtherVersion` where this version cannot read it.
+    """
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, level)
     return manifest
 
 
-def open_newest(
+def find_checkpoint(
     folder: Path, warn: Callable[[str], None], level: Literal["full", "size"] = "full"
 ) -> tuple[Path, CheckpointManifest]:
-    """`folder` itself if it is a checkpoint, otherwise the newest good one of the run `folder`, verified by this process.
+    """Return the checkpoint that `folder` names, and its manifest, verified by this process.
 
-    Raises `UserError` where there is none.
+    It is `folder` itself or, if that is a run, its newest good one. Raises `UserError` where there
+    is none.
     """
     if wrong := misfit(folder, "folder"):
         raise UserError(f"{folder} is neither a checkpoint nor a run with one ({wrong})")
     if os.path.exists(folder / manifests.NAME):
-        return folder, opened(folder, level)
-    found = newest_good(checkpoints(folder / "checkpoints"), lambda path: opened(path, level), warn)
+        return folder, read_verified(folder, level)
+    found = newest_good(
+        checkpoints(folder / "checkpoints"), lambda path: read_verified(path, level), warn
+    )
     if found is None:
         raise UserError(f"{folder} is neither a checkpoint nor a run with one")
     return found
 
 
 def newest_config(found: list[Path]) -> dict[str, Any] | None:
-    """The config of the newest of the checkpoints `found` (oldest first) whose manifest is good."""
+    """Return the config of the newest good manifest among the checkpoints `found` (oldest first).
+
+    None where there is none.
+    """
     for path in reversed(found):
         try:
             return manifests.read(path).config
-        except DamagedCheckpoint:  # named when it is to be loaded
+        except DamagedCheckpoint:  # reported when it is to be loaded
             continue
     return None
 
@@ -78,10 +89,11 @@ def newest_config(found: list[Path]) -> dict[str, Any] | None:
 def check_same_run(
     folder: Path, manifest: CheckpointManifest, config: ResolvedConfig, data: str, optimizer: MARS
 ) -> list[str]:
-    """Raise `UserError` where the checkpoint `folder` is of another run than `config`'s on the tokens `data`, saying what differs and what to do.
+    """Raise `UserError`, with the difference and the remedy, where a checkpoint is another run's.
 
-    Returns the changes that are allowed, a line each. `optimizer` is the one the run would go on with; its parameters may be on the
-    meta device.
+    The run is that of `config`, all of which is compared, on the tokens with the fingerprint
+    `data`. `optimizer` is the one it would go on with; its parameters may be on the meta device.
+    Returns the changes that are allowed, a line each.
     """
     was, now = flattened(manifest.config), flattened(json.loads(json.dumps(asdict(config))))
     for name, value in saved_dtypes(manifest.config, optimizer.grad_norm.device).items():
@@ -104,8 +116,9 @@ def check_same_run(
         saved = saved_names.get(name)
         if saved != wanted:
             raise UserError(
-                f"{folder} has for {name} the rule and state ({saved}), the config's optimizer ({wanted}): "
-                "set optimizer.clip, the roles' and groups' rules back, or choose another run.name"
+                f"{folder} has for {name} the rule and state ({saved}), the config's optimizer "
+                f"({wanted}): set optimizer.clip, the roles' and groups' rules back, "
+                "or choose another run.name"
             )
     return [
         f"{name} {was.get(name)} -> {now[name]}"
@@ -115,7 +128,7 @@ def check_same_run(
 
 
 def flattened(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dotted names."""
+    """Return nested tables as one, with dotted names."""
     flat: dict[str, Any] = {}
     for key, value in tables.items():
         flat |= (

@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import SavePlan, SavePlanner
-from torch.distributed.checkpoint._state_dict_stager import (
-    StateDictStager,
-)  # torch 2.11 to 2.13; in 2.11 the public DefaultStager works once only
+
+# Private, torch 2.11 to 2.13: in 2.11 the public DefaultStager works once only.
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -23,17 +23,17 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import (
     DAMAGED,
     checkpoints,
+    clear_path,
     delete_all,
-    dispensable,
     leftovers,
     set_aside,
     step_folder,
     step_of,
-    vacated,
+    steps_to_delete,
 )
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.state import reason
-from torchmars.config import ResolvedConfig
+from torchmars.config import CheckpointConfig
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, sync_folder
 from torchmars.core.formats import OtherVersion
@@ -43,38 +43,43 @@ from torchmars.parallel.layout import Layout
 class Saver:
     """Writes the checkpoints of a run. Every rank makes the same calls.
 
-    A save is written aside, made durable file by file, and renamed last: a crash or an error at any point leaves the previous
-    checkpoint as the newest. An error is reported and counted; the run ends after `checkpoint.max_failures` of them in a row.
+    A save is written under another name, made durable file by file, and renamed last. So a crash or
+    an error at any point leaves the previous checkpoint as the newest. An error is reported and
+    counted: the run ends after `checkpoint.max_failures` of them in a row.
     """
 
-    def __init__(self, config: ResolvedConfig, layout: Layout) -> None:
-        self.config, self.folder = config.checkpoint, config.run.checkpoints
-        # Collectives of a save run beside those of the training: in a group of their own, or they would be taken for each other.
+    def __init__(self, config: CheckpointConfig, folder: Path, layout: Layout) -> None:
+        """`folder` is the run's folder of checkpoints."""
+        self.config, self.folder = config, folder
+        # The collectives of a save run beside those of the training. They need a group of their
+        # own: in one group the ranks would mix them up.
         self.layout = layout.aside()
         self.on_gpu = layout.device.type == "cuda"
         self.stager = StateDictStager(pin_memory=self.on_gpu)  # keeps its copies to be filled again
         self.thread: threading.Thread | None = None
         self.error: str | None = None
         self.failures = 0
-        self.stuck: list[Path] = []  # what could not be deleted, and is told once
+        self.undeletable: list[Path] = []  # a warning was printed of these
         self.saved_at = time.monotonic()
 
     @property
     def group(self) -> str:
-        """Name of the process group that saves use."""
+        """The name of the process group that saves use."""
         return self.layout.control.group_name
 
     def overdue(self) -> bool:
-        """Whether checkpoint.interval_minutes have passed since the last save, by the first rank's clock."""
-        minutes = self.config.interval_minutes
-        return (
-            self.layout.first and minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
-        )
+        """Return whether checkpoint.interval_minutes have passed since the last save.
+
+        The first rank's clock counts: it is False on every other rank.
+        """
+        seconds = 60 * self.config.interval_minutes
+        return self.layout.first and 0 < seconds <= time.monotonic() - self.saved_at
 
     def save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> float:
-        """Begin to save `state`, or save it if saves are not asynchronous; returns the seconds that training waited for it.
+        """Begin to save `state`, or save it if saves are not asynchronous.
 
-        What `state` holds may change as soon as this returns. Raises `UserError` where too many saves in a row have failed.
+        Returns the seconds that training waited for it. The tensors of `state` may change as soon
+        as this returns. Raises `UserError` where too many saves in a row have failed.
         """
         began = time.perf_counter()
         self.wait()
@@ -94,7 +99,10 @@ class Saver:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Return once no save is under way. Raises `UserError` where too many saves in a row have failed."""
+        """Wait for the save that is under way, if one is.
+
+        Raises `UserError` where too many saves in a row have failed.
+        """
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -115,11 +123,15 @@ class Saver:
         self.failures = self.failures + 1 if self.error else 0
         if self.failures >= self.config.max_failures:
             raise UserError(
-                f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row ends the run: make room or set run.folder"
+                f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row "
+                "ends the run: make room or set run.folder"
             )
 
     def _save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> None:
-        """One save from beginning to end, on the calling thread; the outcome, the same on every rank, goes to `error`."""
+        """Save from beginning to end on the calling thread.
+
+        `error` gets the outcome, the same on every rank.
+        """
         began, folder = time.perf_counter(), step_folder(self.folder, manifest.step)
         self.error = None
         if self.on_gpu:
@@ -135,30 +147,29 @@ class Saver:
                     self._clear()  # a full disk needs the space
             self.layout.say(f"warning: {self.error}; the one before stays the newest")
             return
-        self.layout.say(
-            f"checkpoint {folder} ({written.bytes / 2**20:,.1f} MiB in {time.perf_counter() - began:.2f} s)"
-        )
+        size, seconds = written.bytes / 2**20, time.perf_counter() - began
+        self.layout.say(f"checkpoint {folder} ({size:,.1f} MiB in {seconds:.2f} s)")
         if self.layout.first:
             self._tidy(manifest.step)
 
     def _write(
         self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: Path
     ) -> CheckpointManifest:
-        @_in_plain_words()
-        def begin() -> Path:
+        @_reporting_disk_errors()
+        def make_partial() -> Path:
             self._clear()
-            partial = vacated(folder.with_name(folder.name + PARTIAL))
+            partial = clear_path(folder.with_name(folder.name + PARTIAL))
             partial.mkdir(parents=True)
             return partial
 
-        @_in_plain_words()
-        def mine() -> dict[str, manifests.File]:
+        @_reporting_disk_errors()
+        def describe_own_files() -> dict[str, manifests.File]:
             names = [path.name for path in partial.glob(f"__{self.layout.world.rank}_*")]
             if self.layout.first:
                 names.append(".metadata")
             return {name: manifests.describe(partial / name) for name in names}
 
-        @_in_plain_words()
+        @_reporting_disk_errors()
         def publish() -> CheckpointManifest:
             complete = replace(
                 manifest,
@@ -168,21 +179,18 @@ class Saver:
             if os.path.lexists(folder):  # what the run could not go on from
                 set_aside(folder, DAMAGED)
             partial.rename(folder)
-            for parent in (
-                self.folder,
-                self.folder.parent,
-            ):  # the second: the folder of checkpoints may be new
-                sync_folder(parent)
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)  # the folder of checkpoints may be new
             return complete
 
-        partial = self.layout.on_first(begin)
+        partial = self.layout.on_first(make_partial)
         try:
             # DCP flushes each file to the disk; the manifest does the same for their names.
             writer = _TensorWriter(partial)
             dcp.save(state, storage_writer=writer, process_group=self.layout.control)
         except CheckpointException as error:  # not an Exception
             raise UserError(reason(error)) from None
-        parts = self.layout.agree(mine)
+        parts = self.layout.agree(describe_own_files)
         return self.layout.on_first(publish)
 
     def _clear(self) -> None:
@@ -209,19 +217,22 @@ class Saver:
                     loss = None
                 steps.append(step_of(path))
                 losses |= {} if loss is None else {step_of(path): loss}
-            old = dispensable(steps, losses, self.config)
+            old = steps_to_delete(steps, losses, self.config)
             self._delete(step_folder(self.folder, step) for step in old)
         except OSError as error:
             self.layout.say(f"warning: cannot tidy {self.folder}: {error}")
 
     def _delete(self, paths: Iterable[Path]) -> None:
         """Delete what can be deleted, and warn once of what cannot."""
-        paths = [path for path in paths if path not in self.stuck]
-        self.stuck += delete_all(paths, self.layout.say)
+        paths = [path for path in paths if path not in self.undeletable]
+        self.undeletable += delete_all(paths, self.layout.say)
 
 
 class _TensorWriter(dcp.FileSystemWriter):
-    """DCP's writer, but it says why the disk refused; torch.save only where its archive ends."""
+    """DCP's writer, with the disk's own error.
+
+    That of torch.save only says at which byte it ended.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -233,8 +244,8 @@ class _TensorWriter(dcp.FileSystemWriter):
 
 
 @contextlib.contextmanager
-def _in_plain_words() -> Iterator[None]:
-    """Make what the disk refuses a `UserError`, which all ranks then say alike."""
+def _reporting_disk_errors() -> Iterator[None]:
+    """Raise a `UserError` for an `OSError`, so that all ranks report the same."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,7 @@
-"""The tensors of a run: named alike on every layout, written by the saver, read back here. Reading never runs code that a file brings."""
+"""The tensors of a run: their names, which are the same on every layout, and reading them.
+
+The saver writes them. Reading never runs code that a file brings.
+"""
 
 import hashlib
 import io
@@ -13,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
 from torchmars.checkpoint.former import former_names
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
@@ -23,9 +26,9 @@ from torchmars.parallel.layout import Layout
 
 
 def training_state(layout: Layout, model: nn.Module, optimizer: MARS) -> dict[str, Tensor]:
-    """Every tensor of a run, flat and by name, so that it can be laid out anew: weights, optimizer state, this rank's RNG.
+    """Return every tensor of a run by name: weights, optimizer state, this rank's RNG state.
 
-    Hyperparameters are not among them: they are the config's.
+    A flat dict can be read on another layout. Hyperparameters are not in it: they are the config's.
     """
     return (
         model_state(model)
@@ -36,12 +39,12 @@ def training_state(layout: Layout, model: nn.Module, optimizer: MARS) -> dict[st
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """The weights, by name."""
+    """Return the weights by name."""
     return {f"model.{name}": value for name, value in model.state_dict().items()}
 
 
 def optimizer_state(optimizer: MARS) -> dict[str, Tensor]:
-    """The optimizer's state tensors, by parameter and name."""
+    """Return the optimizer's state tensors by parameter and name."""
     return {
         f"optimizer.{name}.{key}": value
         for name, parameter in named_parameters(optimizer).items()
@@ -50,7 +53,7 @@ def optimizer_state(optimizer: MARS) -> dict[str, Tensor]:
 
 
 def optimizer_state_names(optimizer: MARS) -> dict[str, str]:
-    """For each parameter by name, its rule and the names of its state tensors."""
+    """Return for each parameter, by name, its rule and the names of its state tensors."""
     return {
         name: " ".join([group["rule"], *sorted(optimizer.state[parameter])])
         for group in optimizer.param_groups
@@ -59,7 +62,7 @@ def optimizer_state_names(optimizer: MARS) -> dict[str, str]:
 
 
 def named_parameters(optimizer: MARS) -> dict[str, Tensor]:
-    """The optimizer's parameters by name."""
+    """Return the optimizer's parameters by name."""
     return {
         name: parameter
         for group in optimizer.param_groups
@@ -68,13 +71,16 @@ def named_parameters(optimizer: MARS) -> dict[str, Tensor]:
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
-    """The state of this process's default generators, of the CPU and of the GPU if there is one, as bytes."""
+    """Return the state of this process's default generators as bytes.
+
+    They are those of the CPU and, if there is one, of the GPU.
+    """
     gpu = {f"rng.cuda.{rank}": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {f"rng.cpu.{rank}": torch.get_rng_state()} | gpu
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore what there is of what `rng_state` returned."""
+    """Restore the states that `rng_state` returned, or some of them."""
     for name, value in state.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(value)
 
@@ -89,16 +95,16 @@ def seed_rng(*what: int) -> None:
 def load(
     folder: Path, manifest: CheckpointManifest, layout: Layout, model: nn.Module, optimizer: MARS
 ) -> None:
-    """Load the checkpoint `folder` into `model` and `optimizer` in place, from any layout. Called by every rank.
+    """Load the checkpoint `folder` into `model` and `optimizer` in place, from any layout.
 
-    The random number generators go on where the number of ranks is still the same, and are seeded anew otherwise. Raises
-    `DamagedCheckpoint` on every rank; weights and state are then of no use until another load.
+    Called by every rank. The random number generators go on where the number of ranks is still the
+    same, and are seeded anew otherwise. Raises `DamagedCheckpoint` on every rank. Weights and state
+    are then of no use until another load.
     """
     state = training_state(layout, model, optimizer)
     random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
-    saved = set(
-        layout.on_first(lambda: read_index(folder)).state_dict_metadata
-    )  # DCP's own error is a page of tracebacks
+    # Not left to DCP: its own error is a page of tracebacks.
+    saved = set(layout.on_first(lambda: read_index(folder)).state_dict_metadata)
     if manifest.world_size == layout.world.size:
         random = {name: value for name, value in random.items() if name in saved}
     else:
@@ -116,9 +122,9 @@ def read_state(
     saved: Collection[str],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """`read_tensors`, also where the checkpoint has some of `state` under former names.
+    """Fill `state` as `read_tensors` does, also where the checkpoint has some former names.
 
-    `saved` are its names, `model` is one of the parameters that `state` is of.
+    `saved` are the names in the checkpoint. `model` is the one whose parameters `state` is about.
     """
     former = former_names(manifest.optimizer, manifest.config, model, state, saved)
     by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
@@ -128,15 +134,15 @@ def read_state(
 
 
 def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill `state` in place from the checkpoint `folder`, on all ranks of `group` or, for None, in this process alone.
+    """Fill `state` in place from the checkpoint `folder`.
 
-    Raises `DamagedCheckpoint`, on every rank, where a tensor is missing, of another shape or cannot be read.
+    Called by all ranks of `group`, or for None by this process alone. Raises `DamagedCheckpoint`,
+    on every rank, where a tensor is missing, of another shape or cannot be read.
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="torch.distributed is"
-            )  # that this is a single process is on purpose
+            # It warns of a single process, which is on purpose.
+            warnings.filterwarnings("ignore", message="torch.distributed is")
             dcp.load(
                 state,
                 storage_reader=_TensorReader(folder),
@@ -148,7 +154,7 @@ def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGrou
 
 
 def reason(error: CheckpointException) -> str:
-    """What went wrong first, in one line: what the disk said, if it said something."""
+    """Return the first error in one line: that of the disk, if there is one."""
     exceptions = [exception for exception, _ in error.failures.values()]
     for exception in exceptions:
         if isinstance(exception, OSError) and exception.strerror:
@@ -157,9 +163,10 @@ def reason(error: CheckpointException) -> str:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Reads the index of a checkpoint and nothing else: loading must not run code that a checkpoint brings.
+    """Reads the index of a checkpoint and nothing else.
 
-    The class of pickled Python objects is left out as well: DCP would unpickle those without restriction.
+    Loading must not run code that a checkpoint brings. The class of pickled Python objects is left
+    out as well: DCP would unpickle those without restriction.
     """
 
     ALLOWED = {
@@ -197,7 +204,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(folder: Path) -> dcp.Metadata:
-    """DCP's index of the tensors in `folder`. Raises `DamagedCheckpoint` where it is missing or not an index."""
+    """Return DCP's index of the tensors in `folder`.
+
+    Raises `DamagedCheckpoint` where it is missing or not an index.
+    """
     path = folder / ".metadata"
     try:
         index = _IndexUnpickler(io.BytesIO(read_bytes(path))).load()
@@ -211,12 +221,19 @@ def read_index(folder: Path) -> dcp.Metadata:
 
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in the checkpoint `folder`, by name. Raises `DamagedCheckpoint`."""
+    """Return the shapes of the tensors in the checkpoint `folder`, by name.
+
+    Raises `DamagedCheckpoint`.
+    """
+    shapes = {}
     try:
-        tensors = read_index(folder).state_dict_metadata
-        return {name: tuple(metadata.size) for name, metadata in tensors.items()}
+        for name, tensor in read_index(folder).state_dict_metadata.items():
+            if not isinstance(tensor, TensorStorageMetadata):
+                raise TypeError
+            shapes[name] = tuple(tensor.size)
     except (AttributeError, TypeError):
         raise DamagedCheckpoint(f"{folder / '.metadata'} is not an index of tensors") from None
+    return shapes
 
 
 class _TensorReader(dcp.FileSystemReader):

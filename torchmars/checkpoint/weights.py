@@ -1,4 +1,4 @@
-"""Files of weights alone, in the safetensors format: reading into a model, sharded or not, and writing."""
+"""Files of weights alone, in the safetensors format: writing, and reading into a model."""
 
 from pathlib import Path
 
@@ -13,19 +13,26 @@ from torchmars.core.files import PARTIAL
 
 
 def check_shapes(source: Path, saved: dict[str, tuple[int, ...]], model: nn.Module) -> None:
-    """Raise `UserError` naming the first weight of `model` that `source` has not, or has in another shape."""
+    """Raise `UserError` for a weight of `model` that `source` lacks or has in another shape.
+
+    `saved` are the shapes of the weights in `source`, by name.
+    """
     for name, value in model.state_dict().items():
         if saved.get(name) != tuple(value.shape):
             found = f"in shape {list(saved[name])}" if name in saved else "not at all"
             raise UserError(
-                f"checkpoint.init_from: {source} has {name} {found}, the config's model in {list(value.shape)}: "
-                "set [model], data.tokenizer and training.seq_len as they were there"
+                f"checkpoint.init_from: {source} has {name} {found}, the config's model in "
+                f"{list(value.shape)}: set [model], data.tokenizer and training.seq_len "
+                "as they were there"
             )
 
 
 @torch.no_grad()
 def load_weights(file: Path, model: nn.Module) -> None:
-    """Fill `model`, sharded or not, from a .safetensors file; every rank keeps its part. Raises `UserError`."""
+    """Fill `model`, sharded or not, from a .safetensors file. Raises `UserError`.
+
+    Every rank reads the file and keeps its part.
+    """
     try:
         with safe_open(file, framework="pt") as weights:
             check_shapes(

@@ -1,4 +1,4 @@
-"""Connects the ranks: the store in which they meet first, then the process group of all of them."""
+"""Connects the ranks: first the store of the rendezvous, then the process group of all of them."""
 
 import contextlib
 import os
@@ -40,10 +40,10 @@ def open_store() -> dist.Store:
 
 
 def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
-    """Make the process group of all ranks, check that their network carries data; return the layout.
+    """Make the process group of all ranks, and return the layout.
 
-    `store` is what `open_store` gave. Raises `UserError` where the degrees do not make the number
-    of ranks.
+    It checks that the network between the ranks carries data. `store` is what `open_store` gave.
+    Raises `UserError` where the degrees do not make the number of ranks.
     """
     size = process.world_size()
     degrees = config.degrees(size)
@@ -75,9 +75,9 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
 
 @contextlib.contextmanager
 def _network_check() -> Iterator[None]:
-    """End the process with one line where the body, the first traffic between ranks, fails or hangs.
+    """End the process with one line where the body fails or hangs.
 
-    That traffic has no time limit of its own.
+    The body is the first traffic between ranks, which has no time limit of its own.
     """
 
     def give_up(reason: str) -> None:
@@ -101,7 +101,8 @@ def _network_check() -> Iterator[None]:
         reason = str(error).splitlines()[0]
         if CLOSED.search(reason):
             raise LostRank(
-                f"rank {process.rank()} on {process.node()} lost another rank at the start: {reason}"
+                f"rank {process.rank()} on {process.node()} lost another rank at the start: "
+                f"{reason}"
             ) from None
         if not NETWORK.search(reason):
             raise

@@ -1,4 +1,7 @@
-"""Which rank failed first. When one dies, the others lose their connections to it and fail too: that says nothing."""
+"""Which rank failed first.
+
+When one dies, the others lose their connections to it and fail too. Those failures mean nothing.
+"""
 
 import contextlib
 import json
@@ -14,9 +17,11 @@ from torchmars.cluster.logs import RankLogs
 from torchmars.core.errors import EXIT_HUNG
 from torchmars.core.files import write_durably
 
-WAIT_SECONDS = 35.0  # for the word of the machine whose rank failed first: torchrun gives that one's other ranks 30 to end
+# How long to wait for the report of the machine whose rank failed first. torchrun gives that
+# machine's other ranks 30 s to end.
+WAIT_SECONDS = 35.0
 # SIGABRT: so NCCL ends a rank that waits for a dead one.
-# "rank 3: ": an error that another rank has told this one.
+# "rank 3: ": an error that another rank has raised, see `Layout.agree`.
 FALLOUT = re.compile(
     r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|"
     r"broken pipe|gloo|NCCL|timed out|SIGTERM|SIGABRT|RuntimeError: rank \d+: ",
@@ -54,52 +59,54 @@ class Failure:
 
 
 def failure_of(rank: int, ended: ProcessFailure, last_lines: list[str]) -> Failure:
-    """What torchrun knows of a rank that ended with an error, after it had printed `last_lines`."""
-    said = ended.message
-    if isinstance(said, dict):  # what @record wrote
-        told = said["message"]
-        text = said["extraInfo"]["py_callstack"].rstrip()
-        if told.startswith(("LostRank: ", "NoTraffic: ")):  # a line says it all
-            text = f"error: {told.partition(': ')[2]}"
+    """Return the failure of a rank that ended with an error, after it had printed `last_lines`."""
+    if isinstance(ended.message, dict):  # written by @record
+        error = ended.message["message"]
+        text = ended.message["extraInfo"]["py_callstack"].rstrip()
+        if error.startswith(("LostRank: ", "NoTraffic: ")):  # a line says it all
+            text = f"error: {error.partition(': ')[2]}"
     else:
-        told = said if ended.exitcode < 0 else f"it ended with exit code {ended.exitcode}"
-        text = "\n".join([*last_lines, told])
-    kind = Kind.FALLOUT if FALLOUT.search(told) else Kind.CAUSE
-    if told.startswith("NoTraffic: "):
+        killed = ended.exitcode < 0
+        error = ended.message if killed else f"it ended with exit code {ended.exitcode}"
+        text = "\n".join([*last_lines, error])
+    kind = Kind.FALLOUT if FALLOUT.search(error) else Kind.CAUSE
+    if error.startswith("NoTraffic: "):
         kind = Kind.SYMPTOM
     return Failure(process.node(), rank, ended.exitcode, float(ended.timestamp), text, kind)
 
 
 def hang_of(rank: int, ended: ProcessFailure, report: str) -> Failure:
-    """A rank that ended since it, or another one, hung. `report` says where all ranks stand."""
+    """Return the failure of a rank that ended since it, or another one, hung.
+
+    `report` says where all ranks stand.
+    """
     return Failure(process.node(), rank, EXIT_HUNG, float(ended.timestamp), report, Kind.SYMPTOM)
 
 
 def lost_machines(reason: str) -> Failure:
-    """The failure of a machine that has only lost the others."""
+    """Return the failure of a machine that has only lost the others."""
     text = f"error: {process.node()} has lost the other machines: {reason}"
     return Failure(process.node(), -1, 1, time.time(), text, Kind.FALLOUT)
 
 
 def first_failure(ours: list[Failure], logs: RankLogs) -> Failure:
-    """The rank that failed first, on any machine: they tell each other by files beside the logs, under a name of this launch."""
-    # Here a symptom is a cause: what torchrun has killed since it did not end is what came of it.
+    """Return the failure of the rank that failed first, on any machine.
+
+    The machines exchange failures by files beside the logs, under a name of this launch.
+    """
+    # On one machine a symptom counts as a cause: torchrun has killed the ranks that did not end.
     mine = min(ours, key=lambda failure: (failure.kind == Kind.FALLOUT, failure.time, failure.rank))
     folder, known = logs.folder / "failures", [mine]
-    with contextlib.suppress(
-        OSError, ValueError, TypeError
-    ):  # a folder that cannot be written, a file that is half there
+    # The folder may not be writable, a file half written.
+    with contextlib.suppress(OSError, ValueError, TypeError):
         folder.mkdir(parents=True, exist_ok=True)
-        write_durably(
-            folder / f"{logs.launch}-{mine.node}-{mine.rank}.json", json.dumps(asdict(mine))
-        )
+        file = folder / f"{logs.launch}-{mine.node}-{mine.rank}.json"
+        write_durably(file, json.dumps(asdict(mine)))
         deadline = time.monotonic() + WAIT_SECONDS
         while len(known) < logs.machines and all(failure.consequence for failure in known):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)
-            known = [
-                Failure(**json.loads(file.read_text()))
-                for file in folder.glob(f"{logs.launch}-*.json")
-            ]
+            files = folder.glob(f"{logs.launch}-*.json")
+            known = [Failure(**json.loads(file.read_text())) for file in files]
     return min(known, key=lambda failure: (failure.kind, failure.time, failure.rank))

@@ -1,7 +1,7 @@
 """torchrun for the ranks of this machine, with the run's own exit code, logs and first failure.
 
-torchrun makes 1 of every exit code, and starts ranks again after any but 0. So a rank that knows how
-the run ends leaves its code in a file (`LAST_WORD`) and ends with 0.
+torchrun makes 1 of every exit code, and starts ranks again after any but 0. So a rank that knows
+how the run ends leaves its code in a file (`EXIT_CODE_FILE`) and ends with 0.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def refused_by_torchrun() -> Iterator[None]:
 
 
 def launch(args: argparse.Namespace, logs: RankLogs, run: ResolvedConfig) -> int:
-    """Start the ranks and wait for their end; the exit code, negative for a signal."""
+    """Start the ranks and wait for their end. Return the exit code, negative for a signal."""
     with refused_by_torchrun():
         config, command, arguments = config_from_args(args)
     config.logs_specs = logs
@@ -69,15 +69,16 @@ def launch(args: argparse.Namespace, logs: RankLogs, run: ResolvedConfig) -> int
 
     def end_if_not_connected() -> None:
         if not connected.is_set():
-            os._exit(not_met(args, "whoever listens there does not answer"))
+            os._exit(report_rendezvous(args, "whoever listens there does not answer"))
 
-    config.rdzv_backend = "torchmars"  # c10d, but seen to be connected
+    config.rdzv_backend = "torchmars"  # c10d, which tells us once it is connected
     rendezvous_handler_registry.register(config.rdzv_backend, connect)
     # It may wait without end for one that speaks another protocol.
     guard = threading.Timer(process.start_timeout().total_seconds() + 3, end_if_not_connected)
     guard.daemon = True
     guard.start()
-    failures, code = [], 0
+    failures: list[Failure] = []
+    code = 0
     try:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
@@ -88,35 +89,36 @@ def launch(args: argparse.Namespace, logs: RankLogs, run: ResolvedConfig) -> int
     except (RendezvousError, DistError) as error:
         reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         if not logs.launch and isinstance(error, RendezvousError):
-            return not_met(args, reason)
+            return report_rendezvous(args, reason)
         failures = [lost_machines(reason)]
     logs.close()
-    word = logs.exit_code()
-    if word is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
-        return word
-    return say_first_failure(failures, logs) if failures else code
+    exit_code = logs.exit_code()
+    if exit_code is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
+        return exit_code
+    return report_first_failure(failures, logs) if failures else code
 
 
 def failures_of(error: ChildFailedError, logs: RankLogs, run: ResolvedConfig) -> list[Failure]:
-    """How the ranks of this machine ended that did not end well."""
+    """Return the failures of the ranks of this machine."""
     hang, failures = run.run.path / "hang", []
     for rank, ended in error.failures.items():
         if ended.exitcode == EXIT_HUNG or was_blocked(hang, rank, ended.pid):
-            stands = hang_report(hang, logs.ranks, run.guards.hang_seconds)
-            failures.append(hang_of(rank, ended, stands))
+            report = hang_report(hang, logs.ranks, run.guards.hang_seconds)
+            failures.append(hang_of(rank, ended, report))
         else:
             failures.append(failure_of(rank, ended, list(logs.last[rank])))
     return failures
 
 
-def say_first_failure(ours: list[Failure], logs: RankLogs) -> int:
-    """Say which rank failed first, on whichever machine, and what it said; its exit code."""
+def report_first_failure(ours: list[Failure], logs: RankLogs) -> int:
+    """Print which rank failed first, on any machine, and its error. Return its exit code."""
     first = first_failure(ours, logs)
     if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE:
-        pass  # the rank has said it
+        pass  # the rank has printed it
     elif first.kind == Kind.CAUSE:
         say(
-            f"error: rank {first.rank} on {first.node} failed first; all it printed is in {logs.file(first.rank)}:\n{first.message}",
+            f"error: rank {first.rank} on {first.node} failed first; "
+            f"all it printed is in {logs.file(first.rank)}:\n{first.message}",
             error=True,
         )
     elif first.message.startswith("error: "):
@@ -126,10 +128,11 @@ def say_first_failure(ours: list[Failure], logs: RankLogs) -> int:
     return first.code
 
 
-def not_met(args: argparse.Namespace, reason: str) -> int:
-    """Say that the machines did not meet; the exit code."""
+def report_rendezvous(args: argparse.Namespace, reason: str) -> int:
+    """Print that the rendezvous of the machines has failed. Return the exit code."""
     say_error(
-        f"the {args.nnodes} machines did not meet at {args.meeting} ({reason}): check that each runs the same command with the "
-        "same NNODES, and that nothing else listens on that port"
+        f"the {args.nnodes} machines did not meet at {args.meeting} ({reason}): "
+        "check that each runs the same command with the same NNODES, and that nothing else "
+        "listens on that port"
     )
     return EXIT_MISTAKE

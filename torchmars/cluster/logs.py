@@ -1,4 +1,8 @@
-"""What ranks print: every rank's in a file of the run folder, with time, machine and rank before each line; the ranks that are shown, on the console."""
+"""What ranks print.
+
+A file of the run folder for each rank gets all of it, with time, machine and rank before each line.
+The console gets what the ranks print that are shown.
+"""
 
 import contextlib
 import os
@@ -16,27 +20,35 @@ LAST_LINES = 10  # of a rank, to be shown once it has failed
 
 
 class RankLogs(DefaultLogsSpecs):
-    """torchrun's description of where the output of its ranks goes: into pipes, and from there, by a thread of this process, to where it is kept.
+    """torchrun's description of where the output of its ranks goes.
 
-    So what a rank that dies at once has said is kept too. `folder` is the run's folder of logs, `scratch` one for pipes, `shown` the local
-    ranks whose output the console gets. Output that cannot be written anywhere is dropped.
+    It goes into pipes. A thread of this process reads them and writes the files, so that nothing is
+    lost of a rank that dies at once. Output that cannot be written anywhere is dropped.
     """
 
     def __init__(self, folder: Path, scratch: Path, shown: set[int]) -> None:
+        """Log to the run's `folder` of logs, by pipes in `scratch`.
+
+        `shown` are the local ranks whose output the console gets.
+        """
         super().__init__(log_dir=str(scratch))
         self.folder, self.shown = folder, shown
-        self.last: dict[int, deque[str]] = {}  # lines of each rank
+        self.last: dict[int, deque[str]] = {}  # the last lines of each rank
         self.machines = self.ranks = 1
         self.launch = ""  # the same on all machines, another one at each start of the ranks
-        self.last_word = scratch / "exit-code"  # what a rank that knows how the run ends writes
+        # A rank that knows how the run ends writes the run's exit code here.
+        self.exit_code_file = scratch / "exit-code"
         self.pipes = selectors.DefaultSelector()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._pump, name="logs", daemon=True)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Torchrun asks this before each start of its ranks, of which `envs` are the environments."""
+        """Open the pipes of ranks with the environments `envs`; return their names.
+
+        torchrun calls this before each start of its ranks.
+        """
         places = super().reify(envs)
-        self.last_word.unlink(missing_ok=True)  # of the start before
+        self.exit_code_file.unlink(missing_ok=True)  # of the start before
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
         for local, env in envs.items():
@@ -47,9 +59,8 @@ class RankLogs(DefaultLogsSpecs):
             for number, streams in ((1, places.stdouts), (2, places.stderrs)):
                 streams[local] = f"{places.error_files[local]}.{number}"
                 os.mkfifo(streams[local])
-                pipe = os.open(
-                    streams[local], os.O_RDWR | os.O_NONBLOCK
-                )  # for writing too, so that it has no end
+                # For writing too, so that it has no end.
+                pipe = os.open(streams[local], os.O_RDWR | os.O_NONBLOCK)
                 stream = Stream(
                     self.file(rank),
                     f"{process.node()} rank {rank} | ",
@@ -63,23 +74,23 @@ class RankLogs(DefaultLogsSpecs):
         return places
 
     def file(self, rank: int) -> Path:
-        """Where the output of a rank is kept."""
+        """Return the file with the output of a rank."""
         return self.folder / f"rank-{rank:05d}.log"
 
     def exit_code(self) -> int | None:
-        """The run's exit code as a rank of this machine has left it, if one has."""
-        word = self.last_word.read_text() if self.last_word.exists() else ""
-        return int(word) if word else None
+        """Return the run's exit code if a rank of this machine has left it."""
+        text = self.exit_code_file.read_text() if self.exit_code_file.exists() else ""
+        return int(text) if text else None
 
     def close(self) -> None:
-        """Wait until all that was said has been written."""
+        """Wait until all that was printed has been written."""
         self.ended.set()
         if self.thread.is_alive():
             self.thread.join()
 
     def _pump(self) -> None:
         while True:
-            ended = self.ended.is_set()  # asked first: what is said before is read after
+            ended = self.ended.is_set()  # first: what was printed before is read after
             ready = self.pipes.select(timeout=0.1)
             for key, _ in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -91,18 +102,16 @@ class RankLogs(DefaultLogsSpecs):
 
 
 class Stream:
-    """One output of one rank: `write` takes what comes, and passes it on to the console as it is or, line by line, `marked`."""
+    """One output of one rank, which goes to its file and to the console.
+
+    The console gets it as it is or, where it is `marked`, line by line with the rank before each.
+    """
 
     def __init__(
         self, file: Path, prefix: str, console: int | None, marked: bool, last: deque[str]
     ) -> None:
-        self.prefix, self.console, self.marked, self.last, self.rest = (
-            prefix,
-            console,
-            marked,
-            last,
-            b"",
-        )
+        self.prefix, self.console, self.marked, self.last = prefix, console, marked, last
+        self.rest = b""
         self.file: int | None = None
         with contextlib.suppress(OSError):
             self.file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

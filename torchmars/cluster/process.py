@@ -1,4 +1,7 @@
-"""This process among all ranks, by the variables that torchrun and SLURM set. Known before the ranks connect."""
+"""This process among all ranks, by the variables that torchrun and SLURM set.
+
+They are known before the ranks connect.
+"""
 
 import os
 import socket
@@ -51,5 +54,6 @@ def check_devices(local_ranks: int | None = None) -> None:
     gpus = torch.cuda.device_count()
     if 0 < gpus < local_ranks:
         raise UserError(
-            f"{local_ranks} ranks need as many GPUs, {node()} has {gpus}: set NGPU to at most {gpus}"
+            f"{local_ranks} ranks need as many GPUs, {node()} has {gpus}: "
+            f"set NGPU to at most {gpus}"
         )

@@ -11,22 +11,18 @@ import time
 from types import FrameType
 from typing import Any
 
-STOPPING = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-)  # USR1: what SLURM is told to send before the time limit
-ORPHANED = signal.SIGUSR2  # what a rank sends itself when its launcher is gone
-ECHO_SECONDS = (
-    1.0  # a launcher passes on what its ranks were sent as well: that is one request, not two
-)
-
-LAUNCHER = "TORCHMARS_LAUNCHER"  # names the process number of the launcher, for its ranks
+# SLURM sends USR1 before the time limit, where a job asks for it.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# What a rank sends itself when its launcher is gone.
+ORPHANED = signal.SIGUSR2
+# A launcher passes on a signal that its ranks were sent as well. That is one request, not two.
+ECHO_SECONDS = 1.0
+# The environment variable with the process number of the launcher, for its ranks.
+LAUNCHER = "TORCHMARS_LAUNCHER"
 
 
 def stopping() -> list[signal.Signals]:
-    """The signals that stop this process.
+    """Return the signals that stop this process.
 
     SIGHUP is not among them where nohup, or another parent, has made it ignored.
     """
@@ -38,7 +34,11 @@ def stopping() -> list[signal.Signals]:
 
 
 def ignore(*unused: Any) -> None:
-    """Let this process, a helper of a rank, live on until the rank has saved: launchers signal whole process groups."""
+    """Make this process ignore the signals.
+
+    It is a helper of a rank, which needs it until it has saved. Launchers signal whole process
+    groups.
+    """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
 
@@ -62,13 +62,17 @@ def follow_launcher() -> None:
 
 
 class StopSignals:
-    """`with StopSignals() as signals:` catches the signals in this process; `signals.received` names the first."""
+    """Catches the signals in this process: `with StopSignals() as signals: ...`."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        """What asked the run to stop first, in words."""
+        self.received_at = 0.0
+        self.previous: dict[signal.Signals, Any] = {}  # handlers, by signal
 
     def __enter__(self) -> "StopSignals":
-        self.received: str | None = None
-        self.previous = {
-            number: signal.signal(number, self._receive) for number in (*stopping(), ORPHANED)
-        }
+        for number in (*stopping(), ORPHANED):
+            self.previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -77,9 +81,8 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
-            self.received = signal.Signals(number).name
-            if number == ORPHANED:
-                self.received = "the end of its launcher"
-            self.at = time.monotonic()
-        elif number != ORPHANED and time.monotonic() - self.at > ECHO_SECONDS:
+            orphaned = number == ORPHANED
+            self.received = "the end of its launcher" if orphaned else signal.Signals(number).name
+            self.received_at = time.monotonic()
+        elif number != ORPHANED and time.monotonic() - self.received_at > ECHO_SECONDS:
             os._exit(128 + number)

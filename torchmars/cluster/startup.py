@@ -1,4 +1,4 @@
-"""Before any training: are all ranks there, of one code and config, and do all machines see the same files?"""
+"""The checks before any training: all ranks are there, and have the same code, config and files."""
 
 import contextlib
 import hashlib
@@ -19,9 +19,9 @@ from torchmars.config.load import config_text
 from torchmars.core.errors import LostRank, UserError, say_error
 
 LOOK_SECONDS = 10.0  # how long a new file may take to be seen on other machines
-CLOCK_SECONDS = 5.0  # difference of clocks from which on the logs of several machines mislead
+CLOCK_SECONDS = 5.0  # from this difference of clocks on the logs of several machines mislead
 
-# What all ranks must have in common, what to call it, and what to do where they have not.
+# What all ranks must have in common: how a machine differs that has not, and the remedy.
 COMMON = {
     "code": ("runs other code of torchmars", "install the same version on all machines"),
     "torch": ("has another torch", "install the same version on all machines"),
@@ -34,8 +34,8 @@ COMMON = {
 
 
 @dataclass
-class Facts:
-    """What one rank tells of itself."""
+class RankReport:
+    """What one rank reports of itself."""
 
     node: str
     code: str
@@ -44,26 +44,51 @@ class Facts:
     data: str
     device: str
     clock: float
+    """Seconds since 1970."""
     folder: str
-    """What is wrong with the run folder as this machine sees it; nothing if all is well."""
+    """What is wrong with the run folder as this machine sees it; empty if nothing is."""
 
 
-def compare_ranks(config: ResolvedConfig, store: dist.Store) -> str:
-    """Wait for all ranks and compare them, by words in `store`; what the cluster is, in lines, where it is more than one machine.
+def check_ranks(config: ResolvedConfig, store: dist.Store) -> str:
+    """Wait for all ranks and compare their reports, which they exchange by `store`.
 
-    Raises `UserError` on every rank where they differ, naming the machine, and `LostRank` where one does not come.
+    Returns a description of the cluster in lines; an empty one for a single machine. Raises
+    `UserError` on every rank where the ranks differ, naming the machine, and `LostRank` where one
+    does not come. It takes the whole config, since all of it must be the same.
     """
-    rank, size, token = process.rank(), process.world_size(), Token(config.run.path)
+    rank, size = process.rank(), process.world_size()
+    token = Token(config.run.path)
     store.set(f"here/{rank}", process.node())
     if rank == 0:
-        wait_for_all(store, "here", size)
+        wait_for_ranks(store, "here", size)
         store.set("token", token.write())
-    text = wait_for_first(store, "token")
+    text = wait_for_value(store, "token")
     clock = time.time()
-    folder = (
-        token.problem if rank == 0 or process.local_rank() > 0 or not text else token.look(text)
-    )
-    mine = Facts(
+    if rank > 0 and process.local_rank() == 0 and text:
+        token.check(text)
+    report = make_report(config, clock, token.problem)
+    store.set(f"report/{rank}", json.dumps(asdict(report)))
+    if rank == 0:
+        wait_for_ranks(store, "report", size)
+        token.file.unlink(missing_ok=True)
+        reports = [RankReport(**json.loads(store.get(f"report/{each}"))) for each in range(size)]
+        store.set("result", json.dumps((differences(reports), describe(reports))))
+    wrong, cluster = json.loads(wait_for_value(store, "result"))
+    store.set(f"read/{rank}", "")
+    if rank == 0:
+        # Where the ranks differ, that is the error, even if one of them is lost by now.
+        with contextlib.suppress(*[LostRank] if wrong else []):
+            wait_for_ranks(store, "read", size)  # the store ends with this process
+        for line in wrong[:-1]:
+            say_error(line)
+    if wrong:
+        raise UserError(wrong[-1])
+    return cluster
+
+
+def make_report(config: ResolvedConfig, clock: float, folder: str) -> RankReport:
+    """Return the report of this rank."""
+    return RankReport(
         process.node(),
         code_hash(),
         torch.__version__,
@@ -73,51 +98,36 @@ def compare_ranks(config: ResolvedConfig, store: dist.Store) -> str:
         clock,
         folder,
     )
-    store.set(f"facts/{rank}", json.dumps(asdict(mine)))
-    if rank == 0:
-        wait_for_all(store, "facts", size)
-        everyone = [Facts(**json.loads(store.get(f"facts/{other}"))) for other in range(size)]
-        token.file.unlink(missing_ok=True)
-        store.set("verdict", json.dumps((differences(everyone), describe(everyone))))
-    wrong, cluster = json.loads(wait_for_first(store, "verdict"))
-    store.set(f"read/{rank}", "")
-    if rank == 0:
-        # What is wrong is the verdict, also where a rank does not come to read it.
-        with contextlib.suppress(*[LostRank] if wrong else []):
-            wait_for_all(store, "read", size)  # the store ends with this process
-        for line in wrong[:-1]:
-            say_error(line)
-    if wrong:
-        raise UserError(wrong[-1])
-    return cluster
 
 
-def wait_for_all(store: dist.Store, name: str, size: int) -> None:
-    """Wait until every rank has set its word `name`. Raises `LostRank`, naming those that have not."""
+def wait_for_ranks(store: dist.Store, name: str, size: int) -> None:
+    """Wait until every rank has set its value `name`.
+
+    Raises `LostRank`, naming those that have not.
+    """
     seconds = process.start_timeout().total_seconds()
     missing, deadline = list(range(size)), time.monotonic() + seconds
     while missing := [rank for rank in missing if not store.check([f"{name}/{rank}"])]:
         if time.monotonic() > deadline:
-            met = {
-                store.get(f"here/{rank}").decode()
-                for rank in range(size)
-                if store.check([f"here/{rank}"])
-            }
+            here = [rank for rank in range(size) if store.check([f"here/{rank}"])]
+            nodes = sorted({store.get(f"here/{rank}").decode() for rank in here})
             some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise LostRank(
-                f"{len(missing)} of {size} ranks did not come within {seconds:g} s: {some} (others are on {', '.join(sorted(met))}): see what they say"
+                f"{len(missing)} of {size} ranks did not come within {seconds:g} s: {some} "
+                f"(others are on {', '.join(nodes)}): see what they say"
             )
         time.sleep(0.02)
 
 
-def wait_for_first(store: dist.Store, key: str) -> str:
-    """A word that the first rank sets. Raises `LostRank` where it does not come."""
+def wait_for_value(store: dist.Store, key: str) -> str:
+    """Return a value once the first rank has set it. Raises `LostRank` where it does not."""
     try:
         store.wait([key], process.start_timeout() + timedelta(seconds=2 * LOOK_SECONDS))
         return store.get(key).decode()
     except RuntimeError as error:  # DistStoreError, DistNetworkError
         raise LostRank(
-            f"rank {process.rank()} on {process.node()} lost rank 0 at the start ({str(error).splitlines()[0]}): see what that one says"
+            f"rank {process.rank()} on {process.node()} lost rank 0 at the start "
+            f"({str(error).splitlines()[0]}): see what that one says"
         ) from None
 
 
@@ -125,33 +135,44 @@ class Token:
     """A file by which the first rank shows the others that they share a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.file, self.problem = folder / ".shared", ""
+        self.file = folder / ".shared"
+        self.problem = ""
+        """What is wrong with the folder as this machine sees it; empty if nothing is."""
 
     def write(self) -> str:
-        """Write the file; its text, or nothing where that cannot be done."""
+        """Write the file, and return its text; an empty one where that cannot be done."""
         text = secrets.token_hex()
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(text)
         except OSError as error:
-            self.problem = f"cannot write to {self.file.parent} ({error.strerror}): set run.folder to a folder that it can write"
+            self.problem = (
+                f"cannot write to {self.file.parent} ({error.strerror}): "
+                "set run.folder to a folder that it can write"
+            )
             return ""
         return text
 
-    def look(self, text: str) -> str:
-        """What is wrong with the folder as this machine sees it: nothing where it has `text` and can be written."""
+    def check(self, text: str) -> None:
+        """Check that this machine sees the file with `text`, and can write beside it."""
         deadline = time.monotonic() + LOOK_SECONDS
         while not self._has(text):
             if time.monotonic() > deadline:
-                return f"does not see what the first machine writes to {self.file.parent}: set run.folder to a file system that all share"
+                self.problem = (
+                    f"does not see what the first machine writes to {self.file.parent}: "
+                    "set run.folder to a file system that all share"
+                )
+                return
             time.sleep(0.1)
         try:
             mine = self.file.with_name(f".shared-{process.rank()}")
             mine.touch()
             mine.unlink()
         except OSError as error:
-            return f"cannot write to {self.file.parent} ({error.strerror}): set run.folder to a folder that all machines can write"
-        return ""
+            self.problem = (
+                f"cannot write to {self.file.parent} ({error.strerror}): "
+                "set run.folder to a folder that all machines can write"
+            )
 
     def _has(self, text: str) -> bool:
         try:
@@ -161,7 +182,7 @@ class Token:
 
 
 def code_hash() -> str:
-    """A hash of this package's sources."""
+    """Return a hash of this package's sources."""
     package = Path(__file__).parents[1]
     return digest(
         b"".join(
@@ -172,60 +193,60 @@ def code_hash() -> str:
 
 
 def data_hash(config: ResolvedConfig) -> str:
-    """A hash of what the data's manifest says; nothing where there is none yet."""
+    """Return a hash of the data's manifest; an empty one where there is none yet."""
     manifest = Path(config.data.path) / "manifest.json"
     return digest(manifest.read_bytes()) if manifest.exists() else ""
 
 
 def device_name() -> str:
-    """What this rank computes on."""
+    """Return the name of what this rank computes on."""
     return torch.cuda.get_device_name(process.local_rank()) if torch.cuda.is_available() else "cpu"
 
 
 def digest(content: bytes) -> str:
-    """The beginning of its SHA-256."""
+    """Return the beginning of a SHA-256."""
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def differences(everyone: list[Facts]) -> list[str]:
-    """What must be the same and is not: a line for each machine and matter."""
-    first, lines = everyone[0], []
-    for facts in everyone:
-        lines += [
-            f"{facts.node} {what} than {first.node} ({getattr(facts, name) or 'none'} instead of {getattr(first, name) or 'none'}): {remedy}"
-            for name, (what, remedy) in COMMON.items()
-            if getattr(facts, name) != getattr(first, name)
-        ]
-        lines += [f"{facts.node} {facts.folder}"] if facts.folder else []
+def differences(reports: list[RankReport]) -> list[str]:
+    """Return a line for each machine and each thing that must be the same and is not."""
+    first, lines = reports[0], []
+    for report in reports:
+        for name, (difference, remedy) in COMMON.items():
+            ours, theirs = getattr(report, name), getattr(first, name)
+            if ours != theirs:
+                lines.append(
+                    f"{report.node} {difference} than {first.node} "
+                    f"({ours or 'none'} instead of {theirs or 'none'}): {remedy}"
+                )
+        if report.folder:
+            lines.append(f"{report.node} {report.folder}")
     return list(dict.fromkeys(lines))
 
 
-def describe(everyone: list[Facts]) -> str:
-    """The cluster in lines, with what is odd but no mistake; nothing for a single machine."""
-    ranks = Counter(facts.node for facts in everyone)
+def describe(reports: list[RankReport]) -> str:
+    """Return the cluster in lines, with what is unusual; nothing for a single machine."""
+    ranks = Counter(report.node for report in reports)
     if len(ranks) == 1:
         return ""
-    some = ", ".join(list(ranks)[:8]) + (", ..." if len(ranks) > 8 else "")
-    devices = Counter(facts.device for facts in everyone)
-    spread = max(facts.clock for facts in everyone) - min(facts.clock for facts in everyone)
+    nodes = ", ".join(list(ranks)[:8]) + (", ..." if len(ranks) > 8 else "")
+    counts = " or ".join(map(str, sorted(set(ranks.values()))))
+    devices = Counter(report.device for report in reports)
+    names = ", ".join(f"{count} x {device}" for device, count in devices.items())
+    slow = min(reports, key=lambda report: report.clock)
+    fast = max(reports, key=lambda report: report.clock)
+    spread = fast.clock - slow.clock
     lines = [
-        f"cluster   {len(ranks)} machines ({some}), {' or '.join(map(str, sorted(set(ranks.values()))))} ranks on each: "
-        f"{', '.join(f'{count} x {device}' for device, count in devices.items())}; clocks within {spread:.2f} s"
+        f"cluster   {len(ranks)} machines ({nodes}), {counts} ranks on each: {names}; "
+        f"clocks within {spread:.2f} s"
     ]
     if len(devices) > 1:
-        odd = {
-            device: next(facts.node for facts in everyone if facts.device == device)
-            for device in devices
-        }
-        lines.append(
-            f"warning   devices differ, and the slowest sets the pace: {', '.join(f'{device} on {node}' for device, node in odd.items())}"
-        )
+        first = {device: next(r.node for r in reports if r.device == device) for device in devices}
+        places = ", ".join(f"{device} on {node}" for device, node in first.items())
+        lines.append(f"warning   devices differ, and the slowest sets the pace: {places}")
     if spread > CLOCK_SECONDS:
-        slow, fast = (
-            min(everyone, key=lambda facts: facts.clock),
-            max(everyone, key=lambda facts: facts.clock),
-        )
         lines.append(
-            f"warning   the clock of {slow.node} is {spread:.1f} s behind that of {fast.node}: times in their logs do not compare"
+            f"warning   the clock of {slow.node} is {spread:.1f} s behind that of {fast.node}: "
+            "times in their logs do not compare"
         )
     return "\n".join(lines)

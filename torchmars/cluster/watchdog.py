@@ -1,4 +1,4 @@
-"""Finds a rank that hangs, and says where every rank stands."""
+"""The watchdog: it finds a rank that hangs, and reports where every rank stands."""
 
 import contextlib
 import faulthandler
@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch._C._distributed_c10d as c10d
 
@@ -20,197 +20,217 @@ from torchmars.parallel.layout import Layout
 
 PACKAGE = str(Path(__file__).parents[1])
 GRACE_SECONDS = 10.0  # for the other ranks to notice too
-BLOCKED = "Timeout ("  # so the interpreter's own watchdog begins
+BLOCKED = "Timeout ("  # how the interpreter's own watchdog begins
 
 
 class Watchdog:
-    """`with Watchdog(...) as watchdog:` ends the process with code 70 once `seconds` have passed since the last `watchdog.beat`.
+    """Ends the process with code 70 once `seconds` have passed since its last heartbeat.
 
-    Before that, each rank writes the stacks of its threads to `folder`/rank-00000.txt and what torch's flight recorder has of collectives to
-    `folder`/flight_0, which `torchfrtrace` reads. The first rank that can prints a line for each.
-    0 seconds: it watches nothing.
+    `with Watchdog(...) as watchdog:`, and `watchdog.beat(...)` from time to time. Before the end
+    each rank writes the stacks of its threads to `folder`/rank-00000.txt, and what torch's flight
+    recorder has of collectives to `folder`/flight_0, which `torchfrtrace` reads. The first rank
+    that can prints a line for each. 0 seconds: it watches nothing.
     """
 
-    def __init__(self, folder: Path, layout: Layout, seconds: float, aside: str) -> None:
-        """`aside` names a process group whose collectives are another thread's: a save's."""
-        self.folder, self.layout, self.seconds, self.aside = folder, layout, seconds, aside
-        self.file = file_of(folder, layout.world.rank)
+    def __init__(self, folder: Path, layout: Layout, seconds: float, save_group: str) -> None:
+        """`save_group` names the process group whose collectives are those of the save thread."""
+        self.folder, self.layout, self.seconds = folder, layout, seconds
+        self.save_group = save_group
         self.on_gpu = layout.device.type == "cuda"
+        self.file = report_file(folder, layout.world.rank)
+        self.stream: TextIO | None = None  # of `file`, while it watches
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.ended = threading.Event()
-        self.beat("the first step")
+        self.activity, self.last_beat = "the first step", time.monotonic()
 
     def __enter__(self) -> "Watchdog":
         if self.seconds:
             self.layout.agree(self._open)
-            self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._arm()
+            self._postpone_dump()
             self.thread.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self.seconds:
+        if self.stream is not None:
             self.ended.set()
             self.thread.join()
             faulthandler.cancel_dump_traceback_later()
             self.stream.close()
             self.file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # the last one tidies up
+            with contextlib.suppress(OSError):  # the last rank deletes the folder
                 self.folder.rmdir()
 
+    def beat(self, activity: str) -> None:
+        """Make a heartbeat: this rank does not hang, and `activity` comes next."""
+        self.activity, self.last_beat = activity, time.monotonic()
+
     def _open(self) -> None:
-        """Make the file now: when a rank hangs may be too late."""
+        """Open the file now: when a rank hangs may be too late."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for old in (self.file, self._flight()):
+            for old in (self.file, self._flight_file()):
                 old.unlink(missing_ok=True)
             self.stream = self.file.open("w")
             print(f"process {os.getpid()} on {process.node()}", file=self.stream, flush=True)
         except OSError as error:
             raise UserError(
-                f"cannot write to {self.folder}: {error.strerror}: make room, or set run.folder to a folder you can write"
+                f"cannot write to {self.folder}: {error.strerror}: "
+                "make room, or set run.folder to a folder you can write"
             ) from None
-
-    def beat(self, doing: str) -> None:
-        """Say that all is well, and what comes next."""
-        self.doing, self.at = doing, time.monotonic()
 
     def _watch(self) -> None:
         poll = min(1.0, self.seconds / 4)
         while not self.ended.wait(poll):
-            self._arm()
-            if time.monotonic() - self.at > self.seconds:
+            self._postpone_dump()
+            if time.monotonic() - self.last_beat > self.seconds:
                 faulthandler.cancel_dump_traceback_later()
                 try:
                     self._report()
                 finally:
                     os._exit(EXIT_HUNG)
 
-    def _arm(self) -> None:
+    def _postpone_dump(self) -> None:
         """Put off the interpreter's own watchdog: it writes the stacks and ends the process with 1.
 
-        It is for a process where not even the watching thread gets its turn. By then the other
-        ranks have said where they stand. The launcher makes 70 of the 1.
+        It is for a process in which not even the watching thread gets its turn. By then the other
+        ranks have reported where they stand. The launcher makes 70 of the 1.
         """
+        assert self.stream is not None
         seconds = self.seconds + 3 * GRACE_SECONDS
         faulthandler.dump_traceback_later(seconds, exit=True, file=self.stream)
 
     def _report(self) -> None:
-        main = sys._current_frames()[threading.main_thread().ident]
-        mine = f"rank {self.layout.world.rank}: {time.monotonic() - self.at:.0f} s in {self.doing}: {where(main, self._recorded())}"
+        """Write where this rank stands. The first rank that can prints what all have written."""
+        assert self.stream is not None
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        place = describe_place(sys._current_frames()[main_thread], self._recorded_collectives())
+        rank, size = self.layout.world.rank, self.layout.world.size
+        seconds = time.monotonic() - self.last_beat
         with contextlib.suppress(OSError):
-            print(mine, file=self.stream, flush=True)
+            line = f"rank {rank}: {seconds:.0f} s in {self.activity}: {place}"
+            print(line, file=self.stream, flush=True)
             faulthandler.dump_traceback(self.stream)
-            self._flight().write_bytes(
-                (c10d._dump_nccl_trace if self.on_gpu else c10d._dump_fr_trace)()
-            )
+            self._flight_file().write_bytes(flight_record(self.on_gpu))
         silent = self._wait_for_others()
-        if self.layout.world.rank == min(set(range(self.layout.world.size)) - silent):
-            say(hang_report(self.folder, self.layout.world.size, self.seconds), error=True)
+        if rank == min(set(range(size)) - silent):
+            say(hang_report(self.folder, size, self.seconds), error=True)
 
     def _wait_for_others(self) -> set[int]:
-        """Wait until every rank has written its word; those that do not."""
+        """Wait until every rank has written where it stands; return those that did not."""
         silent = set(range(self.layout.world.size)) - {self.layout.world.rank}
         deadline = time.monotonic() + GRACE_SECONDS
-        while silent := {rank for rank in silent if word_of(self.folder, rank) is None}:
+        while silent := {rank for rank in silent if place_of(self.folder, rank) is None}:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)
         return silent
 
-    def _recorded(self) -> list[dict[str, Any]]:
-        """The collectives of this rank, without those of the save thread, by torch's flight recorder (private API, torch 2.11 to 2.13)."""
-        dump = (
-            c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False)
-            if self.on_gpu
-            else c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
-        )
+    def _recorded_collectives(self) -> list[dict[str, Any]]:
+        """Return the collectives of this rank without those of the save thread."""
         return [
             entry
-            for entry in json.loads(dump).get("entries", [])
-            if entry["process_group"][0] != self.aside
+            for entry in recorded_collectives(self.on_gpu)
+            if entry["process_group"][0] != self.save_group
         ]
 
-    def _flight(self) -> Path:
+    def _flight_file(self) -> Path:
         return self.folder / f"flight_{self.layout.world.rank}"
 
 
-def file_of(folder: Path, rank: int) -> Path:
-    """Where a rank writes its process, its word once it finds a hang, and its stacks."""
+# torch's flight recorder: private API, torch 2.11 to 2.13, which torch's stubs leave out.
+
+
+def flight_record(on_gpu: bool) -> bytes:
+    """Return what the flight recorder has, for `torchfrtrace`."""
+    dump = c10d._dump_nccl_trace if on_gpu else c10d._dump_fr_trace  # type: ignore[attr-defined]
+    return dump()
+
+
+def recorded_collectives(on_gpu: bool) -> list[dict[str, Any]]:
+    """Return the collectives that the flight recorder has, oldest first."""
+    dump = c10d._dump_nccl_trace_json if on_gpu else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+    return json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+
+
+def report_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank: its process, then where it stood when it hung, and its stacks."""
     return folder / f"rank-{rank:05d}.txt"
 
 
-def lines_of(folder: Path, rank: int) -> list[str]:
-    """The lines of a rank's file; none where there is no file."""
+def read_lines(folder: Path, rank: int) -> list[str]:
+    """Return the lines of a rank's file; none where there is no file."""
     with contextlib.suppress(OSError):
-        return file_of(folder, rank).read_text(errors="replace").splitlines()
+        return report_file(folder, rank).read_text(errors="replace").splitlines()
     return []
 
 
-def word_of(folder: Path, rank: int) -> str | None:
-    """What a rank that has found a hang wrote of itself."""
-    words = (line for line in lines_of(folder, rank) if line.startswith(f"rank {rank}: "))
-    return next(words, None)
+def place_of(folder: Path, rank: int) -> str | None:
+    """Return the line in which a rank wrote where it stands; None where it did not."""
+    lines = read_lines(folder, rank)
+    return next((line for line in lines if line.startswith(f"rank {rank}: ")), None)
 
 
 def was_blocked(folder: Path, rank: int, process: int) -> bool:
-    """Whether this process of a rank was ended by the interpreter's own watchdog."""
-    lines = lines_of(folder, rank) or [""]
+    """Return whether the interpreter's own watchdog has ended this process of a rank."""
+    lines = read_lines(folder, rank) or [""]
     return lines[0].startswith(f"process {process} on ") and is_blocked(lines)
 
 
 def is_blocked(lines: list[str]) -> bool:
-    """Whether these lines of a rank are by the interpreter's own watchdog."""
+    """Return whether the interpreter's own watchdog wrote to these lines of a rank."""
     return any(line.startswith(BLOCKED) for line in lines)
 
 
 def hang_report(folder: Path, ranks: int, seconds: float) -> str:
-    """Where each rank stands, in lines, by what the ranks left in `folder`."""
+    """Return where each rank stands, in lines, by what the ranks left in `folder`."""
     head = f"error: no step for guards.hang_seconds = {seconds:g} s; stacks are in {folder}:"
-    words = [word_of(folder, rank) or silence_of(folder, rank) for rank in range(ranks)]
-    return "\n  ".join([head, *words])
+    places = (place_of(folder, rank) or describe_silent(folder, rank) for rank in range(ranks))
+    return "\n  ".join([head, *places])
 
 
-def silence_of(folder: Path, rank: int) -> str:
-    """What is known of a rank that wrote no word."""
-    lines = lines_of(folder, rank)
+def describe_silent(folder: Path, rank: int) -> str:
+    """Return what is known of a rank that did not write where it stands."""
+    lines = read_lines(folder, rank)
     innermost = [
         line.strip() for before, line in zip(lines, lines[1:]) if "most recent call first" in before
     ]
     if is_blocked(lines) and innermost:  # the main thread comes last
         return f"rank {rank}: blocked outside Python in {innermost[-1]}"
-    process = lines[0] if lines else "its process"
-    return f"rank {rank}: no word; {process} is stopped, dead or blocked outside Python"
+    name = lines[0] if lines else "its process"
+    return f"rank {rank}: no word; {name} is stopped, dead or blocked outside Python"
 
 
-def where(frame: Any, recorded: list[dict[str, Any]]) -> str:
-    """Where a thread stands, in words: the collective it waits in, if it does, and the line of this package that called it.
+def describe_place(frame: Any, recorded: list[dict[str, Any]]) -> str:
+    """Return where a thread stands, in words, and the line of this package that called it.
 
-    On NCCL, whose collectives run beside the host, it is the first of those `recorded` that has not completed. gloo records beginnings
-    only: there it is the last one, if the thread is inside torch.distributed.
+    Where it waits in a collective, that is named. On NCCL, whose collectives run beside the host,
+    it is the first of those `recorded` that has not completed. gloo records beginnings only: there
+    it is the last one, if the thread is inside torch.distributed.
     """
     stack = traceback.extract_stack(frame)
-    inner, own = (
-        stack[-1],
-        next((entry for entry in reversed(stack) if entry.filename.startswith(PACKAGE)), stack[0]),
-    )
+    inner = stack[-1]
+    ours = (entry for entry in reversed(stack) if entry.filename.startswith(PACKAGE))
+    own = next(ours, stack[0])
     pending = [
         entry
         for entry in recorded
         if entry["profiling_name"].startswith("nccl:") and entry["state"] != "completed"
     ]
-    if not pending and any(
-        f"torch{os.sep}distributed" in entry.filename for entry in stack[stack.index(own) + 1 :]
-    ):
+    called = stack[stack.index(own) + 1 :]
+    if not pending and any(f"torch{os.sep}distributed" in entry.filename for entry in called):
         pending = recorded[-1:]
     if pending:
-        place = f"waiting in the collective {name_of(pending[0])}"
+        place = f"waiting in the collective {describe_collective(pending[0])}"
     else:
-        place = f"in {inner.name} ({inner.filename}:{inner.lineno}), in no collective" + (
-            f"; the last was {name_of(recorded[-1])}" if recorded else ""
-        )
+        place = f"in {inner.name} ({inner.filename}:{inner.lineno}), in no collective"
+        place += f"; the last was {describe_collective(recorded[-1])}" if recorded else ""
     return f"{place}; called from {own.name} ({Path(own.filename).name}:{own.lineno})"
 
 
-def name_of(entry: dict[str, Any]) -> str:
-    """A collective in words."""
-    return f"{entry['profiling_name']} number {entry['collective_seq_id']} of group {entry['process_group'][0]}, sizes {entry['input_sizes']}"
+def describe_collective(entry: dict[str, Any]) -> str:
+    """Return a collective of the flight recorder in words."""
+    return (
+        f"{entry['profiling_name']} number {entry['collective_seq_id']} "
+        f"of group {entry['process_group'][0]}, sizes {entry['input_sizes']}"
+    )

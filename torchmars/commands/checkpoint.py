@@ -14,12 +14,12 @@ from torchmars.checkpoint.folder import (
     DELETED,
     checkpoints,
     delete_all,
-    dispensable,
     leftovers,
     step_of,
+    steps_to_delete,
 )
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.resume import opened
+from torchmars.checkpoint.resume import read_verified
 from torchmars.config.fields import Count
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
@@ -89,7 +89,7 @@ def list_checkpoints(options: List, folder: Path, found: list[Path]) -> None:
     rows = [("step", "ranks", "validation loss", "MiB", "state")]
     for path in found:
         try:
-            manifest = opened(path, "size")
+            manifest = read_verified(path, "size")
         except DamagedCheckpoint as error:
             rows.append((str(step_of(path)), "", "", "", f"damaged: {error}"))
             continue
@@ -160,7 +160,7 @@ def not_kept(options: Prune, good: dict[Path, CheckpointManifest]) -> list[Path]
         for path, manifest in good.items()
         if manifest.validation_loss is not None
     }
-    steps = dispensable(list(by_step), losses, replace(settings, **given))
+    steps = steps_to_delete(list(by_step), losses, replace(settings, **given))
     return [by_step[step] for step in steps]
 
 
@@ -172,7 +172,7 @@ def read_all(found: list[Path]) -> tuple[dict[Path, CheckpointManifest], list[Pa
     good, other = {}, []
     for path in found:
         try:
-            good[path] = opened(path, "full")
+            good[path] = read_verified(path, "full")
         except (DamagedCheckpoint, OtherVersion) as error:
             say(str(error))
             if isinstance(error, OtherVersion):

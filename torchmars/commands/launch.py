@@ -33,7 +33,7 @@ from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
 from torchmars.config.load import load_config
 from torchmars.core.bounds import Range
-from torchmars.core.errors import LAST_WORD, UserError, reported
+from torchmars.core.errors import EXIT_CODE_FILE, UserError, reported
 from torchmars.core.typed import make
 from torchmars.training.preparation import prepare_run
 
@@ -81,7 +81,7 @@ def main(options: list[str] | None = None) -> None:
             args.local_addr = args.local_addr or address
             args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
         logs = RankLogs(config.run.path / "logs", Path(scratch), shown)
-        os.environ[LAST_WORD] = str(logs.last_word)
+        os.environ[EXIT_CODE_FILE] = str(logs.exit_code_file)
         code = launch(args, logs, config)
     # A negative code is the signal that ended the rank.
     sys.exit(code if code >= 0 else 128 - code)

@@ -1,4 +1,4 @@
-"""Printing that does not end a run where the terminal is gone or the log's disk is full."""
+"""The console. A terminal that is gone or a log on a full disk must not end a run."""
 
 import os
 import select
@@ -7,17 +7,17 @@ from typing import TextIO
 
 
 def say(text: str, error: bool = False) -> None:
-    """Print a line at once on stdout, or on stderr for an `error`.
+    """Print a line at once, on stdout or, for an `error`, on stderr.
 
     What cannot be written is dropped.
     """
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, file=stream, flush=True)
-    except UnicodeEncodeError:  # of a terminal that knows fewer characters
+    except UnicodeEncodeError:  # the terminal knows fewer characters
         say(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding), error)
     except OSError:
-        _discard(stream.fileno(), stream)
+        _discard(stream)
 
 
 def finish() -> None:
@@ -26,22 +26,22 @@ def finish() -> None:
         if sys.stdout:
             sys.stdout.flush()
     except OSError:
-        _discard(sys.stdout.fileno(), sys.stdout)
+        _discard(sys.stdout)
 
 
 def unread() -> bool:
-    """Whether whoever read stdout has gone, as `head` goes when it has seen enough."""
+    """Return whether the reader of stdout has gone, as `head` goes when it has seen enough."""
     try:
         poll = select.poll()
         poll.register(sys.stdout, 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
-    except OSError:  # no stream of the system's
+    except OSError:  # no stream of the system
         return False
 
 
-def _discard(descriptor: int, stream: TextIO) -> None:
-    # The stream keeps what it could not write, and would fail with it for ever: let it write that
-    # to nowhere.
+def _discard(stream: TextIO) -> None:
+    """Drop what a stream could not write. It keeps that, and would fail with it for ever."""
+    descriptor = stream.fileno()
     kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     stream.flush()

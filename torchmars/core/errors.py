@@ -1,4 +1,4 @@
-"""What can go wrong outside the code, how a command reports it, and the exit codes."""
+"""Errors that are not mistakes of the code, how a command reports them, and exit codes."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to go on
 
 LONGEST = 1000  # characters of an error line
-# Names the file in which a rank leaves its exit code for its launcher.
-LAST_WORD = "TORCHMARS_LAST_WORD"
+# The environment variable with the file in which a rank leaves its exit code for its launcher.
+EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
 
 
 class UserError(Exception):
@@ -26,12 +26,12 @@ class UserError(Exception):
 class LostRank(Exception):
     """Another rank is gone, or never came.
 
-    What happened to that one is what matters. This error says only where to look.
+    What happened to it is what matters. This says only where to look.
     """
 
 
 class NoTraffic(Exception):
-    """The rendezvous is complete, but the ranks cannot exchange data.
+    """The ranks are connected, but cannot exchange data.
 
     The network's settings are wrong, or another rank has died.
     """
@@ -41,8 +41,8 @@ class NoTraffic(Exception):
 def reported(quiet: bool = False) -> Iterator[None]:
     """End the process with code 2 and one line on stderr when the body raises `UserError`.
 
-    `quiet` leaves out the line: for every rank but the first, which prints it for all. Ctrl-C ends
-    the process with 130. A reader of stdout that has seen enough (`--help | head`) is no error.
+    `quiet` ends it without the line: for every rank but the first, which prints it for all. Ctrl-C
+    ends it with 130. A reader of stdout that has seen enough (`--help | head`) is no error.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def reported(quiet: bool = False) -> Iterator[None]:
 
 
 def say_error(error: object) -> None:
-    """Print one line on stderr; the middle of a very long one is left out."""
+    """Print one line on stderr. The middle of a very long one is left out."""
     text = " ".join(str(error).split())
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     if len(text) > LONGEST:
@@ -70,7 +70,10 @@ def say_error(error: object) -> None:
 
 
 def report_failure(error: Exception) -> None:
-    """Print one line on stderr, and leave it in a file for this rank's launcher."""
+    """Print one line on stderr, and leave it in a file for this rank's launcher.
+
+    The launcher prints last what failed first.
+    """
     # Not at the top: a mistake must be reported without the seconds that torch takes to import.
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -78,15 +81,15 @@ def report_failure(error: Exception) -> None:
     say_error(error)
 
 
-def last_word(code: int) -> int:
+def leave_exit_code(code: int) -> int:
     """Leave this rank's exit code for its launcher, if there is one.
 
-    Returns the code that the process must then end with.
+    Returns the code with which the process must then end.
     """
-    if LAST_WORD not in os.environ:
+    if EXIT_CODE_FILE not in os.environ:
         return code
     try:
-        Path(os.environ[LAST_WORD]).write_text(str(code))
+        Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))
     except OSError:  # a launcher that is gone may have taken the folder along
         return code
     return 0

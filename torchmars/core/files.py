@@ -20,13 +20,16 @@ LARGEST = 2**30  # bytes of a text file that is read whole
 
 
 def misfit(path: Path | str, kind: Literal["file", "folder"]) -> str:
-    """Why `path` cannot be a regular file or a folder, existing or new; nothing where it can."""
+    """Return why `path` cannot be a regular file or a folder; an empty text where it can.
+
+    It need not exist.
+    """
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return ""
     except OSError as error:
-        return error.strerror
+        return str(error.strerror)
     except ValueError:  # a NUL character, or half of one that UTF-16 has in two
         return "its characters cannot be those of a path"
     if kind == "folder":
@@ -37,9 +40,9 @@ def misfit(path: Path | str, kind: Literal["file", "folder"]) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file. Raises `OSError` for anything else.
+    """Return the content of a regular file. Raises `OSError` for anything else.
 
-    That is not even opened: whoever opens a FIFO waits for its other end.
+    Anything else is not even opened: whoever opens a FIFO waits for its other end.
     """
     if wrong := misfit(path, "file"):
         raise OSError(errno.EINVAL, wrong, str(path))
@@ -51,7 +54,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file in UTF-8. Raises `OSError` and `UnicodeDecodeError`."""
+    """Return the text of a regular file in UTF-8. Raises `OSError` and `UnicodeDecodeError`."""
     return read_bytes(path).decode()
 
 
@@ -76,7 +79,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of what is in a file. Raises `OSError`."""
+    """Return the SHA-256 of a file's content. Raises `OSError`."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -92,18 +95,17 @@ def remove(path: Path) -> None:
 def lock(file: Path, doing: str, patience: float = 60.0) -> None:
     """Keep other processes from what this one is `doing` for as long as it lives.
 
-    Waits `patience` seconds for one that is about to end. Raises `UserError` where it does not.
-    The file says which process has the lock.
+    It waits `patience` seconds for one that is about to end. Raises `UserError` where that one does
+    not. The file names the process that has the lock.
     """
-    with contextlib.suppress(
-        OSError
-    ):  # a folder that cannot be written, as will be said later, or a file system without locks
+    # The folder may not be writable, which is reported later; the file system may have no locks.
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
-        deadline, told = time.monotonic() + patience, False
+        deadline, waiting = time.monotonic() + patience, False
         while True:
             try:
-                # Not flock: that would live on in a rank's helpers.
+                # Not flock: a rank's helper processes would keep that lock.
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 owner = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown which"
@@ -111,9 +113,9 @@ def lock(file: Path, doing: str, patience: float = 60.0) -> None:
                     raise UserError(
                         f"another process is {doing}: stop it first ({owner})"
                     ) from None
-                if not told:
+                if not waiting:
                     say(f"waiting for another process that is {doing} ({owner})")
-                told = True
+                waiting = True
                 time.sleep(0.5)
                 continue
             os.ftruncate(descriptor, 0)
@@ -124,9 +126,9 @@ def lock(file: Path, doing: str, patience: float = 60.0) -> None:
 
 
 def is_gone(file: Path) -> bool:
-    """Whether a file that was there is not any more.
+    """Return whether a file that existed does not exist any more.
 
-    A file system that cannot be asked just now does not count.
+    Where the file system cannot be asked just now, it counts as existing.
     """
     try:
         file.stat()

@@ -49,7 +49,7 @@ class Format:
     remedy: str
     """What to do with a file of a version that is not read."""
     renamed: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    """Entries that got another name, by the last version with the old one. Dots lead into tables."""
+    """New names of entries by old ones, by the last version with the old. Dots lead into tables."""
     added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """What new entries would have said in older files, by the last version without them."""
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
+from torchmars.metrics.throughput import (
+    GIB,
+    PLANNED_FLOPS,
+    PLANNED_GPU,
+    PLANNED_MEMORY,
+    PLANNED_NETWORK,
+)
 from torchmars.planning.plan import Plan
-
-GIB = 2**30
-# An H100 in a cluster.
-MEMORY = 72 * GIB  # of 80: CUDA, NCCL and a fragmented allocator take the rest
-SPEED = 400e12  # model FLOP/s that it reaches
-NETWORK = 50e9  # bytes per second: 400 Gb/s
 
 OPTIMIZER_SHARE = 0.1  # of a step, from which on an uneven plan is felt
 # Epochs after which data read again is worth less than new data: Muennighoff et al., arXiv
@@ -36,15 +37,15 @@ def of_memory(plan: Plan) -> Iterator[str]:
     """Yield warnings of what does not fit, or is larger than it need be."""
     simulation, gradient = plan.simulation, 4 * plan.parameters
     microbatch_size, accumulation_steps = plan.microbatches
-    if plan.per_node and simulation.peak > MEMORY:
+    if plan.per_node and simulation.peak > PLANNED_MEMORY:
         remedy = "lower training.seq_len, or take a smaller model"
-        if accumulation_steps > 1 and gradient > MEMORY / 2:
+        if accumulation_steps > 1 and gradient > PLANNED_MEMORY / 2:
             remedy = "use more ranks, so that a step is one microbatch"
         elif microbatch_size > 1:
             remedy = f"lower training.microbatch_size = {microbatch_size}"
         yield (
-            f"the peak of {simulation.peak / GIB:.1f} GiB does not fit a GPU of 80 GiB, "
-            f"which leaves about {MEMORY / GIB:.0f}: {remedy}"
+            f"the peak of {simulation.peak / GIB:.1f} GiB does not fit a GPU of "
+            f"{PLANNED_GPU.memory_gib} GiB, which leaves about {PLANNED_MEMORY / GIB:.0f}: {remedy}"
         )
     if accumulation_steps > 1 and plan.layout.world.size > 1:
         yield (
@@ -77,12 +78,14 @@ def of_network(plan: Plan) -> Iterator[str]:
         )
     microbatch_size, _ = plan.microbatches
     length = microbatch_size * plan.config.training.seq_len
-    needed = SPEED / (NETWORK * per_node)  # the ranks of a machine receive for each other
+    needed = PLANNED_FLOPS / (
+        PLANNED_NETWORK * per_node
+    )  # the ranks of a machine receive for each other
     if length >= needed:
         return
     simulation = plan.simulation
     state = simulation.weights + simulation.gradients + simulation.optimizer_state
-    fits = state * shards / per_node + simulation.activations + simulation.gathered < MEMORY
+    fits = state * shards / per_node + simulation.activations + simulation.gathered < PLANNED_MEMORY
     replicas = f"parallelism.dp_replicate = {nodes} gathers inside machines and fits; or "
     yield (
         f"{length:,} tokens of a microbatch on each gathering of the weights over {nodes} "

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
-from torchmars.planning.advice import GIB, advice
+from torchmars.metrics.throughput import GIB
+from torchmars.planning.advice import advice
 from torchmars.planning.plan import Plan
 from torchmars.training.summary import summary
 

@@ -15,7 +15,7 @@ from torchmars.core.files import lock
 from torchmars.data.loader import Loader, Windows
 from torchmars.data.shards import SPLITS, DataManifest, check_shards
 from torchmars.data.tokenizer import TOKENIZERS
-from torchmars.metrics.metrics import Metrics
+from torchmars.metrics.metrics import open_metrics
 from torchmars.models import Model, build_meta_model
 from torchmars.models.initialize import init_weights
 from torchmars.optim.precision import multiplies_bfloat16
@@ -23,7 +23,7 @@ from torchmars.parallel.layout import Layout
 from torchmars.parallel.recipe import parallelize
 from torchmars.training.checkpointer import Checkpointer
 from torchmars.training.optimizer import build_optimizer
-from torchmars.training.preparation import prepare_data
+from torchmars.training.preparation import prepare_data, write_resolved_config
 from torchmars.training.progress import Progress
 from torchmars.training.schedule import Schedule
 from torchmars.training.summary import introduction
@@ -57,7 +57,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     model = place_model(config.model, training, seed, data.vocab_size, layout)
     optimizer = build_optimizer(config.optimizer, training.max_grad_norm, model, layout)
 
-    saver = Saver(config, layout)
+    saver = Saver(config.checkpoint, config.run.checkpoints, layout)
     seed_rng(seed, 0, layout.group("random").rank)
     lock_file = config.run.path / "lock"
     layout.on_first(lambda: lock(lock_file, f"training the run {config.run.path}"))
@@ -74,14 +74,16 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         TOKENIZERS[config.data.tokenizer](),
         layout,
     )
-    metrics = Metrics(
+    complete = resumed.state.step >= training.steps
+    if not complete:
+        layout.on_first(lambda: write_resolved_config(config))
+    metrics = open_metrics(
+        layout,
         config,
-        layout.first,
         resumed.state.step,
         resumed.state.validation_loss is not None,
-        layout.device,
-        layout.world.size,
         model.flops_per_token(),
+        write=not complete,
     )
     lines = introduction(config, layout, model, optimizer, data, fast, resumed)
     return Trainer(

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import open_source
-from torchmars.checkpoint.resume import check_same_run, newest_good, opened
+from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_text
@@ -14,7 +14,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
 from torchmars.data import shards
 from torchmars.data.prepare import prepare_shards
-from torchmars.metrics.metrics import check_writers
+from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model
 from torchmars.training.optimizer import build_optimizer
 
@@ -26,7 +26,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     """
     process.check_devices(ranks // nodes)
     config.training.microbatches(config.parallelism.degrees(ranks).data)
-    check_writers(config.metrics)
+    check_trackers(config.metrics)
     manifest = prepare_data(config)
     shards.check_shards(manifest, Path(config.data.path))
     check_resume(config, manifest)
@@ -58,7 +58,7 @@ def check_resume(config: ResolvedConfig, manifest: shards.DataManifest) -> None:
     level: Literal["off", "size"] = "off" if config.checkpoint.verify == "off" else "size"
     found = newest_good(
         checkpoints(config.run.checkpoints),
-        lambda path: opened(path, level),
+        lambda path: read_verified(path, level),
         warn=lambda text: None,
     )
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len)

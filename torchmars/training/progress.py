@@ -4,7 +4,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torchmars.config import TrainingConfig
-from torchmars.metrics.metrics import Metrics, Stopwatch
+from torchmars.metrics.metrics import Metrics
+from torchmars.metrics.throughput import Stopwatch
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.training.state import RunState
@@ -35,10 +36,6 @@ class Progress:
         for line in self.introduction:
             self.layout.say(line)
 
-    def open(self) -> None:
-        """Open metrics.jsonl and the other writers."""
-        self.layout.on_first(self.metrics.open)
-
     def close(self) -> None:
         """Flush and close every writer."""
         self.metrics.close()
@@ -49,7 +46,7 @@ class Progress:
 
     def paused(self) -> AbstractContextManager[None]:
         """Leave the time of the body out of the throughput."""
-        return self.metrics.paused()
+        return self.metrics.throughput.paused()
 
     def rewind(self, state: RunState, checkpoint: Path) -> None:
         """Report that the run went back to `checkpoint`; later steps are reported anew."""

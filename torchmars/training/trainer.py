@@ -15,7 +15,6 @@ from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.guards import SpikeGuard
-from torchmars.training.preparation import write_resolved_config
 from torchmars.training.progress import Progress
 from torchmars.training.schedule import Schedule
 from torchmars.training.step import backward
@@ -62,8 +61,6 @@ class Trainer:
         self.progress.announce()
         if self.state.step >= self.config.training.steps:
             return 0
-        self.layout.on_first(lambda: write_resolved_config(self.config))
-        self.progress.open()
         try:
             with self.signals, self.watchdog:
                 try:
