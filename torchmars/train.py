@@ -12,20 +12,20 @@ from torchmars.cluster import connection, process
 from torchmars.cluster.signals import follow_launcher
 from torchmars.cluster.startup import compare_ranks
 from torchmars.config.load import load_config
-from torchmars.core.errors import LostRank, last_word, report_failure, reported
+from torchmars.core.errors import LostRank, exit_on_user_error, last_word, report_failure
 from torchmars.training.trainer import Trainer
 
 
 @record
 def main() -> None:
     follow_launcher()
-    with reported(
+    with exit_on_user_error(
         quiet=process.local_rank() != 0
     ):  # a mistake that one machine alone may find: the launcher must end the others
         config = load_config(sys.argv[1:], "python -m torchmars.train")
         process.check_devices()
     try:
-        with reported(quiet=process.rank() != 0):
+        with exit_on_user_error(quiet=process.rank() != 0):
             store = connection.open_store()
             cluster = compare_ranks(config, store)
             layout = connection.start(config.parallelism, store)

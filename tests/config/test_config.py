@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiny import write_config
 from torchmars.config import Config, Degrees, identity_fields, reported_sections
 from torchmars.config.load import config_from_tables, load_config
-from torchmars.core.errors import UserError, reported
+from torchmars.core.errors import UserError, exit_on_user_error
 
 
 def load(tmp_path, toml, *args):
@@ -189,7 +189,7 @@ def test_groups_of_the_optimizer(tmp_path):
     ],
 )
 def test_mistakes_are_named(args, message, capsys):
-    with pytest.raises(SystemExit) as ended, reported():
+    with pytest.raises(SystemExit) as ended, exit_on_user_error():
         load_config(args, "test")
     assert ended.value.code == 2
     printed = capsys.readouterr().err

@@ -21,12 +21,11 @@ from tests.support.tiny import (
     write_text,
 )
 from torchmars.cluster import connection
-from torchmars.config.load import config_from_tables
 from torchmars.commands.plan import main
+from torchmars.config.load import config_from_tables
 from torchmars.planning.plan import make_plan
 from torchmars.training.step import backward
 from torchmars.training.trainer import Trainer
-
 
 
 def bytes_of(tensors):
