@@ -5,7 +5,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from torchmars.core.errors import reported
+from torchmars.core.errors import exit_on_user_error
 from torchmars.core.options import choose
 
 FOLDER = Path(__file__).parent / "commands"
@@ -14,7 +14,7 @@ DESCRIPTION = "Pretraining of language models with the MARS family of optimizers
 
 def main() -> None:
     """Run the command that the first argument names on the other arguments."""
-    with reported():
+    with exit_on_user_error():
         command = choose(sys.argv[1:], commands(), "torchmars", DESCRIPTION)
         sys.argv = [f"torchmars {command}", *sys.argv[2:]]
         importlib.import_module(f"torchmars.commands.{command}").main()

@@ -12,7 +12,7 @@ from torchmars.cluster import connection, process
 from torchmars.cluster.signals import follow_launcher
 from torchmars.cluster.startup import check_ranks
 from torchmars.config.load import load_config
-from torchmars.core.errors import LostRank, leave_exit_code, report_failure, reported
+from torchmars.core.errors import LostRank, exit_on_user_error, leave_exit_code, report_failure
 from torchmars.training.build import build_trainer
 
 
@@ -21,11 +21,11 @@ def main() -> None:
     """Train, or continue, the run of the command line's config; end the process."""
     follow_launcher()
     # A mistake that one machine alone may find: its launcher must end the others.
-    with reported(quiet=process.local_rank() != 0):
+    with exit_on_user_error(quiet=process.local_rank() != 0):
         config = load_config(sys.argv[1:], "python -m torchmars.train")
         process.check_devices()
     try:
-        with reported(quiet=process.rank() != 0):
+        with exit_on_user_error(quiet=process.rank() != 0):
             store = connection.open_store()
             cluster = check_ranks(config, store)
             layout = connection.start(config.parallelism, store)

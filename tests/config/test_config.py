@@ -6,9 +6,9 @@ import re
 import pytest
 
 from tests.support.tiny import write_config
-from torchmars.config import Config, Degrees
+from torchmars.config import Config, Degrees, identity_fields, reported_sections
 from torchmars.config.load import config_from_tables, load_config
-from torchmars.core.errors import UserError, reported
+from torchmars.core.errors import UserError, exit_on_user_error
 
 
 def load(tmp_path, toml, *args):
@@ -189,7 +189,7 @@ def test_groups_of_the_optimizer(tmp_path):
     ],
 )
 def test_mistakes_are_named(args, message, capsys):
-    with pytest.raises(SystemExit) as ended, reported():
+    with pytest.raises(SystemExit) as ended, exit_on_user_error():
         load_config(args, "test")
     assert ended.value.code == 2
     printed = capsys.readouterr().err
@@ -255,3 +255,69 @@ def test_batch_and_layout_that_do_not_divide_are_refused_with_the_numbers():
     parallelism = dataclasses.replace(parallelism, dp_shard=3)
     with pytest.raises(UserError, match="dp_shard = 3 does not make 8 ranks"):
         parallelism.degrees(8)
+
+
+def test_of_several_files_the_later_one_wins(tmp_path):
+    size, rule = tmp_path / "size.toml", tmp_path / "rule.toml"
+    size.write_text("[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nname = 'mars-m'\nlr = 1.0\n")
+    rule.write_text("[optimizer]\nname = 'lion'\n[training]\nsteps = 6\n")
+    config = load_config([str(size), str(rule), "--training.seq_len", "32"], "test")
+    assert (config.training.steps, config.training.seq_len) == (6, 32)
+    assert (config.optimizer.name, config.optimizer.lr) == ("lion", 1.0)
+
+
+@pytest.mark.parametrize(
+    "first,second,message",
+    [
+        ("[training]\nstps = 5", "", "unknown key training.stps in .*first.toml: did you mean"),
+        ("", "[training]\nstps = 5", "unknown key training.stps in .*second.toml: did you mean"),
+        ("", "[run]\nseed = -1", r"run.seed must be at least 0, got -1 \(in .*second.toml\)"),
+        ("[training]\nsteps = 5", "training = 3", r"training must be a table.*second.toml\)"),
+    ],
+)
+def test_the_file_of_a_mistake_is_named(tmp_path, first, second, message):
+    files = tmp_path / "first.toml", tmp_path / "second.toml"
+    for file, text in zip(files, (first, second)):
+        file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_config([str(file) for file in files], "test")
+
+
+@pytest.mark.parametrize(
+    "toml,message",
+    [
+        ("[training]\nsteps = 3.0", "training.steps must be a whole number, got 3.0"),
+        ("[training]\nsteps = 2020-01-01", "training.steps must be a whole number, got datetime"),
+        ("[run]\nname = 2020-01-01", "run.name must be a string, got datetime"),
+        ("[run]\nname = true", "run.name must be a string, got True"),
+        ("[optimizer]\nlr = true", "optimizer.lr must be a number, got True"),
+        ("[optimizer]\nlr = '1'", "optimizer.lr must be a number, got '1'"),
+        ("[optimizer]\nbetas = [0.9, '1']", "optimizer.betas must be a number, got '1'"),
+        ("[optimizer]\nbetas = [0.9]", r"optimizer.betas must be 2 numbers, got \[0.9\]"),
+        ("[optimizer]\nbetas = [0.9, 0.9, 0.9]", "optimizer.betas must be 2 numbers"),
+        ("[metrics]\nwandb = 1", "metrics.wandb must be true or false, got 1"),
+        ("[data]\nfiles = ['a', 1]", "data.files must be a string, got 1"),
+    ],
+)
+def test_nothing_is_converted_silently(tmp_path, toml, message):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, toml)
+
+
+def test_what_makes_a_run_the_same_run_is_marked():
+    assert identity_fields() == [
+        "run.seed",
+        "model.name",
+        "model.size",
+        "model.n_layer",
+        "model.n_head",
+        "model.n_embd",
+        "model.vocab_size",
+        "model.scale_attn_by_inverse_layer_idx",
+        "data.tokenizer",
+        "training.seq_len",
+        "optimizer.name",
+        "optimizer.mode",
+        "optimizer.last_grad_dtype",
+    ]
+    assert reported_sections() == ["model", "training", "optimizer", "schedule", "guards"]

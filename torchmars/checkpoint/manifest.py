@@ -11,7 +11,7 @@ from torchmars.checkpoint.folder import STEP, step_of
 from torchmars.checkpoint.former import RENAMED
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
-from torchmars.core.files import misfit, write_durably
+from torchmars.core.files import path_problem, write_durably
 from torchmars.core.formats import Format
 from torchmars.data.tokenizer import VocabularySize
 
@@ -128,7 +128,7 @@ def verify(
     def check(name: str) -> None:
         path, wanted = folder / name, manifest.files[name]
         try:
-            if wrong := misfit(path, "file"):
+            if wrong := path_problem(path, "file"):
                 raise OSError(errno.EINVAL, wrong)
             if (size := path.stat().st_size) != wanted.size:
                 raise DamagedCheckpoint(f"{path} has {size} bytes instead of {wanted.size}")

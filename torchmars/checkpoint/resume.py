@@ -15,7 +15,7 @@ from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.dtypes import saved_dtypes
 from torchmars.core.errors import UserError
-from torchmars.core.files import misfit
+from torchmars.core.files import path_problem
 from torchmars.optim import MARS
 
 
@@ -61,7 +61,7 @@ def find_checkpoint(
     It is `folder` itself or, if that is a run, its newest good one. Raises `UserError` where there
     is none.
     """
-    if wrong := misfit(folder, "folder"):
+    if wrong := path_problem(folder, "folder"):
         raise UserError(f"{folder} is neither a checkpoint nor a run with one ({wrong})")
     if os.path.exists(folder / manifests.NAME):
         return folder, read_verified(folder, level)

@@ -1,4 +1,4 @@
-"""The environment variables of a start: what run_train.sh documents, and SLURM's in their place."""
+"""The environment variables that run_train.sh documents, and SLURM's in their place."""
 
 import os
 import re
@@ -11,8 +11,8 @@ from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.core.typed import make
 
-# What SLURM says of a job, in place of a variable that is not set.
-OF_THE_JOB = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
+# The variables that SLURM sets in a job, in place of one that is not set.
+SLURM_VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
 
 
 @dataclass
@@ -20,13 +20,13 @@ class Environment:
     """The variables of run_train.sh, by their names."""
 
     NGPU: Annotated[int, Range(1, 1_000)] | None = None
-    """Ranks on this machine; default: one for each GPU, 2 on a machine without."""
+    """Ranks on this machine. Default: one for each GPU, 2 on a machine without."""
     NNODES: Annotated[int, Range(1, 100_000)] = 1
     """Machines."""
     NODE_RANK: Annotated[int, Range(0, 100_000)] | None = None
-    """Number of this machine; default: found out."""
+    """Number of this machine. Default: found out."""
     RDZV_ENDPOINT: str | None = None
-    """HOST:PORT where the machines meet; one machine alone needs none."""
+    """HOST:PORT of the rendezvous. One machine alone needs none."""
     RDZV_TIMEOUT: Annotated[int, Range(1, 86_400)] = 45
     """Seconds that machines and ranks wait for each other at the start."""
     MAX_RESTARTS: Annotated[int, Range(0, 1_000_000)] = 0
@@ -34,7 +34,7 @@ class Environment:
     LOG_RANK: list[Annotated[int, Range(0, 1_000)]] = field(default_factory=lambda: [0])
     """Ranks of this machine whose output is shown."""
     OMP_NUM_THREADS: Annotated[int, Range(1, 10_000)] | None = None
-    """CPU threads of each rank; default: the machine's cores over its ranks."""
+    """CPU threads of each rank. Default: the machine's cores over its ranks."""
 
     def check(self) -> None:
         """Raise `UserError` where the variables do not go together."""
@@ -53,14 +53,14 @@ class Environment:
         if self.NGPU is not None:
             check_shown(self.LOG_RANK, self.NGPU)
 
-    def for_ranks(self, ranks: int, cores: int) -> dict[str, str]:
-        """The variables that the processes of this machine, which has `cores`, find."""
+    def rank_variables(self, ranks: int, cores: int) -> dict[str, str]:
+        """Return the variables that the ranks of this machine, which has `cores`, get."""
         threads = self.OMP_NUM_THREADS or max(1, cores // ranks)
         own = {} if self.NODE_RANK is None else {"NODE_RANK": str(self.NODE_RANK)}
         return own | {"RDZV_TIMEOUT": str(self.RDZV_TIMEOUT), "OMP_NUM_THREADS": str(threads)}
 
     def torchrun_options(self, ranks: int, job: str) -> list[str]:
-        """The options of torchrun that start `ranks` ranks on this machine for the run `job`."""
+        """Return torchrun's options for `ranks` ranks on this machine, for the run `job`."""
         endpoint = self.RDZV_ENDPOINT if self.NNODES > 1 else "localhost:0"
         seconds, shown = self.RDZV_TIMEOUT, ",".join(map(str, self.LOG_RANK))
         return [
@@ -75,23 +75,26 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str]) -> Environment:
-    """The variables of run_train.sh, checked, from `variables`, where a SLURM job's stand in.
+    """Return the variables of run_train.sh, checked.
 
-    Raises `UserError`.
+    A SLURM job's variables stand in for those that are not set. Raises `UserError`.
     """
-    environment, of_the_job = Environment(), OF_THE_JOB if in_batch_job(variables) else {}
+    slurm = SLURM_VARIABLES if in_batch_job(variables) else {}
+    values = {}
     for name in Environment.__dataclass_fields__:
-        source = name if name in variables else of_the_job.get(name, name)
+        source = name if name in variables else slurm.get(name, name)
         if source in variables:
-            setattr(environment, name, read_variable(name, variables[source], source))
+            values[name] = read_variable(name, variables[source], source)
+    environment = Environment(**values)
     environment.check()
     return environment
 
 
 def read_variable(name: str, value: str, source: str = "") -> Any:
-    """The variable `name` of run_train.sh, whose text is `value`; `source` has it in its place.
+    """Return the variable `name` of run_train.sh, whose text is `value`.
 
-    Raises `UserError` where it is not of its type or out of its bounds.
+    `source` is the variable that stands in for it. Raises `UserError` for a text of another type,
+    or out of bounds.
     """
     hint = typing.get_type_hints(Environment, include_extras=True)[name]
     source = source or name
@@ -111,12 +114,12 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
 
 
 def whole_number(text: str) -> int | str:
-    """The number that `text` is, or `text` where it is none."""
+    """Return the number that `text` is, or `text` where it is none."""
     return int(text) if re.fullmatch(r"[+-]?[0-9]{1,4000}", text) else text
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """HOST and PORT of RDZV_ENDPOINT. Raises `UserError` where it is not of that form."""
+    """Return HOST and PORT of RDZV_ENDPOINT. Raises `UserError` for a text of another form."""
     host, _, port = endpoint.rpartition(":")
     try:
         known = bool(re.fullmatch(r"[\w.:%-]+", host) and host.encode("idna"))
@@ -130,7 +133,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def check_shown(shown: list[int], ranks: int) -> None:
-    """Raise `UserError` where LOG_RANK names a rank that a machine with `ranks` ranks has not."""
+    """Raise `UserError` where LOG_RANK names a rank that a machine of `ranks` ranks has not."""
     if max(shown) >= ranks:
         raise UserError(
             f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated "
@@ -139,11 +142,11 @@ def check_shown(shown: list[int], ranks: int) -> None:
 
 
 def in_batch_job(variables: Mapping[str, str]) -> bool:
-    """Whether this is the script of a SLURM job, or a step of it, and nothing started by hand."""
+    """Return whether this is the script or a step of a SLURM job, and not started by hand."""
     return bool(variables.get("SLURM_JOB_ID")) and variables.get("ENVIRONMENT") == "BATCH"
 
 
 def cores_of(variables: Mapping[str, str]) -> int:
-    """CPU cores that the job or, outside of one, this process may use on this machine."""
+    """Return the CPU cores of this machine that the job, or else this process, may use."""
     given = variables.get("SLURM_CPUS_ON_NODE", "") if in_batch_job(variables) else ""
     return int(given) if given.isascii() and given.isdigit() else len(os.sched_getaffinity(0))

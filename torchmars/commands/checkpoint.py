@@ -23,8 +23,8 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.config.fields import Count
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, reported
-from torchmars.core.files import PARTIAL, misfit
+from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.files import PARTIAL, path_problem
 from torchmars.core.formats import OtherVersion
 from torchmars.core.options import choose, parse
 from torchmars.core.tables import table
@@ -70,12 +70,12 @@ class Prune:
 
 def main() -> None:
     """Do with the checkpoints of a run what the command line says."""
-    with reported():
+    with exit_on_user_error():
         texts = {name: str(kind.__doc__).partition("\n")[0] for name, kind in OPTIONS.items()}
         prog = "torchmars checkpoint"
         name = choose(sys.argv[1:], texts, prog, "The checkpoints of a run.")
         options = parse(OPTIONS[name], sys.argv[2:], f"{prog} {name}")
-        if wrong := misfit(options.run, "folder"):
+        if wrong := path_problem(options.run, "folder"):
             raise UserError(f"{options.run} has no checkpoints ({wrong}): {NO_CHECKPOINTS}")
         folder = options.run / "checkpoints"
         found = checkpoints(folder)

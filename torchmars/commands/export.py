@@ -11,8 +11,8 @@ from torchmars.checkpoint.inference import load_model
 from torchmars.checkpoint.manifest import NAME
 from torchmars.checkpoint.weights import write_weights
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, reported
-from torchmars.core.files import misfit
+from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.files import path_problem
 from torchmars.core.options import parse
 
 
@@ -34,7 +34,7 @@ class Export:
 
 def main() -> None:
     """Write the file that the command line names."""
-    with reported():
+    with exit_on_user_error():
         options = parse(Export, sys.argv[1:], "torchmars export")
         check_file(options.file, options.force)
         model, _, _ = load_model(options.folder)
@@ -51,7 +51,7 @@ def check_file(file: Path, force: bool) -> None:
     """Raise `UserError` where `file` must not be written, or only by `force`."""
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must be named *.safetensors")
-    if wrong := misfit(file, "file"):
+    if wrong := path_problem(file, "file"):
         raise UserError(
             f"cannot write {file}: {wrong}: name a new file, or one to replace with --force"
         )

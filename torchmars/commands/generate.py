@@ -11,7 +11,7 @@ from torchmars.checkpoint.inference import load_model
 from torchmars.config.fields import Amount, Positive
 from torchmars.core.bounds import Range
 from torchmars.core.console import say
-from torchmars.core.errors import reported
+from torchmars.core.errors import exit_on_user_error
 from torchmars.core.options import parse
 from torchmars.training.sampling import sample_text
 
@@ -36,7 +36,7 @@ class Generate:
 
 def main() -> None:
     """Print what the model of a checkpoint continues a prompt with."""
-    with reported():
+    with exit_on_user_error():
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         model, tokenizer, _ = load_model(options.folder)
         text = sample_text(

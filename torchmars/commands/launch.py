@@ -33,7 +33,7 @@ from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
 from torchmars.config.load import load_config
 from torchmars.core.bounds import Range
-from torchmars.core.errors import EXIT_CODE_FILE, UserError, reported
+from torchmars.core.errors import EXIT_CODE_FILE, UserError, exit_on_user_error
 from torchmars.core.typed import make
 from torchmars.training.preparation import prepare_run
 
@@ -47,7 +47,7 @@ Ranks = Annotated[int, Range(1, 1_000)]
 
 def main(options: list[str] | None = None) -> None:
     """Start the ranks that `options`, by default the command line's, ask for; ends the process."""
-    with reported(), tempfile.TemporaryDirectory() as scratch:
+    with exit_on_user_error(), tempfile.TemporaryDirectory() as scratch:
         options = sys.argv[1:] if options is None else options
         prepared = options[:1] == ["--prepared"]
         signals = (*stopping(), signal.SIGQUIT)  # QUIT is passed on, and ends ranks at once

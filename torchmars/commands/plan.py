@@ -7,7 +7,7 @@ from typing import Annotated
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import say
-from torchmars.core.errors import reported
+from torchmars.core.errors import exit_on_user_error
 from torchmars.planning.plan import make_plan
 from torchmars.planning.report import report
 
@@ -29,7 +29,7 @@ class Plan:
 
 def main() -> None:
     """Print the plan of the config that the command line names."""
-    with reported():
+    with exit_on_user_error():
         options, config = load_command(Plan, sys.argv[1:], "torchmars plan")
         say("\n".join(report(make_plan(config, options.world_size, options.gpus_per_node))))
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, reported
+from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.data import sources
 from torchmars.training.preparation import prepare_run
 
@@ -28,7 +28,7 @@ class Prepare:
 
 def main() -> None:
     """Prepare the run of the config that the command line names."""
-    with reported():
+    with exit_on_user_error():
         options, config = load_command(Prepare, sys.argv[1:], "torchmars prepare")
         if options.ranks % options.nodes:
             raise UserError(

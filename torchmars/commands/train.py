@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torchmars.cluster.environment import check_shown, cores_of, read_environment
 from torchmars.config.load import load_command
-from torchmars.core.errors import UserError, reported
+from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.options import take_options
 
 
@@ -29,7 +29,7 @@ class Train:
 
 def main() -> None:
     """Train the run of the config that the command line names; ends the process."""
-    with reported():
+    with exit_on_user_error():
         options, rest = take_options(Train, sys.argv[1:])
         if rest[:1] == [""]:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
@@ -37,7 +37,7 @@ def main() -> None:
         _, config = load_command(Train, sys.argv[1:], "torchmars train")
         ranks = environment.NGPU or default_ranks()
         check_shown(environment.LOG_RANK, ranks)
-        os.environ.update(environment.for_ranks(ranks, cores_of(os.environ)))
+        os.environ.update(environment.rank_variables(ranks, cores_of(os.environ)))
         if options.prepare:
             from torchmars.training.preparation import prepare_run
 

@@ -12,7 +12,7 @@ import tyro
 
 from torchmars.config.config import Config, ResolvedConfig
 from torchmars.core.errors import UserError
-from torchmars.core.files import misfit, read_text
+from torchmars.core.files import path_problem, read_text
 from torchmars.core.options import print_help_if_asked, take_options
 from torchmars.core.typed import hint_at, make, read_words
 
@@ -144,7 +144,7 @@ def check_places(config: ResolvedConfig) -> None:
         ("checkpoint.init_from", source, source_kind),
     ]
     for option, place, kind in places:
-        if wrong := misfit(place, kind):
+        if wrong := path_problem(place, kind):
             raise UserError(
                 f"{option}: {place} is no {kind} that can be used ({wrong}): choose another one"
             )

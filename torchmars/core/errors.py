@@ -38,7 +38,7 @@ class NoTraffic(Exception):
 
 
 @contextlib.contextmanager
-def reported(quiet: bool = False) -> Iterator[None]:
+def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     """End the process with code 2 and one line on stderr when the body raises `UserError`.
 
     `quiet` ends it without the line: for every rank but the first, which prints it for all. Ctrl-C

@@ -19,7 +19,7 @@ PARTIAL = ".partial"  # ends the name of what is not complete yet
 LARGEST = 2**30  # bytes of a text file that is read whole
 
 
-def misfit(path: Path | str, kind: Literal["file", "folder"]) -> str:
+def path_problem(path: Path | str, kind: Literal["file", "folder"]) -> str:
     """Return why `path` cannot be a regular file or a folder; an empty text where it can.
 
     It need not exist.
@@ -29,7 +29,7 @@ def misfit(path: Path | str, kind: Literal["file", "folder"]) -> str:
     except FileNotFoundError:
         return ""
     except OSError as error:
-        return str(error.strerror)
+        return error.strerror or str(error)
     except ValueError:  # a NUL character, or half of one that UTF-16 has in two
         return "its characters cannot be those of a path"
     if kind == "folder":
@@ -44,7 +44,7 @@ def read_bytes(path: Path) -> bytes:
 
     Anything else is not even opened: whoever opens a FIFO waits for its other end.
     """
-    if wrong := misfit(path, "file"):
+    if wrong := path_problem(path, "file"):
         raise OSError(errno.EINVAL, wrong, str(path))
     with path.open("rb") as stream:
         content = stream.read(LARGEST + 1)

@@ -42,7 +42,7 @@ def make(kind: type[T], value: Any, source: Callable[[str], str] | str = "", nam
         errors = error.errors(include_url=False)
     unknown = [each for each in errors if each["type"] == "unexpected_keyword_argument"]
     first = (unknown or errors)[0]
-    path = tuple(step for step in first["loc"] if step != "[key]")
+    path = first["loc"][:-2] if first["loc"][-1:] == ("[key]",) else first["loc"]
     if unknown:
         raise unknown_key(kind, path, source)
     if first["type"] == "missing" and isinstance(path[-1], str):

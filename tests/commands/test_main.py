@@ -1,0 +1,66 @@
+"""`torchmars COMMAND`, `python -m torchmars COMMAND` and `python -m torchmars.COMMAND`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmars import __main__ as entry
+
+ROOT = Path(__file__).parents[2]
+NAMES = {"checkpoint", "export", "generate", "launch", "plan", "prepare", "train"}
+
+
+def main(monkeypatch, capsys, *args):
+    """Exit code, output and errors of `torchmars ARGS`."""
+    monkeypatch.setattr(sys, "argv", ["torchmars", *args])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_help_has_a_line_on_each_command(monkeypatch, capsys):
+    assert set(entry.commands()) == NAMES
+    code, out, err = main(monkeypatch, capsys, "--help")
+    assert code == 0 and not err
+    for name, text in entry.commands().items():
+        assert f"  {name:<10}  {text}" in out.splitlines() and text.endswith(".")
+
+
+def test_an_unknown_command_is_named(monkeypatch, capsys):
+    code, out, err = main(monkeypatch, capsys, "tran")
+    assert (code, out) == (2, "")
+    assert err == "error: unknown command 'tran': did you mean torchmars train?\n"
+
+
+def test_a_command_gets_the_other_arguments(monkeypatch, capsys):
+    code, _, err = main(monkeypatch, capsys, "plan", "quickstart.toml", "--world-size", "0")
+    assert code == 2 and "--world-size must be at least 1, got 0" in err
+
+
+@pytest.mark.parametrize("module", ["torchmars.checkpoint", "torchmars.plan"])
+def test_the_names_with_a_dot_are_the_same_commands(module):
+    ended = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ended.returncode == 0
+    assert ended.stdout.startswith(f"usage: {module.replace('.', ' ')}")
+
+
+@pytest.mark.slow
+def test_an_installed_package_has_the_command_and_the_configs(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name in ("torchmars", "train_configs", "pyproject.toml", "README.md", "LICENSE"):
+        subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--no-index", "-q", "--target", target, source], check=True)
+    ended = subprocess.run(
+        [sys.executable, target / "bin" / "torchmars", "train", "quickstart.toml", "--a.b", "1"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(target)},
+    )
+    assert ended.returncode == 2 and "unknown section a on the command line" in ended.stderr

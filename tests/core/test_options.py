@@ -1,0 +1,77 @@
+"""A command's own options: by place, by name, and one line for each mistake."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from tyro.conf import Positional
+
+from torchmars.core.bounds import Range
+from torchmars.core.errors import UserError
+from torchmars.core.options import choose, parse, take_options
+
+
+@dataclass
+class Copy:
+    """Copy a file."""
+
+    source: Positional[Path]
+    target: Positional[Path]
+    times: Annotated[int, Range(1, 9)] = 1
+    dry_run: bool = False
+
+
+def copy(*args):
+    return parse(Copy, list(args), "copy")
+
+
+def test_options_stand_before_and_after_places():
+    assert copy("a", "b") == Copy(Path("a"), Path("b"))
+    for args in (
+        ("--times", "3", "a", "--dry-run", "b"),
+        ("a", "b", "--dry_run", "--times=3"),
+    ):
+        assert copy(*args) == Copy(Path("a"), Path("b"), times=3, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (("a",), "TARGET is missing"),
+        (("a", "b", "c"), "cannot read the argument 'c'"),
+        (("a", "b", "--tims", "3"), "unknown option --tims: did you mean --times?"),
+        (("a", "b", "--times", "0"), "--times must be at least 1 and at most 9, got 0"),
+        (("a", "b", "--times", "1e3"), "--times must be a whole number, got '1e3'"),
+        (("a", "b", "--times", "2.0"), "--times must be a whole number, got '2.0'"),
+        (("a", "b", "--times"), "--times needs a value: it must be a whole number"),
+        (("a", "b", "--dry_run=maybe"), "--dry_run must be true or false, got 'maybe'"),
+    ],
+)
+def test_mistakes_are_named(args, message):
+    with pytest.raises(UserError) as error:
+        copy(*args)
+    assert message.split(" and at most")[0] in str(error.value)
+
+
+def test_what_is_no_option_of_the_command_is_left():
+    @dataclass
+    class Plan:
+        world_size: int
+
+    taken = take_options(Plan, ["a.toml", "--world-size", "4", "--run.name", "x"])
+    assert taken == (Plan(4), ["a.toml", "--run.name", "x"])
+    with pytest.raises(UserError, match="--world-size is missing: it must be a whole number"):
+        take_options(Plan, ["a.toml"])
+
+
+def test_the_nearest_command_is_named(capsys):
+    commands = {"train": "Train a model.", "plan": "Plan a run."}
+    assert choose(["plan", "x"], commands, "tool", "A tool.") == "plan"
+    with pytest.raises(UserError, match="unknown command 'trian': did you mean tool train?"):
+        choose(["trian"], commands, "tool", "A tool.")
+    with pytest.raises(UserError, match="name a command: tool train|plan"):
+        choose([], commands, "tool", "A tool.")
+    with pytest.raises(SystemExit):
+        choose(["--help"], commands, "tool", "A tool.")
+    assert "  train  Train a model.\n  plan   Plan a run.\n" in capsys.readouterr().out
