@@ -83,7 +83,7 @@ def _network_check() -> Iterator[None]:
     def give_up(reason: str) -> None:
         report_failure(
             NoTraffic(
-                f"{process.node()}: the ranks have met, but cannot exchange data ({reason}): "
+                f"{process.node()}: the ranks are connected, but cannot exchange data ({reason}): "
                 "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
                 "that connects the machines, and see that no firewall is between them"
             )
