@@ -69,7 +69,7 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
                 ones = torch.ones(1, device=place)
                 dist.all_reduce(ones)
                 assert ones.item() == size
-        store.set_timeout(timedelta(minutes=30))  # groups that are made later meet there
+        store.set_timeout(timedelta(minutes=30))  # groups that are made later use it too
     return Layout.create(device, degrees)
 
 

@@ -234,7 +234,7 @@ def read_manifest(folder: Path) -> DataManifest:
 
 
 def check_splits(manifest: DataManifest) -> None:
-    """Raise `ValueError` where what the manifest says of its splits does not go together."""
+    """Raise `ValueError` where the manifest contradicts itself about its splits."""
     if set(manifest.splits) != set(SPLITS):
         raise ValueError("its splits are not train and validation")
     if not manifest.splits["train"].shards:
