@@ -1,4 +1,4 @@
-"""Starting from another run's weights: model only or with the optimizer, from a run, a checkpoint or a file, on any layout."""
+"""Starting from the weights of a run, a checkpoint or a file, also with the optimizer's state."""
 
 import subprocess
 import sys
@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with runs of adamw, mars-adamw and mars-lion, of 6 steps on two ranks each, and the first one's weights exported."""
+    """A folder with runs of adamw, mars-adamw and mars-lion, of 6 steps on two ranks each.
+
+    The weights of the first one are exported.
+    """
     folder = tmp_path_factory.mktemp("initial")
     write_text(folder)
     train(
@@ -52,7 +55,7 @@ def tables_of(folder, run, optimizer, steps, **overrides):
 
 
 def started(tables):
-    """The weights and the optimizer's state that a run starts from, whole, and where it says they come from."""
+    """Return the whole weights and optimizer's state that a run starts from, and their origin."""
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
     whole = {name: value.full_tensor() for name, value in trainer.model.state_dict().items()}
@@ -115,7 +118,11 @@ def test_mars_starts_from_an_adamw_run_with_its_moving_averages(folder):
 
 
 def test_state_of_another_meaning_is_not_taken(folder):
-    """Lion's momentum is not mars-m's input; adamw's averages fit the vectors that mars-m gives to AdamW, and its momentum of clipped corrections."""
+    """Lion's momentum is not mars-m's input.
+
+    adamw's averages fit the vectors that mars-m gives to AdamW, and its momentum of clipped
+    corrections.
+    """
     for source, taken in (("adamw", 15), ("mars-lion", 13)):
         tables = tables_of(
             folder,
@@ -191,7 +198,10 @@ def test_an_export_that_cannot_be_written_is_one_line(folder):
 
 
 def test_the_first_step_without_a_last_gradient_is_not_corrected():
-    """AdamW's averages, no last gradient: the first step is AdamW's on the clipped gradient, the second is corrected by the first's."""
+    """AdamW's averages, no last gradient.
+
+    The first step is AdamW's on the clipped gradient. The second is corrected by the first's.
+    """
     from torchmars.optim import MARS
 
     torch.manual_seed(0)

@@ -1,4 +1,7 @@
-"""The corruption campaign: whatever happens to a byte of a checkpoint is found, named, and the run falls back."""
+"""The corruption campaign: damage to any byte of a checkpoint is found and named.
+
+The run falls back to an older checkpoint. Checkpoints of other versions are not damaged.
+"""
 
 import json
 import random
@@ -155,7 +158,8 @@ def test_with_no_good_one_left_the_run_ends_and_nothing_changes(tables, tmp_path
     before = contents(run_folder_of(run))
     for said in run_ranks(listen_here, 2, run):
         assert re.search(
-            "error: no checkpoint in .* is good; the newest: .*step-00000006/__0_0.distcp was altered",
+            "error: no checkpoint in .* is good; "
+            "the newest: .*step-00000006/__0_0.distcp was altered",
             said,
         )
     assert contents(run_folder_of(run)) == before

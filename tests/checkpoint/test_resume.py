@@ -1,4 +1,4 @@
-"""Stop and go on: bit for bit on the same layout, to rounding on any other; the same run or none."""
+"""Stop and resume: bit for bit on the same layout, to rounding on others; the same run or none."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def tables_of(folder, run, name, layout="fsdp2", **overrides):
 
 
 def copy_run(source, target, keep_until):
-    """A run that was stopped: a copy of `source` without its checkpoints after step `keep_until`."""
+    """Copy `source` without its checkpoints after step `keep_until`: a run that was stopped."""
     shutil.copytree(run_folder_of(source), run_folder_of(target))
     for folder in (run_folder_of(target) / "checkpoints").iterdir():
         if int(folder.name[5:]) > keep_until:
@@ -98,7 +98,10 @@ THERE = [
 
 @pytest.mark.parametrize("there", THERE)
 def test_losses_on_every_layout_after_a_checkpoint_of_every_layout(folder, there):
-    """The layout matrix: saved on each, resumed on each. Also with another microbatch size and number of workers."""
+    """The layout matrix: saved on each, resumed on each.
+
+    Also with another microbatch size and number of workers.
+    """
     runs = {}
     for layout in LAYOUTS:
         for name in NAMES:
@@ -300,7 +303,10 @@ def test_names_that_are_not_checkpoints(folder, tmp_path):
 
 
 def test_a_validation_that_a_stop_left_out_is_made_once(tmp_path):
-    """Stopped at a step with a validation, resumed, killed after it, resumed: metrics.jsonl has it once."""
+    """metrics.jsonl has it once.
+
+    The run is stopped at a step with a validation, resumed, killed after it, and resumed.
+    """
     write_text(tmp_path)
     settings = {"validation": {"interval": 4, "windows": 4}, "schedule": {"name": "constant"}}
     straight = tables_of(tmp_path, "straight", "adamw", training={"steps": STEPS}, **settings)

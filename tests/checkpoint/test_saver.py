@@ -1,4 +1,4 @@
-"""Saves beside the training: nothing of a later step in them, one at a time, and what fails costs only itself."""
+"""Saves beside the training: of one step each, one at a time. A failed one costs only itself."""
 
 import contextlib
 import os
@@ -245,7 +245,10 @@ def mounted(path, *options):
 
 @needs_mount
 def test_a_full_disk(tables, tmp_path):
-    """Checkpoints of 0.8 MiB on a disk of 2: two fit. The run ends with one line; the two are good, and a larger disk would go on."""
+    """Checkpoints of 0.8 MiB on a disk of 2: two fit.
+
+    The run ends with one line. The two are good, and with a larger disk the run goes on.
+    """
     with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=2m", "none"):
         out = listen(2, tables)
         assert (
@@ -281,14 +284,14 @@ def test_a_disk_too_full_for_metrics(tables, tmp_path):
         journal = Journal(tmp_path / "small" / "metrics.jsonl", 0, True)
         filler = tmp_path / "small" / "filler"
         for step in range(1, 4):
-            journal.write({"step": step})
+            journal.write(step, {})
         with filler.open("wb") as stream, contextlib.suppress(OSError):
             stream.write(b"x" * 2**20)
         for step in range(4, 1000):
-            journal.write({"step": step})
-        assert journal.pending and journal.complained
+            journal.write(step, {})
+        assert journal.pending and journal.warned
         filler.unlink()
-        journal.write({"step": 1000})
+        journal.write(1000, {})
         journal.close()
         assert (tmp_path / "small" / "metrics.jsonl").read_text().splitlines() == [
             f'{{"step": {step}}}' for step in range(1, 1001)
@@ -297,7 +300,10 @@ def test_a_disk_too_full_for_metrics(tables, tmp_path):
 
 @needs_mount
 def test_a_folder_that_becomes_read_only(tables, tmp_path):
-    """In mid-run, after the checkpoint of step 4: the run ends with one line, and goes on once it may write again."""
+    """The folder is lost in mid-run, after the checkpoint of step 4.
+
+    The run ends with one line, and goes on once it may write again.
+    """
     folder = run_folder_of(tables) / "checkpoints"
     train(2, tables | {"training": tables["training"] | {"steps": 4}})
     with mounted(folder, "-o", "bind", str(folder)):
@@ -341,7 +347,7 @@ def killed_at(tables, count):
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_crash_at_any_point_of_a_save_leaves_a_good_checkpoint(tables, tmp_path, stride):
-    """Every fsync, rename and removal of a run that keeps one checkpoint, one crash at each (of `stride`)."""
+    """A crash at each `stride`-th fsync, rename and removal of a run that keeps one checkpoint."""
     tables["training"]["steps"] = 4
     tables["checkpoint"] |= {"keep_last": 1, "keep_best": False}
     reference = tables | {"run": tables["run"] | {"name": "straight"}}

@@ -62,7 +62,7 @@ def hostile(kind):
 @pytest.mark.parametrize("kind", ["pickle", "torch.save", "torch.save of a dict"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"])
 def test_a_hostile_pickle_in_any_file_does_not_run(tables, name, kind):
-    """With verification off: what the manifest would have caught comes all the way to the readers."""
+    """With verification off, damage that the manifest would have shown comes to the readers."""
     file = run_folder_of(tables) / "checkpoints" / "step-00000002" / name
     good = file.read_bytes()
     try:

@@ -12,7 +12,7 @@ from torchmars.cluster.logs import RankLogs
 
 
 def ended(folder, rank, code, error=None, at=0):
-    """What torchrun has of a rank: its exit code and, where it raised an exception, what @record wrote."""
+    """What torchrun has of a rank: its exit code, and what @record wrote of an exception."""
     file = folder / f"{rank}.json"
     if error:
         file.write_text(
@@ -117,7 +117,9 @@ def test_a_machine_that_hears_nothing_does_not_wait_for_ever(tmp_path, clock, wr
     assert clock.now == pytest.approx(failures.WAIT_SECONDS if writable else 0, abs=0.5)
 
 
-NO_TRAFFIC = "NoTraffic: n1: the ranks have met, but cannot exchange data (...): set GLOO_SOCKET..."
+NO_TRAFFIC = (
+    "NoTraffic: n1: the ranks are connected, but cannot exchange data (...): set GLOO_SOCKET..."
+)
 
 
 def test_silence_of_the_network_is_the_verdict_unless_a_rank_has_died(tmp_path, clock, monkeypatch):

@@ -22,7 +22,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def compare(tables, store, odd):
-    """Compare two ranks, each on a machine of its own; the second is `odd` in one way. What each got, or is told."""
+    """Check two ranks, each on a machine of its own, of which the second is `odd` in one way.
+
+    Return what each got, or its error.
+    """
     rank = dist.get_rank()
     os.environ |= {
         "SLURMD_NODENAME": f"n{rank + 1}",
@@ -127,8 +130,8 @@ def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
     ended = launch(tmp_path / "silent.py", tmp_path / "tiny.toml")
     assert ended.returncode == 2, ended.stderr
     assert (
-        "the ranks have met, but cannot exchange data (nothing has come in 4 s): set GLOO_SOCKET_IFNAME"
-        in ended.stderr.splitlines()[-1]
+        "the ranks are connected, but cannot exchange data (nothing has come in 4 s): "
+        "set GLOO_SOCKET_IFNAME" in ended.stderr.splitlines()[-1]
     )
 
 

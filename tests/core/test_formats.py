@@ -1,4 +1,4 @@
-"""Files with a format and a checksum: damage is found, other versions are named, renames are mapped."""
+"""Files with a format and a checksum: damage is found, other versions and old names are known."""
 
 import json
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The global order of the data does not know ranks, workers or microbatches, and goes on where it was."""
+"""The global order of the data: the same on every layout, and it goes on where it was."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ def test_the_permutation_looks_random():
 
 
 def global_batches(windows, steps, *, ranks=1, microbatch=None, workers=0, position=0, batch=12):
-    """The windows of each step in global order, put together from all ranks, and the position after them."""
+    """Return the windows of each step in global order, put together from all ranks."""
     share = batch // ranks
     result = [[] for _ in range(steps)]
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""Text to shards and back: content, split, and one clear error for everything that can be wrong with a folder."""
+"""Text to shards and back, and one clear error for everything that can be wrong with a folder."""
 
 import hashlib
 import json

@@ -176,7 +176,7 @@ def beat(self, doing):
     original_beat(self, doing)
     self.seconds = 3.0 if hangs else 10000.0
     if hangs:
-        self._arm()
+        self._postpone_dump()
 
 def read(self, window):
     if hangs and how == "sleep":

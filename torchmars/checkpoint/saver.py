@@ -40,6 +40,15 @@ from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
 
 
+@contextlib.contextmanager
+def _reporting_disk_errors() -> Iterator[None]:
+    """Raise a `UserError` for an `OSError`, so that all ranks report the same."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(error.strerror) from None
+
+
 class Saver:
     """Writes the checkpoints of a run. Every rank makes the same calls.
 
@@ -155,43 +164,45 @@ class Saver:
     def _write(
         self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: Path
     ) -> CheckpointManifest:
-        @_reporting_disk_errors()
-        def make_partial() -> Path:
-            self._clear()
-            partial = clear_path(folder.with_name(folder.name + PARTIAL))
-            partial.mkdir(parents=True)
-            return partial
-
-        @_reporting_disk_errors()
-        def describe_own_files() -> dict[str, manifests.File]:
-            names = [path.name for path in partial.glob(f"__{self.layout.world.rank}_*")]
-            if self.layout.first:
-                names.append(".metadata")
-            return {name: manifests.describe(partial / name) for name in names}
-
-        @_reporting_disk_errors()
-        def publish() -> CheckpointManifest:
-            complete = replace(
-                manifest,
-                files={name: file for part in parts for name, file in sorted(part.items())},
-            )
-            complete.write(partial)
-            if os.path.lexists(folder):  # what the run could not go on from
-                set_aside(folder, DAMAGED)
-            partial.rename(folder)
-            sync_folder(self.folder)
-            sync_folder(self.folder.parent)  # the folder of checkpoints may be new
-            return complete
-
-        partial = self.layout.on_first(make_partial)
+        """Write a checkpoint under another name and rename it. Return its complete manifest."""
+        partial = self.layout.on_first(lambda: self._make_partial(folder))
         try:
             # DCP flushes each file to the disk; the manifest does the same for their names.
             writer = _TensorWriter(partial)
             dcp.save(state, storage_writer=writer, process_group=self.layout.control)
         except CheckpointException as error:  # not an Exception
             raise UserError(reason(error)) from None
-        parts = self.layout.agree(describe_own_files)
-        return self.layout.on_first(publish)
+        parts = self.layout.agree(lambda: self._describe_own_files(partial))
+        files = {name: file for part in parts for name, file in sorted(part.items())}
+        complete = replace(manifest, files=files)
+        self.layout.on_first(lambda: self._publish(complete, partial, folder))
+        return complete
+
+    @_reporting_disk_errors()
+    def _make_partial(self, folder: Path) -> Path:
+        """Make the folder that `folder` is until it is complete."""
+        self._clear()
+        partial = clear_path(folder.with_name(folder.name + PARTIAL))
+        partial.mkdir(parents=True)
+        return partial
+
+    @_reporting_disk_errors()
+    def _describe_own_files(self, partial: Path) -> dict[str, manifests.File]:
+        """Return size and checksum of each file that this rank has written, by name."""
+        names = [path.name for path in partial.glob(f"__{self.layout.world.rank}_*")]
+        if self.layout.first:
+            names.append(".metadata")
+        return {name: manifests.describe(partial / name) for name in names}
+
+    @_reporting_disk_errors()
+    def _publish(self, manifest: CheckpointManifest, partial: Path, folder: Path) -> None:
+        """Write the manifest, and give the checkpoint its name."""
+        manifest.write(partial)
+        if os.path.lexists(folder):  # what the run could not go on from
+            set_aside(folder, DAMAGED)
+        partial.rename(folder)
+        sync_folder(self.folder)
+        sync_folder(self.folder.parent)  # the folder of checkpoints may be new
 
     def _clear(self) -> None:
         """Delete what crashed or failed saves and deletions left."""
@@ -241,12 +252,3 @@ class _TensorWriter(dcp.FileSystemWriter):
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-
-
-@contextlib.contextmanager
-def _reporting_disk_errors() -> Iterator[None]:
-    """Raise a `UserError` for an `OSError`, so that all ranks report the same."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(error.strerror) from None

@@ -69,7 +69,7 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
                 ones = torch.ones(1, device=place)
                 dist.all_reduce(ones)
                 assert ones.item() == size
-        store.set_timeout(timedelta(minutes=30))  # groups that are made later meet there
+        store.set_timeout(timedelta(minutes=30))  # groups that are made later use it too
     return Layout.create(device, degrees)
 
 
@@ -83,7 +83,7 @@ def _network_check() -> Iterator[None]:
     def give_up(reason: str) -> None:
         report_failure(
             NoTraffic(
-                f"{process.node()}: the ranks have met, but cannot exchange data ({reason}): "
+                f"{process.node()}: the ranks are connected, but cannot exchange data ({reason}): "
                 "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
                 "that connects the machines, and see that no firewall is between them"
             )

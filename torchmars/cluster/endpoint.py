@@ -16,9 +16,9 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     """Return (endpoint, is_host, local address) for torchrun on this machine.
 
     It is one of several machines whose rendezvous is at `endpoint`, HOST:PORT. The function waits
-    until the machine that HOST names listens. torchrun itself takes a machine for the host only
-    where its own name stands for the address, and gives that name to the others. So it is told
-    both. Raises `UserError` where the machines cannot connect.
+    until the machine that HOST names listens. torchrun finds out the host and the local address
+    from the machine's own name, which may stand for another address. So both are passed to it.
+    Raises `UserError` where the machines cannot connect.
     """
     host, port = split_endpoint(endpoint)
     address = resolve(endpoint, host, port)

@@ -41,7 +41,8 @@ class Watchdog:
         self.stream: TextIO | None = None  # of `file`, while it watches
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.ended = threading.Event()
-        self.activity, self.last_beat = "the first step", time.monotonic()
+        self.activity, self.last_beat = "", 0.0
+        self.beat("the first step")
 
     def __enter__(self) -> "Watchdog":
         if self.seconds:

@@ -51,7 +51,7 @@ class Format:
     renamed: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     """New names of entries by old ones, by the last version with the old. Dots lead into tables."""
     added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What new entries would have said in older files, by the last version without them."""
+    """The value in older files of an entry that is new, by the last version without it."""
 
     def text(self, entries: dict[str, Any]) -> str:
         """Return the text of a file with these entries, its format and its checksum."""
@@ -98,7 +98,7 @@ class Format:
                 rename(entries, old, new)
 
     def version(self, name: Any) -> int | None:
-        """Return the version that `name`, the format of a file, says; None for another kind."""
+        """Return the version in `name`, the format of a file; None for another kind of file."""
         found = re.fullmatch(rf"{self.name}-([1-9][0-9]{{0,8}})", str(name))
         return int(found[1]) if found else None
 

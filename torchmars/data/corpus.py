@@ -1,4 +1,4 @@
-"""Where text comes from: documents of the standard library or of the user's files, in a fixed order."""
+"""The corpus: documents of the standard library or of the user's files, in a fixed order."""
 
 import glob
 import hashlib
@@ -15,7 +15,10 @@ SUFFIXES = (".txt", ".md")  # what is read below a folder
 
 
 def source_files(config: DataConfig) -> list[Path]:
-    """The files of the corpus, sorted. Raises `UserError` where a pattern of data.files matches none."""
+    """Return the files of the corpus, sorted.
+
+    Raises `UserError` where a pattern of data.files matches none.
+    """
     if config.corpus == "stdlib":
         return _stdlib_files()
     files: set[Path] = set()
@@ -37,7 +40,10 @@ def source_files(config: DataConfig) -> list[Path]:
 
 
 def documents(config: DataConfig, file: Path) -> Iterator[str]:
-    """The documents of one file of the corpus. Raises `UserError` for a text file that is not UTF-8."""
+    """Yield the documents of one file of the corpus.
+
+    Raises `UserError` for a text file that is not UTF-8.
+    """
     lines: list[str] = []
     try:
         if config.corpus == "stdlib":
@@ -60,7 +66,10 @@ def documents(config: DataConfig, file: Path) -> Iterator[str]:
 
 
 def _stdlib_files() -> list[Path]:
-    """Python's own sources without its tests, installed packages and exact copies: about 12 MB."""
+    """Return Python's own sources, about 12 MB.
+
+    Its tests, installed packages and exact copies are left out.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
     files, seen = [], set()

@@ -22,12 +22,12 @@ class ChangedData(UserError):
 
 
 class Windows(Dataset):
-    """The windows of a split: window w is tokens [w T, w T + T + 1) of its shards, end to end (T = `seq_len`).
+    """The windows of a split: samples of T + 1 tokens (T = `seq_len`).
 
-    The one token of overlap makes every token but the first a target once. Make this before the
-    shards are verified: each read looks whether its shard has been written to since, and verifies
-    it anew if so. Shards are not memory-mapped, since one that is cut short would end the process
-    by a bus error.
+    Window w is tokens [w T, w T + T + 1) of the shards, end to end. The one token of overlap makes
+    every token but the first a target once. Make this before the shards are verified: each read
+    checks whether its shard has been written to since, and verifies it anew if so. Shards are not
+    memory-mapped: one that is cut short would end the process by a bus error.
     """
 
     def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
@@ -40,7 +40,7 @@ class Windows(Dataset):
         return count_windows(int(self.starts[-1]), self.seq_len)
 
     def __getitem__(self, window: int) -> Tensor:
-        """Token ids [T + 1], int64. Raises `ChangedData`."""
+        """Return token ids [T + 1], int64. Raises `ChangedData`."""
         begin, end = window * self.seq_len, (window + 1) * self.seq_len + 1
         parts = []
         for shard in range(np.searchsorted(self.starts, begin, side="right") - 1, len(self.shards)):
@@ -52,7 +52,7 @@ class Windows(Dataset):
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
     def _read(self, shard: int, begin: int, end: int) -> np.ndarray:
-        """Tokens [begin, end) of a shard."""
+        """Return tokens [begin, end) of a shard."""
         file, dtype = str(self.folder / self.shards[shard].file), numpy_dtype(self.dtype)
         first, last = begin * dtype.itemsize, end * dtype.itemsize
         while True:
@@ -78,7 +78,7 @@ def _stamp(file: str | int) -> Stamp:
 
 
 def _read_bytes(file: str, begin: int, end: int) -> tuple[bytes, Stamp]:
-    """Bytes [begin, end) of a file, or what there is of them, and its stamp once they were read."""
+    """Return bytes [begin, end) of a file, or as many as there are, and its stamp after that."""
     try:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -90,10 +90,11 @@ def _read_bytes(file: str, begin: int, end: int) -> tuple[bytes, Stamp]:
 
 
 def window_of_sample(sample: int, n_windows: int, seed: int) -> int:
-    """The window that sample number `sample` of a run reads: a seeded permutation of all windows in each epoch.
+    """Return the window that sample number `sample` of a run reads.
 
-    A pure function, without a table: a Feistel network over the next power of four permutes more numbers than there are
-    windows, and is applied again until it lands on one of them ("cycle walking", Black and Rogaway 2002).
+    Each epoch is a seeded permutation of all windows. It needs no table: a Feistel network over the
+    next power of four permutes more numbers than there are windows, and is applied again until it
+    gives one of them ("cycle walking", Black and Rogaway 2002).
     """
     epoch, number = divmod(sample, n_windows)
     half = max(1, ((n_windows - 1).bit_length() + 1) // 2)
@@ -110,16 +111,17 @@ def window_of_sample(sample: int, n_windows: int, seed: int) -> int:
 
 
 def _mix(x: int) -> int:
-    """A 64-bit hash of an integer (the finaliser of SplitMix64, Steele et al. 2014)."""
+    """Return a 64-bit hash of an integer (the finaliser of SplitMix64, Steele et al. 2014)."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return x ^ x >> 31
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """This rank's microbatches of windows, step after step, from global sample `position` on, without end.
+    """This rank's microbatches of windows, step after step, without end.
 
-    A step takes the next `global_batch_size` samples; rank r of R takes the r-th of R equal runs of them.
+    They begin at global sample `position`. A step takes the next `global_batch_size` samples. Of R
+    ranks, rank r takes the r-th of R equal runs of them.
     """
 
     def __init__(
@@ -149,9 +151,10 @@ class GlobalOrder(Sampler[list[int]]):
 
 
 class Loader:
-    """Batches of the training split in the global order. Its whole state is `position`: the samples consumed so far.
+    """Batches of the training split in the global order.
 
-    Each optimizer step takes one `step()`: this rank's microbatches, token ids [m, T + 1], int64.
+    Its whole state is `position`, the number of samples consumed so far. Each optimizer step takes
+    one `step()`: this rank's microbatches, token ids [m, T + 1], int64.
     """
 
     def __init__(
@@ -187,14 +190,14 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """End the processes that read ahead. They do not hear the signals that end a process (see `signals.ignore`)."""
+        """End the processes that read ahead. They ignore the signals in `signals.STOPPING`."""
         self._batches = self._peeked = None
 
     def step(self) -> list[Tensor]:
-        """This rank's microbatches of the next global batch; `position` moves on past it.
+        """Return this rank's microbatches of the next global batch, and move `position` past it.
 
-        Where the data have changed they are zeros, since other ranks may not know it yet and expect
-        this one to take part in the step: look at `changed` before its results are used.
+        Where the data have changed they are zeros: other ranks may not know it yet, and need this
+        one in the step. Check `changed` before the results are used.
         """
         batch = self.peek()
         self._peeked = None
@@ -207,7 +210,7 @@ class Loader:
             raise self.changed
 
     def peek(self) -> list[Tensor]:
-        """The microbatches that the next `step` will return."""
+        """Return the microbatches that the next `step` will return."""
         if self._peeked is None:
             count = self.global_batch_size // self.ranks // self.microbatch_size
             try:
@@ -237,7 +240,7 @@ class Loader:
             )
             with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
                 warnings.filterwarnings("ignore", message=".*set_vital.*")
-                # A generator of its own: otherwise every start of the loader draws from that of dropout.
+                # A generator of its own: a start of the loader must not draw from that of dropout.
                 self._batches = iter(
                     StatefulDataLoader(
                         self.windows,
@@ -254,10 +257,11 @@ class Loader:
 def validation_batches(
     windows: Windows, count: int, batch_size: int, rank: int, ranks: int
 ) -> Iterator[tuple[Tensor, int]]:
-    """This rank's share of `count` windows spread evenly over a split, as (token ids [batch_size, T + 1], how many count).
+    """Yield this rank's share of `count` windows spread evenly over a split.
 
-    Every rank gets the same number of batches, since a sharded forward pass needs all of them: what is missing is
-    filled with repetitions that do not count. A split with fewer windows than `count` gives all it has.
+    Each item is (token ids [batch_size, T + 1], how many of the rows count). Every rank gets the
+    same number of batches, since a sharded forward pass needs all ranks: what is missing is filled
+    with repetitions that do not count. A split with fewer windows than `count` gives all it has.
     """
     count = min(count, len(windows))
     chosen = [index * len(windows) // count for index in range(count)]

@@ -73,7 +73,7 @@ class DataManifest:
     validation_fraction: float | None = None
 
     def fingerprint(self) -> str:
-        """A hash of the training tokens and their order."""
+        """Return a hash of the training tokens and their order."""
         return hashlib.sha256(
             "".join(shard.sha256 for shard in self.splits["train"].shards).encode()
         ).hexdigest()
@@ -134,11 +134,10 @@ def write_shards(
     folder: Path,
     shard_tokens: int = SHARD_TOKENS,
 ) -> DataManifest:
-    """Tokenise `documents` into `folder`, which appears only once it is complete. Returns the manifest.
+    """Tokenise `documents` into `folder`, which appears only once it is complete.
 
-    Whole documents go to validation whenever its share of the tokens has fallen below data.validation_fraction; a
-    corpus of a single document is cut near its end instead. Raises `UserError` for a corpus without text and for a
-    `folder` that holds other files.
+    Returns the manifest. Raises `UserError` for a corpus without text and for a `folder` that holds
+    other files.
     """
     folder = folder.resolve()
     if folder.exists() and any(folder.iterdir()):
@@ -151,22 +150,7 @@ def write_shards(
     partial.mkdir(parents=True)
     dtype = smallest_dtype(tokenizer.vocab_size)
     train, validation = (ShardWriter(partial, name, dtype, shard_tokens) for name in SPLITS)
-    held: np.ndarray | None = (
-        None  # the first document, until a second one shows that it need not be cut
-    )
-    for tokens in _tokenised(tokenizer, documents):
-        if held is None and not train.tokens:
-            held = tokens
-            continue
-        if held is not None:
-            train.add(held)
-            held = None
-        share = validation.tokens / (train.tokens + validation.tokens)
-        (validation if share < config.validation_fraction else train).add(tokens)
-    if held is not None:
-        cut = len(held) - max(1, int(len(held) * config.validation_fraction))
-        train.add(held[:cut])
-        validation.add(held[cut:])
+    split_documents(_tokenised(tokenizer, documents), train, validation, config.validation_fraction)
     if not train.tokens:
         raise UserError("the corpus has no text: check data.files")
 
@@ -186,10 +170,33 @@ def write_shards(
     return manifest
 
 
+def split_documents(
+    documents: Iterator[np.ndarray], train: ShardWriter, validation: ShardWriter, fraction: float
+) -> None:
+    """Write each of the tokenised `documents` to one of two splits.
+
+    A document goes to validation whenever its share of the tokens has fallen below `fraction`. A
+    corpus of a single document is cut near its end instead.
+    """
+    first: np.ndarray | None = next(documents, None)
+    if first is None:
+        return
+    for tokens in documents:
+        if first is not None:  # there is a second one, so it need not be cut
+            train.add(first)
+            first = None
+        share = validation.tokens / (train.tokens + validation.tokens)
+        (validation if share < fraction else train).add(tokens)
+    if first is not None:
+        cut = len(first) - max(1, int(len(first) * fraction))
+        train.add(first[:cut])
+        validation.add(first[cut:])
+
+
 def _tokenised(
     tokenizer: Tokenizer, documents: Iterator[str], batch_characters: int = 4_000_000
 ) -> Iterator[np.ndarray]:
-    """Each non-empty document's tokens with end-of-text, tokenised in batches for speed."""
+    """Yield each non-empty document's tokens with end-of-text. Batches are for speed."""
     end = np.array([tokenizer.end_of_text], dtype=smallest_dtype(tokenizer.vocab_size))
     batch: list[str] = []
     size = 0
@@ -227,7 +234,7 @@ def read_manifest(folder: Path) -> DataManifest:
 
 
 def check_splits(manifest: DataManifest) -> None:
-    """Raise `ValueError` where what the manifest says of its splits does not go together."""
+    """Raise `ValueError` where the manifest contradicts itself about its splits."""
     if set(manifest.splits) != set(SPLITS):
         raise ValueError("its splits are not train and validation")
     if not manifest.splits["train"].shards:
@@ -240,22 +247,23 @@ def check_splits(manifest: DataManifest) -> None:
 
 
 def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
-    """Raise `UserError` where `folder` was prepared from something other than the config asks for."""
+    """Raise `UserError` where `folder` was made from something else than the config asks for."""
     for key in ("tokenizer", "corpus", "files", "validation_fraction"):
         found, wanted = getattr(manifest, key), getattr(config, key)
         unknown = key == "files" and not wanted or key == "validation_fraction" and found is None
         if found != wanted and not unknown:
             raise UserError(
-                f"{folder} was prepared with data.{key} = {json.dumps(found)}, the config says {json.dumps(wanted)}: "
-                "set it back, set data.path to another folder, or remove this one to "
-                "prepare it anew"
+                f"{folder} was prepared with data.{key} = {json.dumps(found)}, "
+                f"the config says {json.dumps(wanted)}: set it back, set data.path to another "
+                "folder, or remove this one to prepare it anew"
             )
 
 
 def check_shards(manifest: DataManifest, folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raise `UserError` naming the first shard that is missing, truncated or altered.
 
-    Reads every byte; `parts` ranks can share the work, each taking the shards `part`, `part + parts`, ...
+    Reads every byte. `parts` ranks can share the work: each takes the shards `part`,
+    `part + parts`, ...
     """
     shards = [shard for split in manifest.splits.values() for shard in split.shards][part::parts]
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
@@ -296,20 +304,28 @@ def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:
 
 
 def check_size(manifest: DataManifest, seq_len: int, global_batch_size: int) -> None:
-    """Raise `UserError` where the training split has not one global batch of windows, or the validation split no window."""
+    """Raise `UserError` where a split is too small.
+
+    The training split must have one global batch of windows, the validation split one window.
+    """
     train, validation = (count_windows(manifest.splits[name].tokens, seq_len) for name in SPLITS)
     if train < global_batch_size:
         raise UserError(
-            f"the corpus is too small for one global batch: {train} windows of training.seq_len = {seq_len} tokens, "
-            f"training.global_batch_size = {global_batch_size}: lower one of the two or add text"
+            f"the corpus is too small for one global batch: {train} windows of "
+            f"training.seq_len = {seq_len} tokens, training.global_batch_size = "
+            f"{global_batch_size}: lower one of the two or add text"
         )
     if validation < 1:
         raise UserError(
-            f"the validation split has {manifest.splits['validation'].tokens} tokens, less than one window of "
-            f"training.seq_len = {seq_len}: prepare it anew with a higher data.validation_fraction"
+            f"the validation split has {manifest.splits['validation'].tokens} tokens, less than "
+            f"one window of training.seq_len = {seq_len}: prepare it anew with a higher "
+            "data.validation_fraction"
         )
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """How many windows of `seq_len` inputs, each with its next token as target, `tokens` tokens give."""
+    """Return how many windows `tokens` tokens give.
+
+    A window has `seq_len` inputs, each with the next token as its target.
+    """
     return max(0, tokens - 1) // seq_len

@@ -1,4 +1,4 @@
-"""What files a corpus was tokenised from, and whether they are still the same.
+"""The files that a corpus was tokenised from, and whether they are still the same.
 
 `sources.json` beside the shards has their names, as the config gave them, sizes, times and SHA-256.
 """
@@ -27,22 +27,23 @@ class Source:
 
 
 def describe(file: Path) -> Source:
-    """A file as it is now. Raises `OSError`."""
+    """Return a file as it is now. Raises `OSError`."""
     stat = file.stat()
     return Source(stat.st_size, stat.st_mtime_ns, sha256(file))
 
 
 def write(folder: Path, sources: dict[Path, Source]) -> None:
-    """Leave beside the shards in `folder` what they were made from."""
+    """Write beside the shards in `folder` what they were made from."""
     entries = {str(file): asdict(source) for file, source in sources.items()}
     write_durably(folder / NAME, json.dumps(entries, indent=1) + "\n")
 
 
 def warning(config: ResolvedData) -> str | None:
-    """A line on how the corpus differs from what the shards in data.path were made of, if so.
+    """Return a line on how the corpus differs from what the shards in data.path were made from.
 
-    It is no mistake: shards are all that a run needs, and a run that has begun must go on with
-    them. So the text may also have been put away: None where none of its files is there any more.
+    None where it does not differ. A difference is no mistake: shards are all that a run needs, and
+    a run that has begun must go on with them. So the text may also have been removed: None where
+    none of its files exists any more.
     """
     folder = Path(config.path)
     try:
@@ -74,7 +75,7 @@ def warning(config: ResolvedData) -> str | None:
 
 
 def change(file: Path, source: Source) -> str | None:
-    """What has become of a file since it was `source`; None where its content is the same.
+    """Return how a file differs from `source`; None where its content is the same.
 
     Reads the file only where it was written to.
     """

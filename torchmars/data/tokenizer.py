@@ -1,12 +1,15 @@
 """Tokenizers: text to token ids and back."""
 
 from functools import cached_property
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import numpy as np
 
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
+
+if TYPE_CHECKING:
+    import tiktoken
 
 VocabularySize = Annotated[int, Range(1, 10_000_000)]
 
@@ -25,7 +28,10 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids; ids that stand for no text (padding rows of the token table) give none."""
+        """Return the text of token ids.
+
+        Ids without text, those of padding rows of the token table, give none.
+        """
 
 
 class ByteTokenizer:
@@ -52,15 +58,15 @@ class GPT2Tokenizer:
     end_of_text = 50256
 
     @cached_property
-    def _encoding(self):
-        import tiktoken
+    def _encoding(self) -> "tiktoken.Encoding":
+        import tiktoken  # takes a while, and not every run needs it
 
         try:
             return tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken passes on whatever its download raised
             raise UserError(
-                "the gpt2 tokenizer needs its BPE files once from the network, or TIKTOKEN_CACHE_DIR at a "
-                f"folder that has them ({type(error).__name__})"
+                "the gpt2 tokenizer needs its BPE files once from the network, or "
+                f"TIKTOKEN_CACHE_DIR at a folder that has them ({type(error).__name__})"
             ) from None
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:

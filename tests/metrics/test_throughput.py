@@ -1,0 +1,41 @@
+"""What is known of devices, and times without a GPU."""
+
+import time
+
+import pytest
+import torch
+
+from torchmars.metrics.throughput import GIB, PLANNED_MEMORY, Stopwatch, peak_flops, peak_memory
+
+
+@pytest.mark.parametrize(
+    "name,flops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla V100-SXM2-32GB", 125e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_of_a_gpu_by_its_name(monkeypatch, name, flops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda", 0)) == flops
+
+
+def test_a_cpu_has_no_known_peak_but_memory_and_times():
+    device = torch.device("cpu")
+    assert peak_flops(device) is None
+    assert 0 < peak_memory(device) < 1e4
+    stopwatch = Stopwatch(device)
+    with stopwatch:
+        time.sleep(0.01)
+    assert stopwatch.milliseconds() >= 10
+
+
+def test_a_plan_counts_on_an_h100_less_what_its_system_takes():
+    assert PLANNED_MEMORY == 72 * GIB
