@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from tests.commands.test_run_train import LIMIT, ROOT, all_gone, needs_proc, start
+from tests.commands.test_run_train import LIMIT, all_gone, needs_proc
+from tests.support.commands import ROOT, start, start_run
 from tests.support.tiny import metrics, tiny_config, tiny_tables, train, write_config, write_text
 
 
@@ -37,7 +38,7 @@ def endpoint():
 def test_two_machines_by_hand_train_as_one(config, tmp_path, endpoint):
     """Both also prepare the same data, at the same time."""
     where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
-    nodes = [start(config, **where) for _ in range(2)]
+    nodes = [start_run(config, **where) for _ in range(2)]
     outs = [node.communicate(timeout=LIMIT) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs
     assert sum("step 8/8 | loss" in out for out, _ in outs) == 1 and any(
@@ -108,7 +109,7 @@ IMPATIENT = {"NNODES": "2", "RDZV_TIMEOUT": "5"}
     ids=lambda value: "" if isinstance(value, str) else "-".join(value.values()),
 )
 def test_machines_that_cannot_meet_say_so_in_a_line(config, environment, message, endpoint):
-    node = start(config, **{"RDZV_ENDPOINT": endpoint} | IMPATIENT | environment)
+    node = start_run(config, **{"RDZV_ENDPOINT": endpoint} | IMPATIENT | environment)
     _, err = node.communicate(timeout=LIMIT)
     assert (
         node.returncode == 2
@@ -128,7 +129,7 @@ def test_a_port_that_another_program_has_is_told_in_a_line(config, number, messa
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        node = start(
+        node = start_run(
             config,
             **IMPATIENT,
             RDZV_ENDPOINT=f"127.0.0.1:{other.getsockname()[1]}",
@@ -156,7 +157,7 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
     (tmp_path / "broken" / "sitecustomize.py").write_text(DIES)  # Python runs it first
     where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
     nodes = [
-        start(
+        start_run(
             config,
             **where,
             SLURMD_NODENAME=f"n{number}",
@@ -175,11 +176,11 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
     assert all_gone(config)
 
 
-@pytest.mark.slow  # tests/test_startup.py has what ranks compare
+@pytest.mark.slow  # test_startup.py has what ranks compare
 def test_a_mistake_on_one_machine_is_named(config, endpoint):
     where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
     nodes = [
-        start(config, *args, **where, SLURMD_NODENAME=f"n{number}")
+        start_run(config, *args, **where, SLURMD_NODENAME=f"n{number}")
         for number, args in enumerate(((), ("--optimizer.lr", "1e-4")), start=1)
     ]
     errs = [node.communicate(timeout=LIMIT)[1] for node in nodes]

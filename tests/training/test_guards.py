@@ -4,13 +4,12 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import ROOT, Command
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     listen,
@@ -28,8 +27,6 @@ from torchmars.core.errors import EXIT_HUNG
 from torchmars.data.loader import Loader
 from torchmars.training import step as loss
 from torchmars.training.guards import SpikeGuard
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -206,29 +203,12 @@ def hanging(folder, how, grace):
     write_config(config, folder / "hang.toml")
     script = folder / "hang.py"
     script.write_text(HANGING_RUN)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torchmars.launch",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            str(script),
-            str(folder / "hang.toml"),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "RDZV_TIMEOUT": "300",
-            "HANG": how,
-            "GRACE": grace,
-        },
+    process = Command(
+        "launch",
+        ["--standalone", "--nproc-per-node", str(ranks), str(script), str(folder / "hang.toml")],
+        ROOT,
+        os.environ | {"RDZV_TIMEOUT": "300", "HANG": how, "GRACE": grace},
+        ranks,
     )
     try:
         yield process, Path(config.run.folder) / config.run.name / "hang"

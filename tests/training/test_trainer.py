@@ -33,8 +33,9 @@ LAYOUTS = {
     "replicas": (2, {"dp_replicate": 2}),
 }
 MATRIX_RULES = ("mars-shampoo", "mars-m", "muon")
-# Optimizers and microbatch sizes: the first on every layout, the others on some; the rest is slow.
+# Optimizers and microbatch sizes: these on every layout,
 VARIANTS = [(name, microbatch) for name in ("mars-adamw", "adamw") for microbatch in (None, 2)]
+# these on one rank and on two, and some of them where shards have replicas; with -m slow everywhere
 OTHERS = [
     (name, 2)
     for name in (
@@ -46,11 +47,10 @@ OTHERS = [
         "mars-m float32",
     )
 ]
-SOME = ("one", "fsdp2", "hsdp2x2")
+WITH_REPLICAS = [(name, 2) for name in ("mars-lion", "mars-m", "mars-adamw exact")]
+MORE = {"one": OTHERS, "fsdp2": OTHERS, "hsdp2x2": WITH_REPLICAS}
 CASES = [
-    (layout, *variant)
-    for layout in LAYOUTS
-    for variant in (VARIANTS + OTHERS if layout in SOME else VARIANTS)
+    (layout, *variant) for layout in LAYOUTS for variant in VARIANTS + MORE.get(layout, [])
 ]
 
 
@@ -60,8 +60,9 @@ def optimizer(name):
     return {"name": name, "lr": 1e-3 if "lion" in name else 6e-3} | ({key: more} if more else {})
 
 
-def steps(name):
-    return 20 if name in ("mars-adamw", "adamw", "mars-m float32") else 10
+def steps(name, microbatch):
+    """Twenty where a test compares what the loss falls to."""
+    return 20 if microbatch is None else 10
 
 
 def losses_of(folder, cases):
@@ -75,7 +76,7 @@ def losses_of(folder, cases):
                 folder,
                 run={"name": f"{layout}-{name}-{microbatch}"},
                 optimizer=optimizer(name),
-                training={"steps": steps(name)}
+                training={"steps": steps(name, microbatch)}
                 | ({} if microbatch is None else {"microbatch_size": microbatch}),
                 parallelism=parallelism,
                 validation={"interval": 10, "windows": 7},
@@ -95,15 +96,14 @@ def losses(tmp_path_factory):
 
 
 def same_as_on_one_rank(losses, layout, name, microbatch):
-    expected, expected_validation = losses[
-        "one", name, None if ("one", name, None) in losses else 2
-    ]
+    expected, expected_validation = losses["one", name, microbatch]
     actual, validation = losses[layout, name, microbatch]
-    assert list(actual) == list(range(1, steps(name) + 1))
+    last = steps(name, microbatch)
+    assert list(actual) == list(range(1, last + 1))
     # Rounding decides between two bfloat16 inputs of an orthogonalisation, and between the signs of an entry near 0.
     tolerance = 1e-5 if "adamw" in name or "float32" in name else 1e-3
     assert actual == pytest.approx(expected, rel=tolerance)
-    assert sorted(validation) == list(range(10, steps(name) + 1, 10))
+    assert sorted(validation) == list(range(10, last + 1, 10))
     assert validation == pytest.approx(expected_validation, rel=tolerance)
 
 
