@@ -169,7 +169,8 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
     assert [node.returncode for node in nodes] == [1, 1]
     for err in errs:
         assert re.search(
-            r"error: rank 3 on n[12] failed first; all it printed is in .*/logs/rank-00003.log:\nImportError: libnothing is missing\n"
+            r"error: rank 3 on n[12] failed first; all it printed is in "
+            r".*/logs/rank-00003.log:\nImportError: libnothing is missing\n"
             r"it ended with exit code 1\n$",
             err,
         ), err
@@ -187,7 +188,8 @@ def test_a_mistake_on_one_machine_is_named(config, endpoint):
     assert [node.returncode for node in nodes] == [2, 2]
     assert sum("error: " in err for err in errs) == 1
     assert re.search(
-        r"error: n[12] has another config than n[12] \(\w+ instead of \w+\): give all machines the same file",
+        r"error: n[12] has another config than n[12] \(\w+ instead of \w+\): "
+        r"give all machines the same file",
         "".join(errs),
     )
 
@@ -203,7 +205,10 @@ slurm = pytest.mark.skipif(idle_nodes() < 2, reason="needs a SLURM cluster of tw
 
 
 def submit(config, log, endpoint, *args):
-    """Submit a job of two nodes, a rank on each; its number. Both may be this machine, so they meet at an address of its own."""
+    """Submit a job of two nodes with a rank on each; return its number.
+
+    Both nodes may be this machine, so their rendezvous is at an address of the job's own.
+    """
     said = subprocess.run(
         ["sbatch", "--parsable", "--nodes=2", f"--output={log}", str(ROOT / "run_train.sh"), *args],
         cwd=config.parent,

@@ -18,7 +18,10 @@ from torchmars.core.errors import LostRank, UserError
 
 
 def compare(tables, store, odd):
-    """Compare two ranks, each on a machine of its own; the second is `odd` in one way. What each got, or is told."""
+    """Compare two ranks, each on a machine of its own; the second is `odd` in one way.
+
+    Returns what this rank got, or the error that it raised.
+    """
     rank = dist.get_rank()
     os.environ |= {
         "SLURMD_NODENAME": f"n{rank + 1}",
@@ -121,8 +124,8 @@ def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
     code, err = launch(tmp_path / "silent.py", tmp_path / "tiny.toml")
     assert code == 2, err
     assert (
-        "the ranks have met, but cannot exchange data (nothing has come in 4 s): set GLOO_SOCKET_IFNAME"
-        in err.splitlines()[-1]
+        "the ranks have met, but cannot exchange data (nothing has come in 4 s): "
+        "set GLOO_SOCKET_IFNAME" in err.splitlines()[-1]
     )
 
 

@@ -1,4 +1,4 @@
-"""The kill campaign: a real run is killed again and again, and ends with the weights of one that never was."""
+"""The kill campaign: a run that is killed again and again ends with the weights of an unbroken one."""
 
 import contextlib
 import os
@@ -83,12 +83,12 @@ def launch(tables, log, hold=None):
     folder = Path(tables["run"]["folder"]).parent
     file = folder / f"{tables['run']['name']}.toml"
     write_config(config_from_tables(tables, "in a test"), file)
-    program, environment = ["-m", "torchmars.train"], {}
+    program, environment = ["-m", "torchmars.train"], {"RDZV_TIMEOUT": "300"}
     if hold:
         (folder / "holding.py").write_text(HOLDING)
         program = [str(folder / "holding.py")]
         where = f"{hold.rank},{hold.place},{hold.number},{hold.marker}"
-        environment = {"HOLD": where}
+        environment |= {"HOLD": where}
     options = ["--standalone", "--nproc-per-node", "2", *program, str(file)]
     return Command("launch", options, ROOT, os.environ | environment, 2, log, log)
 

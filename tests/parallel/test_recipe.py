@@ -18,7 +18,10 @@ def loss_of(model, tokens):
 
 
 def gradients_on(shape, dtype, compile):
-    """Initial weights and gradients, made whole again, of two accumulated microbatches on this rank's share of BATCH."""
+    """Return the initial weights and the gradients of this rank's share of BATCH, gathered.
+
+    The share is accumulated from two microbatches.
+    """
     mesh = init_device_mesh(
         "cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
     )
