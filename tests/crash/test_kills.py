@@ -1,4 +1,4 @@
-"""The kill campaign: a run that is killed again and again ends with the weights of an unbroken one."""
+"""The kill campaign: a run that is killed again and again ends with an unbroken one's weights."""
 
 import contextlib
 import os
