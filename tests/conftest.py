@@ -2,11 +2,29 @@
 
 import os
 
-# Before torch: the layouts under test are of gloo ranks, also on a machine with GPUs, and ranks would fight over the cores.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks would fight over the cores
 
 
-def pytest_xdist_auto_num_workers(config: object) -> int:
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, unless `pytest -m gpu` asks for the tests that need one.
+
+    The other tests train on gloo ranks, also on a machine with GPUs.
+    """
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test of the mark `gpu` where no GPU is seen."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU, and pytest -m gpu -n 0")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the number of workers: a core each, and at most 4, since a test may start 4 ranks."""
     return min(os.cpu_count() or 1, 4)

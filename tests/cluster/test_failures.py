@@ -12,7 +12,7 @@ from torchmars.cluster.logs import RankLogs
 
 
 def ended(folder, rank, code, error=None, at=0):
-    """What torchrun has of a rank: its exit code, and what @record wrote of an exception."""
+    """Return what torchrun has of a rank: its exit code, and what @record wrote of an `error`."""
     file = folder / f"{rank}.json"
     if error:
         file.write_text(

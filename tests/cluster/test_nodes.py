@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from tests.commands.test_run_train import LIMIT, ROOT, all_gone, needs_proc, start
+from tests.commands.test_run_train import LIMIT, all_gone, needs_proc
+from tests.support.commands import ROOT, start, start_run
 from tests.support.tiny import metrics, tiny_config, tiny_tables, train, write_config, write_text
 
 
@@ -37,7 +38,7 @@ def endpoint():
 def test_two_machines_by_hand_train_as_one(config, tmp_path, endpoint):
     """Both also prepare the same data, at the same time."""
     where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
-    nodes = [start(config, **where) for _ in range(2)]
+    nodes = [start_run(config, **where) for _ in range(2)]
     outs = [node.communicate(timeout=LIMIT) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs
     assert sum("step 8/8 | loss" in out for out, _ in outs) == 1 and any(
@@ -108,7 +109,7 @@ IMPATIENT = {"NNODES": "2", "RDZV_TIMEOUT": "5"}
     ids=lambda value: "" if isinstance(value, str) else "-".join(value.values()),
 )
 def test_machines_that_cannot_meet_say_so_in_a_line(config, environment, message, endpoint):
-    node = start(config, **{"RDZV_ENDPOINT": endpoint} | IMPATIENT | environment)
+    node = start_run(config, **{"RDZV_ENDPOINT": endpoint} | IMPATIENT | environment)
     _, err = node.communicate(timeout=LIMIT)
     assert (
         node.returncode == 2
@@ -128,7 +129,7 @@ def test_a_port_that_another_program_has_is_told_in_a_line(config, number, messa
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        node = start(
+        node = start_run(
             config,
             **IMPATIENT,
             RDZV_ENDPOINT=f"127.0.0.1:{other.getsockname()[1]}",
@@ -156,7 +157,7 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
     (tmp_path / "broken" / "sitecustomize.py").write_text(DIES)  # Python runs it first
     where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
     nodes = [
-        start(
+        start_run(
             config,
             **where,
             SLURMD_NODENAME=f"n{number}",
@@ -168,19 +169,19 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
     assert [node.returncode for node in nodes] == [1, 1]
     for err in errs:
         assert re.search(
-            r"error: rank 3 on n[12] failed first; all it printed is in .*/logs/rank-00003.log:\n"
-            r"ImportError: libnothing is missing\n"
+            r"error: rank 3 on n[12] failed first; all it printed is in "
+            r".*/logs/rank-00003.log:\nImportError: libnothing is missing\n"
             r"it ended with exit code 1\n$",
             err,
         ), err
     assert all_gone(config)
 
 
-@pytest.mark.slow  # tests/test_startup.py has what ranks compare
+@pytest.mark.slow  # test_startup.py has what ranks compare
 def test_a_mistake_on_one_machine_is_named(config, endpoint):
     where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
     nodes = [
-        start(config, *args, **where, SLURMD_NODENAME=f"n{number}")
+        start_run(config, *args, **where, SLURMD_NODENAME=f"n{number}")
         for number, args in enumerate(((), ("--optimizer.lr", "1e-4")), start=1)
     ]
     errs = [node.communicate(timeout=LIMIT)[1] for node in nodes]
@@ -204,9 +205,9 @@ slurm = pytest.mark.skipif(idle_nodes() < 2, reason="needs a SLURM cluster of tw
 
 
 def submit(config, log, endpoint, *args):
-    """Submit a job of two nodes with a rank on each. Return its number.
+    """Submit a job of two nodes with a rank on each; return its number.
 
-    Both may be this machine, so the endpoint is an address of its own.
+    Both nodes may be this machine, so their rendezvous is at an address of the job's own.
     """
     said = subprocess.run(
         ["sbatch", "--parsable", "--nodes=2", f"--output={log}", str(ROOT / "run_train.sh"), *args],

@@ -1,16 +1,14 @@
 """What ranks compare before they train, and the first traffic between them."""
 
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.run import parse_args
 
+from tests.support.commands import ROOT, Command
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, write_config, write_text
 from torchmars.cluster import launcher, startup
@@ -18,13 +16,11 @@ from torchmars.cluster.logs import RankLogs
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import LostRank, UserError
 
-ROOT = Path(__file__).parents[2]
-
 
 def compare(tables, store, odd):
-    """Check two ranks, each on a machine of its own, of which the second is `odd` in one way.
+    """Compare two ranks, each on a machine of its own; the second is `odd` in one way.
 
-    Return what each got, or its error.
+    Returns what this rank got, or the error that it raised.
     """
     rank = dist.get_rank()
     os.environ |= {
@@ -111,27 +107,25 @@ main()
 
 
 def launch(script, config):
-    """Start a script for two ranks. The limits are for a machine that is busy with other things."""
-    command = ["torchmars.launch", "--nproc-per-node", "2", str(script), str(config)]
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=500,
-        env=os.environ | {"RDZV_TIMEOUT": "400", "PYTHONPATH": str(ROOT)},
-    )
+    """Run a script on two ranks; the exit code and what was said on stderr.
+
+    The limits are for a machine that is busy with other things.
+    """
+    options = ["--nproc-per-node", "2", str(script), str(config)]
+    command = Command("launch", options, ROOT, os.environ | {"RDZV_TIMEOUT": "400"}, ranks=2)
+    _, err = command.communicate(timeout=500)
+    return command.returncode, err
 
 
 def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
     write_text(tmp_path)
     write_config(tiny_config(tmp_path), tmp_path / "tiny.toml")
     (tmp_path / "silent.py").write_text(SILENT)
-    ended = launch(tmp_path / "silent.py", tmp_path / "tiny.toml")
-    assert ended.returncode == 2, ended.stderr
+    code, err = launch(tmp_path / "silent.py", tmp_path / "tiny.toml")
+    assert code == 2, err
     assert (
         "the ranks are connected, but cannot exchange data (nothing has come in 4 s): "
-        "set GLOO_SOCKET_IFNAME" in ended.stderr.splitlines()[-1]
+        "set GLOO_SOCKET_IFNAME" in err.splitlines()[-1]
     )
 
 
@@ -153,8 +147,8 @@ def test_the_verdict_of_a_rank_is_not_lost_in_what_it_does_to_another(tmp_path):
     write_text(tmp_path)
     write_config(tiny_config(tmp_path), tmp_path / "tiny.toml")
     (tmp_path / "verdict.py").write_text(VERDICT)
-    ended = launch(tmp_path / "verdict.py", tmp_path / "tiny.toml")
-    assert ended.returncode == 2, ended.stderr
+    code, err = launch(tmp_path / "verdict.py", tmp_path / "tiny.toml")
+    assert code == 2, err
 
 
 class StartedTimer:

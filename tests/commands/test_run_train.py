@@ -348,7 +348,7 @@ def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(confi
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_log_on_a_full_disk_does_not_end_a_run(config, tmp_path):
     with open("/dev/full", "w") as full:
-        rank = Command("rank", [str(config)], ROOT, stdout=full.fileno())
+        rank = Command("rank", [str(config)], ROOT, stdout=full)
         _, err = rank.communicate(timeout=LIMIT)
     assert rank.returncode == 0, err
     assert manifests.read(tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000004").step == 4

@@ -1,12 +1,9 @@
-"""The kill campaign: a real run is killed again and again, and ends with the weights of one that never was."""
+"""The kill campaign: a run that is killed again and again ends with an unbroken one's weights."""
 
 import contextlib
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +11,12 @@ from typing import Literal
 
 import pytest
 
+from tests.support.commands import ROOT, Command, ranks_of
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_folder
 from torchmars.checkpoint.resume import read_verified
 from torchmars.config.load import config_from_tables
-
-ROOT = Path(__file__).parents[2]
 
 
 def tables_of(folder, name, steps):
@@ -54,7 +50,7 @@ def holding(original, counts):
         if counts():
             seen += 1
             if seen == int(number):
-                Path(marker).touch()
+                Path(marker).write_text(f"{os.getpid()}.")
                 time.sleep(10**6)
         return original(*args, **options)
     return call
@@ -79,7 +75,7 @@ class Hold:
     number: int
     """Which of the durable calls of its saves, or of its steps."""
     marker: Path
-    """A file that it makes when it stands there."""
+    """A file that it makes when it stands there: its process number and a full stop."""
 
 
 def launch(tables, log, hold=None):
@@ -87,31 +83,14 @@ def launch(tables, log, hold=None):
     folder = Path(tables["run"]["folder"]).parent
     file = folder / f"{tables['run']['name']}.toml"
     write_config(config_from_tables(tables, "in a test"), file)
-    program, environment = ["-m", "torchmars.train"], os.environ | {"OMP_NUM_THREADS": "1"}
+    program, environment = ["-m", "torchmars.train"], {"RDZV_TIMEOUT": "300"}
     if hold:
         (folder / "holding.py").write_text(HOLDING)
         program = [str(folder / "holding.py")]
         where = f"{hold.rank},{hold.place},{hold.number},{hold.marker}"
-        environment |= {"PYTHONPATH": str(ROOT), "HOLD": where}
-    command = [sys.executable, "-m", "torchmars.launch", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen(
-        [*command, *program, str(file)],
-        cwd=ROOT,
-        env=environment,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-
-
-def ranks_of(launcher):
-    """The process numbers of the launcher's ranks."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == launcher.pid:
-                found.append(int(stat.parent.name))
-    return sorted(found)
+        environment |= {"HOLD": where}
+    options = ["--standalone", "--nproc-per-node", "2", *program, str(file)]
+    return Command("launch", options, ROOT, os.environ | environment, 2, log, log)
 
 
 def kill(number):
@@ -131,24 +110,19 @@ def next_hold(count, marker, rng):
 def kill_at(hold, launcher, everyone):
     """SIGKILL the rank that stands at `hold`, or `everyone`: all ranks and the launcher."""
     deadline = time.monotonic() + 300
-    while not hold.marker.exists():
+    while not (hold.marker.exists() and hold.marker.read_text().endswith(".")):
         assert launcher.poll() is None, f"the run ended before it came to {hold}"
         assert time.monotonic() < deadline, f"the run did not come to {hold}"
         time.sleep(0.01)
+    holding = int(hold.marker.read_text()[:-1])
     hold.marker.unlink()
-    ranks = {rank_number(process): process for process in ranks_of(launcher)}
-    assert sorted(ranks) == [0, 1]
-    for victim in [launcher.pid, *ranks.values()] if everyone else [ranks[hold.rank]]:
+    ranks = ranks_of(launcher.pid)
+    assert len(ranks) == 2 and holding in ranks
+    for victim in [launcher.pid, *ranks] if everyone else [holding]:
         kill(victim)
     launcher.wait(timeout=600)  # after the death of one rank it ends the other
-    while any(Path(f"/proc/{process}").exists() for process in ranks.values()):
+    while any(Path(f"/proc/{process}").exists() for process in ranks):
         time.sleep(0.01)
-
-
-def rank_number(process):
-    """Which rank a process is."""
-    environment = Path(f"/proc/{process}/environ").read_bytes()
-    return int(re.search(rb"(^|\0)RANK=(\d+)", environment)[2])
 
 
 def campaign(folder, kills, steps):

@@ -1,14 +1,12 @@
 """Tokens of known texts, and round trips."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
+from tests.support.real_data import FOLDER, needs_data
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
-
-BPE = Path(__file__).parents[3] / "shared" / "data" / "tiktoken_cache"
 
 
 def test_bytes():
@@ -18,9 +16,11 @@ def test_bytes():
     assert tokenizer.decode(tokens.tolist() + [256, 300]) == "aé\n"
 
 
-@pytest.mark.skipif(not BPE.is_dir(), reason="needs GPT-2's BPE files")
+@needs_data("tiktoken_cache")
 def test_gpt2_known_ids(tmp_path, monkeypatch):
-    shutil.copytree(BPE, tmp_path / "bpe")  # tiktoken may delete from its cache
+    shutil.copytree(
+        FOLDER / "tiktoken_cache", tmp_path / "bpe"
+    )  # tiktoken may delete from its cache
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
     tokenizer = GPT2Tokenizer()
     texts = ["Hello world", "Hello, world!", "The quick brown fox jumps over the lazy dog"]

@@ -20,7 +20,10 @@ def loss_of(model, tokens):
 
 
 def gradients_on(shape, dtype, compile):
-    """Initial weights and gradients, made whole again, of two accumulated microbatches on this rank's share of BATCH."""
+    """Return the initial weights and the gradients of this rank's share of BATCH, gathered.
+
+    The share is accumulated from two microbatches.
+    """
     layout = Layout.create(torch.device("cpu"), Degrees(dp_replicate=shape[0], dp_shard=shape[1]))
     with torch.device("meta"):
         model = GPT2(ARGS)

@@ -160,7 +160,10 @@ def test_a_checkpoint_has_the_planned_size(tmp_path):
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_traffic_is_that_of_the_formulas(tmp_path, accumulation_steps):
-    """HSDP over 2 replicas of 4 shards, mars-m: FSDP's volume (Rajbhandari et al. 2020, section 7.2) and design.md's for whole matrices."""
+    """HSDP over 2 replicas of 4 shards, mars-m.
+
+    FSDP's volume is that of Rajbhandari et al. 2020, section 7.2; whole matrices come on top.
+    """
     replicas, shards, layers, width, rows, length = 2, 4, 16, 128, 320, 64
     tables = tiny_tables(
         tmp_path,

@@ -48,19 +48,19 @@ class Command:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         ranks: int = 0,
-        stdout: int | None = None,
+        stdout: IO[Any] | int | None = None,
+        stderr: IO[Any] | None = None,
     ) -> None:
         """Start one of `MODULES`.
 
-        `ranks` is the number of ranks that a launcher may start, and start again. Without `stdout`,
-        a file descriptor, the output goes to the pipe `self.stdout`. What it says on stderr is in
-        the file `self.stderr`.
+        `ranks` is the number of ranks that a launcher may start, and start again. The output goes
+        to the pipe `self.stdout`, errors to the file `self.stderr`, unless other places are given.
         """
-        self.stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.stderr = stderr or tempfile.TemporaryFile("w+", errors="replace")
         read, write = context.Pipe(duplex=False)
         self.stdout: IO[str] = os.fdopen(os.dup(read.fileno()), errors="replace")
         errors = context.reducer.DupFd(self.stderr.fileno())
-        out = context.reducer.DupFd(write.fileno() if stdout is None else stdout)
+        out = context.reducer.DupFd(_descriptor(write if stdout is None else stdout))
         task = (module, args, str(cwd), dict(os.environ if env is None else env), ranks)
         self.process = context.Process(target=_become, args=(task, out, errors))
         self.process.start()
@@ -209,6 +209,10 @@ def ranks_of(launcher: int) -> list[int]:
     return sorted(found)
 
 
+def _descriptor(file: Any) -> int:
+    return file if isinstance(file, int) else file.fileno()
+
+
 def _pipe_without_reader() -> int:
     """What writes into a pipe that nobody reads."""
     read, write = os.pipe()
@@ -297,7 +301,7 @@ class Rank:
         self.args, self.returncode = args, None
         self.pid, line = self.waiting.pop(0)
         task = json.dumps([list(args), env])
-        descriptors = [stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2]
+        descriptors = [_descriptor(stdout or 1), _descriptor(stderr or 2)]
         socket.send_fds(line, [task.encode()], descriptors)
         line.close()
 

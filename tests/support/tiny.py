@@ -24,11 +24,12 @@ def set_bfloat16(fast: bool, patch: pytest.MonkeyPatch) -> None:
 
 
 def write_text(folder: Path, documents: int = 40, words: int = 300) -> Path:
-    """A text file of `documents` documents of made-up but regular prose."""
+    """Write a text file of `documents` documents of made-up but regular prose; return its path."""
     text = []
     for document in range(documents):
         sentences = (
-            f"The {('red', 'old', 'small')[(document + n) % 3]} fox number {document * n % 97} went over the hill. "
+            f"The {('red', 'old', 'small')[(document + n) % 3]} fox "
+            f"number {document * n % 97} went over the hill. "
             for n in range(words // 10)
         )
         text.append("".join(sentences))
@@ -38,7 +39,10 @@ def write_text(folder: Path, documents: int = 40, words: int = 300) -> Path:
 
 
 def tiny_tables(folder: Path, **overrides: dict) -> dict[str, dict]:
-    """The tables of a tiny config whose run, text and shards lie in `folder`; `overrides` replace keys of sections."""
+    """Return the tables of a tiny config whose run, text and shards lie in `folder`.
+
+    `overrides` replace keys of sections.
+    """
     tables = {
         "run": {"name": "tiny", "folder": str(folder / "runs")},
         "model": {"n_layer": 2, "n_head": 2, "n_embd": 32},
@@ -62,6 +66,7 @@ def tiny_tables(folder: Path, **overrides: dict) -> dict[str, dict]:
 
 
 def tiny_config(folder: Path, **overrides: dict) -> ResolvedConfig:
+    """Return the config that `tiny_tables` describes."""
     return config_from_tables(tiny_tables(folder, **overrides), "in a test")
 
 
@@ -78,7 +83,10 @@ def write_config(config: ResolvedConfig, path: Path) -> None:
 
 
 def listen_here(tables: dict[str, dict]) -> str:
-    """Train the run of `tables` on the ranks of this process group; what this rank printed, the message of a `UserError` at the end."""
+    """Train the run of `tables` on the ranks of this process group; return what this one printed.
+
+    The message of a `UserError` is the last line.
+    """
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             train_here(tables)
@@ -88,12 +96,15 @@ def listen_here(tables: dict[str, dict]) -> str:
 
 
 def listen(size: int, tables: dict[str, dict]) -> str:
-    """Train the run of `tables` on `size` ranks; what the first one printed."""
+    """Train the run of `tables` on `size` ranks; return what the first one printed."""
     return run_ranks(listen_here, size, tables)[0]
 
 
 def listen_on(fast: list[bool], *runs: dict[str, dict]) -> list[str]:
-    """Train runs on ranks whose CPUs are `fast` at bfloat16, or not; what the first rank printed of each."""
+    """Train runs on ranks whose CPUs are `fast` at bfloat16, or not.
+
+    Returns what the first rank printed of each.
+    """
     return run_ranks(_listen_on, len(fast), fast, *runs)[0]
 
 
@@ -109,12 +120,12 @@ def train(size: int, *runs: dict[str, dict]) -> None:
 
 
 def run_folder_of(tables: dict[str, dict]) -> Path:
-    """The folder of the run that `tables` describe."""
+    """Return the folder of the run that `tables` describe."""
     return Path(tables["run"]["folder"]) / tables["run"]["name"]
 
 
 def metrics(tables: dict[str, dict], name: str = "train/loss") -> dict[int, float]:
-    """What the run of `tables` reported under `name`, by step."""
+    """Return what the run of `tables` reported under `name`, by step."""
     lines = [
         json.loads(line)
         for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()

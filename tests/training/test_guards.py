@@ -4,13 +4,12 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import ROOT, Command
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     listen,
@@ -29,8 +28,6 @@ from torchmars.data.loader import Loader
 from torchmars.training import step as loss
 from torchmars.training.guards import SpikeGuard
 from torchmars.training.state import recent
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -54,7 +51,10 @@ def test_what_stands_out():
 
 
 def with_spike(tables, samples):
-    """Train with losses ten times as large on the global batches that hold one of `samples`; what this rank printed."""
+    """Train with losses ten times as large on the global batches that hold one of `samples`.
+
+    Returns what this rank printed.
+    """
     step, losses_of, begin = Loader.step, loss.token_losses, [0]
 
     def noted_step(self):
@@ -111,7 +111,10 @@ def test_a_spike_rolls_back_and_its_data_is_jumped(tables, mode):
 
 
 def test_a_rollback_ends_the_same_after_a_crash(tables):
-    """What the guard has seen is in the checkpoint: a run resumed at step 20 meets the spike of step 26 as the unbroken one did."""
+    """What the guard has seen is in the checkpoint.
+
+    So a run resumed at step 20 meets the spike of step 26 as the unbroken one did.
+    """
     tables["guards"] = {"loss_spike": "rollback"}
     run_ranks(with_spike, 2, tables, [25 * 16 + 3])
     cut = tables | {"run": tables["run"] | {"name": "cut"}}
@@ -167,8 +170,8 @@ from torchmars.data.loader import Windows
 from torchmars.train import main
 from torchmars.cluster.watchdog import Watchdog
 
-how = os.environ["HANG"].split()[int(os.environ["RANK"])]
-torchmars.cluster.watchdog.GRACE_SECONDS = float(os.environ["GRACE"].split()[int(os.environ["RANK"])])
+how, grace = (os.environ[name].split()[int(os.environ["RANK"])] for name in ("HANG", "GRACE"))
+torchmars.cluster.watchdog.GRACE_SECONDS = float(grace)
 
 def beat(self, doing):
     global hangs
@@ -207,29 +210,12 @@ def hanging(folder, how, grace):
     write_config(config, folder / "hang.toml")
     script = folder / "hang.py"
     script.write_text(HANGING_RUN)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torchmars.launch",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            str(script),
-            str(folder / "hang.toml"),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "RDZV_TIMEOUT": "300",
-            "HANG": how,
-            "GRACE": grace,
-        },
+    process = Command(
+        "launch",
+        ["--standalone", "--nproc-per-node", str(ranks), str(script), str(folder / "hang.toml")],
+        ROOT,
+        os.environ | {"RDZV_TIMEOUT": "300", "HANG": how, "GRACE": grace},
+        ranks,
     )
     try:
         yield process, Path(config.run.folder) / config.run.name / "hang"
@@ -243,7 +229,8 @@ def test_a_rank_that_hangs_is_found_and_every_rank_tells_where_it_stands(tmp_pat
     assert process.returncode == EXIT_HUNG, err
     report = err[err.index("error: no step for guards.hang_seconds = 3 s") :]
     assert re.search(
-        r"rank 0: \d+ s in step 4: waiting in the collective gloo:\w+ number \d+ of group \d+, sizes .*; called from",
+        r"rank 0: \d+ s in step 4: waiting in the collective gloo:\w+ number \d+ "
+        r"of group \d+, sizes .*; called from",
         report,
     )
     assert re.search(

@@ -2,14 +2,12 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import run_ranks
+from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import metrics, tiny_tables, train_here
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 def train_with_bpe(tables, bpe):
@@ -17,15 +15,15 @@ def train_with_bpe(tables, bpe):
     train_here(tables)
 
 
-@pytest.mark.skipif(
-    not (DATA / "tinyshakespeare").is_dir(), reason="needs tinyshakespeare and GPT-2's BPE files"
-)
+@needs_data("tinyshakespeare", "tiktoken_cache")
 @pytest.mark.slow
 def test_tinyshakespeare(tmp_path):
-    shutil.copytree(DATA / "tiktoken_cache", tmp_path / "bpe")  # tiktoken may delete from its cache
+    shutil.copytree(
+        FOLDER / "tiktoken_cache", tmp_path / "bpe"
+    )  # tiktoken may delete from its cache
     tables = tiny_tables(
         tmp_path,
-        data={"files": [str(DATA / "tinyshakespeare" / "input.txt")], "tokenizer": "gpt2"},
+        data={"files": [str(FOLDER / "tinyshakespeare" / "input.txt")], "tokenizer": "gpt2"},
         training={"steps": 40, "seq_len": 64},
         optimizer={"lr": 0.01},
     )
