@@ -3,10 +3,12 @@
     python docs/figures/loss_curves.py FILE.svg RUN,RUN,... [RUN,RUN,... ...]
 
 Each RUN is a run's folder. The runs of one argument share a panel. A line is the training loss of
-single steps, as metrics.jsonl has it; a dot is a validation loss.
+single steps, as metrics.jsonl has it; a dot is a validation loss. The first step is left out: its
+loss is that of random weights, far above all others.
 """
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from html import escape
@@ -16,9 +18,11 @@ import tomli
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+DASHES = ("none", "5 3", "2 2", "8 2 2 2")  # lines that lie on each other are all seen
 PANEL_WIDTH, PANEL_HEIGHT = 440, 330
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 14, 40  # margins of a panel, in pixels
 TICKS = 5
+ROUND_TO = 0.5  # where the axis of losses begins and ends
 
 Points = list[tuple[float, float]]
 
@@ -40,7 +44,7 @@ class Run:
             [(line["step"], line[key]) for line in lines if line.get(key) is not None]
             for key in ("train/loss", "validation/loss")
         )
-        return cls(label, train, validation)
+        return cls(label, train[1:], validation)
 
 
 @dataclass
@@ -75,20 +79,24 @@ class Panel:
                 text(self.x(step), bottom + 17, f"{step:.0f}", "middle"),
             ]
         elements.append(text((self.x(0) + right) / 2, bottom + 34, "step", "middle"))
+        elements.append(text(self.x(0) + 4, TOP + 14, "loss", "start"))
         return elements
 
     def curve(self, run: Run, number: int) -> list[str]:
         """Return the elements of a run, the `number`th of its panel, and of its legend."""
         colour = COLOURS[number % len(COLOURS)]
         points = [f"{self.x(step):.1f},{self.y(loss):.1f}" for step, loss in run.train]
-        elements = [f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="']
+        dashes = f'stroke-dasharray="{DASHES[number % len(DASHES)]}"'
+        elements = [f'<polyline fill="none" stroke="{colour}" stroke-width="1.6"']
+        elements.append(f' {dashes} points="')
         elements += [" ".join(points[start : start + 7]) for start in range(0, len(points), 7)]
         elements.append('"/>')
         for step, loss in run.validation:
             place = f'cx="{self.x(step):.1f}" cy="{self.y(loss):.1f}"'
             elements.append(f'<circle {place} r="4.5" fill="{colour}"/>')
         x, y = self.x(self.last_step) - 150, TOP + 22 + 20 * number
-        elements.append(f'<path d="M{x:.1f} {y}h24" stroke="{colour}" stroke-width="3"/>')
+        line = f'stroke="{colour}" stroke-width="2" {dashes}'
+        elements.append(f'<path d="M{x:.1f} {y}h24" {line}/>')
         elements.append(text(x + 31, y + 4, run.label, "start"))
         return elements
 
@@ -109,7 +117,8 @@ def draw(panels: list[list[Run]]) -> str:
         f' width="{width}" height="{PANEL_HEIGHT}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    lowest, highest = int(min(losses)), int(max(losses)) + 1
+    lowest = math.floor(min(losses) / ROUND_TO) * ROUND_TO
+    highest = math.ceil(max(losses) / ROUND_TO) * ROUND_TO
     for number, panel_runs in enumerate(panels):
         panel = Panel(PANEL_WIDTH * number, last_step, lowest, highest)
         lines += panel.axes()
