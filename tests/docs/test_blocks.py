@@ -1,0 +1,139 @@
+"""Every block of code in README.md and docs/ runs, or is one that the commands can take."""
+
+import importlib.util
+import subprocess
+import sys
+from functools import cache
+from io import StringIO
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.docs.pages import PAGES, ROOT, blocks, commands, config_files, split_page
+from torchmars.__main__ import main
+from torchmars.cluster.environment import Environment, read_environment
+from torchmars.config.load import load_config
+
+# text is what programs print. A block of another language is a mistake.
+LANGUAGES = {"python", "toml", "bash", "text", "bibtex"}
+PROGRAMS = {"cd", "git", "lint-imports", "mypy", "pip", "pre-commit", "pytest", "ruff", "scancel"}
+VARIABLES = set(Environment.__dataclass_fields__) | {
+    "CONFIG_FILE",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "TIKTOKEN_CACHE_DIR",
+    "TORCHMARS_DATA",
+    "WANDB_MODE",
+}
+# Commands whose arguments are config files and settings, beside options of their own.
+OF_CONFIG = ("train", "prepare", "plan")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_languages_are_known(page):
+    found, prose = split_page(page)
+    assert {block.language for block in found} <= LANGUAGES
+    indented = [line for before, line in zip(prose, prose[1:]) if not before and line[:4] == "    "]
+    assert not indented, "a block by indentation: write a fence"
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_runs(block, capsys):
+    torch.manual_seed(0)
+    exec(compile(block.text, str(block), "exec"), {"__name__": "block"})
+    printed = capsys.readouterr().out.split()
+    if "loss" in printed:
+        assert float(printed[-1]) < 1.0  # it fell from log(100)
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_config_is_valid(block, tmp_path):
+    (tmp_path / "my.toml").write_text(block.text)
+    load_config([str(tmp_path / "my.toml")], "test")
+
+
+def test_settings_of_configs_arrive(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books.toml").write_text(config_files()["books.toml"])
+    assert load_config(["books.toml"], "test").run.name == "books"
+    [split] = [block.text for block in blocks("toml") if "split = " in block.text]
+    (tmp_path / "split.toml").write_text(split)
+    assert load_config(["split.toml"], "test").optimizer.groups[0].split == 3
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=str)
+def test_commands_are_known(block, tmp_path, monkeypatch):
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    for name, text in config_files().items():
+        (tmp_path / name).write_text(text)
+    assert commands(block)
+    for command in commands(block):
+        assert set(command.variables) <= VARIABLES
+        read_environment(command.variables | {"SLURM_JOB_ID": ""})
+        check_words(command.words, command.variables.get("CONFIG_FILE", "").split())
+
+
+def check_words(words, config):
+    """Check one command, which finds the config files `config` in its environment."""
+    if not words:  # variables only
+        return
+    program, *args = words
+    if program == "sbatch":
+        program, *args = args[args.index("run_train.sh") :]
+    if program.endswith("run_train.sh"):
+        check_arguments("train", [*config, *args])
+    elif program == "torchmars":
+        check_arguments(*split_subcommand(args))
+    elif program == "torchrun":
+        check_arguments("train", args[args.index("torchmars.train") + 1 :])
+    elif program == "python" and args[0] == "-m":
+        package, _, command = args[1].partition(".")
+        if package == "torchmars":
+            check_arguments(*split_subcommand([*([command] if command else []), *args[2:]]))
+        else:
+            assert importlib.util.find_spec(args[1])
+    elif program == "python":
+        assert (ROOT / args[0]).is_file()
+    else:
+        assert program in PROGRAMS
+
+
+def split_subcommand(args):
+    """Return a command, with the one after it for `checkpoint`, and the other arguments."""
+    count = 2 if args[0] == "checkpoint" else 1
+    return " ".join(args[:count]), args[count:]
+
+
+def check_arguments(command, args):
+    """Check that a command of torchmars knows its options, and a config what it is given."""
+    settings = []
+    while args:
+        option = args[0].partition("=")[0]
+        if option.startswith("--") and "." not in option and option != "--help":
+            assert option.replace("_", "-") in options_of(command), f"{command} {option}"
+            args = args[2:] if command in OF_CONFIG else args[1:]
+        else:
+            settings.append(args[0])
+            args = args[1:]
+    if command in OF_CONFIG:
+        if "--help" not in settings:
+            load_config(settings, "test")
+    else:
+        options_of(command)
+
+
+@cache
+def options_of(command):
+    """Return the help of a command, with its options as they are written with hyphens."""
+    argv = ["torchmars", *command.split(), "--help"]
+    with (
+        mock.patch.object(sys, "argv", argv),
+        mock.patch("sys.stdout", StringIO()) as printed,
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    assert not ended.value.code
+    return printed.getvalue().replace("_", "-")

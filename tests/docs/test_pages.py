@@ -1,0 +1,63 @@
+"""Links of README.md and docs/ lead somewhere, and what the pages say of files is so."""
+
+import re
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
+from torchmars.config.load import load_config
+
+README = ROOT / "README.md"
+NAMES = [page.name for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_exist(page):
+    for link in links(page):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_lines_are_short(page):
+    lines = page.read_bytes().splitlines()  # pre-commit counts bytes too
+    assert not [line for line in lines if len(line) > 100]
+
+
+def test_readme_is_short_and_leads_to_every_page():
+    assert len(README.read_text().splitlines()) <= 150
+    linked = {(README.parent / link.partition("#")[0]).resolve() for link in links(README)}
+    assert set(PAGES) - {README} <= linked
+
+
+def test_quickstart_is_the_documented_one():
+    [transcript] = [block.text for block in blocks("text") if "step   1/" in block.text]
+    config = load_config([str(ROOT / "train_configs" / "quickstart.toml")], "test")
+    assert (
+        config.optimizer.name == "mars-adamw"
+        and f"step   1/{config.training.steps} | loss" in transcript
+        and f"run       {config.run.path}, seed 0" in transcript
+    )
+
+
+def test_tree_is_the_package():
+    [tree] = [block.text for block in blocks("text") if block.text.startswith("torchmars/\n")]
+    named, folders = [], []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders[depth:] = [name]
+        named.append("".join(folders))
+    assert not [name for name in named if not (ROOT / name).exists()], "not there"
+    rooms = {f"torchmars/{file.parent.name}/" for file in ROOT.glob("torchmars/*/__init__.py")}
+    assert rooms <= set(named), "a room that docs/architecture.md does not name"
+
+
+def test_files_in_backticks_exist():
+    pattern = r"`((?:torchmars|tests|docs|train_configs)/[\w/.]+)`"
+    for page in PAGES:
+        for name in re.findall(pattern, page.read_text()):
+            invented = re.search("[A-Z]{2}", name)  # NAME.py, runs/NAME
+            assert invented or (ROOT / name).exists(), f"{page.name}: {name}"
