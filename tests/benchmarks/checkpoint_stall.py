@@ -1,9 +1,10 @@
-"""What a save costs a run of GPT-2 small: the time that training waits, asynchronously and not, and the memory.
+"""Measure what a save costs a run of GPT-2 small: the time that training waits, and memory.
 
     python -m tests.benchmarks.checkpoint_stall [FOLDER]
 
-Three runs, one after the other, of short windows, so that a step takes a second or two: without checkpoints, with asynchronous ones and with
-synchronous ones. Peak memory is the process's, read before the final save.
+It makes three runs, one after the other: without checkpoints, with asynchronous and with
+synchronous ones. Windows are short, so that a step takes a second or two. Peak memory is that of
+the process, read before the final save.
 """
 
 import json
@@ -70,13 +71,15 @@ def main() -> None:
         folder = Path(name)
         write_text(folder)
         print(
-            "| run | stall, first save, s | stall, later, s | step, s | step after a save, s | peak memory, GiB |\n|---|---|---|---|---|---|",
+            "| run | stall, first save, s | stall, later, s | step, s | step after a save, s "
+            "| peak memory, GiB |\n|---|---|---|---|---|---|",
             flush=True,
         )
         for kind in KINDS:
             figures = measure(folder, kind)
             print(
-                f"| {kind} | {figures['first']:.2f} | {figures['stall']:.2f} | {figures['step']:.2f} | {figures['after']:.2f} | {figures['memory']:.2f} |",
+                f"| {kind} | {figures['first']:.2f} | {figures['stall']:.2f} "
+                f"| {figures['step']:.2f} | {figures['after']:.2f} | {figures['memory']:.2f} |",
                 flush=True,
             )
 

@@ -1,8 +1,11 @@
-"""Time of an optimizer step, side by side in one interleaved run: `python -m tests.benchmarks.optimizer_step`.
+"""Measure the time of an optimizer step, side by side in one interleaved run.
 
-Two tables. Element-wise: all of GPT-2 small's parameters, against `clip_grad_norm_` and torch's fused AdamW, and against the MARS of
-timm and pytorch_optimizer where they are installed. Matrices: hidden matrices, against `torch.optim.Muon`. `--ranks 2` does both on
-FSDP shards of gloo ranks with one thread each, beside one rank with one thread. On a GPU it runs there, on one rank.
+    python -m tests.benchmarks.optimizer_step
+
+It prints two tables. Element-wise: all parameters of GPT-2 small, against `clip_grad_norm_` and
+torch's fused AdamW, and against the MARS of timm and pytorch_optimizer where they are installed.
+Matrices: hidden matrices, against `torch.optim.Muon`. `--ranks 2` does both on FSDP shards of gloo
+ranks with one thread each, beside one rank with one thread. On a GPU it runs there, on one rank.
 """
 
 import argparse
@@ -120,7 +123,10 @@ def measure(
     steps: int,
     threads: int,
 ) -> list[tuple]:
-    """(name, median milliseconds, peak bytes per parameter beyond what is kept, collectives of a step) of each contender."""
+    """Return name, median milliseconds, peak memory and collectives of a step of each contender.
+
+    Memory is in bytes per parameter, beyond what is kept from step to step.
+    """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     named = list(contenders(args))
@@ -199,7 +205,8 @@ def show(title: str, rows: list[tuple], alone: list[tuple] | None = None) -> Non
     for number, (name, milliseconds, extra, collectives) in enumerate(rows):
         more = f" {alone[number][1]:.0f} | {alone[number][1] / milliseconds:.2f} |" if alone else ""
         print(
-            f"| {name} | {milliseconds:.1f} | {milliseconds / rows[0][1]:.2f} | {extra:.2f} | {collectives} |{more}"
+            f"| {name} | {milliseconds:.1f} | {milliseconds / rows[0][1]:.2f} | {extra:.2f} "
+            f"| {collectives} |{more}"
         )
 
 
@@ -236,8 +243,10 @@ def main() -> None:
                 # 11 passes of 4 bytes: g, h; then g, h, m, v, p read and h, m, v, p written.
                 elements = sum(p.numel() for p in GPT2(args).parameters())
                 bandwidth = copy_bandwidth()
+                moved = 44 * elements / (rows[1][1] * 1e-3)
                 print(
-                    f"copy {bandwidth / 1e12:.2f} TB/s; mars-adamw moves 44 B/param at {44 * elements / rows[1][1] / 1e-3 / bandwidth:.0%} of it"
+                    f"copy {bandwidth / 1e12:.2f} TB/s; mars-adamw moves 44 B/param at "
+                    f"{moved / bandwidth:.0%} of it"
                 )
 
 

@@ -1,7 +1,9 @@
-"""How evenly whole matrices are dealt out over ranks, from the plan alone: `python tests/benchmarks/owner_balance.py`.
+"""Measure how evenly whole matrices are dealt out over ranks, from the plan alone.
 
-For each model and number of FSDP ranks: the largest over the mean Newton–Schulz work of a rank, and the seconds that one rank
-needs to plan. Shapes only; no model is built and no process is started.
+    python -m tests.benchmarks.owner_balance
+
+For each model and number of FSDP ranks it prints the largest over the mean Newton–Schulz work of a
+rank, and the seconds that one rank needs to plan. It builds no model and starts no process.
 """
 
 import time
@@ -24,7 +26,7 @@ def gpt2(layers: int, width: int, split: bool) -> list[MatrixShape]:
 
 
 def llama3(layers: int, width: int, inner: int, split: bool) -> list[MatrixShape]:
-    """Eight key-value heads of 128; query, key and value as one fused weight, which `split` cuts."""
+    """Return the shapes of Llama 3: 8 key-value heads of 128; q, k and v are one fused weight."""
     parts = (width, 1024, 1024)
     qkv = MatrixShape((sum(parts), width), split=parts if split else 1)
     return [

@@ -1,4 +1,4 @@
-"""Sampling: temperature, the likeliest token, one text per seed, and a checkpoint's text from the command line."""
+"""Sampling: temperature, the likeliest token, one text per seed, and the command."""
 
 import sys
 
@@ -19,7 +19,7 @@ class Logits(torch.nn.Module):
 
 
 class Fixed(Logits):
-    """Always the same logits for the next token: id 3 likeliest, then 2, 1, 0, and padding rows above all."""
+    """Gives id 3 the largest logit, then 2, 1 and 0; padding rows get larger ones still."""
 
     seq_len = 8
 
