@@ -284,7 +284,8 @@ def test_texts_and_command_lines(place, examples):
         (["--run.name", "a" * 300], "run.name must be one folder name"),
         (
             ["--checkpoint.init_from", "fifo.safetensors"],
-            "checkpoint.init_from: fifo.safetensors is no file that can be used (Not a regular file)",
+            "checkpoint.init_from: fifo.safetensors is no file that can be used "
+            "(Not a regular file)",
         ),
         (["--data.files", "~nosuchuser"], "data.files: '~nosuchuser' names no text file"),
         (["--data.files", "fifo"], "data.files: 'fifo' names no text file"),
