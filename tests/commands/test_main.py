@@ -1,5 +1,6 @@
 """`torchmars COMMAND`, `python -m torchmars COMMAND` and `python -m torchmars.COMMAND`."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,31 @@ def test_the_names_with_a_dot_are_the_same_commands(module):
     )
     assert ended.returncode == 0
     assert ended.stdout.startswith(f"usage: {module.replace('.', ' ')}")
+
+
+@pytest.mark.parametrize(
+    "names", ["first.toml second.toml", "first file.toml", " \n", "first.toml *"]
+)
+def test_config_file_names_several_files(tmp_path, names):
+    """Or one with a space in its name. Nothing of it is taken for a pattern."""
+    for name in ("first.toml", "first file.toml"):
+        (tmp_path / name).write_text("[training]\nsteps = 0\n")
+    (tmp_path / "second.toml").write_text("[training]\nsteps = -2\n")
+    ended = subprocess.run(
+        [ROOT / "run_train.sh"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ
+        | {"CONFIG_FILE": names, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert {
+        "first.toml second.toml": "at least 1, got -2 (in second.toml)",
+        "first file.toml": "at least 1, got 0 (in first file.toml)",
+        " \n": "CONFIG_FILE is empty",
+        "first.toml *": "cannot read the config *: No such file",
+    }[names] in ended.stderr
 
 
 @pytest.mark.slow

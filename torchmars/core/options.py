@@ -73,7 +73,7 @@ def read_options(kind: type, args: list[str]) -> tuple[dict[str, Any], list[str]
 
 def build(kind: type[T], values: dict[str, Any]) -> T:
     """Return a `kind` with `values`. Raises `UserError` for a field that is missing."""
-    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for each in dataclasses.fields(typing.cast(Any, kind)):
         if each.name not in values and each.default is dataclasses.MISSING:
             hints = typing.get_type_hints(kind, include_extras=True)
             if is_positional(hints[each.name]):
