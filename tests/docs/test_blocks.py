@@ -1,6 +1,7 @@
 """Every block of code in README.md and docs/ runs, or is one that the commands can take."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from functools import cache
@@ -127,7 +128,7 @@ def check_arguments(command, args):
 
 @cache
 def options_of(command):
-    """Return the help of a command, with its options as they are written with hyphens."""
+    """Return the options that the help of a command names, written with hyphens."""
     argv = ["torchmars", *command.split(), "--help"]
     with (
         mock.patch.object(sys, "argv", argv),
@@ -136,4 +137,4 @@ def options_of(command):
     ):
         main()
     assert not ended.value.code
-    return printed.getvalue().replace("_", "-")
+    return {name.replace("_", "-") for name in re.findall(r"--[\w-]+", printed.getvalue())}
