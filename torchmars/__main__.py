@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def commands() -> dict[str, str]:
-    """Return the commands and the first line of what each file says of itself, not imported."""
+    """Return the commands and the first line of the docstring of each; no file is imported."""
     files = sorted(file for file in FOLDER.glob("*.py") if not file.stem.startswith("_"))
     texts = {file.stem: ast.get_docstring(ast.parse(file.read_text())) or "" for file in files}
     return {name: text.partition("\n")[0] for name, text in texts.items()}

@@ -1,4 +1,4 @@
-"""Resuming: which checkpoint a run goes on from, and whether it still is the same run."""
+"""Resuming: which checkpoint a run resumes from, and whether it still is the same run."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def check_same_run(
     """Raise `UserError`, with the difference and the remedy, where a checkpoint is another run's.
 
     The run is that of `config`, all of which is compared, on the tokens with the fingerprint
-    `data`. `optimizer` is the one it would go on with; its parameters may be on the meta device.
+    `data`. `optimizer` is the one it would resume with; its parameters may be on the meta device.
     Returns the changes that are allowed, a line each.
     """
     was, now = flattened(manifest.config), flattened(json.loads(json.dumps(asdict(config))))

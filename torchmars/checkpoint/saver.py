@@ -1,4 +1,4 @@
-"""Writes checkpoints, one at a time: in the background while training goes on, or at once."""
+"""Writes checkpoints, one at a time: in the background while training continues, or at once."""
 
 import contextlib
 import os
@@ -62,7 +62,7 @@ class Saver:
         self.config, self.folder = config, folder
         # The collectives of a save run beside those of the training. They need a group of their
         # own: in one group the ranks would mix them up.
-        self.layout = layout.aside()
+        self.layout = layout.with_own_control_group()
         self.on_gpu = layout.device.type == "cuda"
         self.stager = StateDictStager(pin_memory=self.on_gpu)  # keeps its copies to be filled again
         self.thread: threading.Thread | None = None

@@ -97,7 +97,7 @@ def load(
 ) -> None:
     """Load the checkpoint `folder` into `model` and `optimizer` in place, from any layout.
 
-    Called by every rank. The random number generators go on where the number of ranks is still the
+    Called by every rank. The random number generators continue where the number of ranks is still the
     same, and are seeded anew otherwise. Raises `DamagedCheckpoint` on every rank. Weights and state
     are then of no use until another load.
     """

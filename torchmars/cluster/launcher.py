@@ -131,7 +131,7 @@ def report_first_failure(ours: list[Failure], logs: RankLogs) -> int:
 def report_rendezvous(args: argparse.Namespace, reason: str) -> int:
     """Print that the rendezvous of the machines has failed. Return the exit code."""
     say_error(
-        f"the {args.nnodes} machines did not meet at {args.meeting} ({reason}): "
+        f"the {args.nnodes} machines did not meet at {args.rendezvous} ({reason}): "
         "check that each runs the same command with the same NNODES, and that nothing else "
         "listens on that port"
     )

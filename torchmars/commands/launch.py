@@ -75,7 +75,7 @@ def main(options: list[str] | None = None) -> None:
         # Ranks that are started again must not find the addresses of the dead in the store: with
         # gloo every second restart fails (torch 2.11 to 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        args.meeting = args.rdzv_endpoint  # as the user knows it
+        args.rendezvous = args.rdzv_endpoint  # as the user knows it
         if nodes > 1:
             args.rdzv_endpoint, is_host, address = find_endpoint(args.rdzv_endpoint)
             args.local_addr = args.local_addr or address

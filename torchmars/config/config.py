@@ -77,7 +77,7 @@ def identity_fields() -> list[str]:
 
 
 def reported_sections() -> list[str]:
-    """Return the sections whose changes are allowed, and listed when a run goes on."""
+    """Return the sections whose changes are allowed, and listed when a run resumes."""
     return list(marked(Config, Mark.REPORTED))
 
 

@@ -16,7 +16,7 @@ def resolve_dtypes(
 ) -> ResolvedConfig:
     """Return `config` with `training.dtype` and `optimizer.matrix_dtype` resolved.
 
-    "auto" becomes what it was in `saved`, the config of the checkpoint that the run goes on from.
+    "auto" becomes what it was in `saved`, the config of the checkpoint that the run resumes from.
     In a new run it follows from the kind of `device`, and from whether all ranks multiply
     bfloat16 `fast`.
     """

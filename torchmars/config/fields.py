@@ -14,7 +14,7 @@ Clip = Annotated[float, Range(0, float("inf"))]
 
 
 class Mark(enum.Enum):
-    """What a change of a field or a section means for a run that goes on from its checkpoint."""
+    """What a change of a field or a section means for a run that resumes from its checkpoint."""
 
     IDENTITY = "another value is another run: the checkpoint is refused"
     REPORTED = "a section whose changes are allowed and listed, since they change what is computed"

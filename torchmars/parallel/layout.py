@@ -147,7 +147,7 @@ class Layout:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.control)
         return values.bool().tolist()
 
-    def aside(self) -> "Layout":
+    def with_own_control_group(self) -> "Layout":
         """Return the same layout with its own control group, for another thread. Collective."""
         return replace(self, control=make_control_group())
 

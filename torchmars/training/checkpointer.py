@@ -22,11 +22,11 @@ from torchmars.training.state import RunState, recent
 
 @dataclass
 class Resumed:
-    """Where a run goes on, and from what."""
+    """Where a run resumes, and from what."""
 
     state: RunState = field(default_factory=RunState)
     origin: str | None = None
-    """What the run goes on from, in words; None for a run that starts anew."""
+    """What the run resumes from, in words; None for a run that starts anew."""
     folder: Path | None = None
     """The checkpoint that was loaded, if one of the run's own was."""
     changes: list[str] = field(default_factory=list)

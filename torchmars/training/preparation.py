@@ -1,4 +1,4 @@
-"""All of a run that needs no ranks: its data, and whether it can go on from its checkpoints."""
+"""All of a run that needs no ranks: its data, and whether it can resume from its checkpoints."""
 
 from pathlib import Path
 from typing import Literal

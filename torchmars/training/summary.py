@@ -25,7 +25,7 @@ def introduction(
     fast: bool,
     resumed: Resumed,
 ) -> list[str]:
-    """Return all that a run says at its start.
+    """Return all that a run prints at its start.
 
     `config` is one with resolved dtypes. `fast` is whether all ranks multiply bfloat16 fast.
     """
@@ -82,7 +82,7 @@ def data_line(path: str, training: TrainingConfig, data: DataManifest) -> str:
 
 
 def continuation(checkpoints: Path, steps: int, resumed: Resumed) -> list[str]:
-    """Return where the run goes on, in lines; none for a run that starts anew."""
+    """Return where the run resumes, in lines; none for a run that starts anew."""
     step = resumed.state.step
     if step >= steps:
         return labelled(

@@ -164,7 +164,7 @@ class Trainer:
         return stop, overdue
 
     def roll_back(self) -> None:
-        """Load the newest checkpoint, and go on with the data after the batch that stood out."""
+        """Load the newest checkpoint, and continue with the data after the batch that stood out."""
         reached, position = self.state.step, self.loader.position
         self.watchdog.beat("a rollback")
         resumed = self.checkpointer.load_newest()
