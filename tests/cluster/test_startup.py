@@ -183,7 +183,7 @@ def test_machines_that_have_met_may_take_long_to_start_their_ranks(tmp_path, mon
     monkeypatch.setattr(launcher.os, "_exit", end)
     monkeypatch.setattr(launcher, "elastic_launch", meet)
     args = parse_args(["--rdzv-endpoint", "localhost:0", "-m", "torchmars.train"])
-    args.meeting = "n1:29400"
+    args.rendezvous = "n1:29400"
     logs = RankLogs(tmp_path / "logs", tmp_path, {0})
     assert launcher.launch(args, logs, tiny_config(tmp_path)) == 0
     said = "did not meet at n1:29400 (whoever listens there does not answer)"

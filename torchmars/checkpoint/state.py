@@ -97,9 +97,9 @@ def load(
 ) -> None:
     """Load the checkpoint `folder` into `model` and `optimizer` in place, from any layout.
 
-    Called by every rank. The random number generators continue where the number of ranks is still the
-    same, and are seeded anew otherwise. Raises `DamagedCheckpoint` on every rank. Weights and state
-    are then of no use until another load.
+    Called by every rank. The random number generators continue where the number of ranks is still
+    the same, and are seeded anew otherwise. Raises `DamagedCheckpoint` on every rank. Weights and
+    state are then of no use until another load.
     """
     state = training_state(layout, model, optimizer)
     random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
