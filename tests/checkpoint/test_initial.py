@@ -1,20 +1,15 @@
 """Starting from the weights of a run, a checkpoint or a file, also with the optimizer's state."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.commands import ROOT, run_command
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen, metrics, tiny_tables, train, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.training.build import build_trainer
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +27,9 @@ def folder(tmp_path_factory):
             for name in ("adamw", "mars-adamw", "mars-lion")
         ),
     )
-    exported = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torchmars.export",
-            str(folder / "runs" / "adamw"),
-            str(folder / "weights.safetensors"),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert exported.returncode == 0 and "36,000 weights" in exported.stdout, exported.stderr
+    places = [str(folder / "runs" / "adamw"), str(folder / "weights.safetensors")]
+    code, out, err = run_command("export", places, ROOT)
+    assert code == 0 and "36,000 weights" in out, err
     return folder
 
 
@@ -178,23 +163,9 @@ def forgotten(tables):
 
 
 def test_an_export_that_cannot_be_written_is_one_line(folder):
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torchmars.export",
-            str(folder / "runs" / "adamw"),
-            str(folder / "no" / "weights.safetensors"),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert (
-        ended.returncode == 2
-        and ended.stderr.startswith("error: cannot write")
-        and ended.stderr.count("\n") == 1
-    )
+    places = [str(folder / "runs" / "adamw"), str(folder / "no" / "weights.safetensors")]
+    code, _, err = run_command("export", places, ROOT)
+    assert code == 2 and err.startswith("error: cannot write") and err.count("\n") == 1
 
 
 def test_the_first_step_without_a_last_gradient_is_not_corrected():

@@ -2,18 +2,14 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from tests.support.commands import ROOT, run_command
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import FORMAT
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +32,9 @@ def run(made, tmp_path):
 
 
 def command(*args):
-    ended = subprocess.run(
-        [sys.executable, "-m", "torchmars.checkpoint", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert "Traceback" not in ended.stderr
-    return ended.returncode, ended.stdout, ended.stderr
+    code, out, err = run_command("checkpoint", list(map(str, args)), ROOT)
+    assert "Traceback" not in err
+    return code, out, err
 
 
 def steps(run):

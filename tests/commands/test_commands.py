@@ -5,7 +5,7 @@ import shutil
 import pytest
 from hypothesis import strategies as st
 
-from tests.support.commands import Warm
+from tests.support.commands import run_command
 from tests.support.mistakes import KEYS, fuzz, make_checkpoint, make_place, words
 
 # These take long, or the network.
@@ -54,14 +54,8 @@ def command_lines(draw):
     return module, args + (["-m", "torchmars.train", "tiny.toml"] if module == "launch" else [])
 
 
-@pytest.fixture(scope="module")
-def warm():
-    with Warm() as process:
-        yield process
-
-
 @pytest.mark.parametrize("examples", [35, pytest.param(500, marks=pytest.mark.slow)])
-def test_commands(tmp_path, warm, examples):
+def test_commands(tmp_path, examples):
     """Real ones, in processes of their own."""
     make_place(tmp_path)
     made = make_checkpoint(tmp_path)
@@ -70,7 +64,7 @@ def test_commands(tmp_path, warm, examples):
 
     def check(drawn):
         module, args = drawn
-        code, out, err = warm.run(module, args, tmp_path)
+        code, out, err = run_command(module, args, tmp_path)
         lines = err.replace("\r", "\n").splitlines()
         wrong = [line for line in lines if line.startswith("error: ")]
         assert code in (0, 2) and len(wrong) == (code == 2), (code, err)
@@ -84,14 +78,14 @@ def test_commands(tmp_path, warm, examples):
 
 
 @pytest.mark.parametrize("module", [*COMMANDS, "train"])
-def test_help_that_nobody_reads_to_its_end(warm, tmp_path, module):
+def test_help_that_nobody_reads_to_its_end(tmp_path, module):
     for args in (["--help"], ["list", "--help"][: 2 if "checkpoint" in module else 0] or ["-h"]):
-        code, out, err = warm.run(module, args, tmp_path)
+        code, out, err = run_command(module, args, tmp_path)
         assert code == 0 and len(out) > 100 and err == ""
-        assert warm.run(module, args, tmp_path, unread=True) == (0, "", "")
+        assert run_command(module, args, tmp_path, unread=True) == (0, "", "")
 
 
-def test_output_that_nobody_reads_to_its_end(warm, tmp_path):
+def test_output_that_nobody_reads_to_its_end(tmp_path):
     make_place(tmp_path)
     make_checkpoint(tmp_path)
     for module, args in {
@@ -99,4 +93,4 @@ def test_output_that_nobody_reads_to_its_end(warm, tmp_path):
         "checkpoint": ["list", "runs/tiny"],
         "plan": ["tiny.toml", "--world-size", "2"],
     }.items():
-        assert warm.run(module, args, tmp_path, unread=True) == (0, "", "")
+        assert run_command(module, args, tmp_path, unread=True) == (0, "", "")

@@ -11,11 +11,11 @@ import pytest
 from tests.support.commands import (
     ROOT,
     Command,
-    Warm,
     descendants,
     finish,
     finish_run,
     ranks_of,
+    run_command,
     start,
     start_run,
 )
@@ -110,7 +110,7 @@ def altered(tmp_path):
 )
 def test_mistakes_end_with_one_line_and_code_2(config, tmp_path, args, damage, message):
     if damage:
-        assert Warm().run("prepare", [str(config)], ROOT)[0] == 0
+        assert run_command("prepare", [str(config)], ROOT)[0] == 0
         damage(tmp_path)
     code, out, err = finish_run(config, *args)
     assert code == 2 and message in err and out == ""
@@ -121,13 +121,13 @@ def test_mistakes_end_with_one_line_and_code_2(config, tmp_path, args, damage, m
 
 def test_without_the_script_a_mistake_still_ends_every_rank(config, tmp_path):
     """torchrun itself makes 1 of every exit code."""
-    assert Warm().run("prepare", [str(config)], ROOT)[0] == 0
+    assert run_command("prepare", [str(config)], ROOT)[0] == 0
     altered(tmp_path)
     options = ["--standalone", "--nproc-per-node", "2", "-m", "torchmars.train", str(config)]
     torchrun = Command("torchrun", options, ROOT, ranks=2)
     _, err = torchrun.communicate(timeout=LIMIT)
     assert torchrun.returncode == 1 and err.count("error: the shard") == 1
-    code, _, err = Warm().run("rank", [str(config)], ROOT)
+    code, _, err = run_command("rank", [str(config)], ROOT)
     assert code == 2 and err.count("\n") == 1
 
 

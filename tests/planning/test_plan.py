@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.commands import run_command
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     run_folder_of,
@@ -275,9 +276,9 @@ def command(*args):
 def test_the_command(tmp_path):
     config = tmp_path / "tiny.toml"
     write_config(tiny_config(tmp_path), config)
-    said = command(str(config), "--world-size", "16")
-    assert said.returncode == 0, said.stderr
-    assert "matrices in" not in said.stdout
+    code, out, err = run_command("plan", [str(config), "--world-size", "16"], tmp_path)
+    assert code == 0, err
+    assert "matrices in" not in out
     for part in (
         "FSDP over 16 ranks (cuda, nccl), bfloat16 compute",
         "16 x 32 tokens a step",
@@ -289,13 +290,10 @@ def test_the_command(tmp_path):
         "is not prepared yet",
         "warning ",
     ):
-        assert part in said.stdout
-    said = command(str(config), "--world-size", "5")
-    assert (
-        said.returncode == 2
-        and said.stderr.startswith("error: training.global_batch_size = 16 does not divide over 5")
-        and said.stderr.count("\n") == 1
-    )
+        assert part in out
+    code, out, err = run_command("plan", [str(config), "--world-size", "5"], tmp_path)
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith("error: training.global_batch_size = 16 does not divide over 5")
 
 
 @pytest.mark.parametrize(

@@ -158,28 +158,19 @@ def finish_run(*args: Any, **environment: Any) -> tuple[int, str, str]:
     return command.returncode, out, err
 
 
-class Warm:
-    """Runs commands; `with Warm() as warm: warm.run(...)`."""
+def run_command(
+    module: str, args: list[str], cwd: Path, unread: bool = False
+) -> tuple[int | None, str, str]:
+    """Run one of `MODULES`; return its exit code (None: it hung), output, errors.
 
-    def __enter__(self) -> "Warm":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def run(
-        self, module: str, args: list[str], cwd: Path, unread: bool = False
-    ) -> tuple[int | None, str, str]:
-        """Run one of `MODULES`; return its exit code (None: it hung), output, errors.
-
-        `unread`: whoever would read the output has gone.
-        """
-        command = Command(module, args, cwd, stdout=_pipe_without_reader() if unread else None)
-        try:
-            out, err = command.communicate()
-        except subprocess.TimeoutExpired:
-            return None, "", ""
-        return command.returncode, out, err
+    `unread`: whoever would read the output has gone.
+    """
+    command = Command(module, args, cwd, stdout=_pipe_without_reader() if unread else None)
+    try:
+        out, err = command.communicate()
+    except subprocess.TimeoutExpired:
+        return None, "", ""
+    return command.returncode, out, err
 
 
 def descendants(mark: Path) -> list[int]:
