@@ -10,8 +10,9 @@ import time
 
 from torch.distributed.tensor import Shard
 
+from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.orthogonalize import newton_schulz_flops
-from torchmars.optim.owners import MatrixShape, plan_buckets
+from torchmars.optim.owners import plan_buckets
 from torchmars.optim.pieces import rank_bucket
 
 RANKS = (2, 8, 64, 512)

@@ -193,7 +193,7 @@ def test_the_first_step_without_a_last_gradient_is_not_corrected():
     for count, gradient in enumerate(gradients, start=8):
         parameter.grad = gradient.clone()
         if last is None:
-            optimizer.start_last_grads([parameter])
+            optimizer.skip_next_correction([parameter])
         optimizer.step()
         g = gradient * min(1.0, 1 / (gradient.norm().item() + 1e-6))
         c = g if last is None else g + 0.025 * 0.95 / 0.05 * (g - last)

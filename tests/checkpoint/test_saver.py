@@ -25,8 +25,9 @@ from tests.support.tiny import (
 )
 from torchmars.checkpoint import folder as folders
 from torchmars.checkpoint import saver, state
-from torchmars.checkpoint.folder import checkpoints, step_of, steps_to_delete
+from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.resume import newest_good, read_verified
+from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.saver import Saver, _TensorWriter
 from torchmars.cluster import connection
 from torchmars.config import CheckpointConfig

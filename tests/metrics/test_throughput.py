@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from torchmars.metrics.throughput import GIB, PLANNED_MEMORY, Stopwatch, peak_flops, peak_memory
+from torchmars.metrics.throughput import GIB, Stopwatch, peak_flops, peak_memory
+from torchmars.planning.advice import PLANNED_MEMORY
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,8 @@ def test_packed_documents_are_computed_as_if_alone():
     assert not torch.allclose(model(packed), alone)
 
 
-def test_every_matrix_has_a_split():
+def test_tensor_parallelism_knows_every_matrix():
     named = {name for name, parameter in GPT2(ARGS).named_parameters() if parameter.ndim == 2}
     for name in named:
-        assert sum(name.endswith(end) for end in GPT2.splits) == 1, name
-    assert all(any(name.endswith(end) for name in named) for end in GPT2.splits)
+        assert sum(name.endswith(end) for end in GPT2.cuts) == 1, name
+    assert all(any(name.endswith(end) for name in named) for end in GPT2.cuts)

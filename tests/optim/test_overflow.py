@@ -114,12 +114,12 @@ def test_a_step_too_large_to_compute_changes_nothing(rule, settings, size):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_last_grads_start_with_the_first_step_that_counts(rule, bad):
     def start(parameters, optimizer):
-        optimizer.start_last_grads(parameters)
+        optimizer.skip_next_correction(parameters)
 
     def start_with_a_bad_gradient(parameters, optimizer):
         give(parameters, 7)
         parameters[0].grad[0, 0] = bad
-        optimizer.start_last_grads(parameters)
+        optimizer.skip_next_correction(parameters)
         optimizer.step()
         assert report(optimizer)["skipped_in_a_row"] == 1
 
@@ -141,7 +141,7 @@ def test_a_last_gradient_that_broke_is_left_out(bad):
         optimizer.load_state_dict(broken)
 
     def start(parameters, optimizer):
-        optimizer.start_last_grads(parameters)
+        optimizer.skip_next_correction(parameters)
 
     wanted, _ = ordinary("mars-adamw", 6, start, 3)
     parameters, optimizer = ordinary("mars-adamw", 6, load, 3)
@@ -161,7 +161,7 @@ def exact(rule, bad=None, forget=()):
         optimizer.look_ahead()
         give(parameters, step)
         if step in forget:
-            optimizer.start_last_grads(parameters)
+            optimizer.skip_next_correction(parameters)
         optimizer.step()
     assert optimizer.telemetry()["skipped_steps"] == 0
     return parameters

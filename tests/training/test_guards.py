@@ -26,8 +26,7 @@ from torchmars.config import GuardsConfig
 from torchmars.core.errors import EXIT_HUNG
 from torchmars.data.loader import Loader
 from torchmars.training import step as loss
-from torchmars.training.guards import SpikeGuard
-from torchmars.training.state import recent
+from torchmars.training.guards import LossGuard, recent
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def tables(tmp_path):
 
 
 def test_what_stands_out():
-    guard, seen = SpikeGuard(GuardsConfig(loss_spike="skip", spike_sigmas=4.0)), recent()
+    guard, seen = LossGuard(GuardsConfig(loss_spike="skip", spike_sigmas=4.0)), recent()
     for number in range(15):
         # Too few to compare with.
         assert not guard.check(100.0 * (number == 7) + number % 3, seen)

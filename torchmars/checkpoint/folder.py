@@ -1,13 +1,11 @@
-"""A run's folder of checkpoints: which there are and which are kept."""
+"""A run's folder of checkpoints: which there are, and how one is deleted."""
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torchmars.config import CheckpointConfig
 from torchmars.core.files import PARTIAL, remove, sync_folder
 
 # What a crash can leave. A save is `.partial` until it is complete. What is to be deleted is
@@ -46,22 +44,6 @@ def leftovers(folder: Path) -> list[Path]:
     They are folders, files or links.
     """
     return sorted(path for path in folder.glob("step-*") if LEFTOVER.fullmatch(path.name))
-
-
-def steps_to_delete(
-    steps: list[int], losses: dict[int, float], config: CheckpointConfig
-) -> list[int]:
-    """Return those of `steps` whose checkpoints `config` does not keep.
-
-    `losses` are the validation losses that are known, by step.
-    """
-    kept = set(sorted(steps)[-config.keep_last :])  # all of them for 0
-    if config.keep_every:
-        kept |= {step for step in steps if step % config.keep_every == 0}
-    losses = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
-    if config.keep_best and losses:
-        kept.add(min(losses, key=lambda step: (losses[step], step)))
-    return sorted(set(steps) - kept)
 
 
 def set_aside(checkpoint: Path, suffix: str) -> Path:

@@ -15,7 +15,7 @@ from torchmars.models import Model, build_meta_model
 def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
     """Load the model of a checkpoint on the CPU. Return it, its tokenizer and its config.
 
-    `folder` is a checkpoint or a run, whose newest good one is taken. Raises `UserError` where
+    `folder` is a checkpoint or a run, whose newest good one is taken. Raises `UserError` if
     there is none, and `DamagedCheckpoint`.
     """
     folder, manifest = find_checkpoint(folder, warn=lambda text: say(text, error=True))

@@ -5,8 +5,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state import (
     model_state,
@@ -39,7 +39,7 @@ def init_from(
                 f"checkpoint.init_optimizer: {source} holds weights only: "
                 "name a run or a checkpoint in checkpoint.init_from"
             )
-        layout.agree(lambda: load_weights(source, model))
+        layout.on_all(lambda: load_weights(source, model))
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(source, "full"))
     saved = layout.on_first(lambda: saved_shapes(folder))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
-from torchmars.checkpoint.former import RENAMED
+from torchmars.checkpoint.old_names import RENAMED
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem, write_durably
@@ -77,7 +77,7 @@ class CheckpointManifest:
 def read(folder: Path) -> CheckpointManifest:
     """Return the manifest of the checkpoint `folder`.
 
-    Raises `DamagedCheckpoint` where a single byte of it is not as it was written, and
+    Raises `DamagedCheckpoint` if a single byte of it is not as it was written, and
     `OtherVersion` where another version wrote it in a way that this one cannot read.
     """
     path = folder / NAME

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
-from torchmars.checkpoint.former import current_names
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.dtypes import saved_dtypes
@@ -24,7 +24,7 @@ def newest_good(
 ) -> tuple[Path, CheckpointManifest] | None:
     """Return the newest good one of the checkpoints `found` (oldest first), and its manifest.
 
-    `check` raises `DamagedCheckpoint` for one that is not good. None where none was found. Raises
+    `check` raises `DamagedCheckpoint` for one that is not good. None if none was found. Raises
     `UserError` where there are some, but none is good, and what else `check` raises.
     """
     damage = []
@@ -46,7 +46,7 @@ def newest_good(
 def read_verified(folder: Path, level: Literal["full", "size", "off"]) -> CheckpointManifest:
     """Verify a checkpoint in this process alone. Return its manifest.
 
-    Raises `DamagedCheckpoint`, and `OtherVersion` where this version cannot read it.
+    Raises `DamagedCheckpoint`, and `OtherVersion` if this version cannot read it.
     """
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, level)
@@ -58,7 +58,7 @@ def find_checkpoint(
 ) -> tuple[Path, CheckpointManifest]:
     """Return the checkpoint that `folder` names, and its manifest, verified by this process.
 
-    It is `folder` itself or, if that is a run, its newest good one. Raises `UserError` where there
+    It is `folder` itself or, if that is a run, its newest good one. Raises `UserError` if there
     is none.
     """
     if wrong := path_problem(folder, "folder"):
@@ -76,7 +76,7 @@ def find_checkpoint(
 def newest_config(found: list[Path]) -> dict[str, Any] | None:
     """Return the config of the newest good manifest among the checkpoints `found` (oldest first).
 
-    None where there is none.
+    None if there is none.
     """
     for path in reversed(found):
         try:

@@ -29,9 +29,9 @@ from torchmars.checkpoint.folder import (
     set_aside,
     step_folder,
     step_of,
-    steps_to_delete,
 )
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.state import reason
 from torchmars.config import CheckpointConfig
 from torchmars.core.errors import UserError
@@ -88,7 +88,7 @@ class Saver:
         """Begin to save `state`, or save it if saves are not asynchronous.
 
         Returns the seconds that training waited for it. The tensors of `state` may change as soon
-        as this returns. Raises `UserError` where too many saves in a row have failed.
+        as this returns. Raises `UserError` if too many saves in a row have failed.
         """
         began = time.perf_counter()
         self.wait()
@@ -110,7 +110,7 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save that is under way, if one is.
 
-        Raises `UserError` where too many saves in a row have failed.
+        Raises `UserError` if too many saves in a row have failed.
         """
         if self.thread is not None:
             self.thread.join()
@@ -118,7 +118,7 @@ class Saver:
             self._count()
 
     def finish(self) -> None:
-        """Wait for the run's last save. Raises `UserError` where it failed."""
+        """Wait for the run's last save. Raises `UserError` if it failed."""
         self.wait()
         if self.error:
             raise UserError(self.error)
@@ -172,7 +172,7 @@ class Saver:
             dcp.save(state, storage_writer=writer, process_group=self.layout.control)
         except CheckpointException as error:  # not an Exception
             raise UserError(reason(error)) from None
-        parts = self.layout.agree(lambda: self._describe_own_files(partial))
+        parts = self.layout.on_all(lambda: self._describe_own_files(partial))
         files = {name: file for part in parts for name, file in sorted(part.items())}
         complete = replace(manifest, files=files)
         self.layout.on_first(lambda: self._publish(complete, partial, folder))

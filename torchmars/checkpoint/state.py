@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
-from torchmars.checkpoint.former import former_names
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.old_names import names_in_checkpoint
 from torchmars.core.files import read_bytes
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -126,7 +126,7 @@ def read_state(
 
     `saved` are the names in the checkpoint. `model` is the one whose parameters `state` is about.
     """
-    former = former_names(manifest.optimizer, manifest.config, model, state, saved)
+    former = names_in_checkpoint(manifest.optimizer, manifest.config, model, state, saved)
     by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
     read_tensors(folder, by_name, group)
     for name, (_, factor) in former.items():
@@ -206,7 +206,7 @@ class _IndexUnpickler(pickle.Unpickler):
 def read_index(folder: Path) -> dcp.Metadata:
     """Return DCP's index of the tensors in `folder`.
 
-    Raises `DamagedCheckpoint` where it is missing or not an index.
+    Raises `DamagedCheckpoint` if it is missing or not an index.
     """
     path = folder / ".metadata"
     try:

@@ -23,7 +23,7 @@ NETWORK = re.compile("gloo|nccl|socket|connect|timed out", re.IGNORECASE)
 def open_store() -> dist.Store:
     """Open the store of all ranks that torchrun announced, which rank 0 hosts.
 
-    A process that was started alone has one of its own. Raises `LostRank` where rank 0 cannot be
+    A process that was started alone has one of its own. Raises `LostRank` if rank 0 cannot be
     reached.
     """
     if "RANK" not in os.environ:
@@ -43,7 +43,7 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
     """Make the process group of all ranks, and return the layout.
 
     It checks that the network between the ranks carries data. `store` is what `open_store` gave.
-    Raises `UserError` where the degrees do not make the number of ranks.
+    Raises `UserError` if the degrees do not make the number of ranks.
     """
     size = process.world_size()
     degrees = config.degrees(size)

@@ -18,7 +18,7 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     It is one of several machines whose rendezvous is at `endpoint`, HOST:PORT. The function waits
     until the machine that HOST names listens. torchrun finds out the host and the local address
     from the machine's own name, which may stand for another address. So both are passed to it.
-    Raises `UserError` where the machines cannot connect.
+    Raises `UserError` if the machines cannot connect.
     """
     host, port = split_endpoint(endpoint)
     address = resolve(endpoint, host, port)
@@ -46,7 +46,7 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
 
 
 def resolve(endpoint: str, host: str, port: int) -> str:
-    """Return the address of `host`. Raises `UserError` where this machine does not know it."""
+    """Return the address of `host`. Raises `UserError` if this machine does not know it."""
     try:
         return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -78,7 +78,7 @@ def is_free(port: int) -> bool:
 
 
 def wait_for_host(endpoint: str, host: str, port: int) -> None:
-    """Wait until something listens at `endpoint`. Raises `UserError` where nothing does in time."""
+    """Wait until something listens at `endpoint`. Raises `UserError` if nothing does in time."""
     deadline = time.monotonic() + process.start_timeout().total_seconds()
     while True:
         try:
@@ -98,7 +98,7 @@ def wait_for_host(endpoint: str, host: str, port: int) -> None:
 def local_address(address: str, port: int) -> str | None:
     """Return the address of this machine from which it reaches another one.
 
-    None where there is no route, or where it is a loopback address, which no other machine knows.
+    None if there is no route, or where it is a loopback address, which no other machine knows.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing: the system only chooses a route
@@ -108,7 +108,7 @@ def local_address(address: str, port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address; None where there is none."""
+    """Return the name of the network interface that has an address; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             return name

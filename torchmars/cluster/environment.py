@@ -37,7 +37,7 @@ class Environment:
     """CPU threads of each rank. Default: the machine's cores over its ranks."""
 
     def check(self) -> None:
-        """Raise `UserError` where the variables do not go together."""
+        """Raise `UserError` if the variables do not go together."""
         if self.NNODES > 1 and not self.RDZV_ENDPOINT:
             raise UserError(
                 f"NNODES = {self.NNODES} needs RDZV_ENDPOINT=HOST:PORT, the same on "
@@ -133,7 +133,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def check_shown(shown: list[int], ranks: int) -> None:
-    """Raise `UserError` where LOG_RANK names a rank that a machine of `ranks` ranks has not."""
+    """Raise `UserError` if LOG_RANK names a rank that a machine of `ranks` ranks has not."""
     if max(shown) >= ranks:
         raise UserError(
             f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated "

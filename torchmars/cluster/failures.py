@@ -20,11 +20,11 @@ from torchmars.core.files import write_durably
 # How long to wait for the report of the machine whose rank failed first. torchrun gives that
 # machine's other ranks 30 s to end.
 WAIT_SECONDS = 35.0
-# SIGABRT: so NCCL ends a rank that waits for a dead one.
-# "rank 3: ": an error that another rank has raised, see `Layout.agree`.
-FALLOUT = re.compile(
-    r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|"
-    r"broken pipe|gloo|NCCL|timed out|SIGTERM|SIGABRT|RuntimeError: rank \d+: ",
+FALLOUT_MESSAGE = re.compile(
+    r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|broken pipe|"
+    r"gloo|NCCL|timed out|SIGTERM|"
+    r"SIGABRT|"  # so NCCL ends a rank that waits for a dead one
+    r"RuntimeError: rank \d+: ",  # an error that another rank has raised, see `Layout.on_all`
     re.IGNORECASE,
 )
 
@@ -53,7 +53,7 @@ class Failure:
     kind: Kind
 
     @property
-    def consequence(self) -> bool:
+    def may_be_consequence(self) -> bool:
         """Whether the cause may be another rank's failure."""
         return self.kind != Kind.CAUSE
 
@@ -69,7 +69,7 @@ def failure_of(rank: int, ended: ProcessFailure, last_lines: list[str]) -> Failu
         killed = ended.exitcode < 0
         error = ended.message if killed else f"it ended with exit code {ended.exitcode}"
         text = "\n".join([*last_lines, error])
-    kind = Kind.FALLOUT if FALLOUT.search(error) else Kind.CAUSE
+    kind = Kind.FALLOUT if FALLOUT_MESSAGE.search(error) else Kind.CAUSE
     if error.startswith("NoTraffic: "):
         kind = Kind.SYMPTOM
     return Failure(process.node(), rank, ended.exitcode, float(ended.timestamp), text, kind)
@@ -103,7 +103,7 @@ def first_failure(ours: list[Failure], logs: RankLogs) -> Failure:
         file = folder / f"{logs.launch}-{mine.node}-{mine.rank}.json"
         write_durably(file, json.dumps(asdict(mine)))
         deadline = time.monotonic() + WAIT_SECONDS
-        while len(known) < logs.machines and all(failure.consequence for failure in known):
+        while len(known) < logs.machines and all(failure.may_be_consequence for failure in known):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 
-from torchmars.cluster.environment import read_variable
+from torchmars.cluster.environment import Environment, read_variable
 from torchmars.core.errors import UserError
 
 
@@ -34,19 +34,20 @@ def node() -> str:
 
 
 def node_rank() -> int | None:
-    """Return the number that this machine was given; None where the machines are to find out."""
+    """Return the number that this machine was given; None if the machines are to find out."""
     number = os.environ.get("NODE_RANK")
     return None if number is None else read_variable("NODE_RANK", number)
 
 
 def start_timeout() -> timedelta:
     """Return how long ranks wait for each other at the start."""
-    seconds = read_variable("RDZV_TIMEOUT", os.environ.get("RDZV_TIMEOUT", "45"))
+    default = str(Environment.RDZV_TIMEOUT)
+    seconds = read_variable("RDZV_TIMEOUT", os.environ.get("RDZV_TIMEOUT", default))
     return timedelta(seconds=seconds)
 
 
 def check_devices(local_ranks: int | None = None) -> None:
-    """Raise `UserError` where this machine has GPUs, but fewer than ranks.
+    """Raise `UserError` if this machine has GPUs, but fewer than ranks.
 
     `local_ranks` is the number of ranks on it, by default that of torchrun.
     """

@@ -33,7 +33,7 @@ def stopping() -> list[signal.Signals]:
     ]
 
 
-def ignore(*unused: Any) -> None:
+def ignore_stop_signals(*unused: Any) -> None:
     """Make this process ignore the signals.
 
     It is a helper of a rank, which needs it until it has saved. Launchers signal whole process

@@ -120,7 +120,7 @@ def wait_for_ranks(store: dist.Store, name: str, size: int) -> None:
 
 
 def wait_for_value(store: dist.Store, key: str) -> str:
-    """Return a value once the first rank has set it. Raises `LostRank` where it does not."""
+    """Return a value once the first rank has set it. Raises `LostRank` if it does not."""
     try:
         store.wait([key], process.start_timeout() + timedelta(seconds=2 * LOOK_SECONDS))
         return store.get(key).decode()

@@ -46,7 +46,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         if self.seconds:
-            self.layout.agree(self._open)
+            self.layout.on_all(self._open)
             self._postpone_dump()
             self.thread.start()
         return self
@@ -167,7 +167,7 @@ def read_lines(folder: Path, rank: int) -> list[str]:
 
 
 def place_of(folder: Path, rank: int) -> str | None:
-    """Return the line in which a rank wrote where it stands; None where it did not."""
+    """Return the line in which a rank wrote where it stands; None if it did not."""
     lines = read_lines(folder, rank)
     return next((line for line in lines if line.startswith(f"rank {rank}: ")), None)
 

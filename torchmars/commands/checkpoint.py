@@ -16,10 +16,10 @@ from torchmars.checkpoint.folder import (
     delete_all,
     leftovers,
     step_of,
-    steps_to_delete,
 )
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import read_verified
+from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.config.fields import Count
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
@@ -106,7 +106,7 @@ def list_checkpoints(options: List, folder: Path, found: list[Path]) -> None:
 
 
 def verify_checkpoints(options: Verify, folder: Path, found: list[Path]) -> None:
-    """Read everything. Raises `UserError` at the end where a checkpoint cannot be loaded."""
+    """Read everything. Raises `UserError` at the end if a checkpoint cannot be loaded."""
     good, other = read_all(found)
     for path in found:
         if path in good:
@@ -128,7 +128,7 @@ def verify_checkpoints(options: Verify, folder: Path, found: list[Path]) -> None
 def prune_checkpoints(options: Prune, folder: Path, found: list[Path]) -> None:
     """Delete what need not be kept.
 
-    Raises `UserError` where no checkpoint is good: then nothing is deleted.
+    Raises `UserError` if no checkpoint is good: then nothing is deleted.
     """
     good, other = read_all(found)
     if found and not good:

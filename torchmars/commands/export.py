@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def check_file(file: Path, force: bool) -> None:
-    """Raise `UserError` where `file` must not be written, or only by `force`."""
+    """Raise `UserError` if `file` must not be written, or only by `force`."""
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must be named *.safetensors")
     if wrong := path_problem(file, "file"):

@@ -2,10 +2,10 @@
 
 `torchmars launch [--prepared] [TORCHRUN OPTIONS] -m torchmars.train CONFIG.toml ...`
 
-First it does what needs no ranks (prepare.py), unless that has been done: `--prepared`. torchrun
-makes 1 of every exit code, and starts ranks again after any but 0; here the run's own code comes
-out (cluster/launcher.py). All that a rank prints is kept (cluster/logs.py). The last thing said is
-what the first rank that failed has said.
+First it does what needs no ranks (training/preparation.py), unless that has been done:
+`--prepared`. torchrun makes 1 of every exit code, and starts ranks again after any but 0. Here the
+run's own code comes out (cluster/launcher.py). All that a rank prints is kept (cluster/logs.py).
+The last message is that of the first rank that failed.
 
 Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 75 stopped by SIGTERM,
 SIGINT, SIGHUP or SIGUSR1, saved, not complete: start it again; 70 a rank hung; 128 + n ended by

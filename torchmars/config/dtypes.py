@@ -54,7 +54,7 @@ def slow_warning(config: ResolvedConfig, matrices: bool) -> str | None:
     """Return a warning for a run of which a rank has no instructions for bfloat16.
 
     `config` has its dtypes resolved. `matrices` says whether the run has any to orthogonalise.
-    Returns None where nothing is in bfloat16.
+    Returns None if nothing is in bfloat16.
     """
     slow = {COMPUTE: "float32"} if config.training.dtype == "bfloat16" else {}
     if matrices and config.optimizer.matrix_dtype == "bfloat16":

@@ -118,7 +118,7 @@ def find_config(name: str) -> Path:
 def read_toml(path: Path) -> Tables:
     """Return the tables of a TOML file, with or without a byte order mark.
 
-    Raises `UserError` where it is missing or no TOML.
+    Raises `UserError` if it is missing or no TOML.
     """
     try:
         return tomli.loads(read_text(path).removeprefix("\ufeff"))
@@ -134,7 +134,7 @@ def read_toml(path: Path) -> Tables:
 
 
 def check_places(config: ResolvedConfig) -> None:
-    """Raise `UserError` where what the config takes for a folder or a file is something else."""
+    """Raise `UserError` if what the config takes for a folder or a file is something else."""
     run, source = config.run, config.checkpoint.init_from or ""
     source_kind: Literal["file", "folder"] = "file" if source.endswith(".safetensors") else "folder"
     places: list[tuple[str, str, Literal["file", "folder"]]] = [

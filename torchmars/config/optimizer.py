@@ -162,7 +162,7 @@ class OptimizerConfig:
 class ResolvedOptimizer(OptimizerConfig):
     """Which update rule, with the settings that every rule has.
 
-    The others are None where the rule has none of the kind.
+    The others are None if the rule has none of the kind.
     """
 
     lr: float

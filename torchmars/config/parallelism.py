@@ -42,7 +42,7 @@ class ParallelismConfig:
     def degrees(self, world_size: int) -> Degrees:
         """Return the sizes of all axes on `world_size` ranks.
 
-        Raises `UserError` with the numbers where they do not fit.
+        Raises `UserError` with the numbers if they do not fit.
         """
         shard = world_size // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
         require(

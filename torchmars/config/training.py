@@ -43,7 +43,7 @@ class TrainingConfig:
     def microbatches(self, data_ranks: int) -> tuple[int, int]:
         """Return the microbatch size of a rank and the number of accumulation steps.
 
-        `data_ranks` ranks read different data. Raises `UserError` with the numbers where they do
+        `data_ranks` ranks read different data. Raises `UserError` with the numbers if they do
         not divide.
         """
         require(

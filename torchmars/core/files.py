@@ -95,7 +95,7 @@ def remove(path: Path) -> None:
 def lock(file: Path, doing: str, patience: float = 60.0) -> None:
     """Keep other processes from what this one is `doing` for as long as it lives.
 
-    It waits `patience` seconds for one that is about to end. Raises `UserError` where that one does
+    It waits `patience` seconds for one that is about to end. Raises `UserError` if that one does
     not. The file names the process that has the lock.
     """
     # The folder may not be writable, which is reported later; the file system may have no locks.

@@ -62,7 +62,7 @@ class Format:
     def read(self, path: Path, kind: type[T]) -> T:
         """Return what a file holds as a `kind`, a dataclass, under the names of today.
 
-        Raises `OSError` where it cannot be read, `OtherVersion`, and `ValueError` where it is
+        Raises `OSError` if it cannot be read, `OtherVersion`, and `ValueError` where it is
         damaged.
         """
         content = read_bytes(path)
@@ -104,7 +104,7 @@ class Format:
 
 
 def checksum_matches(content: bytes) -> bool | None:
-    """Return whether a file matches the checksum at its end; None where it has none."""
+    """Return whether a file matches the checksum at its end; None if it has none."""
     last = CHECKSUM.fullmatch(content[-CHECKSUM_SIZE:])
     if last is None:
         return None

@@ -108,7 +108,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def hint_at(kind: Any, path: Path) -> Any:
     """Return the declared type of the value that `path` leads to in a `kind`, without its bounds.
 
-    Raises `KeyError` where the path leads nowhere.
+    Raises `KeyError` if the path leads nowhere.
     """
     for step in path:
         kind = without_none(kind)
@@ -135,7 +135,7 @@ def read_words(words: list[str], hint: Any, name: str) -> Any:
     """Return what the words after a command-line option say, as TOML would have it.
 
     `hint` is the option's type. A bool without a word is true. What cannot be read as the type
-    stays text, which `make` refuses. Raises `UserError` where another type has no word.
+    stays text, which `make` refuses. Raises `UserError` if another type has no word.
     """
     if words == ["None"] and type(None) in typing.get_args(hint):
         return None
@@ -183,7 +183,7 @@ def is_text(value: str) -> bool:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """Return a JSON text's object. Raises `ValueError` where there is none."""
+    """Return a JSON text's object. Raises `ValueError` if there is none."""
     try:
         value = json.loads(text)
     except RecursionError:

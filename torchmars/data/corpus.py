@@ -17,7 +17,7 @@ SUFFIXES = (".txt", ".md")  # what is read below a folder
 def source_files(config: DataConfig) -> list[Path]:
     """Return the files of the corpus, sorted.
 
-    Raises `UserError` where a pattern of data.files matches none.
+    Raises `UserError` if a pattern of data.files matches none.
     """
     if config.corpus == "stdlib":
         return _stdlib_files()

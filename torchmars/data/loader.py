@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchmars.cluster.signals import ignore
+from torchmars.cluster.signals import ignore_stop_signals
 from torchmars.core.errors import UserError
 from torchmars.data.shards import Split, TokenDtype, check_shard, count_windows, numpy_dtype
 
@@ -175,7 +175,7 @@ class Loader:
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.position = 0
         self.changed: ChangedData | None = None
-        """Why the batches are zeros."""
+        """The shard that changed while the run read it. The batches are zeros then."""
         self._batches: Iterator[Tensor] | None = None
         self._peeked: list[Tensor] | None = None
 
@@ -205,7 +205,7 @@ class Loader:
         return batch
 
     def check(self) -> None:
-        """Raise `ChangedData` where the batches are zeros."""
+        """Raise `ChangedData` if a shard has changed while the run read it."""
         if self.changed is not None:
             raise self.changed
 
@@ -248,7 +248,7 @@ class Loader:
                         num_workers=self.num_workers,
                         pin_memory=self.pin_memory,
                         generator=torch.Generator(),
-                        worker_init_fn=ignore,
+                        worker_init_fn=ignore_stop_signals,
                     )
                 )
         return self._batches

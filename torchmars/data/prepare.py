@@ -19,7 +19,7 @@ LOCK_SECONDS = 7 * 86400.0  # how long one machine may prepare while the others 
 def prepare_shards(config: ResolvedData) -> shards.DataManifest:
     """Return the manifest of the shards in data.path, which are made first where there are none.
 
-    Raises `UserError` where they were made from something else than `config` asks for. Their bytes
+    Raises `UserError` if they were made from something else than `config` asks for. Their bytes
     are left to `check_shards`.
     """
     folder = Path(config.path)

@@ -214,7 +214,7 @@ def _tokenised(
 def read_manifest(folder: Path) -> DataManifest:
     """Return the manifest of `folder`.
 
-    Raises `UserError` where it is damaged, and `OtherVersion` where another version wrote it in a
+    Raises `UserError` if it is damaged, and `OtherVersion` where another version wrote it in a
     way that this one cannot read.
     """
     path = folder / "manifest.json"
@@ -234,7 +234,7 @@ def read_manifest(folder: Path) -> DataManifest:
 
 
 def check_splits(manifest: DataManifest) -> None:
-    """Raise `ValueError` where the manifest contradicts itself about its splits."""
+    """Raise `ValueError` if the manifest contradicts itself about its splits."""
     if set(manifest.splits) != set(SPLITS):
         raise ValueError("its splits are not train and validation")
     if not manifest.splits["train"].shards:
@@ -247,7 +247,7 @@ def check_splits(manifest: DataManifest) -> None:
 
 
 def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
-    """Raise `UserError` where `folder` was made from something else than the config asks for."""
+    """Raise `UserError` if `folder` was made from something else than the config asks for."""
     for key in ("tokenizer", "corpus", "files", "validation_fraction"):
         found, wanted = getattr(manifest, key), getattr(config, key)
         unknown = key == "files" and not wanted or key == "validation_fraction" and found is None
@@ -271,7 +271,7 @@ def check_shards(manifest: DataManifest, folder: Path, part: int = 0, parts: int
 
 
 def check_shard(shard: Shard, dtype: TokenDtype, folder: Path) -> None:
-    """Raise `UserError` where a shard is missing, truncated, altered or cannot be read.
+    """Raise `UserError` if a shard is missing, truncated, altered or cannot be read.
 
     Reads every byte.
     """
@@ -294,7 +294,7 @@ def check_shard(shard: Shard, dtype: TokenDtype, folder: Path) -> None:
 
 
 def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:
-    """Raise `UserError` where the shards hold a token id beyond a token table of `rows` rows."""
+    """Raise `UserError` if the shards hold a token id beyond a token table of `rows` rows."""
     largest = max(split.max_token for split in manifest.splits.values())
     if largest >= rows:
         raise UserError(
@@ -304,7 +304,7 @@ def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:
 
 
 def check_size(manifest: DataManifest, seq_len: int, global_batch_size: int) -> None:
-    """Raise `UserError` where a split is too small.
+    """Raise `UserError` if a split is too small.
 
     The training split must have one global batch of windows, the validation split one window.
     """

@@ -41,8 +41,8 @@ def write(folder: Path, sources: dict[Path, Source]) -> None:
 def warning(config: ResolvedData) -> str | None:
     """Return a line on how the corpus differs from what the shards in data.path were made from.
 
-    None where it does not differ. A difference is no mistake: shards are all that a run needs, and
-    a run that has begun must go on with them. So the text may also have been removed: None where
+    None if it does not differ. A difference is no mistake: shards are all that a run needs, and
+    a run that has begun must go on with them. So the text may also have been removed: None if
     none of its files exists any more.
     """
     folder = Path(config.path)
@@ -75,7 +75,7 @@ def warning(config: ResolvedData) -> str | None:
 
 
 def change(file: Path, source: Source) -> str | None:
-    """Return how a file differs from `source`; None where its content is the same.
+    """Return how a file differs from `source`; None if its content is the same.
 
     Reads the file only where it was written to.
     """

@@ -27,7 +27,7 @@ class Journal:
     def rewind(self, step: int, validated: bool) -> None:
         """Drop the lines of later steps, and of a validation after `step` unless `validated`.
 
-        They are made again. Raises `UserError` where the file cannot be written.
+        They are made again. Raises `UserError` if the file cannot be written.
         """
         if self.descriptor is not None:
             os.close(self.descriptor)

@@ -119,7 +119,7 @@ def open_metrics(
     With `write` False no file is opened, and nothing is reported.
 
     The lines of later steps are dropped, and of a validation after `step` unless it was
-    `validated`. Raises `UserError` on every rank where a file cannot be written.
+    `validated`. Raises `UserError` on every rank if a file cannot be written.
     """
     journals: list[Journal] = []
     trackers: list[Tracker] = []

@@ -4,51 +4,16 @@ import contextlib
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
+
+from torchmars.metrics.gpus import GPUS
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """What the maker's data sheet says of a GPU."""
-
-    peak_flops: float
-    """Dense bfloat16 FLOP/s."""
-    memory_gib: int
-
-
-# By a part of the name that CUDA gives. The first one that fits counts.
-GPUS = {
-    "H200": Gpu(989e12, 141),
-    "H100 PCIe": Gpu(756e12, 80),
-    "H100 NVL": Gpu(835e12, 94),
-    "H100": Gpu(989e12, 80),
-    "B200": Gpu(2250e12, 180),
-    "A100-SXM4-40GB": Gpu(312e12, 40),
-    "A100-PCIE-40GB": Gpu(312e12, 40),
-    "A100": Gpu(312e12, 80),
-    "L40S": Gpu(362e12, 48),
-    "A10G": Gpu(70e12, 24),
-    "L4": Gpu(121e12, 24),
-    "V100-SXM2-16GB": Gpu(125e12, 16),
-    "V100": Gpu(125e12, 32),
-}
-
-# What a plan counts on for each rank: an H100 in a cluster.
-PLANNED_GPU = GPUS["H100"]
-# CUDA, NCCL and a fragmented allocator take 8 GiB of it.
-PLANNED_MEMORY = (PLANNED_GPU.memory_gib - 8) * GIB
-# FLOP/s that the training of large models reaches.
-PLANNED_FLOPS = 400e12
-# Bytes per second between machines: 400 Gb/s for each GPU.
-PLANNED_NETWORK = 50e9
-
-
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's peak FLOP/s in bfloat16; None where it is not known."""
+    """Return the device's peak FLOP/s in bfloat16; None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -129,7 +94,7 @@ class Throughput:
         return (time.perf_counter() - self.began) / max(step - self.step, 1)
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """Return the part of the peak FLOP/s that the model uses; None where that is unknown."""
+        """Return the part of the peak FLOP/s that the model uses; None if that is unknown."""
         if self.peak_flops is None:
             return None
         return tokens_per_second * (self.flops_per_token / self.peak_flops)

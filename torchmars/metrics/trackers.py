@@ -74,7 +74,7 @@ def open_trackers(config: ResolvedConfig, step: int) -> list[Tracker]:
 
 
 def check_trackers(config: MetricsConfig) -> None:
-    """Raise `UserError` where a tracker that the config asks for cannot be had."""
+    """Raise `UserError` if a tracker that the config asks for cannot be had."""
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(
             "metrics.tensorboard needs the tensorboard package: "

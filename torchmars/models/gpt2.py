@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
-from torchmars.models.model import Model, Split
+from torchmars.models.model import Model, TensorParallelCut
 
 SIZES: dict[str, dict[str, int]] = {
     "nano": {"n_layer": 4, "n_head": 4, "n_embd": 256},
@@ -96,7 +96,7 @@ class Block(nn.Module):
 class GPT2(Model):
     """GPT-2. The token table is also the head."""
 
-    splits: ClassVar[dict[str, Split]] = {
+    cuts: ClassVar[dict[str, TensorParallelCut]] = {
         "tok_embed.weight": "tokens",
         "pos_embed.weight": "whole",
         "attn.qkv.weight": "rows",  # of q, of k and of v: each by heads

@@ -1,4 +1,7 @@
-"""Initial weights that depend on the seed and the parameter's name only, never on the layout."""
+"""Initial weights that depend on the seed and the parameter's name only, never on the layout.
+
+Their standard deviations are each model's: `Model.init_std`.
+"""
 
 import hashlib
 

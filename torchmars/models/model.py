@@ -9,7 +9,7 @@ from torchmars.config import ModelConfig
 
 # How tensor parallelism cuts a layer's weight [out, in]: by rows, by columns, or, for token tables
 # [vocabulary, width], by tokens. "whole": every rank has all of it.
-Split = Literal["rows", "columns", "tokens", "whole"]
+TensorParallelCut = Literal["rows", "columns", "tokens", "whole"]
 
 
 class Model(nn.Module, ABC):
@@ -19,7 +19,7 @@ class Model(nn.Module, ABC):
     take them in chunks and a pipeline may end before it.
     """
 
-    splits: ClassVar[dict[str, Split]]
+    cuts: ClassVar[dict[str, TensorParallelCut]]
     """How tensor parallelism cuts each weight, by the end of its name. Norm weights stay whole."""
 
     blocks: nn.ModuleList

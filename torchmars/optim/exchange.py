@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchmars.optim.matrices import MatrixShape, Unit
 from torchmars.optim.norms import MeshGroups, ranks_along, shard_axes
 from torchmars.optim.orthogonalize import orthogonalize
-from torchmars.optim.owners import MatrixShape, Unit, plan_buckets
+from torchmars.optim.owners import plan_buckets
 from torchmars.optim.pieces import Bucket, Piece, rank_bucket
 from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.same_plan import check_same_plan

@@ -242,7 +242,7 @@ class MARS(torch.optim.Optimizer):
         """Load what `state_dict` returned, or the state of torch's AdamW.
 
         That goes into the rule "adamw", with its hyperparameters, and into "mars-adamw", which
-        keeps its own and makes its first step without correction (`start_last_grads`). All or
+        keeps its own and makes its first step without correction (`skip_next_correction`). All or
         nothing: raises `ValueError`, naming the parameter, the key and the shapes, where something
         does not fit, and has changed nothing then.
         """
@@ -263,7 +263,7 @@ class MARS(torch.optim.Optimizer):
             checking.remove()
         # torch has cast everything to the parameter's dtype.
         self.state = defaultdict(dict, found[0].state)
-        self.start_last_grads(found[0].without_last_grad)
+        self.skip_next_correction(found[0].without_last_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()  # all of it: a copy must be able to step
@@ -296,8 +296,8 @@ class MARS(torch.optim.Optimizer):
         self._looked_ahead = True
 
     @torch.no_grad()
-    def start_last_grads(self, parameters: Iterable[Tensor]) -> None:
-        """Make the next update of each of `parameters` that counts one without correction.
+    def skip_next_correction(self, parameters: Iterable[Tensor]) -> None:
+        """Leave the correction out of the next counted update of each of `parameters`.
 
         It is then as in a first step (h_1 = g_1). Use it for state that was loaded without a last
         gradient, such as AdamW's, or with one of other data.

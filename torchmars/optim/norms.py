@@ -109,7 +109,7 @@ class Agreement:
 def shard_axes(parameter: Tensor) -> MeshAxes | None:
     """Return the mesh axes over which a DTensor's shards lie.
 
-    None where every rank has the whole tensor.
+    None if every rank has the whole tensor.
     """
     if not isinstance(parameter, DTensor):
         return None

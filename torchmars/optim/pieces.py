@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor.placement_types import Placement
 
-from torchmars.optim.owners import Block, MatrixShape, Unit
+from torchmars.optim.matrices import Block, MatrixShape, Unit
 
 Slices = tuple[slice, slice, slice]  # of a rank's part of a parameter, seen as [batch, rows, cols]
 

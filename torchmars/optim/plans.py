@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.optim.exchange import MatrixTraffic, OwnerLoads
+from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.norms import Agreement, MeshAxes, MeshGroups, ShardSum, layout_key
-from torchmars.optim.owners import MatrixShape
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import MatrixRule
 from torchmars.optim.state import Known, known_parameters
@@ -42,7 +42,7 @@ class Plans:
     def add(self, group: dict[str, Any]) -> None:
         """Give a group's parameters a place in the reductions and its matrices owners.
 
-        Collective over the meshes of the parameters. Where it raises, no matrix has an owner more.
+        Collective over the meshes of the parameters. If it raises, no owner has been assigned.
         """
         loads = {ranks: dict(each) for ranks, each in self.owner_loads.items()}
         traffic = []

@@ -78,7 +78,7 @@ def reduce_gradients(
     """
     products = _sum_products(groups, plans, with_last, compile)
     total = torch.stack(list(products.values())).sum(0)[0]
-    strains = [group.strain(_of(group, products)) for group in groups]
+    strains = [group.overflow_ratio(_of(group, products)) for group in groups]
     strain = torch.stack([torch.zeros_like(total), *strains]).max()
     total, strain = plans.agreement.settle(torch.stack([total, strain])).unbind()
     norm = total.sqrt()

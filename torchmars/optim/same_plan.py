@@ -19,7 +19,7 @@ def check_same_plan(
     """Return whether all ranks of `groups` are `fast`.
 
     `descriptions` are those of this rank's matrices, in order; `groups` are those of a mesh's
-    shards and replicas. Raises `RuntimeError`, on all ranks, where they planned differently, and
+    shards and replicas. Raises `RuntimeError`, on all ranks, if they planned differently, and
     `ValueError` likewise where they were given another `matrix_dtype`. Collective over `groups`.
     """
     if not groups:

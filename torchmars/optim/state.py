@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchmars.optim.checks import check_hyperparameters, parameter_name
-from torchmars.optim.owners import intervals
+from torchmars.optim.matrices import intervals
 from torchmars.optim.rules import RULES, current_name, state_fits, unscaling
 from torchmars.optim.rules.rule import State
 from torchmars.optim.tensors import local_part

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchmars.optim.norms import Agreement
-from torchmars.optim.rules.correction import Corrections
+from torchmars.optim.rules.correction import GroupCorrections
 from torchmars.optim.rules.rule import GroupTensors, Rule, State, StepFactors
 from torchmars.optim.tensors import local_part
 
@@ -24,7 +24,7 @@ class GroupTelemetry:
     parameters: list[Tensor]
     products: Tensor
     scale: Tensor
-    corrections: Corrections | None
+    corrections: GroupCorrections | None
     rate1: float
     """One minus the decay of the momentum."""
 

@@ -104,15 +104,15 @@ class Layout:
 
     @property
     def norm_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold different layers; None where every rank has a part of each layer."""
+        """The ranks that hold different layers; None if every rank has a part of each layer."""
         stages = self.group("pp")
         return stages.process_group if stages.size > 1 else None
 
-    def agree(self, work: Callable[[], T]) -> list[T]:
+    def on_all(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return the results of all ranks.
 
-        An exception on one rank ends all: a `UserError` is raised on every rank, another one where
-        it happened, and as a RuntimeError on the others.
+        A `UserError` of one rank is raised on every rank. Any other exception is raised again on
+        the rank that had it; the other ranks raise a RuntimeError.
         """
         results: list[T] = []
         failure: Exception | None = None
@@ -133,7 +133,7 @@ class Layout:
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank; return its result, or raise its error, on every rank."""
-        result = self.agree(lambda: [work()] if self.first else [])[0]
+        result = self.on_all(lambda: [work()] if self.first else [])[0]
         return result[0]
 
     def say(self, text: str) -> None:

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 
-from torchmars.metrics.throughput import (
-    GIB,
-    PLANNED_FLOPS,
-    PLANNED_GPU,
-    PLANNED_MEMORY,
-    PLANNED_NETWORK,
-)
+from torchmars.metrics.gpus import GPUS
+from torchmars.metrics.throughput import GIB
 from torchmars.planning.plan import Plan
+
+# What each rank is taken to have: an H100 in a cluster.
+PLANNED_GPU = GPUS["H100"]
+# CUDA, NCCL and a fragmented allocator take 8 GiB of it.
+PLANNED_MEMORY = (PLANNED_GPU.memory_gib - 8) * GIB
+# FLOP/s that the training of large models reaches.
+PLANNED_FLOPS = 400e12
+# Bytes per second between machines: 400 Gb/s for each GPU.
+PLANNED_NETWORK = 50e9
 
 OPTIMIZER_SHARE = 0.1  # of a step, from which on an uneven plan is felt
 # Epochs after which data read again is worth less than new data: Muennighoff et al., arXiv

@@ -20,7 +20,7 @@ from torchmars.planning.simulation import Simulation, simulate_step
 def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int = 0) -> "Plan":
     """Plan rank number `rank` of `world_size`, with `per_node` GPUs on each machine (0: CPUs).
 
-    Call it once in a process. Raises `UserError` where the config does not divide.
+    Call it once in a process. Raises `UserError` if the config does not divide.
     """
     if per_node and world_size > per_node and world_size % per_node:
         raise UserError(
@@ -45,7 +45,7 @@ class Plan:
     layout: Layout
     simulation: Simulation
     data: DataManifest | None
-    """None where the data is not prepared yet."""
+    """None if the data is not prepared yet."""
     per_node: int
     """GPUs on each machine; 0: CPUs."""
 
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def epochs(self) -> float | None:
-        """How often the run reads its data; None where the data is not prepared yet."""
+        """How often the run reads its data; None if the data is not prepared yet."""
         return self.tokens / self.data.splits["train"].tokens if self.data else None
 
     @property

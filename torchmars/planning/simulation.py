@@ -57,7 +57,7 @@ class Simulation:
 def simulate_step(config: ResolvedConfig, layout: Layout, vocab_size: int) -> Simulation:
     """Make one step of the rank that `layout`, made by `Layout.simulate`, stands for.
 
-    `config` is one with resolved dtypes. Raises `UserError` where it does not fit the layout.
+    `config` is one with resolved dtypes. Raises `UserError` if it does not fit the layout.
     """
     training = config.training
     microbatch_size, accumulation_steps = training.microbatches(layout.data.size)

@@ -36,7 +36,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
 
     Raises `UserError`, on every rank, for what the user got wrong.
     """
-    fast = all(layout.agree(lambda: multiplies_bfloat16(layout.device)))
+    fast = all(layout.on_all(lambda: multiplies_bfloat16(layout.device)))
     saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
     config = resolve_dtypes(config, layout.device, fast, saved)
 
@@ -113,7 +113,7 @@ def open_windows(
     """
     folder = Path(path)
     train, validation = (Windows(folder, data.splits[name], data.dtype, seq_len) for name in SPLITS)
-    layout.agree(lambda: check_shards(data, folder, layout.world.rank, layout.world.size))
+    layout.on_all(lambda: check_shards(data, folder, layout.world.rank, layout.world.size))
     return train, validation
 
 

@@ -17,7 +17,8 @@ from torchmars.data.shards import DataManifest
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
-from torchmars.training.state import RunState, recent
+from torchmars.training.guards import recent
+from torchmars.training.state import RunState
 
 
 @dataclass
@@ -74,9 +75,9 @@ class Checkpointer:
         )
 
     def load_newest(self) -> Resumed | None:
-        """Load the run's newest good checkpoint; return None where the run has none.
+        """Load the run's newest good checkpoint; return None if the run has none.
 
-        Raises `UserError` where there are some, but none is good.
+        Raises `UserError` if there are some, but none is good.
         """
         self.saver.wait()
         found = self.layout.on_first(lambda: checkpoints(self.config.run.checkpoints))
@@ -92,12 +93,12 @@ class Checkpointer:
     def load(self, folder: Path) -> tuple[CheckpointManifest, Resumed]:
         """Verify the checkpoint `folder`, and load it into model and optimizer.
 
-        Raises `DamagedCheckpoint` or, where it is another run's, `UserError`, on every rank.
+        Raises `DamagedCheckpoint` or, if it is another run's, `UserError`, on every rank.
         """
         layout, config, world = self.layout, self.config, self.layout.world
         level = config.checkpoint.verify
         manifest = layout.on_first(lambda: manifests.read(folder))
-        layout.agree(lambda: manifests.verify(folder, manifest, level, world.rank, world.size))
+        layout.on_all(lambda: manifests.verify(folder, manifest, level, world.rank, world.size))
         changes = layout.on_first(
             lambda: check_same_run(folder, manifest, config, self.fingerprint, self.optimizer)
         )
@@ -121,13 +122,16 @@ class Checkpointer:
         )
 
     def look_ahead_parameters(self) -> list[Tensor]:
-        """Return the parameters whose last gradient is of the batch that comes next: exact mode."""
+        """Return all parameters in exact mode, none otherwise.
+
+        In exact mode their last gradient belongs to a batch that will not come next.
+        """
         return list(self.optimizer.state) if self.optimizer.exact else []
 
     def save(self, state: RunState) -> float:
         """Save the run, or begin to; return the seconds that training waited.
 
-        Raises `UserError` where too many saves in a row have failed.
+        Raises `UserError` if too many saves in a row have failed.
         """
         manifest = CheckpointManifest(
             step=state.step,

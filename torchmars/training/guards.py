@@ -3,19 +3,25 @@
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torchmars.config import GuardsConfig
 from torchmars.core.errors import UserError
 
+RECENT_LOSSES = 64  # losses that a new one is compared with
 FEWEST_LOSSES = 16  # that make a comparison worth something
 MAX_SKIPPED_IN_A_ROW = 10
 MAX_ROLLBACKS = 3  # to one checkpoint
 
 
-class SpikeGuard:
-    """Finds a loss that stands out from the recent ones, and limits what is done about it."""
+def recent(losses: Iterable[float] = ()) -> deque[float]:
+    """Return the last of `losses`, as many as a new one is compared with."""
+    return deque(losses, maxlen=RECENT_LOSSES)
+
+
+class LossGuard:
+    """Finds a loss that stands out from the recent ones, and ends a run that does not recover."""
 
     def __init__(self, config: GuardsConfig) -> None:
         self.action, self.sigmas = config.loss_spike, config.spike_sigmas
@@ -29,8 +35,8 @@ class SpikeGuard:
     def check(self, loss: float, recent: deque[float]) -> bool:
         """Return whether `loss`, that of the global batch, stands out; if not, add it to `recent`.
 
-        It does where it is more than `spike_sigmas` standard deviations above their mean. A loss
-        that is not finite does neither: the optimizer skips its step.
+        A loss stands out if it is more than `spike_sigmas` standard deviations above their mean. A
+        loss that is not finite neither stands out nor is added: the optimizer skips its step.
         """
         if not math.isfinite(loss):
             return False
@@ -50,7 +56,7 @@ class SpikeGuard:
             )
 
     def check_skipped(self, telemetry: Mapping[str, float], step: int) -> None:
-        """Raise `UserError` where every one of the last steps up to `step` was skipped."""
+        """Raise `UserError` if every one of the last steps up to `step` was skipped."""
         in_a_row = telemetry["skipped_in_a_row"]
         if in_a_row >= MAX_SKIPPED_IN_A_ROW:
             spikes = ", or their losses stood out (guards.spike_sigmas)" if self.active else ""

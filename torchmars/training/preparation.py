@@ -40,7 +40,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
 def prepare_data(config: ResolvedConfig) -> shards.DataManifest:
     """Return the manifest of the run's shards, which are made first where there are none.
 
-    Raises `UserError` where they do not fit the model or the batch.
+    Raises `UserError` if they do not fit the model or the batch.
     """
     folder, training = Path(config.data.path), config.training
     manifest = prepare_shards(config.data)
@@ -51,7 +51,7 @@ def prepare_data(config: ResolvedConfig) -> shards.DataManifest:
 
 
 def check_resume(config: ResolvedConfig, manifest: shards.DataManifest) -> None:
-    """Raise `UserError` where the run can neither resume from a checkpoint of its own nor start.
+    """Raise `UserError` if the run can neither resume from a checkpoint of its own nor start.
 
     The bytes of checkpoints are left to the ranks.
     """

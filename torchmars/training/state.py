@@ -1,15 +1,9 @@
 """How far a run is: what a checkpoint keeps of it beside the tensors."""
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-RECENT_LOSSES = 64  # losses that a new one is compared with
-
-
-def recent(losses: Iterable[float] = ()) -> deque[float]:
-    """Return the last of `losses`, as many as are compared with."""
-    return deque(losses, maxlen=RECENT_LOSSES)
+from torchmars.training.guards import recent
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Checkpointer, Resumed
-from torchmars.training.guards import SpikeGuard
+from torchmars.training.guards import LossGuard
 from torchmars.training.progress import Progress
 from torchmars.training.schedule import Schedule
 from torchmars.training.step import backward
@@ -48,7 +48,7 @@ class Trainer:
         self.loader, self.validation, self.checkpointer = loader, validation, checkpointer
         self.progress, self.watchdog, self.lock = progress, watchdog, lock
         self.signals = StopSignals()
-        self.spikes = SpikeGuard(config.guards)
+        self.loss_guard = LossGuard(config.guards)
         self.state, self.without_last_grad = resumed.state, resumed.without_last_grad
         self.loader.seek(self.state.position)
 
@@ -108,7 +108,7 @@ class Trainer:
     def train_step(self) -> tuple[Tensor, float] | None:
         """Make one optimizer step; return this rank's mean loss and the learning rate.
 
-        Returns None where the loss stands out and the run is to roll back.
+        Returns None if the loss stands out and the run is to roll back.
         """
         state, optimizer = self.state, self.optimizer
         lr = self.schedule.apply(state.step + 1)
@@ -119,12 +119,12 @@ class Trainer:
             optimizer.look_ahead()
             optimizer.zero_grad()
         loss = backward(self.model, batch)
-        stands_out = self.spikes.active and self.check_loss(loss)
-        if stands_out and self.spikes.action == "rollback":
+        stands_out = self.loss_guard.active and self.check_loss(loss)
+        if stands_out and self.loss_guard.action == "rollback":
             optimizer.zero_grad()
             return None
         if self.without_last_grad:
-            optimizer.start_last_grads(self.without_last_grad)
+            optimizer.skip_next_correction(self.without_last_grad)
             self.without_last_grad = []
         with self.progress.stopwatch:
             if stands_out:
@@ -137,15 +137,15 @@ class Trainer:
     def check_loss(self, loss: Tensor) -> bool:
         """Return whether the loss of the step under way stands out; report it if so."""
         mean = self.layout.mean_loss(loss)
-        stands_out = self.spikes.check(mean, self.state.recent_losses)
+        stands_out = self.loss_guard.check(mean, self.state.recent_losses)
         if stands_out:
-            self.progress.report_spike(mean, self.state, self.spikes.action)
+            self.progress.report_spike(mean, self.state, self.loss_guard.action)
         return stands_out
 
     def agree_on_events(self) -> tuple[bool, bool]:
         """Return whether any rank was told to stop, and whether a save is overdue.
 
-        Raises `UserError` where the run folder is gone, or the data have changed: then the step
+        Raises `UserError` if the run folder is gone, or the data have changed: then the step
         just made is worth nothing, and nothing of it was reported or saved.
         """
         stop, overdue, changed, gone = self.layout.any(
@@ -160,7 +160,7 @@ class Trainer:
                 "moved or unmounted while the run went on. Put it back, and start the run again"
             )
         if changed:
-            self.layout.agree(self.loader.check)
+            self.layout.on_all(self.loader.check)
         return stop, overdue
 
     def roll_back(self) -> None:
@@ -173,7 +173,7 @@ class Trainer:
                 f"the loss stood out at step {reached + 1}, and there is no checkpoint to go back "
                 "to: lower optimizer.lr, raise guards.spike_sigmas, or lower checkpoint.interval"
             )
-        self.spikes.count_rollback(resumed.state.step, resumed.folder)
+        self.loss_guard.count_rollback(resumed.state.step, resumed.folder)
         self.state = resumed.state
         self.state.position = position
         self.loader.seek(position)
@@ -183,7 +183,7 @@ class Trainer:
     def report(self, loss: Tensor, lr: float) -> None:
         """Report the step just made. Waits for the device."""
         telemetry = self.progress.report(self.state, self.layout.mean_loss(loss), lr)
-        self.spikes.check_skipped(telemetry, self.state.step)
+        self.loss_guard.check_skipped(telemetry, self.state.step)
 
     def validation_due(self) -> bool:
         """Return whether the validation loss is to be measured at this step."""

@@ -36,7 +36,7 @@ class Validation:
         total = torch.zeros(2, dtype=torch.float64, device=layout.device)  # of losses, targets
         batches: list[tuple[Tensor, int]] = []
         # Before the first forward pass, which needs all ranks.
-        layout.agree(lambda: batches.extend(self._batches()))
+        layout.on_all(lambda: batches.extend(self._batches()))
         self.model.eval()
         for tokens, count in batches:
             losses = token_losses(self.model, tokens)[:count]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchmars.optim.passes import Tensors, run_pass, write_if
-from torchmars.optim.rules.correction import Correction, corrected_gradient
+from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
 from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, State, StepFactors
 from torchmars.optim.rules.shared_settings import MARS_DEFAULTS, mars_settings_by_role
 from torchmars.optim.tensors import local_part
@@ -81,7 +81,7 @@ class MarsAdamW(AdamW):
 class AdamWFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
-    correction: Correction
+    correction: TensorCorrection
     ok: Tensor
     lr: Tensor
     weight_decay: Tensor

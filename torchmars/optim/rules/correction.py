@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Correction(NamedTuple):
+class TensorCorrection(NamedTuple):
     """What makes the corrected gradient of one tensor. 0-d tensors in the computation's dtype."""
 
     scale: Tensor
@@ -25,24 +25,24 @@ class Correction(NamedTuple):
     """A bool: h is not finite or too large to compute with. kappa is 0 then."""
 
 
-def corrected_gradient(g: Tensor, h: Tensor, factors: Correction) -> tuple[Tensor, Tensor]:
+def corrected_gradient(g: Tensor, h: Tensor, factors: TensorCorrection) -> tuple[Tensor, Tensor]:
     """Return the gradient after the global clip, and its clipped correction (equation 4.2)."""
     used = g.to(factors.scale.dtype) * factors.scale
     last = torch.where(factors.unusable, used, h.to(used.dtype))
     return used, (used + factors.kappa * (used - last)) * factors.clip
 
 
-class Corrections(NamedTuple):
+class GroupCorrections(NamedTuple):
     """The corrections of all tensors of a group. Tensors [n]."""
 
     kappa: Tensor
     clip: Tensor
     unusable: Tensor
 
-    def of_each(self, scale: Tensor) -> list[Correction]:
+    def of_each(self, scale: Tensor) -> list[TensorCorrection]:
         """Return the correction of each tensor, under the global clip's factor `scale`."""
         each = zip(self.kappa.unbind(), self.clip.unbind(), self.unusable.unbind())
-        return [Correction(scale, kappa, clip, unusable) for kappa, clip, unusable in each]
+        return [TensorCorrection(scale, kappa, clip, unusable) for kappa, clip, unusable in each]
 
 
 def strength(gamma: float, beta1: float) -> float:
@@ -52,6 +52,8 @@ def strength(gamma: float, beta1: float) -> float:
 
 def corrected_squared_norms(products: Tensor, scale: Tensor, kappa: Tensor) -> Tensor:
     """Return ||c||^2 for c = s g + kappa (s g - h).
+
+    c is never made for it: its 2-norm follows from three inner products, and no other norm does.
 
     `products` [n, 3] are those of `passes.inner_products`, `scale` is s, `kappa` is [n].
     """

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.passes import Tensors, run_pass, write_if
-from torchmars.optim.rules.correction import Correction, corrected_gradient
+from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
 from torchmars.optim.rules.lean import LeanFactors, LeanForm, lean_factors, mars_lean_form
 from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, StepFactors
 from torchmars.optim.rules.shared_settings import MARS_DEFAULTS, mars_settings_by_role
@@ -18,7 +18,7 @@ class Lion(ElementwiseRule):
 
     name = "lion"
     defaults = {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
-    former_names = {"momentum": "exp_avg"}
+    names_in_checkpoint = {"momentum": "exp_avg"}
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return ("exp_avg",)
@@ -45,7 +45,7 @@ class MarsLion(Lion):
     name = "mars-lion"
     defaults = {"lr": 6e-4, "betas": (0.95, 0.99), "weight_decay": 0.1} | MARS_DEFAULTS
     corrected = True
-    former_names = {}
+    names_in_checkpoint = {}
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return ("momentum",) if clip is None and not exact else ("exp_avg", "last_grad")
@@ -74,7 +74,7 @@ class MarsLion(Lion):
 class LionFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
-    correction: Correction
+    correction: TensorCorrection
     ok: Tensor
     lr: Tensor
     weight_decay: Tensor

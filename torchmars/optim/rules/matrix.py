@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.exchange import MatrixTraffic
-from torchmars.optim.owners import MatrixShape
+from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.passes import Tensors, run_pass, write_if
 from torchmars.optim.pieces import Piece, Slices
-from torchmars.optim.rules.correction import Correction, corrected_gradient
+from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
 from torchmars.optim.rules.lean import (
     LeanFactors,
     LeanForm,
@@ -74,7 +74,7 @@ class Muon(MatrixRule):
         "weight_decay": 0.1,
         "betas_1d": (0.9, 0.95),
     }
-    former_names = {"momentum": "momentum_buffer"}
+    names_in_checkpoint = {"momentum": "momentum_buffer"}
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return ("momentum_buffer",)
@@ -159,7 +159,7 @@ def adamw_but_for_matrices(settings: Settings) -> dict[str, Settings]:
 class MomentumFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
-    correction: Correction
+    correction: TensorCorrection
     ok: Tensor
     rate: Tensor
     """One minus beta1."""

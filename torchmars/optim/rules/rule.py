@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchmars.optim.rules.correction import Corrections, corrected_squared_norms, strength
+from torchmars.optim.rules.correction import GroupCorrections, corrected_squared_norms, strength
 from torchmars.optim.tensors import flat, local_gradient, local_part
 
 Settings = dict[str, Any]  # of an optimizer by its name, or of a parameter group
@@ -30,10 +30,10 @@ class Rule(ABC):
     """Whether the gradient is variance-reduced (MARS): the rule then takes `gamma` and `clip`."""
     continues: ClassVar[Sequence[str]] = ()
     """Other rules whose saved state this one can go on from."""
-    former_names: ClassVar[Mapping[str, str]] = {}
+    names_in_checkpoint: ClassVar[Mapping[str, str]] = {}
     """Today's names of buffers, by those they were once saved under."""
     counts_steps: ClassVar[bool] = False
-    """Whether `update` raises the step counts itself."""
+    """Whether `update` increments the step counts itself."""
 
     @abstractmethod
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
@@ -53,8 +53,8 @@ class Rule(ABC):
     def limits(self, group: "GroupTensors", wire: torch.dtype) -> list[float]:
         """Return bounds on the norm of a tensor's (corrected) gradient, below which all is finite.
 
-        By default a buffer takes what the gradient's size is. A rule whose buffers or other numbers
-        are larger adds bounds. `wire` is the dtype in which matrices travel.
+        By default no buffer is taken to hold larger numbers than the gradient. A rule whose buffers
+        or other numbers are larger adds bounds. `wire` is the dtype in which matrices travel.
         """
         return [torch.finfo(group.parameters[0].dtype).max / 2]
 
@@ -68,7 +68,7 @@ class Rule(ABC):
         return torch.linalg.vector_norm(local_part(momentum), dtype=torch.float64).square()
 
     def former_scale(self, betas: Sequence[float]) -> float:
-        """Return the factor that buffers of `former_names`, saved under `betas`, had."""
+        """Return the factor that buffers of `names_in_checkpoint`, saved under `betas`, had."""
         return 1.0
 
 
@@ -84,7 +84,7 @@ class GroupTensors:
     """The parameters of one group and dtype that have a gradient, for one step.
 
     Lists run over `parameters`. The tensors in them are flat and local. `dtype` is that of the
-    computation: at least float32. Raises `ValueError` where the per-tensor clip was switched on
+    computation: at least float32. Raises `ValueError` if the per-tensor clip was switched on
     after the state was made without a last gradient.
     """
 
@@ -134,7 +134,7 @@ class GroupTensors:
             else 0.0
         )
 
-    def strain(self, products: Tensor) -> Tensor:
+    def overflow_ratio(self, products: Tensor) -> Tensor:
         """Return the largest norm of the gradients, before the global clip, over `largest_norm`.
 
         `products` [n, 3] are the reduced ones.
@@ -151,7 +151,7 @@ class GroupTensors:
 
     def corrections(
         self, scale: Tensor, products: Tensor, counts: Tensor
-    ) -> tuple[Tensor, Corrections | None]:
+    ) -> tuple[Tensor, GroupCorrections | None]:
         """Return the usable products [n, 3] of the tensors, and their corrections.
 
         `scale` is the global clip's factor in float64, `products` are the reduced ones, `counts`
@@ -169,7 +169,7 @@ class GroupTensors:
         if self.settings["clip"] is not None:
             norms = corrected_squared_norms(products, scale, kappa).sqrt()
             clip = (self.settings["clip"] / norms).clamp(max=1.0)
-        return products, Corrections(kappa.to(self.dtype), clip.to(self.dtype), unusable)
+        return products, GroupCorrections(kappa.to(self.dtype), clip.to(self.dtype), unusable)
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ class StepFactors:
     """<g, g>, <g, h> and <h, h> of each whole tensor, [n, 3] in float64."""
     counts: Tensor
     """The steps that each tensor has made, [n] in float64."""
-    corrections: Corrections | None
-    """None where no last gradient is kept."""
+    corrections: GroupCorrections | None
+    """None if no last gradient is kept."""
     keep_gradient: bool
     """Whether the gradient just used becomes the last gradient."""
     compile: bool

@@ -1,4 +1,4 @@
-"""Names that older versions gave to what is in a checkpoint, and what is called so today.
+"""Maps the names in old checkpoints to those of today.
 
 Entries of the manifest, keys of its config among them, are renamed where the manifest is read.
 
@@ -21,7 +21,7 @@ RENAMED = {2: {"data": "data_fingerprint"}}
 
 
 def current_names(saved: dict[str, str]) -> dict[str, str]:
-    """A manifest's `optimizer`, with the names that its rules' state tensors have today."""
+    """Return a manifest's `optimizer` with old names of state tensors made those of today."""
     result = {}
     for name, words in saved.items():
         rule, *keys = words.split() or [""]
@@ -29,14 +29,14 @@ def current_names(saved: dict[str, str]) -> dict[str, str]:
     return result
 
 
-def former_names(
+def names_in_checkpoint(
     optimizer: dict[str, str],
     config: dict[str, Any],
     model: nn.Module,
     state: Collection[str],
     saved: Collection[str],
 ) -> dict[str, tuple[str, float]]:
-    """For each name of `state` that a checkpoint has under a former one: that, and a factor.
+    """Return, for each renamed tensor of `state`, its name in the checkpoint and a factor.
 
     What is read is multiplied by the factor. `optimizer` and `config` are those of the manifest:
     the factor depends on the betas that the checkpoint was made with. `saved` are the names of the

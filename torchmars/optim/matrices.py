@@ -1,0 +1,159 @@
+"""Parameters seen as matrices: how one is cut by rows, and which part of it a rank has.
+
+A fused QKV weight is cut into three before it is orthogonalised (`split`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+from torchmars.optim.orthogonalize import newton_schulz_flops
+
+Interval = tuple[int, int]
+# The part [batch, rows, cols] of a matrix parameter that a rank has.
+Block = tuple[Interval, Interval, Interval]
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """A parameter seen as a batch of matrices [batch, rows, cols], each cut by rows into `parts`.
+
+    Two dims are one matrix, three are a batch (experts). With `flatten`, or from four dims on, all
+    but the first are flattened into the columns (convolutions). `split` is the number of parts of a
+    matrix, or the rows of each: a fused QKV weight has the parts q, k and v. Raises `ValueError`
+    for a shape that is no matrix and for a split that does not fit it.
+    """
+
+    shape: tuple[int, ...]
+    flatten: bool = False
+    split: int | tuple[int, ...] = 1
+
+    def __post_init__(self) -> None:
+        if len(self.shape) < 2:
+            raise ValueError(
+                "a matrix rule needs parameters of at least two dimensions, got one of shape "
+                f"{self.shape}"
+            )
+        if sum(self.parts) != self.matrix[1]:
+            raise ValueError(
+                f"split = {self.split} does not divide the {self.matrix[1]} rows of a parameter "
+                f"of shape {self.shape}"
+            )
+
+    @property
+    def flattened(self) -> bool:
+        """Whether all dims but the first are the columns of one matrix."""
+        return self.flatten or len(self.shape) > 3
+
+    @property
+    def matrix(self) -> tuple[int, int, int]:
+        """The whole parameter, as [batch, rows, cols]."""
+        return self.local(self.shape)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The rows of each matrix of the batch after the split."""
+        rows = self.matrix[1]
+        if isinstance(self.split, int):
+            return (
+                (rows // self.split,) * self.split
+                if self.split > 0 and rows % self.split == 0
+                else (-1,)
+            )
+        return tuple(self.split)
+
+    def local(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Return the shape of a rank's part, `shape`, seen as [batch, rows, cols]."""
+        if self.flattened:
+            return 1, shape[0], math.prod(shape[1:])
+        *batch, rows, cols = shape
+        return math.prod(batch), rows, cols
+
+    def block(
+        self, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+    ) -> Block:
+        """Return what the rank at `coordinate` of the mesh has, within [batch, rows, cols].
+
+        Raises `ValueError` if a flattened matrix is sharded over one of its later dims.
+        """
+        part = intervals(self.shape, mesh_shape, placements, coordinate)
+        if self.flattened:
+            if any(interval != (0, size) for interval, size in zip(part[2:], self.shape[2:])):
+                raise ValueError(
+                    f"a parameter of shape {self.shape} that is flattened to a matrix can be "
+                    "sharded over its first two dimensions only"
+                )
+            inner = math.prod(self.shape[2:])
+            return (0, 1), part[0], (part[1][0] * inner, part[1][1] * inner)
+        *batch, rows, cols = part
+        return (batch[0] if batch else (0, 1)), rows, cols
+
+
+def intervals(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> tuple[Interval, ...]:
+    """Return the part of a tensor that the rank at `coordinate` has: an interval for each dim.
+
+    Shards are as `torch.chunk` cuts them: pieces of ceil(size / n), the last ones shorter or empty.
+    A strided shard (FSDP over tensor parallel) is cut after the plain ones of its dim.
+    """
+    parts = [(0, size) for size in shape]
+    # Strided shards are of a class of their own in torch 2.11 to 2.13, with `dim` but no Shard.
+    shards = [
+        (axis, placement, placement.dim)
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard | _StridedShard)
+    ]
+    for axis, _, dim in sorted(shards, key=lambda shard: isinstance(shard[1], _StridedShard)):
+        start, stop = parts[dim]
+        size = -(-(stop - start) // mesh_shape[axis])
+        begin = min(start + size * coordinate[axis], stop)
+        parts[dim] = begin, min(begin + size, stop)
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One matrix to orthogonalise.
+
+    It is the rows [row, row + rows) of entry `batch` of parameter number `parameter`.
+    """
+
+    parameter: int
+    batch: int
+    row: int
+    rows: int
+    cols: int
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of orthogonalising it."""
+        return newton_schulz_flops(self.rows, self.cols)
+
+    def overlap(self, block: Block) -> Block | None:
+        """Return the part of `block` that belongs to this unit, or None.
+
+        Both are intervals of the parameter's [batch, rows, cols].
+        """
+        (b0, b1), (r0, r1), (c0, c1) = block
+        first, last = max(r0, self.row), min(r1, self.row + self.rows)
+        if not (b0 <= self.batch < b1 and first < last and c0 < c1):
+            return None
+        return (self.batch, self.batch + 1), (first, last), (c0, c1)
+
+
+def units_of(parameter: int, shape: MatrixShape) -> list[Unit]:
+    """Return the matrices of parameter number `parameter`, in order."""
+    batch, _, cols = shape.matrix
+    starts = [sum(shape.parts[:part]) for part in range(len(shape.parts))]
+    return [
+        Unit(parameter, entry, row, rows, cols)
+        for entry in range(batch)
+        for row, rows in zip(starts, shape.parts)
+        if rows * cols
+    ]
