@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -35,7 +36,6 @@ from torchmars.cluster.failures import (
 )
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.watchdog import hang_report, was_blocked
-from torchmars.config import ResolvedConfig
 from torchmars.core.console import say
 from torchmars.core.errors import (
     EXIT_HUNG,
@@ -54,8 +54,11 @@ def refused_by_torchrun() -> Iterator[None]:
         raise UserError(f"torchrun cannot take these options ({error}): see --help") from None
 
 
-def launch(args: argparse.Namespace, logs: RankLogs, run: ResolvedConfig) -> int:
-    """Start the ranks and wait for their end. Return the exit code, negative for a signal."""
+def launch(args: argparse.Namespace, logs: RankLogs, hang: Path, hang_seconds: float) -> int:
+    """Start the ranks and wait for their end. Return the exit code, negative for a signal.
+
+    `hang` is the folder of the watchdogs, `hang_seconds` their limit.
+    """
     with refused_by_torchrun():
         config, command, arguments = config_from_args(args)
     config.logs_specs = logs
@@ -83,7 +86,7 @@ def launch(args: argparse.Namespace, logs: RankLogs, run: ResolvedConfig) -> int
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
         logs.close()
-        failures = failures_of(error, logs, run)
+        failures = failures_of(error, logs, hang, hang_seconds)
     except SignalException as error:
         code = 128 + error.sigval
     except (RendezvousError, DistError) as error:
@@ -98,12 +101,14 @@ def launch(args: argparse.Namespace, logs: RankLogs, run: ResolvedConfig) -> int
     return report_first_failure(failures, logs) if failures else code
 
 
-def failures_of(error: ChildFailedError, logs: RankLogs, run: ResolvedConfig) -> list[Failure]:
+def failures_of(
+    error: ChildFailedError, logs: RankLogs, hang: Path, hang_seconds: float
+) -> list[Failure]:
     """Return the failures of the ranks of this machine."""
-    hang, failures = run.run.path / "hang", []
+    failures = []
     for rank, ended in error.failures.items():
         if ended.exitcode == EXIT_HUNG or was_blocked(hang, rank, ended.pid):
-            report = hang_report(hang, logs.ranks, run.guards.hang_seconds)
+            report = hang_report(hang, logs.ranks, hang_seconds)
             failures.append(hang_of(rank, ended, report))
         else:
             failures.append(failure_of(rank, ended, list(logs.last[rank])))

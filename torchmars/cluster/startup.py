@@ -93,7 +93,7 @@ def make_report(config: ResolvedConfig, clock: float, folder: str) -> RankReport
         code_hash(),
         torch.__version__,
         digest(config_text(config).encode()),
-        data_hash(config),
+        data_hash(Path(config.data.path)),
         device_name(),
         clock,
         folder,
@@ -192,9 +192,9 @@ def code_hash() -> str:
     )
 
 
-def data_hash(config: ResolvedConfig) -> str:
-    """Return a hash of the data's manifest; an empty one where there is none yet."""
-    manifest = Path(config.data.path) / "manifest.json"
+def data_hash(folder: Path) -> str:
+    """Return a hash of the data's manifest in `folder`; an empty one if there is none yet."""
+    manifest = folder / "manifest.json"
     return digest(manifest.read_bytes()) if manifest.exists() else ""
 
 

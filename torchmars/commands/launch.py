@@ -82,7 +82,7 @@ def main(options: list[str] | None = None) -> None:
             args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
         logs = RankLogs(config.run.path / "logs", Path(scratch), shown)
         os.environ[EXIT_CODE_FILE] = str(logs.exit_code_file)
-        code = launch(args, logs, config)
+        code = launch(args, logs, config.run.hang, config.guards.hang_seconds)
     # A negative code is the signal that ended the rank.
     sys.exit(code if code >= 0 else 128 - code)
 

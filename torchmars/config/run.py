@@ -28,3 +28,8 @@ class RunConfig:
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def hang(self) -> Path:
+        """The folder where ranks write where they stand once one of them hangs."""
+        return self.path / "hang"

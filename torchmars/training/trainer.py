@@ -50,7 +50,6 @@ class Trainer:
         self.signals = StopSignals()
         self.loss_guard = LossGuard(config.guards)
         self.state, self.without_last_grad = resumed.state, resumed.without_last_grad
-        self.loader.seek(self.state.position)
 
     def run(self) -> int:
         """Train from the step reached to training.steps; validate, save and report on the way.
