@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.optim.reference import gradients
 from tests.support.ranks import run_ranks
-from torchmars.optim import MARS, owners
+from torchmars.optim import MARS, matrices
 
 ELEMENTWISE = ("mars-adamw", "mars-lion", "adamw", "lion")
 MATRIX = ("mars-shampoo", "mars-m", "muon")
@@ -161,7 +161,7 @@ def train_layers(model, rule, settings):
         for parameter, sequence in zip(parameters, sequences):
             gradient = sequence[step].clone()
             if isinstance(parameter, DTensor):
-                block = owners.intervals(
+                block = matrices.intervals(
                     parameter.shape,
                     parameter.device_mesh.shape,
                     parameter.placements,
@@ -205,7 +205,7 @@ def exchanged_pieces(shape, placements):
     mesh = init_device_mesh("cpu", shape)
     for start in starts():
         parameter = distribute_tensor(start, mesh, placements)
-        block = owners.intervals(
+        block = matrices.intervals(
             parameter.shape, mesh.shape, parameter.placements, mesh.get_coordinate()
         )
         if not torch.equal(
