@@ -1,10 +1,22 @@
 """What all tests share: CPU only, one thread per process, as many workers as cores."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks would fight over the cores
+
+# The files that take longest. They start first, so that all workers end at about the same time.
+LONGEST = (
+    "training/test_trainer.py",
+    "checkpoint/test_resume.py",
+    "commands/test_run_train.py",
+    "planning/test_plan.py",
+    "training/test_guards.py",
+    "checkpoint/test_saver.py",
+    "cluster/test_nodes.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the tests of the files in `LONGEST` to the front."""
+    places = {file: place for place, file in enumerate(LONGEST)}
+    folder = Path(__file__).parent
+    items.sort(key=lambda item: places.get(str(item.path.relative_to(folder)), len(LONGEST)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
