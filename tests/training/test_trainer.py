@@ -302,6 +302,8 @@ def products_of_quickstarts(folder):
                 "0",
                 "--training.steps",
                 "2",
+                "--model.n_layer",
+                "1",
                 "--validation.windows",
                 "1",
                 "--validation.sample_tokens",
