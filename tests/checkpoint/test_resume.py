@@ -24,14 +24,8 @@ from torchmars.training.optimizer import build_optimizer
 # Layouts that a run is saved on and goes on on: ranks and parallelism.
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2})}
 NAMES = ("mars-adamw", "mars-m", "exact", "adamw")  # exact: mars-adamw in exact mode
-RULES = (
-    "mars-lion",
-    "mars-shampoo",
-    "lion",
-    "muon",
-    "exact mars-m",
-    "lean mars-lion",
-)  # the others, and the other mode and form
+# The other rules, and the other mode and form.
+RULES = ("mars-lion", "mars-shampoo", "lion", "muon", "exact mars-m", "lean mars-lion")
 SAVED, STEPS = 4, 8
 
 

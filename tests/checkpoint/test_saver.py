@@ -19,6 +19,7 @@ from tests.support.tiny import (
     listen_here,
     metrics,
     run_folder_of,
+    steps_kept,
     tiny_tables,
     train,
     write_text,
@@ -27,10 +28,8 @@ from torchmars.checkpoint import folder as folders
 from torchmars.checkpoint import saver, state
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.resume import newest_good, read_verified
-from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.saver import Saver, _TensorWriter
 from torchmars.cluster import connection
-from torchmars.config import CheckpointConfig
 from torchmars.config.load import config_from_tables
 from torchmars.training.build import build_trainer
 from torchmars.training.trainer import Trainer
@@ -40,10 +39,6 @@ from torchmars.training.trainer import Trainer
 def tables(tmp_path):
     write_text(tmp_path)
     return tiny_tables(tmp_path, training={"steps": 12}, checkpoint={"interval": 2, "keep_last": 0})
-
-
-def steps_kept(tables):
-    return [step_of(path) for path in checkpoints(run_folder_of(tables) / "checkpoints")]
 
 
 def change_after_saving(tables):
@@ -372,38 +367,6 @@ def test_a_crash_at_any_point_of_a_save_leaves_a_good_checkpoint(tables, tmp_pat
             train(1, run)
             assert metrics(run) == metrics(reference) and steps_kept(run)[-1] == 4
     assert newest == sorted(newest) and set(newest) == {0, 2, 4} and len(newest) > 15 // stride
-
-
-def test_what_is_kept():
-    def going(steps, losses=None, **settings):
-        return steps_to_delete(steps, losses or {}, CheckpointConfig(**settings))
-
-    steps = list(range(100, 1100, 100))
-    assert going(steps, keep_last=0) == []
-    assert going(steps, keep_last=2, keep_best=False) == steps[:-2]
-    assert going(steps, keep_last=1, keep_every=500) == [100, 200, 300, 400, 600, 700, 800, 900]
-    losses = {100: 3.0, 300: 2.0, 400: 2.0, 500: float("nan")}
-    assert going(steps, losses, keep_last=1) == [100, 200, 400, 500, 600, 700, 800, 900]
-    assert going(steps, losses, keep_last=1, keep_best=False) == steps[:-1]
-
-
-def test_a_run_keeps_what_it_is_told_to(tables):
-    tables["checkpoint"] |= {"keep_last": 2, "keep_every": 6}
-    tables["validation"] |= {"interval": 2, "windows": 4}
-    train(2, tables)
-    losses = metrics(tables, "validation/loss")
-    assert min(losses, key=losses.get) == 12  # so the best is among the last
-    assert steps_kept(tables) == [6, 10, 12]
-    tables["schedule"] = {"warmup_steps": 0, "name": "constant"}
-    tables["optimizer"]["lr"], tables["training"]["steps"], tables["checkpoint"]["keep_every"] = (
-        0.5,
-        20,
-        0,
-    )
-    train(2, tables)  # a rate that makes it worse
-    losses = metrics(tables, "validation/loss")
-    best = min(losses, key=losses.get)
-    assert best == 12 and steps_kept(tables) == [12, 18, 20]
 
 
 def train_by_the_clock(tables):

@@ -4,10 +4,6 @@ Hypothesis draws the same examples in every run; the longer form (`-m slow`) dra
 tests/test_commands.py has real commands.
 """
 
-import argparse
-import copy
-import hashlib
-import json
 import os
 import re
 import sys
@@ -22,42 +18,19 @@ from tests.support.mistakes import (
     KEYS,
     fuzz,
     junk,
-    make_checkpoint,
-    make_place,
     mistake,
     scalars,
+    sizes,
     words,
 )
 from tests.support.tiny import tiny_tables
-from torchmars.checkpoint.folder import checkpoints
-from torchmars.checkpoint.inference import load_model
 from torchmars.cluster.environment import Environment, read_environment
 from torchmars.cluster.launcher import config_from_args
-from torchmars.commands import checkpoint as checkpoint_command
 from torchmars.commands.launch import parse
 from torchmars.config import MetricsConfig
-from torchmars.config.load import config_text, load_config, read_toml
-from torchmars.data import corpus
+from torchmars.config.load import config_text, load_config, merge, read_toml
 from torchmars.metrics.trackers import check_trackers
 from torchmars.training.preparation import prepare_run
-
-sizes = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A working folder as `make_place` makes it, with little in Python's library and no network."""
-
-    def no_network(name):
-        raise OSError("no network")
-
-    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:3]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(corpus, "_stdlib_files", lambda: sources)
-    monkeypatch.setattr("tiktoken.get_encoding", no_network)
-    make_place(tmp_path)
-    return tmp_path
-
 
 # The environment.
 
@@ -174,14 +147,6 @@ def nested_in(name, value):
     return value
 
 
-def merged(one, other):
-    result = dict(one)
-    for key, value in other.items():
-        both = isinstance(result.get(key), dict) and isinstance(value, dict)
-        result[key] = merged(result[key], value) if both else value
-    return result
-
-
 GROUP = ["pattern", "rule", "lr", "split"]
 groups = st.lists(st.dictionaries(st.sampled_from(GROUP), scalars), max_size=2)
 values = st.one_of(junk, junk, st.dates(), groups)
@@ -199,7 +164,7 @@ def test_configs(place, examples):
         changed, args = drawn
         tables = base
         for name, value in changed.items():
-            tables = merged(tables, nested_in(name, value))
+            tables = merge(tables, nested_in(name, value))
         try:
             (place / "drawn.toml").write_text(tomli_w.dumps(tables), encoding="utf-8")
         except (UnicodeEncodeError, TypeError):  # no TOML
@@ -322,115 +287,3 @@ def test_a_number_beyond_what_a_float_is(tmp_path):
 def test_a_byte_order_mark_is_no_mistake(tmp_path):
     (tmp_path / "config.toml").write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 7\r\n")
     assert load_config([str(tmp_path / "config.toml")], "test").training.steps == 7
-
-
-# Manifests.
-
-
-def containers(value):
-    """All (table or list, key) pairs within `value`."""
-    if isinstance(value, (dict, list)):
-        for key in list(value) if isinstance(value, dict) else range(len(value)):
-            yield value, key
-            yield from containers(value[key])
-
-
-@st.composite
-def altered(draw, value):
-    """`value` with some of what is in it replaced, removed or added."""
-    value = copy.deepcopy(value)
-    for _ in range(draw(st.integers(1, 2))):
-        places = list(containers(value))
-        owner, key = places[draw(st.integers(0, len(places) - 1))]
-        action = draw(st.sampled_from(["replace", "replace", "replace", "remove", "add"]))
-        if action == "replace":
-            owner[key] = draw(junk)
-        elif action == "remove":
-            del owner[key]
-        elif isinstance(owner, dict):
-            owner[draw(words)] = draw(junk)
-        if not value:
-            break
-    return value
-
-
-TEXTS = [
-    "[" * 100_000,
-    '{"a":' * 100_000,
-    '{"format": ' + "9" * 5000 + "}",
-    "\ufeff{}",
-    "[]",
-    "null",
-    "3",
-    '"format"',
-    "{}",
-    "",
-]
-broken_texts = st.one_of(st.sampled_from(TEXTS).map(str.encode), st.binary(max_size=20))
-
-
-@sizes
-def test_manifests_of_data(place, examples):
-    file, config = place / "shards" / "manifest.json", load_config(["tiny.toml"], "test")
-    whole = json.loads(file.read_text())
-
-    def check(drawn):
-        file.write_bytes(drawn if isinstance(drawn, bytes) else sealed(drawn))
-        mistake(prepare_run, config, 2, 1)
-
-    fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
-
-
-def sealed(entries):
-    """The text of a manifest whose checksum is right, whatever it says."""
-    entries = {key: value for key, value in entries.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
-    return (json.dumps(entries | {"sha256": digest}, indent=1) + "\n").encode()
-
-
-@sizes
-def test_manifests_of_checkpoints(place, examples):
-    checkpoint = make_checkpoint(place)
-    file, run = checkpoint / "manifest.json", place / "runs" / "tiny"
-    whole, config = json.loads(file.read_text()), load_config(["tiny.toml"], "test")
-    args = argparse.Namespace(run=run, keep_last=None, keep_every=None, damaged=True, dry_run=True)
-    assert mistake(prepare_run, config, 2, 1) == mistake(load_model, run) == ""
-
-    def check(drawn):
-        file.write_bytes(drawn if isinstance(drawn, bytes) else sealed(drawn))
-        mistake(prepare_run, config, 2, 1)
-        mistake(load_model, run)
-        for command in checkpoint_command.COMMANDS.values():
-            mistake(command, args, checkpoint.parent, checkpoints(checkpoint.parent))
-
-    fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
-
-
-NEEDED = {"run": {"seed": 0}, "training": {"dtype": "auto"}, "optimizer": {"name": "adamw"}}
-
-
-@pytest.mark.parametrize(
-    "change,message",
-    [
-        ({"vocab_size": 3e9}, "vocab_size must be a whole number"),
-        ({"vocab_size": 3 * 10**9}, "vocab_size must be at least 1 and at most 10,000,000"),
-        ({"step": "2"}, "step must be a whole number, got '2'"),
-        ({"files": {"../x": {"size": 0, "sha256": ""}}}, "files must be one file name"),
-        ({"config": NEEDED | {"model": {"n_layer": 3 * 10**9}}}, "model.n_layer must be"),
-        ({"config": []}, "config must be a table"),
-        ({"config": {"run": {"seed": 0}}}, "config.training.dtype is missing"),
-    ],
-)
-def test_a_forged_manifest_is_told_from_a_good_one(place, change, message):
-    file = make_checkpoint(place) / "manifest.json"
-    file.write_bytes(sealed(json.loads(file.read_text()) | change))
-    assert message in mistake(load_model, place / "runs" / "tiny")
-
-
-def test_a_model_that_the_checkpoint_has_not_takes_no_memory(place):
-    file = make_checkpoint(place) / "manifest.json"
-    whole = json.loads(file.read_text())
-    whole["config"]["model"] |= {"n_embd": 500_000, "n_layer": 500}
-    file.write_bytes(sealed(whole))
-    said = mistake(load_model, place / "runs" / "tiny")
-    assert "does not have the model that its manifest.json describes" in said

@@ -36,6 +36,7 @@ KEYS = [
     "a.b.c.d",
     "",
 ]
+sizes = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
 WORDS = [
     "",
     " ",

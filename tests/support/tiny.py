@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.cluster import connection, process
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables, config_text
@@ -131,3 +132,8 @@ def metrics(tables: dict[str, dict], name: str = "train/loss") -> dict[int, floa
         for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()
     ]
     return {line["step"]: line[name] for line in lines if name in line}
+
+
+def steps_kept(tables: dict[str, dict]) -> list[int]:
+    """Return the steps of the checkpoints that the run of `tables` has."""
+    return [step_of(path) for path in checkpoints(run_folder_of(tables) / "checkpoints")]

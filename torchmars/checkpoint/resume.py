@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
@@ -18,14 +18,16 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.optim import MARS
 
+T = TypeVar("T")
+
 
 def newest_good(
-    found: list[Path], check: Callable[[Path], CheckpointManifest], warn: Callable[[str], None]
-) -> tuple[Path, CheckpointManifest] | None:
-    """Return the newest good one of the checkpoints `found` (oldest first), and its manifest.
+    found: list[Path], check: Callable[[Path], T], warn: Callable[[str], None]
+) -> tuple[Path, T] | None:
+    """Return the newest good one of the checkpoints `found` (oldest first), and its `check`.
 
     `check` raises `DamagedCheckpoint` for one that is not good. None if none was found. Raises
-    `UserError` where there are some, but none is good, and what else `check` raises.
+    `UserError` if there are some, but none is good, and what else `check` raises.
     """
     damage = []
     for path in reversed(found):

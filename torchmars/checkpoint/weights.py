@@ -6,10 +6,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL
+from torchmars.optim.state import fill
 
 
 def check_shapes(source: Path, saved: dict[str, tuple[int, ...]], model: nn.Module) -> None:
@@ -41,12 +41,7 @@ def load_weights(file: Path, model: nn.Module) -> None:
                 model,
             )
             for name, target in model.state_dict().items():
-                whole = weights.get_tensor(name).to(target.device, target.dtype)
-                if isinstance(target, DTensor):
-                    whole = distribute_tensor(
-                        whole, target.device_mesh, target.placements, src_data_rank=None
-                    )
-                target.copy_(whole)
+                fill(target, weights.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise UserError(f"checkpoint.init_from: cannot read {file}: {error}") from None
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_text
+from torchmars.core.console import labelled
 from torchmars.core.errors import LostRank, UserError, say_error
 
 LOOK_SECONDS = 10.0  # how long a new file may take to be seen on other machines
@@ -236,17 +237,19 @@ def describe(reports: list[RankReport]) -> str:
     slow = min(reports, key=lambda report: report.clock)
     fast = max(reports, key=lambda report: report.clock)
     spread = fast.clock - slow.clock
-    lines = [
-        f"cluster   {len(ranks)} machines ({nodes}), {counts} ranks on each: {names}; "
-        f"clocks within {spread:.2f} s"
-    ]
+    lines = labelled(
+        "cluster",
+        f"{len(ranks)} machines ({nodes}), {counts} ranks on each: {names}; "
+        f"clocks within {spread:.2f} s",
+    )
     if len(devices) > 1:
         first = {device: next(r.node for r in reports if r.device == device) for device in devices}
         places = ", ".join(f"{device} on {node}" for device, node in first.items())
-        lines.append(f"warning   devices differ, and the slowest sets the pace: {places}")
+        lines += labelled("warning", f"devices differ, and the slowest sets the pace: {places}")
     if spread > CLOCK_SECONDS:
-        lines.append(
-            f"warning   the clock of {slow.node} is {spread:.1f} s behind that of {fast.node}: "
-            "times in their logs do not compare"
+        lines += labelled(
+            "warning",
+            f"the clock of {slow.node} is {spread:.1f} s behind that of {fast.node}: "
+            "times in their logs do not compare",
         )
     return "\n".join(lines)

@@ -144,14 +144,14 @@ class Watchdog:
 
 def flight_record(on_gpu: bool) -> bytes:
     """Return what the flight recorder has, for `torchfrtrace`."""
-    dump = c10d._dump_nccl_trace if on_gpu else c10d._dump_fr_trace  # type: ignore[attr-defined]
-    return dump()
+    return getattr(c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace")()
 
 
 def recorded_collectives(on_gpu: bool) -> list[dict[str, Any]]:
     """Return the collectives that the flight recorder has, oldest first."""
-    dump = c10d._dump_nccl_trace_json if on_gpu else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
-    return json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    name = "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json"
+    record = getattr(c10d, name)(includeCollectives=True, onlyActive=False)
+    return json.loads(record).get("entries", [])
 
 
 def report_file(folder: Path, rank: int) -> Path:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
-from torchmars.core.console import say
+from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.data import sources
 from torchmars.training.preparation import prepare_run
@@ -37,7 +37,7 @@ def main() -> None:
             )
         prepare_run(config, options.ranks, options.nodes)
         if warning := sources.warning(config.data):
-            say(warning)
+            say("\n".join(labelled("warning", warning)))
 
 
 if __name__ == "__main__":

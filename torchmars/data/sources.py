@@ -53,8 +53,7 @@ def warning(config: ResolvedData) -> str | None:
         return None
     except (OSError, ValueError, AttributeError, UserError) as error:
         return (
-            f"warning   {folder / NAME} cannot be read ({error}): "
-            "whether the corpus has changed is not known"
+            f"{folder / NAME} cannot be read ({error}): whether the corpus has changed is not known"
         )
     if not any(file.exists() for file in sources):
         return None
@@ -68,7 +67,7 @@ def warning(config: ResolvedData) -> str | None:
         return None
     some = ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
     return (
-        f"warning   the corpus is not what {folder} was made from: {some}. Runs read what was "
+        f"the corpus is not what {folder} was made from: {some}. Runs read what was "
         "tokenised; for the corpus as it is now set data.path to a new folder, and run.name to "
         "a new run"
     )

@@ -116,10 +116,9 @@ def open_metrics(
 ) -> Metrics:
     """Open what a run reports to, to go on after `step`. Called by every rank.
 
-    With `write` False no file is opened, and nothing is reported.
-
     The lines of later steps are dropped, and of a validation after `step` unless it was
-    `validated`. Raises `UserError` on every rank if a file cannot be written.
+    `validated`. With `write` False no file is opened, and nothing is reported. Raises `UserError`
+    on every rank if a file cannot be written.
     """
     journals: list[Journal] = []
     trackers: list[Tracker] = []

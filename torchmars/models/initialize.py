@@ -6,9 +6,9 @@ Their standard deviations are each model's: `Model.init_std`.
 import hashlib
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchmars.models.model import Model
+from torchmars.optim.state import fill
 
 
 @torch.no_grad()
@@ -27,8 +27,4 @@ def init_weights(model: Model, seed: int) -> None:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        whole = whole.normal_(std=std, generator=generator).to(parameter.device)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        parameter.copy_(whole)
+        fill(parameter, whole.normal_(std=std, generator=generator))

@@ -69,7 +69,7 @@ class MatrixTraffic:
             axes = (shard_axes(first) or (mesh, ()))[1]
             others = tuple(axis for axis in range(mesh.ndim) if axis not in axes)
             mesh_shape = tuple(mesh.shape)
-            grid = torch.tensor(ranks_along(mesh, axes))  # [replicas, shards]
+            grid = torch.tensor(ranks_along(mesh.mesh, axes))  # [replicas, shards]
             me = grid.eq(dist.get_rank()).nonzero()[0]
             self.replica, self.shard = int(me[0]), int(me[1])
             self.shard_group = groups.over(mesh, axes) if grid.shape[1] > 1 else None

@@ -1,7 +1,7 @@
 """Norms of what lies on many ranks: of a tensor in shards, and of a model in parts and copies."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -129,14 +129,14 @@ def layout_key(parameter: Tensor) -> MeshAxes | None:
     return parameter.device_mesh, (shard_axes(parameter) or (None, ()))[1]
 
 
-def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[list[int]]:
-    """Return global ranks in rows: the ranks of a row differ in the mesh `axes` only."""
-    others = [axis for axis in range(mesh.ndim) if axis not in axes]
-    return (
-        mesh.mesh.permute(*others, *axes)
-        .reshape(-1, math.prod(mesh.size(axis) for axis in axes))
-        .tolist()
-    )
+def ranks_along(ranks: Tensor, axes: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of a mesh in rows: those of a row differ along `axes` only.
+
+    `ranks` is the mesh as a tensor with a dim for each axis, as `DeviceMesh.mesh`.
+    """
+    others = [axis for axis in range(ranks.ndim) if axis not in axes]
+    size = math.prod(ranks.shape[axis] for axis in axes)
+    return ranks.permute(*others, *axes).reshape(-1, size).tolist()
 
 
 class MeshGroups:
@@ -153,7 +153,7 @@ class MeshGroups:
         if len(axes) == 1:
             return mesh.get_group(axes[0])
         if (mesh, axes) not in self._made:
-            mine = next(row for row in ranks_along(mesh, axes) if dist.get_rank() in row)
+            mine = next(row for row in ranks_along(mesh.mesh, axes) if dist.get_rank() in row)
             # Among its own ranks only: the mesh may be a part of the world.
             self._made[mesh, axes] = dist.new_group(mine, use_local_synchronization=True)
         return self._made[mesh, axes]

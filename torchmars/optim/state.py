@@ -46,9 +46,8 @@ class ParameterLayout(NamedTuple):
         )
 
 
-Known = list[
-    list[tuple[Tensor, ParameterLayout]]
-]  # the parameters of each group, and their layouts
+# The parameters of each group, and their layouts.
+Known = list[list[tuple[Tensor, ParameterLayout]]]
 # Keys of the groups of torch's own AdamW that mean nothing here.
 _TORCH_KEYS = (
     "amsgrad",

@@ -1,6 +1,5 @@
 """The one authority for axes: which ranks share which part of the work."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchmars.config import Degrees, ParallelismConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
+from torchmars.optim.norms import ranks_along
 
 T = TypeVar("T")
 
@@ -192,10 +192,7 @@ def rows_along(ranks: torch.Tensor, axes: tuple[str, ...]) -> list[list[int]]:
 
     `ranks` has a dim for each of `AXES`.
     """
-    inner = [AXES.index(axis) for axis in axes]
-    outer = [place for place in range(len(AXES)) if place not in inner]
-    size = math.prod(ranks.shape[place] for place in inner)
-    return ranks.permute(*outer, *inner).reshape(-1, size).tolist()
+    return ranks_along(ranks, [AXES.index(axis) for axis in axes])
 
 
 def expert_rows(ranks: torch.Tensor, ep: int) -> list[list[int]]:

@@ -96,6 +96,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         validation=validation,
         checkpointer=checkpointer,
         progress=Progress(training, layout, optimizer, metrics, lines, loader.epoch),
+        metrics=metrics,
         watchdog=Watchdog(config.run.hang, layout, config.guards.hang_seconds, saver.group),
         lock=lock_file,
         resumed=resumed,

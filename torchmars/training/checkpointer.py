@@ -81,16 +81,10 @@ class Checkpointer:
         """
         self.saver.wait()
         found = self.layout.on_first(lambda: checkpoints(self.config.run.checkpoints))
-        loaded: dict[Path, Resumed] = {}
+        newest = newest_good(found, self.load, warn=self.layout.say)
+        return newest[1] if newest else None
 
-        def load(folder: Path) -> CheckpointManifest:
-            manifest, loaded[folder] = self.load(folder)
-            return manifest
-
-        newest = newest_good(found, load, warn=self.layout.say)
-        return loaded[newest[0]] if newest else None
-
-    def load(self, folder: Path) -> tuple[CheckpointManifest, Resumed]:
+    def load(self, folder: Path) -> Resumed:
         """Verify the checkpoint `folder`, and load it into model and optimizer.
 
         Raises `DamagedCheckpoint` or, if it is another run's, `UserError`, on every rank.
@@ -113,7 +107,7 @@ class Checkpointer:
         )
         former_size = manifest.config["training"].get("global_batch_size")
         other_batch = former_size != config.training.global_batch_size
-        return manifest, Resumed(
+        return Resumed(
             state,
             f"from step {state.step}: {folder}",
             folder,

@@ -1,9 +1,9 @@
 """What a run reports of itself: lines on the console, and metrics."""
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torchmars.config import TrainingConfig
+from torchmars.core.console import labelled
 from torchmars.metrics.metrics import Metrics
 from torchmars.metrics.throughput import Stopwatch
 from torchmars.optim import MARS
@@ -36,25 +36,13 @@ class Progress:
         for line in self.introduction:
             self.layout.say(line)
 
-    def close(self) -> None:
-        """Flush and close every writer."""
-        self.metrics.close()
-
-    def sync(self) -> None:
-        """Make metrics.jsonl durable, as the checkpoint that comes will be."""
-        self.metrics.sync()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Leave the time of the body out of the throughput."""
-        return self.metrics.throughput.paused()
-
     def rewind(self, state: RunState, checkpoint: Path) -> None:
         """Report that the run went back to `checkpoint`; later steps are reported anew."""
         validated = state.validation_loss is not None
         self.layout.on_first(lambda: self.metrics.rewind(state.step, validated))
-        self.layout.say(
-            f"rollback  to step {state.step}: {checkpoint}; "
-            f"the data goes on at sample {state.position}"
+        self._say(
+            "rollback",
+            f"to step {state.step}: {checkpoint}; the data goes on at sample {state.position}",
         )
 
     def report(self, state: RunState, loss: float, lr: float) -> dict[str, float]:
@@ -66,20 +54,13 @@ class Progress:
         self.metrics.train(state.step, loss, lr, telemetry | more)
         return telemetry
 
-    def report_validation(self, step: int, loss: float) -> None:
-        """Report the validation loss after `step`."""
-        self.metrics.validation(step, loss)
-
-    def report_stall(self, step: int, seconds: float) -> None:
-        """Report how long training waited for the checkpoint of `step`."""
-        self.metrics.stall(step, seconds)
-
     def report_spike(self, loss: float, state: RunState, action: str) -> None:
         """Report a loss that stands out, of the step after `state.step`."""
         first = state.position - self.config.global_batch_size
-        self.layout.say(
-            f"spike     loss {loss:.4f} at step {state.step + 1}, samples {first} to "
-            f"{state.position - 1}: guards.loss_spike = {action}"
+        self._say(
+            "spike",
+            f"loss {loss:.4f} at step {state.step + 1}, samples {first} to "
+            f"{state.position - 1}: guards.loss_spike = {action}",
         )
 
     def report_epoch(self, epoch: int) -> None:
@@ -93,7 +74,12 @@ class Progress:
 
     def report_stop(self, step: int, signal: str | None) -> None:
         """Report that a signal ended the run after `step`."""
-        self.layout.say(
-            f"stopped   by {signal or 'a signal to another rank'} after step {step}, saved; "
-            "the same command goes on"
+        self._say(
+            "stopped",
+            f"by {signal or 'a signal to another rank'} after step {step}, saved; "
+            "the same command goes on",
         )
+
+    def _say(self, label: str, text: str) -> None:
+        for line in labelled(label, text):
+            self.layout.say(line)

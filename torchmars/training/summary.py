@@ -36,7 +36,7 @@ def introduction(
         lines += labelled("warning", slow)
     lines += labelled("data", data_line(config.data.path, config.training, data))
     if layout.first and (changed := sources.warning(config.data)):
-        lines.append(changed)
+        lines += labelled("warning", changed)
     return lines + continuation(config.run.checkpoints, config.training.steps, resumed)
 
 

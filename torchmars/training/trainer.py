@@ -10,6 +10,7 @@ from torchmars.config import ResolvedConfig
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.files import is_gone
 from torchmars.data.loader import Loader
+from torchmars.metrics.metrics import Metrics
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -39,6 +40,7 @@ class Trainer:
         validation: Validation,
         checkpointer: Checkpointer,
         progress: Progress,
+        metrics: Metrics,
         watchdog: Watchdog,
         lock: Path,
         resumed: Resumed,
@@ -46,7 +48,8 @@ class Trainer:
         self.config, self.layout = config, layout
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.loader, self.validation, self.checkpointer = loader, validation, checkpointer
-        self.progress, self.watchdog, self.lock = progress, watchdog, lock
+        self.progress, self.metrics = progress, metrics
+        self.watchdog, self.lock = watchdog, lock
         self.signals = StopSignals()
         self.loss_guard = LossGuard(config.guards)
         self.state, self.without_last_grad = resumed.state, resumed.without_last_grad
@@ -70,7 +73,7 @@ class Trainer:
                 self.layout.say("sample:\n" + self.validation.sample())
         finally:
             self.loader.close()
-            self.progress.close()
+            self.metrics.close()
         return 0 if complete else EXIT_STOPPED
 
     def train(self) -> bool:
@@ -90,7 +93,7 @@ class Trainer:
                 self.report(*made)
             self.progress.report_epoch(self.loader.epoch)
             stop = stop and state.step < last
-            with self.progress.paused():
+            with self.metrics.throughput.paused():
                 if self.validation_due() and not stop:
                     self.validate()
                 if stop or overdue or due(state.step, config.checkpoint.interval, last):
@@ -193,13 +196,13 @@ class Trainer:
         """Measure and report the validation loss."""
         self.watchdog.beat(f"the validation after step {self.state.step}")
         self.state.validation_loss = loss = self.validation.loss()
-        self.progress.report_validation(self.state.step, loss)
+        self.metrics.validation(self.state.step, loss)
 
     def save(self) -> None:
         """Save the step just made, or begin to."""
         self.watchdog.beat(f"saving step {self.state.step}")
-        self.progress.sync()
-        self.progress.report_stall(self.state.step, self.checkpointer.save(self.state))
+        self.metrics.sync()
+        self.metrics.stall(self.state.step, self.checkpointer.save(self.state))
 
 
 def due(step: int, interval: int, last: int) -> bool:

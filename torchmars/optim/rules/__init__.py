@@ -25,7 +25,7 @@ def state_fits(rule: str, wanted: Iterable[str], saved_rule: str, saved: Iterabl
 
 def current_name(rule: str, saved_name: str) -> str:
     """Return today's name of a state tensor of `rule` that was saved as `saved_name`."""
-    former = RULES[rule].names_in_checkpoint if rule in RULES else {}
+    former = RULES[rule].former_names if rule in RULES else {}
     return former.get(saved_name, saved_name)
 
 

@@ -18,7 +18,7 @@ class Lion(ElementwiseRule):
 
     name = "lion"
     defaults = {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
-    names_in_checkpoint = {"momentum": "exp_avg"}
+    former_names = {"momentum": "exp_avg"}
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return ("exp_avg",)
@@ -45,7 +45,7 @@ class MarsLion(Lion):
     name = "mars-lion"
     defaults = {"lr": 6e-4, "betas": (0.95, 0.99), "weight_decay": 0.1} | MARS_DEFAULTS
     corrected = True
-    names_in_checkpoint = {}
+    former_names = {}
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return ("momentum",) if clip is None and not exact else ("exp_avg", "last_grad")

@@ -74,7 +74,7 @@ class Muon(MatrixRule):
         "weight_decay": 0.1,
         "betas_1d": (0.9, 0.95),
     }
-    names_in_checkpoint = {"momentum": "momentum_buffer"}
+    former_names = {"momentum": "momentum_buffer"}
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return ("momentum_buffer",)

@@ -30,7 +30,7 @@ class Rule(ABC):
     """Whether the gradient is variance-reduced (MARS): the rule then takes `gamma` and `clip`."""
     continues: ClassVar[Sequence[str]] = ()
     """Other rules whose saved state this one can go on from."""
-    names_in_checkpoint: ClassVar[Mapping[str, str]] = {}
+    former_names: ClassVar[Mapping[str, str]] = {}
     """Today's names of buffers, by those they were once saved under."""
     counts_steps: ClassVar[bool] = False
     """Whether `update` increments the step counts itself."""
@@ -68,7 +68,7 @@ class Rule(ABC):
         return torch.linalg.vector_norm(local_part(momentum), dtype=torch.float64).square()
 
     def former_scale(self, betas: Sequence[float]) -> float:
-        """Return the factor that buffers of `names_in_checkpoint`, saved under `betas`, had."""
+        """Return the factor that buffers of `former_names`, saved under `betas`, had."""
         return 1.0
 
 

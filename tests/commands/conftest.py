@@ -1,0 +1,24 @@
+"""What tests of commands share: a folder to work in."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.mistakes import make_place
+from torchmars.data import corpus
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working folder as `make_place` makes it, with little in Python's library and no network."""
+
+    def no_network(name):
+        raise OSError("no network")
+
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:3]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus, "_stdlib_files", lambda: sources)
+    monkeypatch.setattr("tiktoken.get_encoding", no_network)
+    make_place(tmp_path)
+    return tmp_path
