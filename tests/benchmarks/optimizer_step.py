@@ -34,7 +34,7 @@ def model_with_gradients(args: GPT2Args) -> nn.Module:
     model = GPT2(args).to(DEVICE)
     init_weights(model, 0)
     if dist.is_initialized():
-        for block in model.blocks:
+        for block in model.blocks.values():
             fully_shard(block)
         fully_shard(model)
     for parameter in model.parameters():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
+from torchmars.models.attention import CausalAttention
 from torchmars.models.model import Model, TensorParallelCut
 
 SIZES: dict[str, dict[str, int]] = {
@@ -45,24 +46,21 @@ class Attention(nn.Module):
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
-        self.n_head, self.dropout = args.n_head, args.dropout
+        self.head_width, self.dropout = args.n_embd // args.n_head, args.dropout
         self.qkv = nn.Linear(args.n_embd, 3 * args.n_embd, bias=False)
         self.proj = nn.Linear(args.n_embd, args.n_embd, bias=False)
+        self.attend = CausalAttention()
 
     def forward(self, x: Tensor, logit_divisor: Tensor | None, mask: Tensor | None) -> Tensor:
-        batch, length, width = x.shape
         q, k, v = (
-            part.view(batch, length, self.n_head, -1).transpose(1, 2)
+            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
         if logit_divisor is not None:
             q = q / logit_divisor
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout
-        )
-        y = y.transpose(1, 2).reshape(batch, length, width)
-        return F.dropout(self.proj(y), self.dropout, self.training)
+        y = self.attend(q, k, v, mask, dropout)
+        return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
 
 class MLP(nn.Module):
@@ -96,23 +94,26 @@ class Block(nn.Module):
 class GPT2(Model):
     """GPT-2. The token table is also the head."""
 
+    inputs: ClassVar[tuple[str, ...]] = ("tok_embed", "pos_embed")
     cuts: ClassVar[dict[str, TensorParallelCut]] = {
-        "tok_embed.weight": "tokens",
-        "pos_embed.weight": "whole",
-        "attn.qkv.weight": "rows",  # of q, of k and of v: each by heads
-        "attn.proj.weight": "columns",
-        "mlp.up.weight": "rows",
-        "mlp.proj.weight": "columns",
+        "tok_embed": "tokens",
+        "pos_embed": "positions",
+        "attn.qkv": "fused rows",
+        "attn.proj": "columns",
+        "mlp.up": "rows",
+        "mlp.proj": "columns",
     }
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
         self.args = args
         self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
+        self.heads = args.n_head, args.n_head
         self.tok_embed = nn.Embedding(args.vocab_size, args.n_embd)
         self.pos_embed = nn.Embedding(args.seq_len, args.n_embd)
-        self.blocks = nn.ModuleList(Block(args) for _ in range(args.n_layer))
+        self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})
         self.norm = nn.LayerNorm(args.n_embd, bias=False)
+        self.output = None
 
     @classmethod
     def from_config(cls, config: ModelConfig, vocab_size: int, seq_len: int) -> Self:
@@ -137,29 +138,23 @@ class GPT2(Model):
             )
         )
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        mask = None if documents is None else document_mask(documents)
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.tok_embed(tokens) + self.pos_embed(positions)
-        x = F.dropout(x, self.args.dropout, self.training)
-        for block, divisor in zip(self.blocks, self._logit_divisors(tokens.device)):
+        return F.dropout(x, self.args.dropout, self.training)
+
+    def transform(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        for block, divisor in zip(self.blocks.values(), self._logit_divisors(x.device)):
             x = block(x, divisor, mask)
-        return self.norm(x)
+        return x
 
     def _logit_divisors(self, device: torch.device) -> list[Tensor] | list[None]:
-        """What each block divides its attention logits by."""
-        count = len(self.blocks)
+        """What each of the blocks that are here divides its attention logits by."""
         if not self.args.scale_attn_by_inverse_layer_idx:
-            return [None] * count
+            return [None] * len(self.blocks)
         # Tensors, so that compiled blocks share one graph; integers, which mixed precision leaves
         # as they are.
-        return list(torch.arange(1, count + 1, device=device).unbind())
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.tok_embed.weight)
+        divisors = torch.arange(1, self.args.n_layer + 1, device=device).unbind()
+        return [divisors[int(number)] for number in self.blocks]
 
     def init_std(self, name: str) -> float | None:
         if "norm" in name:
@@ -184,9 +179,3 @@ class GPT2(Model):
             f"{args.n_layer} layers, {args.n_head} heads, width {args.n_embd}, "
             f"vocabulary {args.vocab_size}"
         )
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """Return which token attends to which, [batch, 1, length, length]: earlier, same document."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same & torch.ones_like(same).tril()

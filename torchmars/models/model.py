@@ -3,33 +3,48 @@
 from abc import ABC, abstractmethod
 from typing import ClassVar, Literal, Self
 
+import torch
 from torch import Tensor, nn
 
 from torchmars.config import ModelConfig
+from torchmars.models.attention import document_mask
 
 # How tensor parallelism cuts a layer's weight [out, in]: by rows, by columns, or, for token tables
-# [vocabulary, width], by tokens. "whole": every rank has all of it.
-TensorParallelCut = Literal["rows", "columns", "tokens", "whole"]
+# [vocabulary, width], by tokens. "fused rows": by rows within each of the three equal parts of a
+# fused query, key and value projection. "positions": every rank has all of it, for its own part of
+# the positions.
+TensorParallelCut = Literal["rows", "fused rows", "columns", "tokens", "positions"]
 
 
 class Model(nn.Module, ABC):
     """A decoder-only language model: a plain module that knows no parallelism.
 
-    `forward` ends with the hidden states. `head` makes logits of them, apart, so that a loss may
-    take them in chunks and a pipeline may end before it.
+    It is `embed`, then `transform` (the blocks), then `norm`, then `head`. They are apart, so that
+    a pipeline may have some of them only, and a loss may take the logits in chunks.
     """
 
+    inputs: ClassVar[tuple[str, ...]]
+    """The modules that only `embed` uses."""
     cuts: ClassVar[dict[str, TensorParallelCut]]
-    """How tensor parallelism cuts each weight, by the end of its name. Norm weights stay whole."""
+    """How tensor parallelism cuts each layer, by the end of its name. Norms stay whole."""
 
-    blocks: nn.ModuleList
-    """The layers that repeat: units of FSDP, of compilation and of pipeline stages."""
+    tok_embed: nn.Embedding
+    """The token table [vocab_rows, width]."""
+    blocks: nn.ModuleDict
+    """The layers that repeat, by number: units of FSDP, compilation and pipeline stages. A part
+    of a model has some of them only, under the same numbers."""
+    norm: nn.Module
+    """What makes the last hidden states of the last block's output."""
+    output: nn.Linear | None
+    """The head's weights; None if the token table is the head too."""
     seq_len: int
     """Tokens that the model takes at most."""
     width: int
     """Size of a hidden state."""
     vocab_rows: int
     """Rows of the token table: the vocabulary and its padding."""
+    heads: tuple[int, int]
+    """Heads of the queries, and of the keys and values."""
 
     @classmethod
     @abstractmethod
@@ -39,7 +54,6 @@ class Model(nn.Module, ABC):
         Its weights are not initialised. Raises `UserError` for a shape that cannot be built.
         """
 
-    @abstractmethod
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
@@ -48,10 +62,29 @@ class Model(nn.Module, ABC):
         `positions` [batch, length] or [length] counts from 0 where it is not given. With
         `documents` [batch, length], tokens attend to earlier ones of the same number only.
         """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = None if documents is None else document_mask(documents)
+        hidden: Tensor = self.norm(self.transform(self.embed(tokens, positions), positions, mask))
+        return hidden
 
     @abstractmethod
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return what the first block gets, [batch, length, width]."""
+
+    @abstractmethod
+    def transform(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Pass `x` [batch, length, width] through the blocks that are here.
+
+        `mask` [batch, 1, length, length] says which token attends to which; None: to all earlier.
+        """
+
     def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., vocab_rows] of hidden states [..., width]."""
+        """Return the logits [..., vocab_rows] of the hidden states [..., width] after `norm`."""
+        if self.output is None:
+            return nn.functional.linear(hidden, self.tok_embed.weight)
+        logits: Tensor = self.output(hidden)
+        return logits
 
     @abstractmethod
     def init_std(self, name: str) -> float | None:

@@ -14,7 +14,7 @@ def shard(model: Model, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     for compute, and its gradients are averaged over the ranks in float32.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in model.blocks:
+    for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 

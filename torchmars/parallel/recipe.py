@@ -13,6 +13,6 @@ def parallelize(model: Model, layout: Layout, dtype: torch.dtype, compile: bool)
     It computes in `dtype`; its weights stay float32.
     """
     if compile:
-        for block in model.blocks:
+        for block in model.blocks.values():
             block.compile()
     shard(model, layout.shard_mesh, dtype)
