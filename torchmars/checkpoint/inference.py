@@ -21,11 +21,12 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
     folder, manifest = find_checkpoint(folder, warn=lambda text: say(text, error=True))
     config, saved = config_from_tables(manifest.config, f"in {folder}/{NAME}"), saved_shapes(folder)
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
-    for name, value in model_state(model).items():  # before a model takes memory that is not there
+    # Before the model takes memory that is not there.
+    for name, value in model_state(model.state_dict()).items():
         if saved.get(name) != tuple(value.shape):
             raise DamagedCheckpoint(
                 f"{folder} does not have the model that its {NAME} describes: "
                 f"{name} is not of shape {list(value.shape)}"
             )
-    read_tensors(folder, model_state(model.to_empty(device="cpu")), group=None)
+    read_tensors(folder, model_state(model.to_empty(device="cpu").state_dict()), group=None)
     return model, TOKENIZERS[config.data.tokenizer](), config

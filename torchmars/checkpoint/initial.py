@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.old_names import current_names
@@ -22,10 +22,11 @@ from torchmars.core.errors import UserError
 from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
 from torchmars.parallel.layout import Layout
+from torchmars.parallel.model import ParallelModel
 
 
 def init_from(
-    source: Path, with_optimizer: bool, layout: Layout, model: nn.Module, optimizer: MARS
+    source: Path, with_optimizer: bool, layout: Layout, model: ParallelModel, optimizer: MARS
 ) -> tuple[str, list[Tensor]]:
     """Fill `model`, and `with_optimizer` the state that `optimizer` shares with the source's.
 
@@ -39,11 +40,12 @@ def init_from(
                 f"checkpoint.init_optimizer: {source} holds weights only: "
                 "name a run or a checkpoint in checkpoint.init_from"
             )
-        layout.on_all(lambda: load_weights(source, model))
+        layout.on_all(lambda: load_weights(source, model.weights))
+        model.copy_tied_weights()
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(source, "full"))
     saved = layout.on_first(lambda: saved_shapes(folder))
-    state = model_state(model)
+    state = model_state(model.weights)
     check_shapes(
         folder,
         {
@@ -51,7 +53,7 @@ def init_from(
             for name, size in saved.items()
             if name.startswith("model.")
         },
-        model,
+        model.weights,
     )
     taken: list[str] = []
     without: list[str] = []
@@ -63,7 +65,8 @@ def init_from(
         }
         ours = optimizer_state(optimizer)
         state |= {name: value for name, value in ours.items() if name in saved_keys}
-    read_state(folder, manifest, model, state, saved, layout.control)
+    read_state(folder, manifest, model.whole, state, saved, layout.control)
+    model.copy_tied_weights()
     origin = f"weights of {folder}"
     if with_optimizer:
         counts = f"{len(taken)} of {len(manifest.optimizer)}"

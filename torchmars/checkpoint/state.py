@@ -7,40 +7,46 @@ import hashlib
 import io
 import pickle
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.old_names import names_in_checkpoint
 from torchmars.core.files import read_bytes
+from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
+from torchmars.parallel.model import ParallelModel
 
 
-def training_state(layout: Layout, model: nn.Module, optimizer: MARS) -> dict[str, Tensor]:
-    """Return every tensor of a run by name: weights, optimizer state, this rank's RNG state.
+def training_state(
+    layout: Layout, weights: Mapping[str, Tensor], optimizer: MARS
+) -> dict[str, Tensor]:
+    """Return the tensors of a run that this rank has a part of, by name.
+
+    They are weights, optimizer state and this rank's RNG state.
 
     A flat dict can be read on another layout. Hyperparameters are not in it: they are the config's.
     """
     return (
-        model_state(model)
+        model_state(weights)
         | optimizer_state(optimizer)
         | {"skipped_steps": optimizer.skipped}
         | rng_state(layout.world.rank)
     )
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights by name."""
-    return {f"model.{name}": value for name, value in model.state_dict().items()}
+def model_state(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by their names in a checkpoint."""
+    return {f"model.{name}": value.detach() for name, value in weights.items()}
 
 
 def optimizer_state(optimizer: MARS) -> dict[str, Tensor]:
@@ -93,7 +99,11 @@ def seed_rng(*what: int) -> None:
 
 
 def load(
-    folder: Path, manifest: CheckpointManifest, layout: Layout, model: nn.Module, optimizer: MARS
+    folder: Path,
+    manifest: CheckpointManifest,
+    layout: Layout,
+    model: ParallelModel,
+    optimizer: MARS,
 ) -> None:
     """Load the checkpoint `folder` into `model` and `optimizer` in place, from any layout.
 
@@ -101,7 +111,7 @@ def load(
     the same, and are seeded anew otherwise. Raises `DamagedCheckpoint` on every rank. Weights and
     state are then of no use until another load.
     """
-    state = training_state(layout, model, optimizer)
+    state = training_state(layout, model.weights, optimizer)
     random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
     # Not left to DCP: its own error is a page of tracebacks.
     saved = set(layout.on_first(lambda: read_index(folder)).state_dict_metadata)
@@ -109,22 +119,23 @@ def load(
         random = {name: value for name, value in random.items() if name in saved}
     else:
         random = {}
-    read_state(folder, manifest, model, state | random, saved, layout.control)
-    seed_rng(manifest.config["run"]["seed"], manifest.step, layout.group("random").rank)
+    read_state(folder, manifest, model.whole, state | random, saved, layout.control)
+    model.copy_tied_weights()
+    seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     set_rng_state(random)
 
 
 def read_state(
     folder: Path,
     manifest: CheckpointManifest,
-    model: nn.Module,
+    model: Model,
     state: dict[str, Tensor],
     saved: Collection[str],
     group: dist.ProcessGroup | None,
 ) -> None:
     """Fill `state` as `read_tensors` does, also where the checkpoint has some former names.
 
-    `saved` are the names in the checkpoint. `model` is the one whose parameters `state` is about.
+    `saved` are the names in the checkpoint. `model` is the whole one that `state` is a part of.
     """
     former = names_in_checkpoint(manifest.optimizer, manifest.config, model, state, saved)
     by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}

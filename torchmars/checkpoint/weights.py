@@ -1,23 +1,26 @@
 """Files of weights alone, in the safetensors format: writing, and reading into a model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL
 from torchmars.optim.state import fill
 
 
-def check_shapes(source: Path, saved: dict[str, tuple[int, ...]], model: nn.Module) -> None:
-    """Raise `UserError` for a weight of `model` that `source` lacks or has in another shape.
+def check_shapes(
+    source: Path, saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]
+) -> None:
+    """Raise `UserError` for one of `weights` that `source` lacks or has in another shape.
 
     `saved` are the shapes of the weights in `source`, by name.
     """
-    for name, value in model.state_dict().items():
+    for name, value in weights.items():
         if saved.get(name) != tuple(value.shape):
             found = f"in shape {list(saved[name])}" if name in saved else "not at all"
             raise UserError(
@@ -28,20 +31,20 @@ def check_shapes(source: Path, saved: dict[str, tuple[int, ...]], model: nn.Modu
 
 
 @torch.no_grad()
-def load_weights(file: Path, model: nn.Module) -> None:
-    """Fill `model`, sharded or not, from a .safetensors file. Raises `UserError`.
+def load_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
+    """Fill `weights`, sharded or not, from a .safetensors file. Raises `UserError`.
 
     Every rank reads the file and keeps its part.
     """
     try:
-        with safe_open(file, framework="pt") as weights:
+        with safe_open(file, framework="pt") as saved:
             check_shapes(
                 file,
-                {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()},
-                model,
+                {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()},
+                weights,
             )
-            for name, target in model.state_dict().items():
-                fill(target, weights.get_tensor(name))
+            for name, target in weights.items():
+                fill(target, saved.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise UserError(f"checkpoint.init_from: cannot read {file}: {error}") from None
 

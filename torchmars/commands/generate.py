@@ -40,7 +40,8 @@ def main() -> None:
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         model, tokenizer, _ = load_model(options.folder)
         text = sample_text(
-            model,
+            lambda tokens: model.head(model(tokens)[:, -1]),
+            model.seq_len,
             tokenizer,
             options.prompt,
             options.max_tokens,

@@ -1,10 +1,20 @@
 """How the ranks share the work."""
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from torchmars.config.fields import Positive, require
 from torchmars.core.bounds import Range
+
+PipelineSchedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+# Each rank has one stage.
+SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
+# Each rank has two stages, so that the first rank has the first and the last of all.
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+# The gradients of inputs and of weights are computed apart.
+SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 
 class Degrees(NamedTuple):
@@ -25,30 +35,71 @@ class Degrees(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """How the ranks share the work. dp_replicate * dp_shard is the number of ranks."""
+    """How the ranks share the work. dp_replicate * dp_shard * cp * tp * pp is their number."""
 
     dp_replicate: Positive = 1
     """Copies of the model. With dp_shard > 1 this is HSDP."""
     dp_shard: Annotated[int, Range(-float("inf"), 1_000_000_000)] = -1
     """Ranks over which each copy is sharded (FSDP2). -1: all that remain."""
+    tp: Positive = 1
+    """Ranks over which each layer is cut (tensor parallelism). The activations between layers are
+    cut along the sequence, the token table, the head and the loss along the vocabulary. Keep them
+    on one machine."""
+    cp: Positive = 1
+    """Ranks over which each sequence is cut (context parallelism)."""
+    cp_method: Literal["all-gather", "ulysses"] = "all-gather"
+    """How attention sees the whole sequence. all-gather: each rank gathers the keys and values.
+    ulysses: the ranks exchange sequence parts for heads; cp must divide the heads."""
+    pp: Positive = 1
+    """Ranks over which the blocks are dealt out (pipeline parallelism)."""
+    pp_schedule: PipelineSchedule = "1F1B"
+    """The order in which a pipeline works on microbatches, by torch's names."""
+    pp_blocks: tuple[Positive, ...] | None = None
+    """Blocks of each pipeline stage, from the first to the last. Default: cut by cost; one stage
+    on each rank for GPipe and 1F1B, two for the others. Their number is a multiple of pp."""
 
     def check(self) -> None:
-        """Raise `UserError` for a dp_shard that is neither -1 nor a size."""
+        """Raise `UserError` for a dp_shard that is neither -1 nor a size, and for odd stages."""
         require(
             self.dp_shard == -1 or self.dp_shard >= 1,
             f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}",
         )
+        if self.pp_blocks is None:
+            return
+        count = len(self.pp_blocks)
+        if self.pp_schedule in SINGLE_STAGE_SCHEDULES:
+            wanted, fits = "one stage for each rank", count == self.pp
+        elif self.pp_schedule in V_SCHEDULES:
+            wanted, fits = "two stages for each rank", count == 2 * self.pp
+        else:
+            wanted, fits = "the same number of stages for each rank", count % self.pp == 0 < count
+        require(
+            fits,
+            f"parallelism.pp_blocks names {count} stages for parallelism.pp = {self.pp}: "
+            f"{self.pp_schedule} takes {wanted}",
+        )
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline."""
+        if self.pp_blocks is not None:
+            return len(self.pp_blocks)
+        return self.pp * (1 if self.pp == 1 or self.pp_schedule in SINGLE_STAGE_SCHEDULES else 2)
 
     def degrees(self, world_size: int) -> Degrees:
         """Return the sizes of all axes on `world_size` ranks.
 
         Raises `UserError` with the numbers if they do not fit.
         """
-        shard = world_size // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
-        require(
-            self.dp_replicate * shard == world_size,
-            f"parallelism.dp_replicate = {self.dp_replicate} times "
-            f"parallelism.dp_shard = {self.dp_shard} does not make {world_size} ranks: "
-            "change them or the number of ranks (NGPU)",
+        others = {"dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        product = self.dp_replicate * self.cp * self.tp * self.pp
+        shard = world_size // product if self.dp_shard == -1 else self.dp_shard
+        given = {name: size for name, size in others.items() if size > 1}
+        named = " times ".join(
+            f"parallelism.{name} = {size}" for name, size in (given | {"dp_shard": shard}).items()
         )
-        return Degrees(dp_replicate=self.dp_replicate, dp_shard=shard)
+        require(
+            product * shard == world_size,
+            f"{named} does not make {world_size} ranks: change them or the number of ranks (NGPU)",
+        )
+        return Degrees(self.pp, self.dp_replicate, shard, self.cp, self.tp)

@@ -17,7 +17,8 @@ class TrainingConfig:
     """Sequences per optimizer step, over all ranks and accumulation steps."""
     microbatch_size: Positive | None = None
     """Sequences per forward pass on one rank; the gradient of the rest is accumulated. Default:
-    the rank's whole share of the global batch."""
+    the rank's whole share of the global batch; in a pipeline, as many as give each of its stages
+    a microbatch."""
     seq_len: Annotated[int, Range(1, 10_000_000), Mark.IDENTITY] = 256
     """Tokens per sequence. Also the model's context length."""
     max_grad_norm: Clip = 1.0
@@ -40,11 +41,12 @@ class TrainingConfig:
             "lower one of them",
         )
 
-    def microbatches(self, data_ranks: int) -> tuple[int, int]:
+    def microbatches(self, data_ranks: int, stages: int = 1) -> tuple[int, int]:
         """Return the microbatch size of a rank and the number of accumulation steps.
 
-        `data_ranks` ranks read different data. Raises `UserError` with the numbers if they do
-        not divide.
+        `data_ranks` ranks read different data; each sample passes through `stages` stages of a
+        pipeline. Raises `UserError` with the numbers if they do not divide, or if there are fewer
+        microbatches than stages.
         """
         require(
             self.global_batch_size % data_ranks == 0,
@@ -52,11 +54,19 @@ class TrainingConfig:
             f"{data_ranks} data-parallel ranks: choose a multiple of {data_ranks}",
         )
         per_rank = self.global_batch_size // data_ranks
-        size = self.microbatch_size or per_rank
+        size = self.microbatch_size or max(
+            (size for size in range(1, per_rank // stages + 1) if per_rank % size == 0), default=1
+        )
         require(
             per_rank % size == 0,
             f"training.microbatch_size = {size} does not divide the {per_rank} sequences of each "
             f"rank (training.global_batch_size = {self.global_batch_size} over {data_ranks} "
             f"ranks): choose a divisor of {per_rank}",
+        )
+        require(
+            per_rank // size >= stages,
+            f"the {per_rank} sequences of each rank make {per_rank // size} microbatches of "
+            f"training.microbatch_size = {size}, fewer than the {stages} stages of the pipeline: "
+            "raise training.global_batch_size, or lower the microbatch size or parallelism.pp",
         )
         return size, per_rank // size

@@ -23,11 +23,13 @@ JOINT_AXES = {
     "world": AXES,
     # Ranks that read different samples.
     "data": ("dp_replicate", "dp_shard"),
-    # Ranks that compute the loss of different tokens.
-    "loss": ("dp_replicate", "dp_shard", "cp"),
-    # Ranks that draw different random numbers: those of one tp group draw the same.
-    "random": ("pp", "dp_replicate", "dp_shard", "cp"),
+    # Ranks that the loss is added up over: the last stage of a pipeline has it, the others add 0.
+    "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
+    # Ranks that work on the same samples.
+    "sample": ("pp", "cp", "tp"),
 }
+# The axes of the mesh that weights lie on: FSDP shards over dp_shard and cp together.
+WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 # `ep` is a second view: experts are dealt out over neighbours along these axes.
 EXPERT_AXES = ("dp_shard", "cp", "tp")
 
@@ -50,6 +52,8 @@ class Layout:
     device: torch.device
     mesh: DeviceMesh
     """All ranks, with the axes `AXES`."""
+    weight_mesh: DeviceMesh
+    """All ranks, with the axes `WEIGHT_AXES`."""
     groups: dict[str, RankGroup]
     """By the name of an axis, of a set of axes in `JOINT_AXES`, or "ep"."""
     control: dist.ProcessGroup
@@ -58,8 +62,9 @@ class Layout:
     @classmethod
     def create(cls, device: torch.device, degrees: Degrees) -> "Layout":
         """Lay out the ranks of the default process group. Collective."""
-        mesh = make_mesh(device.type, degrees)
-        return cls(device, mesh, make_groups(mesh, degrees), make_control_group())
+        mesh, weight_mesh = make_meshes(device.type, degrees)
+        groups = make_groups(mesh, degrees)
+        return cls(device, mesh, weight_mesh, groups, make_control_group())
 
     @classmethod
     def simulate(
@@ -73,9 +78,9 @@ class Layout:
         """
         degrees = config.degrees(world_size)
         dist.init_process_group("fake", rank=rank, world_size=world_size)
-        mesh = make_mesh("cpu", degrees)
+        mesh, weight_mesh = make_meshes("cpu", degrees)
         assert dist.group.WORLD is not None
-        return cls(device, mesh, make_groups(mesh, degrees), dist.group.WORLD)
+        return cls(device, mesh, weight_mesh, make_groups(mesh, degrees), dist.group.WORLD)
 
     def group(self, name: str) -> RankGroup:
         """Return the group of this rank along an axis, a set of axes in `JOINT_AXES`, or "ep"."""
@@ -100,7 +105,12 @@ class Layout:
     def shard_mesh(self) -> DeviceMesh:
         """The mesh that FSDP shards over: one axis, or with replicas two (HSDP)."""
         replicas = self.group("dp_replicate").size > 1
-        return self.mesh["dp_replicate", "dp_shard"] if replicas else self.mesh["dp_shard"]
+        return self.weight_mesh["dp_replicate", "fsdp"] if replicas else self.weight_mesh["fsdp"]
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """The mesh that tensor parallelism cuts weights over, of one axis."""
+        return self.weight_mesh["tp"]
 
     @property
     def norm_group(self) -> dist.ProcessGroup | None:
@@ -152,25 +162,38 @@ class Layout:
         return replace(self, control=make_control_group())
 
     def mean_loss(self, value: torch.Tensor) -> float:
-        """Return the mean of a scalar over the ranks of "loss". Waits for the device."""
+        """Return the mean of a scalar over the ranks that compute different parts of the loss.
+
+        In a pipeline the last stage has it, and the others give 0. Waits for the device.
+        """
         group, value = self.group("loss"), value.detach().clone()
         dist.all_reduce(value, group=group.process_group)
-        return value.item() / group.size
+        return value.item() / (group.size // self.group("pp").size)
 
     def describe(self) -> str:
         """Return the layout in words, for the console."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         size, replicas = self.world.size, self.group("dp_replicate").size
         ranks = f"{'1 rank' if size == 1 else f'{size} ranks'} ({self.device.type}, {backend})"
-        if replicas > 1:
-            return f"HSDP {replicas} x {self.group('dp_shard').size} over {ranks}"
-        return f"FSDP over {ranks}"
+        shards = self.group("dp_shard").size
+        data = f"HSDP {replicas} x {shards}" if replicas > 1 else f"FSDP {shards}"
+        others = {name: self.group(name).size for name in ("cp", "tp", "pp")}
+        used = [f"{name.upper()} {size}" for name, size in others.items() if size > 1]
+        if replicas == 1 and not used:
+            return f"FSDP over {ranks}"
+        return f"{' x '.join([data, *used])} over {ranks}"
 
 
-def make_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
-    """Make the mesh of all ranks, with the axes `AXES`. Collective."""
+def make_meshes(device_type: str, degrees: Degrees) -> tuple[DeviceMesh, DeviceMesh]:
+    """Make the meshes of all ranks with the axes `AXES` and `WEIGHT_AXES`. Collective."""
     sizes = tuple(getattr(degrees, axis) for axis in AXES)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    pp, dp_replicate, dp_shard, cp, tp = sizes
+    return (
+        init_device_mesh(device_type, sizes, mesh_dim_names=AXES),
+        init_device_mesh(
+            device_type, (pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=WEIGHT_AXES
+        ),
+    )
 
 
 def make_groups(mesh: DeviceMesh, degrees: Degrees) -> dict[str, RankGroup]:

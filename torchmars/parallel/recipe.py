@@ -2,17 +2,30 @@
 
 import torch
 
-from torchmars.models import Model
+from torchmars.config import ParallelismConfig, TrainingConfig
+from torchmars.parallel.context import share_sequences
 from torchmars.parallel.fsdp import shard
 from torchmars.parallel.layout import Layout
+from torchmars.parallel.part import Part
+from torchmars.parallel.tensor import cut_layers
 
 
-def parallelize(model: Model, layout: Layout, dtype: torch.dtype, compile: bool) -> None:
-    """Compile the blocks of `model` if asked to, then shard it, in place.
+def parallelize(
+    part: Part, layout: Layout, parallelism: ParallelismConfig, training: TrainingConfig
+) -> None:
+    """Put a part of a model on its ranks, in place.
 
-    It computes in `dtype`; its weights stay float32.
+    Its layers are cut over tp, its sequences over cp, its blocks compiled if that is asked for, and
+    its weights sharded. It computes in `training.dtype`, which is resolved; weights stay float32.
     """
-    if compile:
+    model = part.model
+    if layout.group("tp").size > 1:
+        cut_layers(model, layout.tensor_mesh)
+    if layout.group("cp").size > 1:
+        share_sequences(model, layout.group("cp").process_group, parallelism.cp_method)
+    if training.compile:
         for block in model.blocks.values():
             block.compile()
-    shard(model, layout.shard_mesh, dtype)
+    # A stage would gather its blocks for each microbatch.
+    reshard = layout.group("pp").size == 1
+    shard(part, layout.shard_mesh, getattr(torch, training.dtype), reshard)

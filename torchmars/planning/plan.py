@@ -52,12 +52,14 @@ class Plan:
     @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.simulation.model.parameters())
+        return sum(parameter.numel() for parameter in self.simulation.model.whole.parameters())
 
     @property
     def microbatches(self) -> tuple[int, int]:
         """Sequences of a microbatch, and microbatches of a step."""
-        return self.config.training.microbatches(self.layout.data.size)
+        return self.config.training.microbatches(
+            self.layout.data.size, self.config.parallelism.stages
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -78,7 +80,7 @@ class Plan:
     def flops_per_token(self) -> int:
         """FLOPs of the forward and backward passes of one token; exact mode makes two of each."""
         passes = 2 if self.simulation.optimizer.exact else 1
-        return passes * self.simulation.model.flops_per_token()
+        return passes * self.simulation.model.whole.flops_per_token()
 
     @property
     def owner_loads(self) -> OwnerLoads:

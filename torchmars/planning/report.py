@@ -20,7 +20,7 @@ def report(plan: Plan) -> list[str]:
         "owners": owners(plan),
         "tokens": list(tokens(plan)),
     }
-    lines = summary(plan.config, plan.layout, simulation.model, simulation.optimizer)
+    lines = summary(plan.config, plan.layout, simulation.model.whole, simulation.whole_optimizer)
     for name, section in sections.items():
         lines += labelled(name, *section)
     return lines + [line for text in advice(plan) for line in labelled("warning", text)]

@@ -5,7 +5,7 @@ which have a shape and no values; so are the collectives.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from torchmars.checkpoint.state import training_state
 from torchmars.config import ResolvedConfig
-from torchmars.models import Model, build_meta_model
+from torchmars.models import build_meta_model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.recipe import parallelize
+from torchmars.parallel.model import ParallelModel
 from torchmars.planning.traffic import TrafficCounter
 from torchmars.training.optimizer import build_optimizer
-from torchmars.training.step import backward
 
 # What FSDPMemTracker calls weights and gradients of other ranks' shards.
 GATHERED = ("Unsharded Param", "Unsharded Grad", "All Gather", "Reduce Scatter")
@@ -31,8 +30,10 @@ GATHERED = ("Unsharded Param", "Unsharded Grad", "All Gather", "Reduce Scatter")
 class Simulation:
     """What a step takes of one rank. Sizes are in bytes."""
 
-    model: Model
+    model: ParallelModel
     optimizer: MARS
+    whole_optimizer: MARS
+    """The optimizer of the whole model, without memory."""
     traffic: TrafficCounter
     weights: int
     gradients: int
@@ -60,25 +61,34 @@ def simulate_step(config: ResolvedConfig, layout: Layout, vocab_size: int) -> Si
     `config` is one with resolved dtypes. Raises `UserError` if it does not fit the layout.
     """
     training = config.training
-    microbatch_size, accumulation_steps = training.microbatches(layout.data.size)
-    model = build_meta_model(config.model, vocab_size, training.seq_len)
-    parallelize(model, layout, getattr(torch, training.dtype), compile=False)
+    microbatch_size, accumulation_steps = training.microbatches(
+        layout.data.size, config.parallelism.stages
+    )
+    whole = build_meta_model(config.model, vocab_size, training.seq_len)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake:
-        model.to_empty(device="cpu")
+    eager = replace(training, compile=False)
+    model = ParallelModel(
+        whole, config.parallelism, eager, layout, torch.device("cpu"), memory=fake
+    )
     # Not in the fake mode: the ranks compare their plans, which takes values.
-    optimizer = build_optimizer(config.optimizer, training.max_grad_norm, model, layout)
+    settings = config.optimizer, training.max_grad_norm, whole
+    optimizer, whole_optimizer = (
+        build_optimizer(*settings, model.weights, layout),
+        build_optimizer(*settings),
+    )
     optimizer.compile = False
-    checkpoint = checkpoint_size(training_state(layout, model, optimizer), layout.world.size)
+    state = training_state(layout, model.weights, optimizer)
+    checkpoint = checkpoint_size(state, layout.world.size)
 
-    tracker, traffic = FSDPMemTracker(model), TrafficCounter()
+    [part] = model.parts
+    tracker, traffic = FSDPMemTracker(part), TrafficCounter()
     tokens = torch.zeros(microbatch_size, training.seq_len + 1, dtype=torch.int64)
     with fake, traffic:
         with tracker:
             # Else the tracker refuses a second pass.
-            model.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)
+            part.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)
             simulate_passes(model, optimizer, tokens, accumulation_steps, traffic)
-        gradients = bytes_of(parameter.grad for parameter in model.parameters())
+        gradients = bytes_of(parameter.grad for parameter in model.weights.values())
         traffic.begin("optimizer", weight=1)
         if optimizer.exact:
             optimizer.look_ahead()
@@ -88,15 +98,18 @@ def simulate_step(config: ResolvedConfig, layout: Layout, vocab_size: int) -> Si
     gathered = sum(peak[name] for name in GATHERED)
     if accumulation_steps > 1:
         # The whole gradient, in float32, which the tracker takes for temporary tensors.
-        gathered += 4 * sum(parameter.numel() for parameter in model.parameters())
-    state = [tensor for each in optimizer.state.values() for tensor in each.values()]
+        gathered += 4 * sum(parameter.numel() for parameter in whole.parameters())
     return Simulation(
         model=model,
         optimizer=optimizer,
+        whole_optimizer=whole_optimizer,
         traffic=traffic,
-        weights=bytes_of(model.parameters()),
+        weights=bytes_of(model.weights.values()),
         gradients=gradients,
-        optimizer_state=bytes_of(state) + bytes_of(optimizer.ahead.values()),
+        optimizer_state=bytes_of(
+            tensor for each in optimizer.state.values() for tensor in each.values()
+        )
+        + bytes_of(optimizer.ahead.values()),
         activations=peak["Total"] - peak["Sharded Param"] - gathered,
         gathered=gathered,
         checkpoint=checkpoint,
@@ -104,7 +117,7 @@ def simulate_step(config: ResolvedConfig, layout: Layout, vocab_size: int) -> Si
 
 
 def simulate_passes(
-    model: Model,
+    model: ParallelModel,
     optimizer: MARS,
     tokens: Tensor,
     accumulation_steps: int,
@@ -117,11 +130,11 @@ def simulate_passes(
     """
     passes = 2 if optimizer.exact else 1
     traffic.begin("forward and backward", weight=passes * (2 - accumulation_steps))
-    backward(model, [tokens])
+    model.backward([tokens])
     if accumulation_steps > 1:
         optimizer.zero_grad()
         traffic.begin("forward and backward", weight=passes * (accumulation_steps - 1))
-        backward(model, [tokens] * 2)
+        model.backward([tokens] * 2)
 
 
 def checkpoint_size(state: dict[str, Tensor], world_size: int) -> int:

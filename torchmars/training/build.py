@@ -2,25 +2,22 @@
 
 from pathlib import Path
 
-import torch
-
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
 from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state import seed_rng
 from torchmars.cluster.watchdog import Watchdog
-from torchmars.config import ModelConfig, ResolvedConfig, TrainingConfig
+from torchmars.config import ResolvedConfig
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.files import lock
 from torchmars.data.loader import Loader, Windows
 from torchmars.data.shards import SPLITS, DataManifest, check_shards
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.metrics.metrics import open_metrics
-from torchmars.models import Model, build_meta_model
-from torchmars.models.initialize import init_weights
+from torchmars.models import build_meta_model
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.recipe import parallelize
+from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepare_data, write_resolved_config
@@ -43,7 +40,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     training, seed = config.training, config.run.seed
     data = layout.on_first(lambda: prepare_data(config))
     windows, validation_windows = open_windows(config.data.path, data, training.seq_len, layout)
-    microbatch_size, _ = training.microbatches(layout.data.size)
+    microbatch_size, _ = training.microbatches(layout.data.size, config.parallelism.stages)
     loader = Loader(
         windows,
         seed=seed,
@@ -54,14 +51,21 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         num_workers=config.data.num_workers,
         pin_memory=layout.device.type == "cuda",
     )
-    model = place_model(config.model, training, seed, data.vocab_size, layout)
-    optimizer = build_optimizer(config.optimizer, training.max_grad_norm, model, layout)
+    whole = build_meta_model(config.model, data.vocab_size, training.seq_len)
+    model = ParallelModel(whole, config.parallelism, training, layout, layout.device)
+    model.init_weights(seed)
+    settings = config.optimizer, training.max_grad_norm, whole
+    optimizer, whole_optimizer = (
+        build_optimizer(*settings, model.weights, layout),
+        build_optimizer(*settings),
+    )
+    optimizer.register_step_post_hook(lambda *_: model.copy_tied_weights())
 
     saver = Saver(config.checkpoint, config.run.checkpoints, layout)
-    seed_rng(seed, 0, layout.group("random").rank)
+    seed_rng(seed, 0, layout.world.rank)
     lock_file = config.run.path / "lock"
     layout.on_first(lambda: lock(lock_file, f"training the run {config.run.path}"))
-    checkpointer = Checkpointer(config, layout, model, optimizer, saver, data)
+    checkpointer = Checkpointer(config, layout, model, optimizer, whole_optimizer, saver, data)
     resumed = checkpointer.resume()
     loader.seek(resumed.state.position)
 
@@ -82,10 +86,10 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         config,
         resumed.state.step,
         resumed.state.validation_loss is not None,
-        model.flops_per_token(),
+        whole.flops_per_token(),
         write=not complete,
     )
-    lines = introduction(config, layout, model, optimizer, data, fast, resumed)
+    lines = introduction(config, layout, whole, whole_optimizer, data, fast, resumed)
     return Trainer(
         config,
         layout,
@@ -114,14 +118,3 @@ def open_windows(
     train, validation = (Windows(folder, data.splits[name], data.dtype, seq_len) for name in SPLITS)
     layout.on_all(lambda: check_shards(data, folder, layout.world.rank, layout.world.size))
     return train, validation
-
-
-def place_model(
-    config: ModelConfig, training: TrainingConfig, seed: int, vocab_size: int, layout: Layout
-) -> Model:
-    """Make the model on its layout, with its initial weights."""
-    model = build_meta_model(config, vocab_size, training.seq_len)
-    parallelize(model, layout, getattr(torch, training.dtype), training.compile)
-    model.to_empty(device=layout.device)
-    init_weights(model, seed)
-    return model

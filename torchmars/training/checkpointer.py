@@ -14,9 +14,9 @@ from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import ResolvedConfig
 from torchmars.data.shards import DataManifest
-from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
+from torchmars.parallel.model import ParallelModel
 from torchmars.training.guards import recent
 from torchmars.training.state import RunState
 
@@ -39,20 +39,23 @@ class Resumed:
 class Checkpointer:
     """Loads a run's checkpoints into its model and optimizer, and saves them.
 
-    Every rank makes the same calls. `saver` writes; `data` is the manifest of the run's tokens.
+    Every rank makes the same calls. `whole_optimizer` is the optimizer of the whole model, without
+    memory. `saver` writes; `data` is the manifest of the run's tokens.
     """
 
     def __init__(
         self,
         config: ResolvedConfig,
         layout: Layout,
-        model: Model,
+        model: ParallelModel,
         optimizer: MARS,
+        whole_optimizer: MARS,
         saver: Saver,
         data: DataManifest,
     ) -> None:
         self.config, self.layout, self.saver = config, layout, saver
         self.model, self.optimizer = model, optimizer
+        self.whole_optimizer = whole_optimizer
         self.fingerprint, self.vocab_size = data.fingerprint(), data.vocab_size
 
     def resume(self) -> Resumed:
@@ -94,7 +97,7 @@ class Checkpointer:
         manifest = layout.on_first(lambda: manifests.read(folder))
         layout.on_all(lambda: manifests.verify(folder, manifest, level, world.rank, world.size))
         changes = layout.on_first(
-            lambda: check_same_run(folder, manifest, config, self.fingerprint, self.optimizer)
+            lambda: check_same_run(folder, manifest, config, self.fingerprint, self.whole_optimizer)
         )
         tensors.load(folder, manifest, layout, self.model, self.optimizer)
         if manifest.world_size != world.size:
@@ -133,11 +136,11 @@ class Checkpointer:
             world_size=self.layout.world.size,
             data_fingerprint=self.fingerprint,
             vocab_size=self.vocab_size,
-            optimizer=tensors.optimizer_state_names(self.optimizer),
+            optimizer=tensors.optimizer_state_names(self.whole_optimizer),
             config=asdict(self.config),
             validation_loss=state.validation_loss,
             recent_losses=list(state.recent_losses),
         )
         return self.saver.save(
-            manifest, tensors.training_state(self.layout, self.model, self.optimizer)
+            manifest, tensors.training_state(self.layout, self.model.weights, self.optimizer)
         )

@@ -1,25 +1,38 @@
 """The optimizer of a run, on any device, the meta device included."""
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor
 
 from torchmars.config import ResolvedOptimizer
 from torchmars.core.errors import UserError
+from torchmars.models import Model
 from torchmars.optim import MARS, param_groups
 from torchmars.parallel.layout import Layout
 
 
 def build_optimizer(
-    config: ResolvedOptimizer, max_grad_norm: float, model: nn.Module, layout: Layout | None = None
+    config: ResolvedOptimizer,
+    max_grad_norm: float,
+    model: Model,
+    weights: Mapping[str, Tensor] | None = None,
+    layout: Layout | None = None,
 ) -> MARS:
-    """Make the optimizer over `model`'s parameters, which may be on the meta device.
+    """Make the optimizer over the parameters of `model`, which may be on the meta device.
 
-    `max_grad_norm` 0 switches the global clip off. Without a `layout` the model is whole. Raises
-    `UserError` for groups that do not fit it.
+    With `weights`, those that a rank of `layout` has a part of, it is over them: `model` is then
+    only asked for roles. `max_grad_norm` 0 switches the global clip off. Raises `UserError` for
+    groups that do not fit the model.
     """
     try:
+        groups = param_groups(model, **config.settings())
+        if weights is not None:
+            for group in groups:
+                names = [name for name, _ in group["params"] if name in weights]
+                group["params"] = [(name, weights[name]) for name in names]
         return MARS(
-            param_groups(model, **config.settings()),
+            [group for group in groups if group["params"]],
             max_grad_norm=max_grad_norm or None,
             exact=config.mode == "exact",
             overlap=config.overlap,

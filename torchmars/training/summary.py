@@ -46,7 +46,9 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
     `config` has its dtypes resolved.
     """
     training = config.training
-    microbatch_size, accumulation_steps = training.microbatches(layout.data.size)
+    microbatch_size, accumulation_steps = training.microbatches(
+        layout.data.size, config.parallelism.stages
+    )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     has_matrices = bool(optimizer.plans.owner_loads)
     matrices = f", matrices in {config.optimizer.matrix_dtype}" if has_matrices else ""

@@ -11,14 +11,13 @@ from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.files import is_gone
 from torchmars.data.loader import Loader
 from torchmars.metrics.metrics import Metrics
-from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
+from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.guards import LossGuard
 from torchmars.training.progress import Progress
 from torchmars.training.schedule import Schedule
-from torchmars.training.step import backward
 from torchmars.training.validation import Validation
 
 
@@ -33,7 +32,7 @@ class Trainer:
         config: ResolvedConfig,
         layout: Layout,
         *,
-        model: Model,
+        model: ParallelModel,
         optimizer: MARS,
         schedule: Schedule,
         loader: Loader,
@@ -117,10 +116,10 @@ class Trainer:
         batch = self.loader.step()
         state.position = self.loader.position
         if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
-            backward(self.model, self.loader.peek())
+            self.model.backward(self.loader.peek())
             optimizer.look_ahead()
             optimizer.zero_grad()
-        loss = backward(self.model, batch)
+        loss = self.model.backward(batch)
         stands_out = self.loss_guard.active and self.check_loss(loss)
         if stands_out and self.loss_guard.action == "rollback":
             optimizer.zero_grad()

@@ -6,10 +6,9 @@ from torch import Tensor
 from torchmars.config import ValidationConfig
 from torchmars.data.loader import Windows, validation_batches
 from torchmars.data.tokenizer import Tokenizer
-from torchmars.models import Model
 from torchmars.parallel.layout import Layout
+from torchmars.parallel.model import ParallelModel
 from torchmars.training.sampling import sample_text
-from torchmars.training.step import token_losses
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -22,7 +21,7 @@ class Validation:
         config: ValidationConfig,
         windows: Windows,
         batch_size: int,
-        model: Model,
+        model: ParallelModel,
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> None:
@@ -37,9 +36,9 @@ class Validation:
         batches: list[tuple[Tensor, int]] = []
         # Before the first forward pass, which needs all ranks.
         layout.on_all(lambda: batches.extend(self._batches()))
-        self.model.eval()
+        self.model.train(False)
         for tokens, count in batches:
-            losses = token_losses(self.model, tokens)[:count]
+            losses = self.model.losses(tokens)[:count]
             total += torch.tensor([losses.double().sum(), losses.numel()], device=total.device)
         self.model.train()
         mean_sum, mean_count = (layout.mean_loss(part) for part in total)
@@ -52,14 +51,14 @@ class Validation:
 
     def sample(self) -> str:
         """Return a text by the model as it is now."""
-        self.model.eval()
+        self.model.train(False)
         # Every length of context would be compiled anew.
         with torch.compiler.set_stance("force_eager"):
             return sample_text(
-                self.model,
+                self.model.next_logits,
+                self.model.whole.seq_len,
                 self.tokenizer,
                 self.config.sample_prompt,
                 self.config.sample_tokens,
                 temperature=SAMPLE_TEMPERATURE,
-                device=self.layout.device,
             )

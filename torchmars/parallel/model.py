@@ -1,0 +1,164 @@
+"""A model on its layout: the parts that this rank has, and how the ranks run them together."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchmars.config import ParallelismConfig, TrainingConfig
+from torchmars.models import Model
+from torchmars.models.initialize import init_weights
+from torchmars.parallel.context import SequencePart
+from torchmars.parallel.fsdp import reduce_gradients
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.part import Part
+from torchmars.parallel.pipeline import Pipeline, blocks_of_stages, cut_model, stage_ranks
+from torchmars.parallel.recipe import parallelize
+from torchmars.parallel.tied import TiedTable
+
+
+class ParallelModel:
+    """A model whose weights and work the ranks of a layout share. Every rank makes the same calls.
+
+    `whole` is the model without memory, on every rank. Its weights here are not yet initialised.
+    """
+
+    def __init__(
+        self,
+        whole: Model,
+        parallelism: ParallelismConfig,
+        training: TrainingConfig,
+        layout: Layout,
+        device: torch.device,
+        memory: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Make the parts on `device`, their weights while `memory` is active.
+
+        `training` has its dtype resolved. Raises `UserError` if blocks do not make stages.
+        """
+        self.whole, self.layout, self.device = whole, layout, device
+        cp, tp = layout.group("cp"), layout.group("tp")
+        self.sequence, self.tp = SequencePart(cp.rank, cp.size), tp.size
+        pipeline, ranks = layout.group("pp"), stage_ranks(parallelism)
+        last = len(ranks) - 1
+        self.stages: dict[int, Part] = {}
+        for number, blocks in enumerate(blocks_of_stages(whole, parallelism)):
+            if ranks[number] == pipeline.rank:
+                model = deepcopy(whole)
+                cut_model(model, blocks, number == 0, number == last)
+                part = Part(model, number == 0, number == last, self.sequence, tp.size)
+                parallelize(part, layout, parallelism, training)
+                with memory or nullcontext():
+                    self.stages[number] = part.to_empty(device=device)
+        self.parts = list(self.stages.values())
+        self.weights = self._weights()
+        """The weights of which this rank has a part, by name."""
+        self.tied: TiedTable | None = None
+        self.pipeline: Pipeline | None = None
+        if pipeline.size > 1:
+            size, microbatches = training.microbatches(layout.data.size, parallelism.stages)
+            shape = size, training.seq_len // cp.size // tp.size, whole.width
+            dtype = getattr(torch, training.dtype)
+            self.pipeline = Pipeline(
+                self.stages, parallelism, pipeline, device, microbatches, shape, dtype
+            )
+            if whole.output is None:
+                self.tied = TiedTable(self._table(0), self._table(last), pipeline, ranks[last])
+
+    def _weights(self) -> dict[str, nn.Parameter]:
+        weights: dict[str, nn.Parameter] = {}
+        for part in self.parts:
+            for name, parameter in part.model.named_parameters():
+                if part.first or name != "tok_embed.weight":  # else it is the copy of a tied table
+                    weights[name] = parameter
+        return weights
+
+    def _table(self, stage: int) -> Tensor | None:
+        return self.stages[stage].model.tok_embed.weight if stage in self.stages else None
+
+    def init_weights(self, seed: int) -> None:
+        """Fill the weights with their initial values, which do not depend on the layout."""
+        for part in self.parts:
+            init_weights(part.model, seed)
+
+    def copy_tied_weights(self) -> None:
+        """Let a copy of the token table follow, after the weights have changed."""
+        if self.tied is not None:
+            self.tied.copy_weights()
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout on, or off."""
+        for part in self.parts:
+            part.train(mode)
+
+    def backward(self, batch: Sequence[Tensor]) -> Tensor:
+        """Accumulate the gradient of the mean loss over a global batch; return this rank's mean.
+
+        `batch` are this rank's microbatches of windows, [batch, T + 1] each. The mean is that of
+        the tokens that this rank computes the loss of, and 0 if it computes none.
+        """
+        pairs = [self._tokens_and_targets(windows) for windows in batch]
+        if self.pipeline is not None:
+            tokens, targets = (torch.cat(each) for each in zip(*pairs))
+            loss = self.pipeline.backward(tokens, targets)
+        else:
+            loss = torch.zeros((), device=self.device)
+            for number, (tokens, targets) in enumerate(pairs, start=1):
+                reduce_gradients(self.parts[0], last=number == len(pairs))
+                # All microbatches are of one size. So the mean of their means is that over all
+                # tokens.
+                part = self.parts[0](tokens, targets).mean() / len(pairs)
+                part.backward()
+                loss += part.detach()
+        if self.tied is not None:
+            self.tied.add_gradients()
+        return loss
+
+    @torch.no_grad()
+    def losses(self, windows: Tensor) -> Tensor:
+        """Return the loss of the targets in `windows` [batch, T + 1] that this rank computes.
+
+        That is float32 [batch, its part of T], and [batch, 0] on a rank without the last stage.
+        """
+        tokens, targets = self._tokens_and_targets(windows)
+        losses = self._forward(tokens, targets=targets)
+        return targets.new_empty(len(tokens), 0).float() if losses is None else losses
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [batch, vocab_rows] of what follows `tokens` [batch, length].
+
+        Every rank has them.
+        """
+        last = tokens.shape[1] - 1
+        # Later tokens do not change what earlier ones see.
+        unit = 2 * self.sequence.ranks * self.tp if self.sequence.ranks > 1 else self.tp
+        tokens = nn.functional.pad(tokens.to(self.device), (0, -tokens.shape[1] % unit))
+        own = self.sequence.of(tokens)
+        place = self.sequence.place(last, own.shape[1])
+        logits = self._forward(own, at=place or 0)
+        group = self.layout.group("sample")
+        if group.size == 1:
+            assert logits is not None
+            return logits
+        whole = torch.zeros(len(tokens), self.whole.vocab_rows, device=self.device)
+        if logits is not None and place is not None:
+            local = logits.to_local() if isinstance(logits, DTensor) else logits
+            rank = self.layout.group("tp").rank if isinstance(logits, DTensor) else 0
+            whole[:, rank * local.shape[1] : (rank + 1) * local.shape[1]] = local
+        dist.all_reduce(whole, group=group.process_group)
+        return whole
+
+    def _forward(self, tokens: Tensor, **options: Tensor | int) -> Tensor | None:
+        if self.pipeline is None:
+            result: Tensor = self.parts[0](tokens, **options)
+            return result
+        return self.pipeline.forward(tokens, tokens.shape[1] // self.tp, **options)
+
+    def _tokens_and_targets(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        windows = windows.to(self.device, non_blocking=True)
+        return self.sequence.of(windows[:, :-1]), self.sequence.of(windows[:, 1:])

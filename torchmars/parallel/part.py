@@ -1,0 +1,43 @@
+"""A part of a model: consecutive layers, from tokens to the loss or some of that way."""
+
+from torch import Tensor, nn
+
+from torchmars.models import Model
+from torchmars.parallel.context import SequencePart
+from torchmars.parallel.loss import cross_entropy
+
+
+class Part(nn.Module):
+    """Consecutive layers of a model: a stage of a pipeline, or all of it. The root unit of FSDP.
+
+    `model` has lost the modules that belong to other parts; `first` and `last` say whether it still
+    has the embedding and the head. `sequence` is the part of every sequence that this rank has, and
+    `tp` is the number of ranks that hidden states are cut over along the sequence once more.
+    """
+
+    def __init__(
+        self, model: Model, first: bool, last: bool, sequence: SequencePart, tp: int
+    ) -> None:
+        super().__init__()
+        self.model, self.first, self.last = model, first, last
+        self.sequence, self.tp = sequence, tp
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, at: int = 0) -> Tensor:
+        """Return the next part's input; from the last part, losses or logits.
+
+        `x` are token ids [batch, length] for the first part, and for others hidden states [batch,
+        length / tp, width]. With `targets` [batch, length] the last part returns the loss of each,
+        in float32. Without them it returns the logits [batch, vocab_rows] after the token number
+        `at` of its part of the sequences.
+        """
+        length = x.shape[1] if self.first else x.shape[1] * self.tp
+        positions = self.sequence.positions(length, x.device)
+        if self.first:
+            x = self.model.embed(x, positions)
+        x = self.model.transform(x, positions, mask=None)
+        if not self.last:
+            return x
+        hidden: Tensor = self.model.norm(x)
+        if targets is None:
+            return self.model.head(hidden[:, at])
+        return cross_entropy(self.model.head(hidden), targets)

@@ -1,0 +1,157 @@
+"""Pipeline parallelism: the stages of a model, where they are cut, and who works on them when."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    get_schedule_class,
+)
+
+from torchmars.config import ParallelismConfig
+from torchmars.config.parallelism import V_SCHEDULES
+from torchmars.core.errors import UserError
+from torchmars.models import Model
+from torchmars.parallel.layout import RankGroup
+from torchmars.parallel.part import Part
+
+
+def blocks_of_stages(model: Model, parallelism: ParallelismConfig) -> list[range]:
+    """Return the numbers of the blocks of each stage of a pipeline.
+
+    The stages follow `parallelism.pp_blocks`, or else are cut so that the costliest is as cheap as
+    can be. Raises `UserError` for more stages than blocks, and for blocks that do not add up.
+    """
+    blocks, stages = len(model.blocks), parallelism.stages
+    if parallelism.pp_blocks is not None and sum(parallelism.pp_blocks) != blocks:
+        raise UserError(
+            f"parallelism.pp_blocks = {list(parallelism.pp_blocks)} deals out "
+            f"{sum(parallelism.pp_blocks)} blocks, the model has {blocks}"
+        )
+    if blocks < stages:
+        raise UserError(
+            f"{stages} pipeline stages cannot share {blocks} blocks: lower parallelism.pp = "
+            f"{parallelism.pp}"
+        )
+    head = 6 * model.vocab_rows * model.width  # FLOPs for each token
+    head_in_blocks = head / ((model.flops_per_token() - head) / blocks)
+    counts = parallelism.pp_blocks or even_counts(blocks, stages, head_in_blocks)
+    starts = [sum(counts[:stage]) for stage in range(stages + 1)]
+    return [range(first, last) for first, last in zip(starts, starts[1:])]
+
+
+def even_counts(blocks: int, stages: int, head: float) -> list[int]:
+    """Return how many blocks each stage gets, at least one.
+
+    The costliest stage is as cheap as can be. The last one also has the head, which costs `head`
+    blocks. Looking up an embedding costs nothing.
+    """
+    costs = [1.0] * (stages - 1) + [1.0 + head]
+    for _ in range(blocks - stages):
+        costs[costs.index(min(costs))] += 1
+    return [round(cost) for cost in [*costs[:-1], costs[-1] - head]]
+
+
+def stage_ranks(parallelism: ParallelismConfig) -> list[int]:
+    """Return which rank of the pipeline has each stage."""
+    ranks, stages = parallelism.pp, parallelism.stages
+    if parallelism.pp_schedule in V_SCHEDULES and stages > 1:
+        return [*range(ranks), *reversed(range(ranks))]
+    return [stage % ranks for stage in range(stages)]
+
+
+def cut_model(model: Model, blocks: range, first: bool, last: bool) -> None:
+    """Take from `model`, in place, what other stages have.
+
+    A token table that is the head too stays in the first and in the last stage.
+    """
+    model.blocks = nn.ModuleDict({str(number): model.blocks[str(number)] for number in blocks})
+    for name in model.inputs:
+        if not first and not (last and name == "tok_embed" and model.output is None):
+            setattr(model, name, None)
+    if not last:
+        for name in ("norm", "output"):
+            setattr(model, name, None)
+
+
+class Pipeline:
+    """The stages of this rank, and how all ranks of a pipeline run theirs together.
+
+    `stages` are this rank's parts by the number of their stage. Hidden states between stages are of
+    `shape` [microbatch size, length, width] and `dtype`.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Part],
+        config: ParallelismConfig,
+        ranks: RankGroup,
+        device: torch.device,
+        microbatches: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.stages, self.config, self.ranks, self.device = stages, config, ranks, device
+        self.microbatches, self.width, self.dtype = microbatches, shape[-1], dtype
+        self.rank_of = stage_ranks(config)
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        kind = get_schedule_class(config.pp_schedule)
+        own = [self._torch_stage(number, part, hidden) for number, part in stages.items()]
+        self.schedule = kind(
+            own if issubclass(kind, PipelineScheduleMulti) else own[0],
+            n_microbatches=microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+
+    def _torch_stage(self, number: int, part: Part, hidden: Tensor) -> PipelineStage:
+        # Shapes are given: torch would find them by a forward and a backward pass of its own.
+        tokens = torch.empty(hidden.shape[0], 1, dtype=torch.int64, device="meta")
+        return PipelineStage(
+            part,
+            number,
+            len(self.rank_of),
+            self.device,
+            input_args=(tokens if part.first else hidden,),
+            output_args=(hidden,),
+            group=self.ranks.process_group,
+        )
+
+    def _loss(self, losses: Tensor, _: Tensor) -> Tensor:
+        return losses.mean() / self.microbatches
+
+    def backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Accumulate the gradient of the mean loss; return it, or 0 on ranks without the last part.
+
+        `tokens` and `targets` [batch, length] are all microbatches of a step.
+        """
+        losses: list[Tensor] = []
+        self.schedule.step(
+            tokens, target=targets, losses=losses, return_outputs=False, targets=targets
+        )
+        return torch.stack([torch.zeros((), device=self.device), *losses]).detach().sum()
+
+    def forward(self, tokens: Tensor, hidden_length: int, **options: Tensor | int) -> Tensor | None:
+        """Pass one microbatch through all stages; return what the last one gives, where that is.
+
+        `tokens` is [batch, length], and hidden states between stages are [batch, hidden_length,
+        width]. `options` are those of `Part.forward`.
+        """
+        x: Tensor | None = tokens
+        shape = tokens.shape[0], hidden_length, self.width
+        for number, rank in enumerate(self.rank_of):
+            if rank != self.ranks.rank:
+                continue
+            if number and self.rank_of[number - 1] != rank:
+                x = torch.empty(shape, dtype=self.dtype, device=self.device)
+                dist.recv(x, group=self.ranks.process_group, group_src=self.rank_of[number - 1])
+            x = self.stages[number](x, **options)
+            if number + 1 < len(self.rank_of) and self.rank_of[number + 1] != rank:
+                dist.send(
+                    x.contiguous(),
+                    group=self.ranks.process_group,
+                    group_dst=self.rank_of[number + 1],
+                )
+                x = None
+        return x

@@ -1,0 +1,146 @@
+"""Tensor parallelism with sequence parallelism: each layer's weights are cut over the tp ranks.
+
+Between layers, activations are cut along the sequence, and so are the norms' inputs. Sources:
+Shoeybi et al. 2019 (arXiv 1909.08053); Korthikanti et al. 2022 (arXiv 2205.05198).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.13
+    AsyncCollectiveTensor,
+    all_to_all_single_autograd,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from torchmars.models import Model
+from torchmars.models.model import TensorParallelCut
+
+SEQUENCE = 1  # the dim of hidden states [batch, length, width] that is cut between layers
+
+
+def cut_layers(model: Model, mesh: DeviceMesh) -> None:
+    """Cut the weights of `model`, in place, over `mesh`, which has one axis.
+
+    `model` takes whole token ids then. Its blocks take and return a part of the sequences. `norm`
+    returns whole sequences, and `head` logits whose vocabulary is cut: both are DTensors.
+    """
+    for name, module in model.named_modules():
+        for style in styles_of(name, module, model.cuts):
+            parallelize_module(module, mesh, style)
+    for block in model.blocks.values():
+        for branch in ("attn", "mlp"):
+            block.get_submodule(branch).register_forward_pre_hook(
+                lambda _, args: (gathered(args[0], mesh), *args[1:])
+            )
+    if model.tok_embed is not None:
+        model.tok_embed.register_forward_hook(lambda _, args, output: Arrived.apply(output))
+    if model.norm is not None:
+        whole = PrepareModuleOutput(
+            output_layouts=Shard(SEQUENCE),
+            desired_output_layouts=Replicate(),
+            use_local_output=False,
+        )
+        parallelize_module(model.norm, mesh, whole)
+
+
+def styles_of(
+    name: str, module: nn.Module, cuts: dict[str, TensorParallelCut]
+) -> list[ParallelStyle]:
+    """Return how the module called `name` is cut: torch's styles, none for one without weights."""
+    cut = next((cut for end, cut in cuts.items() if name.endswith(end)), None)
+    if cut == "rows" and name == "output":
+        return [ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)]
+    if cut == "rows":
+        return [ColwiseParallel()]
+    if cut == "fused rows":
+        return [FusedColwiseParallel()]
+    if cut == "columns":
+        return [RowwiseParallel(output_layouts=Shard(SEQUENCE))]
+    if cut == "tokens":
+        return [RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))]
+    if cut == "positions":
+        return [PositionParallel()]
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return [SequenceParallel(use_local_output=True)]
+    return []
+
+
+def gathered(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return whole sequences from this rank's part `x` [batch, length / tp, width]."""
+    part = DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False)
+    return part.redistribute(placements=[Replicate()])
+
+
+class FusedColwiseParallel(ColwiseParallel):
+    """Cuts a fused query, key and value projection by rows, and gives each rank its own heads.
+
+    A rank has a run of rows, as of any weight that is cut by rows: checkpoints and optimizers need
+    know nothing of what is fused. What it computes with them are parts of q, k or v. The ranks
+    exchange them, so that each has its share of q, of k and of v.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        group = device_mesh.get_group()
+        module.register_forward_hook(lambda _, args, output: exchange_parts(output, 3, group))
+        return module
+
+
+def exchange_parts(x: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's share of each of `parts` fused projections.
+
+    Of `x` [..., parts * width / ranks] rank r has run r of the fused width. That are `parts` units
+    of width / ranks each; unit u is share u % ranks of projection u // ranks.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    units = range(parts * rank, parts * (rank + 1))
+    order = sorted(range(parts), key=lambda place: units[place] % ranks)
+    sent = [sum(unit % ranks == other for unit in units) for other in range(ranks)]
+    wanted = [projection * ranks + rank for projection in range(parts)]
+    received = [sum(unit // parts == other for unit in wanted) for other in range(ranks)]
+    pieces = x.unflatten(-1, (parts, -1)).movedim(-2, 0)[order].contiguous()
+    arrived: Tensor = all_to_all_single_autograd(pieces, received, sent, group)
+    return arrived.movedim(0, -2).flatten(-2)
+
+
+class PositionParallel(ParallelStyle):
+    """Keeps a table of positions whole, and looks up those of this rank's part of the sequences."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_: nn.Module, inputs: tuple[Tensor]) -> DTensor:
+            positions = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+            return positions.redistribute(placements=[Shard(positions.ndim - 1)])
+
+        assert isinstance(module, nn.Embedding)
+        whole = distribute_tensor(module.weight, device_mesh, [Replicate()])
+        module.weight = nn.Parameter(whole)
+        module.register_forward_pre_hook(cut)
+        module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
+
+
+class Arrived(torch.autograd.Function):
+    """Waits for a tensor that a collective is still filling.
+
+    Compiled blocks (torch 2.11 to 2.13) lose the gradient of an input that is waited for inside.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.wait() if isinstance(x, AsyncCollectiveTensor) else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
