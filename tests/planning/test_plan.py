@@ -27,7 +27,6 @@ from torchmars.config.load import config_from_tables
 from torchmars.planning.advice import advice
 from torchmars.planning.plan import make_plan
 from torchmars.training.build import build_trainer
-from torchmars.training.step import backward
 
 
 def bytes_of(tensors):
@@ -60,22 +59,22 @@ def measure(tables):
     trainer = build_trainer(config, connection.start(config.parallelism))
     model, optimizer, batch = trainer.model, trainer.optimizer, trainer.loader.step()
     if optimizer.exact:
-        backward(model, batch)
+        model.backward(batch)
         optimizer.look_ahead()
         optimizer.zero_grad()
-    backward(model, batch)
-    gradients = bytes_of(parameter.grad for parameter in model.parameters())
+    model.backward(batch)
+    gradients = bytes_of(parameter.grad for parameter in model.weights.values())
     optimizer.step()
     optimizer.zero_grad()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # look for the peak anew from here
-    backward(model, batch)
+    model.backward(batch)
     peak = resident("VmHWM") - before
     state = [tensor for each in optimizer.state.values() for tensor in each.values()] + list(
         optimizer.ahead.values()
     )
     return {
-        "weights": bytes_of(model.parameters()),
+        "weights": bytes_of(model.weights.values()),
         "gradients": gradients,
         "optimizer_state": bytes_of(state),
     }, peak
