@@ -3,7 +3,8 @@
     python -m tests.benchmarks.initial_weights
 
 Each case is the first rank of a world that is not there (torch's fake process group), in a process
-of its own. "Whole tensors" is what drawing all weights with torch's generator takes.
+of its own with one thread. Times are of the CPU. "Whole tensors" is what drawing all weights with
+torch's generator takes, extrapolated from one matrix.
 """
 
 import multiprocessing
@@ -23,8 +24,9 @@ from torchmars.models.initialize import init_weights
 SIZES = {"Llama-3 8B": (32, 4096, 14336), "Llama-3 70B": (80, 8192, 28672)}
 RANKS = ((64, 1), (512, 1), (8, 8), (64, 8))  # FSDP, tensor parallelism
 CUTS = {
-    **dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel()),
-    **dict.fromkeys(("o", "down"), RowwiseParallel()),
+    **{f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")},
+    **{f"blocks.*.{name}": RowwiseParallel() for name in ("o", "down")},
+    "tables.*": ColwiseParallel(),
 }
 
 
@@ -52,41 +54,38 @@ class Matrices(nn.Module):
 
 
 def measure(size: str, fsdp: int, tensor_parallel: int) -> tuple[float, int, int]:
-    """Return seconds, bytes of the rank's weights, and bytes of memory beyond them at the peak."""
+    """Return seconds of CPU time, bytes of the rank's weights, and of memory beyond at the peak."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=fsdp * tensor_parallel)
     mesh = init_device_mesh("cpu", (fsdp, tensor_parallel), mesh_dim_names=("fsdp", "tp"))
     with torch.device("meta"):
         model = Matrices(*SIZES[size])
     if tensor_parallel > 1:
-        parallelize_module(model.tables, mesh["tp"], {"*": ColwiseParallel()})
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], CUTS)
-    for unit in (*model.blocks, model.tables):
-        fully_shard(unit, mesh=mesh["fsdp"])
+        parallelize_module(model, mesh["tp"], CUTS)
+    fully_shard(model, mesh=mesh["fsdp"])
     model.to_empty(device="cpu")
     parts = [parameter.to_local().detach().zero_() for parameter in model.parameters()]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.perf_counter()
+    began = time.process_time()
     init_weights(model, seed=0)
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return seconds, sum(part.nbytes for part in parts), 1024 * (peak - before)
 
 
 def seconds_per_value() -> float:
-    """Return the seconds that torch's generator needs for a value."""
+    """Return the seconds of CPU time that torch's generator needs for a value."""
     torch.set_num_threads(1)
     whole = torch.zeros(4096, 4096)
-    began = time.perf_counter()
+    began = time.process_time()
     whole.normal_(generator=torch.Generator())
-    return (time.perf_counter() - began) / whole.numel()
+    return (time.process_time() - began) / whole.numel()
 
 
 def main() -> None:
     pool = multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1)
     each = pool.apply(seconds_per_value)
-    print("| model | ranks | FSDP x TP | seconds | weights, MB | memory beyond, MB |")
+    print("| model | ranks | FSDP x TP | CPU seconds | weights, MB | memory beyond, MB |")
     print("|---" * 6 + "|")
     for size, shape in SIZES.items():
         for fsdp, tensor_parallel in RANKS:
