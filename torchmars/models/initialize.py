@@ -17,9 +17,10 @@ from torchmars.models.model import Model
 from torchmars.optim.tensors import local_intervals, local_part
 
 # All dims but the last are the rows of the grid. Small tiles waste little on a rank that has a few
-# rows or columns of each matrix. Large ones waste little on seeding, which takes the time of 1,400
-# values. This size was at most a fifth slower than the best of 11 sizes, for 8B and 70B on 64 and
-# 512 ranks, with and without tensor parallelism over 8. Another size means other initial weights.
+# rows or columns of each matrix. Large tiles waste little on seeding, which takes the time of 1,400
+# values. Eleven sizes were compared by measured times of one tile, for models of 8B and 70B on 64
+# and 512 ranks, with and without tensor parallelism over 8. This one is within a fifth of the best
+# everywhere. Another size means other initial weights.
 TILE_ROWS, TILE_COLUMNS = 8, 1024
 
 
