@@ -13,7 +13,11 @@ def shard(model: Model, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     Each of `model.blocks` and the rest become a unit. Its float32 weights are gathered in `dtype`
     for compute, and its gradients are averaged over the ranks in float32.
     """
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Hidden states are in `dtype` already, since the embedding's weights are. The other inputs of
+    # blocks, such as the cosines of rotary positions, must stay as exact as they are.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

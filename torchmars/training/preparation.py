@@ -43,6 +43,7 @@ def prepare_data(config: ResolvedConfig) -> shards.DataManifest:
     Raises `UserError` if they do not fit the model or the batch.
     """
     folder, training = Path(config.data.path), config.training
+    build_meta_model(config.model, 1, training.seq_len)  # mistakes, before minutes of tokenising
     manifest = prepare_shards(config.data)
     model = build_meta_model(config.model, manifest.vocab_size, training.seq_len)
     shards.check_vocabulary(manifest, model.vocab_rows, folder)
