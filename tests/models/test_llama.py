@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.ranks import run_ranks
 from torchmars.config import Degrees, ModelConfig
@@ -180,29 +178,6 @@ def test_shapes_that_cannot_be_built(fields, message):
         build_meta_model(ModelConfig(**{"name": "llama"} | fields), 256, 32)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_flops_per_token_counts_what_runs(variant):
-    model = Llama(dataclasses.replace(ARGS, **VARIANTS[variant]))
-    tokens = torch.randint(64, (2, 24))
-    with (
-        sdpa_kernel(SDPBackend.MATH),
-        FlopCounterMode(display=False) as counter,
-    ):  # it counts no fused attention on CPU
-        model.head(model(tokens)).sum().backward()
-    assert model.flops_per_token() * tokens.numel() == counter.get_total_flops()
-
-
-def test_packed_documents_are_computed_as_if_alone():
-    model = model_of(ARGS)
-    first, second = torch.randint(64, (1, 10)), torch.randint(64, (1, 14))
-    packed = torch.cat([first, second], dim=1)
-    positions = torch.cat([torch.arange(10), torch.arange(14)])
-    documents = torch.tensor([[0] * 10 + [1] * 14])
-    alone = torch.cat([model(first), model(second)], dim=1)
-    torch.testing.assert_close(model(packed, positions, documents), alone)
-    assert not torch.allclose(model(packed), alone)
-
-
 def test_initial_weights():
     model = Llama(dataclasses.replace(ARGS, qkv_bias=True, qk_norm=True))
     init_weights(model, seed=5)
@@ -214,14 +189,6 @@ def test_initial_weights():
         else:
             std = 0.02 / 6**0.5 if name.endswith("proj.weight") else 0.02
             assert parameter.std().item() == pytest.approx(std, rel=0.1), name
-
-
-def test_tensor_parallelism_knows_every_matrix():
-    parameters = Llama(ARGS).named_parameters()
-    named = {name.removesuffix(".weight") for name, value in parameters if value.ndim == 2}
-    for name in named:
-        assert sum(name.endswith(end) for end in Llama.cuts) == 1, name
-    assert all(any(name.endswith(end) for name in named) for end in Llama.cuts)
 
 
 @pytest.mark.parametrize("tied", [False, True])
