@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.test_gpt2 import ARGS
 from tests.models.test_llama import ARGS as LLAMA
+from tests.support.layouts import LAYOUTS, by_ranks
 from tests.support.ranks import run_ranks
 from torchmars.config import ParallelismConfig, TrainingConfig
 from torchmars.models.gpt2 import GPT2
@@ -54,47 +55,64 @@ def gradients_on(name, parallelism, training):
     }
 
 
+def gradients_on_each(cases):
+    """`gradients_on` for each of `cases`, in one process group."""
+    return [gradients_on(*case) for case in cases]
+
+
 def gathered(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-LAYOUTS = {
-    "fsdp2": (2, {}),
-    "hsdp2x2": (4, {"dp_replicate": 2}),
-    "tp2": (2, {"tp": 2}),
-    "tp4": (4, {"tp": 4}),
-    "fsdp2-tp2": (4, {"tp": 2}),
-    "cp2": (2, {"cp": 2}),
-    "cp2-ulysses": (2, {"cp": 2, "cp_method": "ulysses"}),
-    "cp2-fsdp2": (4, {"cp": 2}),
-    "tp2-cp2": (4, {"cp": 2, "tp": 2}),
-    "tp2-cp2-ulysses": (4, {"cp": 2, "tp": 2, "cp_method": "ulysses"}),
-    "pp2": (2, {"pp": 2}),
-    "pp2-gpipe": (2, {"pp": 2, "pp_schedule": "GPipe"}),
-    "pp2-interleaved": (2, {"pp": 2, "pp_schedule": "Interleaved1F1B"}),
-    "pp2-izb": (2, {"pp": 2, "pp_schedule": "InterleavedZeroBubble"}),
-    "pp2-zbv": (2, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),
-    "pp2-dualpipev": (2, {"pp": 2, "pp_schedule": "DualPipeV"}),
-    "pp2-fsdp2": (4, {"pp": 2}),
-    "pp2-tp2": (4, {"pp": 2, "tp": 2}),
-}
+def check(cases):
+    """Compare all `cases`, pairs of a model's and a layout's name, with the plain model."""
+    for ranks, layouts in by_ranks(list(dict.fromkeys(layout for _, layout in cases))).items():
+        chosen = [(name, layout) for name, layout in cases if layout in layouts]
+        # Two microbatches of a rank at least, for a pipeline as many as it has stages.
+        training = TrainingConfig(
+            global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=8 // ranks // 2 or 1
+        )
+        arguments = [
+            (name, ParallelismConfig(**LAYOUTS[layout][1]), training) for name, layout in chosen
+        ]
+        results = run_ranks(gradients_on_each, ranks, arguments)
+        for (name, layout), found in zip(chosen, zip(*results)):
+            check_gradients(name, layout, found)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_one_rank(name, layout):
-    ranks, settings = LAYOUTS[layout]
-    training = TrainingConfig(
-        global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=8 // ranks // 2 or 1
-    )
+def check_gradients(name, layout, results):
     expected_loss, expected = plain_gradients(name)
     seen = set()
-    for loss, found in run_ranks(
-        gradients_on, ranks, name, ParallelismConfig(**settings), training
-    ):
-        assert loss == pytest.approx(expected_loss, rel=1e-6)
-        for name, (weight, gradient) in found.items():
-            assert torch.equal(weight, expected[name][0]), name
-            torch.testing.assert_close(gradient, expected[name][1], rtol=1e-4, atol=1e-6, msg=name)
+    for loss, found in results:
+        assert loss == pytest.approx(expected_loss, rel=1e-6), (name, layout)
+        for weight, (value, gradient) in found.items():
+            where = f"{name}, {layout}: {weight}"
+            assert torch.equal(value, expected[weight][0]), where
+            error = (gradient - expected[weight][1]).norm() / expected[weight][1].norm()
+            assert error < 1e-5, where
         seen |= found.keys()
-    assert seen == expected.keys()
+    assert seen == expected.keys(), (name, layout)
+
+
+# Each technique with a model in which it has most to get wrong: GPT-2 has a tied table and fused
+# projections, Llama an own head, grouped queries and norms of heads.
+QUICK = [
+    ("llama", "HSDP 2x2"),
+    ("llama", "FSDP 2 x TP 2"),
+    ("gpt2", "TP 2 x CP 2 Ulysses"),
+    ("llama", "CP 2 x FSDP 2"),
+    ("gpt2", "PP 2"),
+    ("gpt2", "PP 2 DualPipeV"),
+    ("llama", "PP 2 InterleavedZeroBubble"),
+    ("gpt2", "PP 2 x TP 2"),
+]
+
+
+def test_gradients_are_those_of_one_plain_model():
+    check(QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_on_every_layout(name):
+    check([(name, layout) for layout in LAYOUTS])

@@ -1,0 +1,73 @@
+"""The same run on several layouts, and how far its losses are apart."""
+
+from pathlib import Path
+
+from tests.support.layouts import LAYOUTS, by_ranks
+from tests.support.ranks import run_ranks
+from tests.support.tiny import metrics, tiny_tables, train_here
+
+MODELS: dict[str, dict] = {
+    "GPT-2": {"n_layer": 4, "n_head": 4, "n_embd": 32},
+    "Llama": {
+        "name": "llama",
+        "n_layer": 4,
+        "n_head": 8,
+        "n_kv_head": 4,
+        "n_embd": 64,
+        "n_inner": 96,
+    },
+}
+RULES: dict[str, dict] = {
+    "mars-adamw": {"name": "mars-adamw"},
+    "mars-m": {"name": "mars-m", "matrix_dtype": "float32"},
+    "mars-m, bfloat16": {"name": "mars-m", "matrix_dtype": "bfloat16"},
+    "mars-adamw, exact": {"name": "mars-adamw", "mode": "exact"},
+}
+
+
+def run_tables(folder: Path, model: str, rule: str, layout: str, **overrides: dict) -> dict:
+    """Return the tables of a run of 20 steps in float32."""
+    name = f"{model} {rule} {layout}".replace(" ", "-").replace(",", "")
+    return tiny_tables(
+        folder,
+        run={"name": name},
+        model=MODELS[model],
+        optimizer=RULES[rule],
+        parallelism=LAYOUTS[layout][1],
+        training={"dtype": "float32"},
+        validation={"interval": 10, "windows": 4, "sample_tokens": 4},
+        **overrides,
+    )
+
+
+def losses_apart(
+    folder: Path, cases: list[tuple[str, str]], layouts: list[str]
+) -> dict[tuple[str, str, str], float]:
+    """Train each of `cases`, pairs of a model and a rule, on 1 rank and on each of `layouts`.
+
+    Returns the largest difference of a training or validation loss from that on 1 rank, as a part
+    of it, by model, rule and layout. The text is in `folder`.
+    """
+    for ranks, names in by_ranks(["1 rank", *layouts]).items():
+        run_ranks(
+            train_here,
+            ranks,
+            *(run_tables(folder, *case, layout) for layout in names for case in cases),
+        )
+    apart = {}
+    for case in cases:
+        expected = losses(run_tables(folder, *case, "1 rank"))
+        for layout in layouts:
+            found = losses(run_tables(folder, *case, layout))
+            assert found.keys() == expected.keys()
+            apart[*case, layout] = max(abs(found[at] / expected[at] - 1) for at in expected)
+    return apart
+
+
+def losses(tables: dict) -> dict[tuple[str, int], float]:
+    """Return the losses of a run by what they are of and step."""
+    return {
+        (name, step): value
+        for name in ("train/loss", "validation/loss")
+        for step, value in metrics(tables, name).items()
+    }
