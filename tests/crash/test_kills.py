@@ -19,13 +19,14 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.config.load import config_from_tables
 
 
-def tables_of(folder, name, steps):
+def tables_of(folder, name, steps, parallelism):
     return tiny_tables(
         folder,
         run={"name": name},
         model={"dropout": 0.1},
         training={"steps": steps},
         schedule={"name": "constant"},
+        parallelism=parallelism,
         checkpoint={"interval": 4, "keep_last": 2},
         validation={"interval": 50, "windows": 4},
     )
@@ -78,8 +79,8 @@ class Hold:
     """A file that it makes when it stands there: its process number and a full stop."""
 
 
-def launch(tables, log, hold=None):
-    """Start the run of `tables` on two ranks by the launcher."""
+def launch(tables, ranks, log, hold=None):
+    """Start the run of `tables` on `ranks` ranks by the launcher."""
     folder = Path(tables["run"]["folder"]).parent
     file = folder / f"{tables['run']['name']}.toml"
     write_config(config_from_tables(tables, "in a test"), file)
@@ -89,8 +90,8 @@ def launch(tables, log, hold=None):
         program = [str(folder / "holding.py")]
         where = f"{hold.rank},{hold.place},{hold.number},{hold.marker}"
         environment |= {"HOLD": where}
-    options = ["--standalone", "--nproc-per-node", "2", *program, str(file)]
-    return Command("launch", options, ROOT, os.environ | environment, 2, log, log)
+    options = ["--standalone", "--nproc-per-node", f"{ranks}", *program, str(file)]
+    return Command("launch", options, ROOT, os.environ | environment, ranks, log, log)
 
 
 def kill(number):
@@ -98,16 +99,16 @@ def kill(number):
         os.kill(number, signal.SIGKILL)
 
 
-def next_hold(count, marker, rng):
+def next_hold(count, ranks, marker, rng):
     """Where the `count`-th kill hits: in a save, then at a step, where the seed says."""
-    rank = rng.randrange(2)
+    rank = rng.randrange(ranks)
     if count % 2:
         return Hold(rank, "step", rng.randint(1, 6), marker)
-    calls = 20 if rank == 0 else 2  # rank 1 makes only one file of each save durable
+    calls = 20 if rank == 0 else 2  # the others make only one file of each save durable
     return Hold(rank, "save", rng.randint(1, calls), marker)
 
 
-def kill_at(hold, launcher, everyone):
+def kill_at(hold, ranks, launcher, everyone):
     """SIGKILL the rank that stands at `hold`, or `everyone`: all ranks and the launcher."""
     deadline = time.monotonic() + 300
     while not (hold.marker.exists() and hold.marker.read_text().endswith(".")):
@@ -116,42 +117,50 @@ def kill_at(hold, launcher, everyone):
         time.sleep(0.01)
     holding = int(hold.marker.read_text()[:-1])
     hold.marker.unlink()
-    ranks = ranks_of(launcher.pid)
-    assert len(ranks) == 2 and holding in ranks
-    for victim in [launcher.pid, *ranks] if everyone else [holding]:
+    processes = ranks_of(launcher.pid)
+    assert len(processes) == ranks and holding in processes
+    for victim in [launcher.pid, *processes] if everyone else [holding]:
         kill(victim)
-    launcher.wait(timeout=600)  # after the death of one rank it ends the other
-    while any(Path(f"/proc/{process}").exists() for process in ranks):
+    launcher.wait(timeout=600)  # after the death of one rank it ends the others
+    while any(Path(f"/proc/{process}").exists() for process in processes):
         time.sleep(0.01)
 
 
-def campaign(folder, kills, steps):
+def finish(launcher, log):
+    """Wait for a run to end well."""
+    assert launcher.wait(timeout=600) == 0, Path(log.name).read_text()[-3000:]
+
+
+def campaign(folder, kills, steps, ranks=2, parallelism=None):
     write_text(folder)
-    straight, killed = (tables_of(folder, name, steps) for name in ("straight", "killed"))
+    straight, killed = (
+        tables_of(folder, name, steps, parallelism or {}) for name in ("straight", "killed")
+    )
     with (folder / "straight.log").open("w") as log:
-        assert launch(straight, log).wait(timeout=600) == 0, (folder / "straight.log").read_text()[
-            -3000:
-        ]
+        assert launch(straight, ranks, log).wait(timeout=600) == 0, (
+            folder / "straight.log"
+        ).read_text()[-3000:]
     rng, inside, began = random.Random(kills), 0, time.monotonic()
     path = run_folder_of(killed) / "checkpoints"
     with (folder / "killed.log").open("a+b") as log:
         for count in range(kills):
-            hold = next_hold(count, folder / "marker", rng)
-            kill_at(hold, launch(killed, log, hold), everyone=count % 4 in (1, 2))
+            hold = next_hold(count, ranks, folder / "marker", rng)
+            kill_at(hold, ranks, launch(killed, ranks, log, hold), everyone=count % 4 in (1, 2))
             inside += hold.place == "save"
             for each in checkpoints(path):  # what is visible is good
                 read_verified(each, "full")
-        assert launch(killed, log).wait(timeout=600) == 0, (folder / "killed.log").read_text()[
-            -3000:
-        ]
+        assert launch(killed, ranks, log).wait(timeout=600) == 0, (
+            folder / "killed.log"
+        ).read_text()[-3000:]
     said = (folder / "killed.log").read_text()
     assert "falling back" not in said and said.count("continue  from step") >= kills // 4
     finals = [
         manifests.read(step_folder(run_folder_of(tables) / "checkpoints", steps)).files
         for tables in (straight, killed)
     ]
-    assert {"__0_0.distcp", "__1_0.distcp"} < set(finals[0])
-    for name in ("__0_0.distcp", "__1_0.distcp"):  # weights, optimizer state and random numbers
+    files = [f"__{rank}_0.distcp" for rank in range(ranks)]
+    assert set(files) < set(finals[0])
+    for name in files:  # weights, optimizer state and random numbers
         assert finals[0][name] == finals[1][name]
     lines = [
         [
@@ -179,3 +188,9 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(tm
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to find ranks")
 def test_a_hundred_kills(tmp_path):
     assert campaign(tmp_path, kills=100, steps=3000) >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to find ranks")
+def test_twenty_kills_of_a_pipeline_of_shards(tmp_path):
+    assert campaign(tmp_path, kills=20, steps=200, ranks=4, parallelism={"pp": 2}) >= 5

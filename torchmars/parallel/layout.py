@@ -176,12 +176,12 @@ class Layout:
         size, replicas = self.world.size, self.group("dp_replicate").size
         ranks = f"{'1 rank' if size == 1 else f'{size} ranks'} ({self.device.type}, {backend})"
         shards = self.group("dp_shard").size
-        data = f"HSDP {replicas} x {shards}" if replicas > 1 else f"FSDP {shards}"
-        others = {name: self.group(name).size for name in ("cp", "tp", "pp")}
-        used = [f"{name.upper()} {size}" for name, size in others.items() if size > 1]
-        if replicas == 1 and not used:
+        parts = {"HSDP": f"{replicas} x {shards}"} if replicas > 1 else {"FSDP": shards}
+        parts |= {axis.upper(): self.group(axis).size for axis in ("cp", "tp", "pp")}
+        used = [f"{name} {size}" for name, size in parts.items() if size != 1]
+        if used in ([], [f"FSDP {size}"]):
             return f"FSDP over {ranks}"
-        return f"{' x '.join([data, *used])} over {ranks}"
+        return f"{' x '.join(used)} over {ranks}"
 
 
 def make_meshes(device_type: str, degrees: Degrees) -> tuple[DeviceMesh, DeviceMesh]:
