@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 # From the outermost to the innermost. All are always there, most of them with size 1.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+OTHER_AXES = ("cp", "tp", "pp")  # those that do not multiply the data
 # Sets of axes that have a name of their own.
 JOINT_AXES = {
     "world": AXES,
@@ -176,12 +177,13 @@ class Layout:
         size, replicas = self.world.size, self.group("dp_replicate").size
         ranks = f"{'1 rank' if size == 1 else f'{size} ranks'} ({self.device.type}, {backend})"
         shards = self.group("dp_shard").size
-        parts = {"HSDP": f"{replicas} x {shards}"} if replicas > 1 else {"FSDP": shards}
-        parts |= {axis.upper(): self.group(axis).size for axis in ("cp", "tp", "pp")}
-        used = [f"{name} {size}" for name, size in parts.items() if size != 1]
-        if used in ([], [f"FSDP {size}"]):
+        if size == shards:
             return f"FSDP over {ranks}"
-        return f"{' x '.join(used)} over {ranks}"
+        sizes = {"FSDP": shards} | {name.upper(): self.group(name).size for name in OTHER_AXES}
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        if replicas > 1:
+            parts[: shards > 1] = [f"HSDP {replicas} x {shards}"]
+        return f"{' x '.join(parts)} over {ranks}"
 
 
 def make_meshes(device_type: str, degrees: Degrees) -> tuple[DeviceMesh, DeviceMesh]:
