@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.test_gpt2 import ARGS
 from tests.support.ranks import run_ranks
-from torchmars.config import ParallelismConfig, TrainingConfig
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.layout import Layout
@@ -30,13 +30,13 @@ def plain_gradients(name):
     }
 
 
-def gradients_on(name, parallelism, training):
+def gradients_on(name, parallelism, training, activations):
     """The same of the parts of this rank: the mean loss, and weights and gradients gathered."""
     world = torch.distributed.get_world_size()
     layout = Layout.create(torch.device("cpu"), parallelism.degrees(world))
     with torch.device("meta"):
         whole = MODELS[name]()
-    model = ParallelModel(whole, parallelism, training, layout, torch.device("cpu"))
+    model = ParallelModel(whole, parallelism, training, activations, layout, torch.device("cpu"))
     model.init_weights(seed=0)
     data = layout.data
     size, _ = training.microbatches(data.size, parallelism.stages)
@@ -83,7 +83,12 @@ def test_gradients_are_those_of_one_rank(name, layout):
     expected_loss, expected = plain_gradients(name)
     seen = set()
     for loss, found in run_ranks(
-        gradients_on, ranks, name, ParallelismConfig(**settings), training
+        gradients_on,
+        ranks,
+        name,
+        ParallelismConfig(**settings),
+        training,
+        ActivationCheckpointConfig(),
     ):
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         for name, (weight, gradient) in found.items():

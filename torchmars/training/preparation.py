@@ -16,6 +16,7 @@ from torchmars.data import shards
 from torchmars.data.prepare import prepare_shards
 from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model
+from torchmars.parallel.checks import check_layout
 from torchmars.training.optimizer import build_optimizer
 
 
@@ -25,7 +26,9 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     Raises `UserError` for anything that would end it at its start.
     """
     process.check_devices(ranks // nodes)
-    config.training.microbatches(config.parallelism.degrees(ranks).data)
+    degrees = config.parallelism.degrees(ranks)
+    config.training.microbatches(degrees.data, config.parallelism.stages)
+    check_layout(config, degrees)
     check_trackers(config.metrics)
     manifest = prepare_data(config)
     shards.check_shards(manifest, Path(config.data.path))

@@ -1,0 +1,22 @@
+"""What does not go together in a layout: found before there are ranks."""
+
+from torchmars.config import Config, Degrees
+from torchmars.config.fields import require
+
+
+def check_layout(config: Config, degrees: Degrees) -> None:
+    """Raise `UserError` for options that do not fit the degrees, or each other."""
+    parallelism = config.parallelism
+    require(
+        not (config.training.compile and parallelism.splits_backward),
+        f"training.compile does not go with parallelism.pp_schedule = "
+        f'"{parallelism.pp_schedule}", which splits the backward pass: choose "1F1B" or '
+        '"Interleaved1F1B", or do not compile',
+    )
+    shards, size = degrees.dp_shard * degrees.cp, parallelism.reshard_after_forward
+    if isinstance(size, int):
+        require(
+            shards % size == 0,
+            f"parallelism.reshard_after_forward = {size} does not divide the {shards} ranks that "
+            'weights are sharded over: choose a divisor, or "always"',
+        )
