@@ -76,20 +76,26 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_one_rank(name, layout):
-    ranks, settings = LAYOUTS[layout]
+    check_gradients(name, *LAYOUTS[layout])
+
+
+def check_gradients(name, ranks, settings, activations=None, compile=False, function=gradients_on):
+    """Let `function`, which is like `gradients_on`, run on ranks; compare with one plain model.
+
+    A rank has several microbatches where the batch has enough.
+    """
     training = TrainingConfig(
-        global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=8 // ranks // 2 or 1
+        global_batch_size=8,
+        seq_len=24,
+        dtype="float32",
+        microbatch_size=8 // ranks // 2 or 1,
+        compile=compile,
     )
+    parallelism = ParallelismConfig(**settings)
+    checkpointing = ActivationCheckpointConfig(**(activations or {}))
     expected_loss, expected = plain_gradients(name)
     seen = set()
-    for loss, found in run_ranks(
-        gradients_on,
-        ranks,
-        name,
-        ParallelismConfig(**settings),
-        training,
-        ActivationCheckpointConfig(),
-    ):
+    for loss, found in run_ranks(function, ranks, name, parallelism, training, checkpointing):
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         for name, (weight, gradient) in found.items():
             assert torch.equal(weight, expected[name][0]), name

@@ -84,6 +84,13 @@ class ParallelismConfig:
             self.dp_shard == -1 or self.dp_shard >= 1,
             f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}",
         )
+        # FSDP2 makes groups of the ranks of one mesh, and waits for all ranks of the run (torch
+        # 2.11 to 2.13).
+        require(
+            not isinstance(self.reshard_after_forward, int) or self.tp == self.pp == 1,
+            f"parallelism.reshard_after_forward = {self.reshard_after_forward!r} does not go with "
+            'parallelism.tp and parallelism.pp: choose "auto"',
+        )
         if self.splits_backward:
             splits = f'parallelism.pp_schedule = "{self.pp_schedule}", which splits the backward'
             require(

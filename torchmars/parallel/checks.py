@@ -13,6 +13,21 @@ def check_layout(config: Config, degrees: Degrees) -> None:
         f'"{parallelism.pp_schedule}", which splits the backward pass: choose "1F1B" or '
         '"Interleaved1F1B", or do not compile',
     )
+    require(
+        not (config.activation_checkpoint.mode == "selective" and parallelism.splits_backward),
+        'activation_checkpoint.mode = "selective" does not go with parallelism.pp_schedule = '
+        f'"{parallelism.pp_schedule}", which splits the backward pass: choose "full"',
+    )
+    # torch 2.13 fails: of a block without a tensor to keep, it keeps the mesh.
+    require(
+        not (
+            config.activation_checkpoint.mode == "full"
+            and config.training.compile
+            and degrees.tp > 1
+        ),
+        'activation_checkpoint.mode = "full" does not go with training.compile and '
+        f'parallelism.tp = {degrees.tp}: choose "selective"',
+    )
     shards, size = degrees.dp_shard * degrees.cp, parallelism.reshard_after_forward
     if isinstance(size, int):
         require(
