@@ -1,14 +1,13 @@
 """When gradients are reduced and weights are gathered: the gradient is always that of one rank."""
 
+from collections import Counter
+
 import pytest
 import torch
 
-from tests.parallel.test_gradients import MODELS, check_gradients, gradients_on
+from tests.parallel.test_gradients import MODELS, check_gradients, gradients_on, plain_gradients
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
-from torchmars.models.gpt2 import GPT2
-from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
 from torchmars.planning.traffic import TrafficCounter
 
 
@@ -24,37 +23,38 @@ def gradients_with_head_on(_, *args):
     return gradients_on("with head", *args)
 
 
-@pytest.mark.parametrize("accumulate", ["sharded", "reduced", "whole"])
+SLOW = pytest.mark.slow
+
+
+# Those of the default, "sharded", are in test_gradients.py.
 @pytest.mark.parametrize(
     "ranks,layout",
     [
-        pytest.param(2, {}, id="fsdp2"),
-        pytest.param(4, {"pp": 2}, id="pp2-fsdp2"),
-        pytest.param(4, {"pp": 2, "pp_schedule": "Interleaved1F1B"}, marks=pytest.mark.slow),
-        pytest.param(8, {"pp": 2, "dp_replicate": 2}, marks=pytest.mark.slow),
+        (2, {"accumulate": "whole"}),
+        (4, {"pp": 2, "accumulate": "whole"}),
+        pytest.param(
+            4, {"pp": 2, "accumulate": "whole", "pp_schedule": "Interleaved1F1B"}, marks=SLOW
+        ),
+        pytest.param(8, {"pp": 2, "dp_replicate": 2, "accumulate": "sharded"}, marks=SLOW),
+        pytest.param(8, {"pp": 2, "dp_replicate": 2, "accumulate": "reduced"}, marks=SLOW),
+        pytest.param(8, {"pp": 2, "dp_replicate": 2, "accumulate": "whole"}, marks=SLOW),
     ],
+    ids=str,
 )
-def test_accumulated_gradients_are_those_of_one_rank(ranks, layout, accumulate):
-    check_gradients("gpt2", ranks, layout | {"accumulate": accumulate})
+def test_accumulated_gradients_are_those_of_one_rank(ranks, layout):
+    check_gradients("gpt2", ranks, layout)
 
 
-def reductions(parallelism, windows):
-    """How often a rank reduces gradients in a step of two microbatches, and the gradients."""
-    layout = Layout.create(torch.device("cpu"), parallelism.degrees(4))
-    with torch.device("meta"):
-        whole: GPT2 = MODELS["gpt2"]()
-    training = TrainingConfig(seq_len=24, dtype="float32")
-    kept = ActivationCheckpointConfig()
-    model = ParallelModel(whole, parallelism, training, kept, layout, torch.device("cpu"))
-    model.init_weights(seed=0)
-    counter = TrafficCounter()
-    with counter:
-        model.backward(windows[layout.data.rank].split(1))
-    times = {"reduce-scatter": 0, "all-reduce": 0}
+def reductions(*args):
+    """How often a rank reduces gradients in a step of two microbatches, beside the gradients."""
+    with TrafficCounter() as counter:
+        result = gradients_on(*args)
+    times = Counter({"reduce-scatter": 0, "all-reduce": 0})
     for kind, number in counter.times.items():
-        if kind.operation in times:
+        if len(kind.ranks) == 2:  # not the mean of the loss
             times[kind.operation] += number
-    return times, {name: weight.grad.full_tensor() for name, weight in model.weights.items()}
+    del times["all-gather"]
+    return times, result
 
 
 @pytest.mark.parametrize(
@@ -62,17 +62,15 @@ def reductions(parallelism, windows):
 )
 def test_hsdp_reduces_as_often_as_it_is_told(accumulate, scattered, exchanged):
     units = 5  # four blocks and the rest
-    windows = torch.randint(64, (4, 2, 25), generator=torch.Generator().manual_seed(0))
-    model = MODELS["gpt2"]()
-    expected = run_ranks(
-        reductions, 4, ParallelismConfig(dp_replicate=2, accumulate="whole"), windows
-    )
-    assert set(expected[0][1]) == {name for name, _ in model.named_parameters()}
+    training = TrainingConfig(global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=1)
     parallelism = ParallelismConfig(dp_replicate=2, accumulate=accumulate)
-    for times, gradients in run_ranks(reductions, 4, parallelism, windows):
+    kept = ActivationCheckpointConfig()
+    _, expected = plain_gradients("gpt2")
+    for times, (_, found) in run_ranks(reductions, 4, "gpt2", parallelism, training, kept):
         assert times == {"reduce-scatter": scattered * units, "all-reduce": exchanged * units}
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[0][1][name], rtol=1e-4, atol=1e-6)
+        assert found.keys() == expected.keys()
+        for name, (_, gradient) in found.items():
+            torch.testing.assert_close(gradient, expected[name][1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +79,10 @@ def test_hsdp_reduces_as_often_as_it_is_told(accumulate, scattered, exchanged):
         (4, {"reshard_after_forward": 2}),
         (2, {"reshard_after_forward": "never"}),
         (4, {"pp": 2, "reshard_after_forward": "always"}),
-        pytest.param(4, {"cp": 2, "reshard_after_forward": 2}, marks=pytest.mark.slow),
-        pytest.param(8, {"dp_replicate": 2, "reshard_after_forward": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"cp": 2, "reshard_after_forward": 2}, marks=SLOW),
+        pytest.param(8, {"dp_replicate": 2, "reshard_after_forward": 2}, marks=SLOW),
         (2, {"cpu_offload": True}),
-        pytest.param(4, {"pp": 2, "cpu_offload": True}, marks=pytest.mark.slow),
+        pytest.param(4, {"pp": 2, "cpu_offload": True}, marks=SLOW),
     ],
     ids=str,
 )
