@@ -98,7 +98,7 @@ def compiled_gradients_on(*args):
     return gradients_on(*args)
 
 
-QUICK = [("fsdp2", "selective"), ("tp2", "full"), ("cp2", "selective"), ("pp2-izb", "full")]
+QUICK = [("fsdp2", "selective"), ("tp2", "full"), ("cp2", "selective"), ("pp2", "full")]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ QUICK = [("fsdp2", "selective"), ("tp2", "full"), ("cp2", "selective"), ("pp2-iz
         pytest.param(layout, mode, marks=[] if (layout, mode) in QUICK else [pytest.mark.slow])
         for layout in LAYOUTS
         for mode in ("full", "selective")
-        if mode == "full" or LAYOUTS[layout][1].get("pp_schedule") not in SPLIT_BACKWARD_SCHEDULES
+        if LAYOUTS[layout][1].get("pp_schedule") not in SPLIT_BACKWARD_SCHEDULES
     ],
 )
 def test_gradients_with_checkpointing(layout, mode):

@@ -21,10 +21,10 @@ from torchmars.parallel.checks import check_layout
         (
             {
                 "parallelism": {"pp": 2, "pp_schedule": "DualPipeV"},
-                "activation_checkpoint": {"mode": "selective"},
+                "activation_checkpoint": {"mode": "full"},
             },
             2,
-            'activation_checkpoint.mode = "selective" does not go with parallelism.pp_schedule',
+            'activation_checkpoint.mode = "full" does not go with parallelism.pp_schedule',
         ),
         (
             {

@@ -81,7 +81,7 @@ def cut_model(model: Model, blocks: range, first: bool, last: bool) -> None:
 
 
 class WholeBackwardStage(PipelineStage):
-    """A stage that reduces gradients as `parallelism.accumulate` says.
+    """A stage that accumulates gradients as `parallelism.accumulate` says.
 
     torch's own keeps the whole gradient, and the weights gathered, to the end of a step. It has to
     where gradients of inputs and of weights are computed apart: FSDP's hooks see neither then.
