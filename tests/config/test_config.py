@@ -177,6 +177,34 @@ def test_groups_of_the_optimizer(tmp_path):
         (["--schedule.min_lr", "1"], "schedule.min_lr = 1.0 is above optimizer.lr"),
         (["--schedule.decay_steps", "5"], "schedule.decay_steps has no meaning"),
         (["--parallelism.dp_shard", "0"], "parallelism.dp_shard must be -1"),
+        (
+            ["--parallelism.reshard_after_forward", "sometimes"],
+            'reshard_after_forward must be one of "auto", "always", "never", or a whole number',
+        ),
+        (["--parallelism.reshard_after_forward", "0"], "at least 1, got 0"),
+        (
+            ["--parallelism.reshard_after_forward", "2", "--parallelism.tp", "2"],
+            "reshard_after_forward = 2 does not go with parallelism.tp",
+        ),
+        (
+            [
+                *("--parallelism.pp", "2", "--parallelism.pp_schedule", "DualPipeV"),
+                *("--parallelism.reshard_after_forward", "always"),
+            ],
+            "reshard_after_forward = 'always' does not go with parallelism.pp_schedule",
+        ),
+        (
+            [
+                *("--parallelism.pp", "2", "--parallelism.pp_schedule", "InterleavedZeroBubble"),
+                *("--parallelism.accumulate", "sharded"),
+            ],
+            "accumulate = 'sharded' does not go with parallelism.pp_schedule",
+        ),
+        (
+            ["--activation_checkpoint.mode", "memory_budget"],
+            'activation_checkpoint.mode = "memory_budget" needs training.compile',
+        ),
+        (["--activation_checkpoint.every", "2"], "activation_checkpoint.every has no meaning"),
         (["--run.name", "a/b"], "run.name must be one folder name"),
         (["--data.corpus", "text"], "data.files is empty"),
         (["--data.files", "a"], "data.files has no meaning"),

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from torchmars.config import Degrees, ModelConfig, ParallelismConfig, TrainingConfig
+from torchmars.config import (
+    ActivationCheckpointConfig,
+    Degrees,
+    ModelConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
@@ -220,7 +226,8 @@ def losses_under_mixed_precision(windows):
     """Return the losses of the sharded model in bfloat16."""
     layout = Layout.create(torch.device("cpu"), Degrees())
     part = Part(model_of(ARGS), True, True, SequencePart(), tp=1)
-    parallelize(part, layout, ParallelismConfig(), TrainingConfig(dtype="bfloat16"))
+    training, kept = TrainingConfig(dtype="bfloat16"), ActivationCheckpointConfig()
+    parallelize(part, layout, ParallelismConfig(), training, kept)
     return part(windows[:, :-1], windows[:, 1:]).detach()
 
 

@@ -2,7 +2,13 @@
 
 import pytest
 
-from torchmars.config import Config, ModelConfig, ParallelismConfig, TrainingConfig
+from torchmars.config import (
+    ActivationCheckpointConfig,
+    Config,
+    ModelConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
@@ -11,12 +17,13 @@ SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 32}
 LLAMA = {"name": "llama", "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 96, "n_layer": 4}
 
 
-def check(ranks, model=SIZE, training=None, **parallelism):
+def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
     training = {"seq_len": 32, "global_batch_size": 16} | (training or {})
     config = Config(
         model=ModelConfig(**model),
         training=TrainingConfig(**training),
         parallelism=ParallelismConfig(**parallelism),
+        activation_checkpoint=ActivationCheckpointConfig(**(activations or {})),
     )
     whole = build_meta_model(config.model, 256, config.training.seq_len)
     config.parallelism.check()
@@ -62,6 +69,30 @@ def check(ranks, model=SIZE, training=None, **parallelism):
             },
             "cannot deal out 5 microbatches in rounds",
         ),
+        (
+            2,
+            {"pp": 2, "pp_schedule": "ZBVZeroBubble", "training": {"compile": True}},
+            "training.compile does not go with parallelism.pp_schedule",
+        ),
+        (
+            2,
+            {"pp": 2, "pp_schedule": "DualPipeV", "activations": {"mode": "full"}},
+            'activation_checkpoint.mode = "full" does not go with parallelism.pp_schedule',
+        ),
+        (
+            2,
+            {"tp": 2, "training": {"compile": True}, "activations": {"mode": "full"}},
+            'activation_checkpoint.mode = "full" does not go with training.compile',
+        ),
+        (
+            12,
+            {
+                "dp_replicate": 2,
+                "reshard_after_forward": 4,
+                "training": {"global_batch_size": 12},
+            },
+            "reshard_after_forward = 4 does not divide the 6 ranks",
+        ),
         (4, {"tp": 3}, "tp = 3 times parallelism.dp_shard = 1 does not make 4 ranks"),
     ],
 )
@@ -78,6 +109,9 @@ def test_what_does_not_fit_is_named(ranks, settings, message):
         (8, {"pp": 2, "tp": 2, "cp_method": "ulysses", "cp": 2}),
         (2, {"pp": 2, "pp_blocks": (1, 3)}),
         (2, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),
+        (2, {"pp_schedule": "ZBVZeroBubble", "activations": {"mode": "full"}}),  # no pipeline
+        (2, {"pp": 2, "training": {"compile": True}, "activations": {"mode": "selective"}}),
+        (8, {"cp": 2, "reshard_after_forward": 4}),  # weights are sharded over cp too
     ],
 )
 def test_what_fits_is_accepted(ranks, settings):

@@ -10,7 +10,7 @@ from tests.models.test_gpt2 import ARGS
 from tests.models.test_llama import ARGS as LLAMA
 from tests.support.layouts import LAYOUTS, by_ranks
 from tests.support.ranks import run_ranks
-from torchmars.config import ParallelismConfig, TrainingConfig
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
@@ -38,13 +38,13 @@ def plain_gradients(name):
     }
 
 
-def gradients_on(name, parallelism, training):
+def gradients_on(name, parallelism, training, activations):
     """The same of the parts of this rank: the mean loss, and weights and gradients gathered."""
     world = torch.distributed.get_world_size()
     layout = Layout.create(torch.device("cpu"), parallelism.degrees(world))
     with torch.device("meta"):
         whole = MODELS[name]()
-    model = ParallelModel(whole, parallelism, training, layout, torch.device("cpu"))
+    model = ParallelModel(whole, parallelism, training, activations, layout, torch.device("cpu"))
     model.init_weights(seed=0)
     data = layout.data
     size, _ = training.microbatches(data.size, parallelism.stages)
@@ -64,34 +64,52 @@ def gathered(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def check(cases):
-    """Compare all `cases`, pairs of a model's and a layout's name, with the plain model."""
-    for ranks, layouts in by_ranks(list(dict.fromkeys(layout for _, layout in cases))).items():
-        chosen = [(name, layout) for name, layout in cases if layout in layouts]
-        # Two microbatches of a rank at least, for a pipeline as many as it has stages.
-        training = TrainingConfig(
-            global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=8 // ranks // 2 or 1
-        )
-        arguments = [
-            (name, ParallelismConfig(**LAYOUTS[layout][1]), training) for name, layout in chosen
-        ]
-        results = run_ranks(gradients_on_each, ranks, arguments)
-        for (name, layout), found in zip(chosen, zip(*results)):
-            check_gradients(name, layout, found)
+def training_on(ranks, compile=False):
+    """A rank has several microbatches where the batch has enough."""
+    return TrainingConfig(
+        global_batch_size=8,
+        seq_len=24,
+        dtype="float32",
+        microbatch_size=8 // ranks // 2 or 1,
+        compile=compile,
+    )
 
 
-def check_gradients(name, layout, results):
+def compare(name, results, where):
+    """Compare what ranks have found with one plain model."""
     expected_loss, expected = plain_gradients(name)
     seen = set()
     for loss, found in results:
-        assert loss == pytest.approx(expected_loss, rel=1e-6), (name, layout)
+        assert loss == pytest.approx(expected_loss, rel=1e-6), where
         for weight, (value, gradient) in found.items():
-            where = f"{name}, {layout}: {weight}"
-            assert torch.equal(value, expected[weight][0]), where
+            assert torch.equal(value, expected[weight][0]), (weight, where)
             error = (gradient - expected[weight][1]).norm() / expected[weight][1].norm()
-            assert error < 1e-5, where
+            assert error < 1e-5, (weight, where)
         seen |= found.keys()
-    assert seen == expected.keys(), (name, layout)
+    assert seen == expected.keys(), where
+
+
+def check_gradients(name, ranks, settings, activations=None, compile=False, function=gradients_on):
+    """Let `function`, which is like `gradients_on`, run on ranks; compare with one plain model."""
+    parallelism = ParallelismConfig(**settings)
+    checkpointing = ActivationCheckpointConfig(**(activations or {}))
+    training = training_on(ranks, compile)
+    results = run_ranks(function, ranks, name, parallelism, training, checkpointing)
+    compare(name, results, settings)
+
+
+def check_layouts(cases):
+    """Compare `cases`, pairs of a model's and a layout's name, each size in one process group."""
+    for ranks, layouts in by_ranks(list(dict.fromkeys(layout for _, layout in cases))).items():
+        chosen = [(name, layout) for name, layout in cases if layout in layouts]
+        training, keep_all = training_on(ranks), ActivationCheckpointConfig()
+        arguments = [
+            (name, ParallelismConfig(**LAYOUTS[layout][1]), training, keep_all)
+            for name, layout in chosen
+        ]
+        results = run_ranks(gradients_on_each, ranks, arguments)
+        for (name, layout), found in zip(chosen, zip(*results)):
+            compare(name, found, layout)
 
 
 # Each technique with a model in which it has most to get wrong: GPT-2 has a tied table and fused
@@ -109,10 +127,10 @@ QUICK = [
 
 
 def test_gradients_are_those_of_one_plain_model():
-    check(QUICK)
+    check_layouts(QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_on_every_layout(name):
-    check([(name, layout) for layout in LAYOUTS])
+    check_layouts([(name, layout) for layout in LAYOUTS])

@@ -5,7 +5,7 @@ import torch
 
 from tests.parallel.test_gradients import gradients_on, plain_gradients
 from tests.support.ranks import run_ranks
-from torchmars.config import ParallelismConfig, TrainingConfig
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,9 @@ def test_gradients_are_those_of_one_rank(settings, tolerance):
     training = TrainingConfig(
         global_batch_size=8, seq_len=24, microbatch_size=2, **({"dtype": "float32"} | settings)
     )
+    kept = ActivationCheckpointConfig()
     _, expected = plain_gradients("gpt2")
-    for _, found in run_ranks(gradients_on, 2, "gpt2", ParallelismConfig(), training):
+    for _, found in run_ranks(gradients_on, 2, "gpt2", ParallelismConfig(), training, kept):
         assert found.keys() == expected.keys()
         for name, (weight, gradient) in found.items():
             assert weight.dtype == gradient.dtype == torch.float32

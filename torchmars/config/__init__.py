@@ -1,5 +1,6 @@
 """Every setting of a run: one file and one dataclass for each section of the TOML file."""
 
+from torchmars.config.activations import ActivationCheckpointConfig
 from torchmars.config.checkpoint import CheckpointConfig
 from torchmars.config.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.data import DataConfig, ResolvedData
@@ -22,6 +23,7 @@ from torchmars.config.validation import ValidationConfig
 
 __all__ = [
     "MARS_RULES",
+    "ActivationCheckpointConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",

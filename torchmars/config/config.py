@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
 from typing import Annotated, Any
 
+from torchmars.config.activations import ActivationCheckpointConfig
 from torchmars.config.checkpoint import CheckpointConfig
 from torchmars.config.data import DataConfig, ResolvedData
 from torchmars.config.fields import Mark, require
@@ -33,6 +34,9 @@ class Config:
     optimizer: Annotated[OptimizerConfig, Mark.REPORTED] = field(default_factory=OptimizerConfig)
     schedule: Annotated[ScheduleConfig, Mark.REPORTED] = field(default_factory=ScheduleConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(
+        default_factory=ActivationCheckpointConfig
+    )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guards: Annotated[GuardsConfig, Mark.REPORTED] = field(default_factory=GuardsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -44,8 +48,18 @@ class Config:
         Raises `UserError` for settings that do not go together.
         """
         data = self.data.resolve()
-        for section in (self.training, self.schedule, self.parallelism, self.checkpoint):
+        for section in (
+            self.training,
+            self.schedule,
+            self.parallelism,
+            self.activation_checkpoint,
+            self.checkpoint,
+        ):
             section.check()
+        require(
+            self.activation_checkpoint.mode != "memory_budget" or self.training.compile,
+            'activation_checkpoint.mode = "memory_budget" needs training.compile: set that too',
+        )
         optimizer = self.optimizer.resolve()
         schedule = self.schedule.resolve(self.training.steps)
         require(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from torchmars.config.fields import Positive, require
-from torchmars.core.bounds import Range
+from torchmars.core.bounds import Range, WordOrNumber
 
 PipelineSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -15,6 +15,8 @@ SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 # The gradients of inputs and of weights are computed apart.
 SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
+Accumulation = Literal["sharded", "reduced", "whole"]
+Resharding = int | Literal["auto", "always", "never"]
 
 
 class Degrees(NamedTuple):
@@ -58,12 +60,49 @@ class ParallelismConfig:
     """Blocks of each pipeline stage, from the first to the last. Default: cut by cost; one stage
     on each rank for GPipe and 1F1B, two for the others. Their number is a multiple of pp."""
 
+    reshard_after_forward: Annotated[Resharding, WordOrNumber(("auto", "always", "never"))] = "auto"
+    """Whether a block frees the weights that it gathered after the forward pass, and gathers them
+    again for the backward pass. auto: yes, but not in a pipeline, where each microbatch would
+    gather them. always: also the weights outside of blocks. never. A number: yes, but groups of so
+    many ranks keep them together, and gather them among themselves."""
+    accumulate: Literal["auto"] | Accumulation = "auto"
+    """What the ranks keep of a gradient from one microbatch to the next. sharded: each rank its
+    shard; copies of the model exchange theirs at the last microbatch. reduced: each rank its shard,
+    which copies exchange every time. whole: each rank the whole gradient of the weights that it
+    computes with: most memory, least traffic. auto: sharded, but whole in pipelines that split the
+    backward pass, which cannot do otherwise."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in the memory of the CPU, where the optimizer
+    then computes. The GPU has the weights of a block only while it computes with them."""
+
     def check(self) -> None:
-        """Raise `UserError` for a dp_shard that is neither -1 nor a size, and for odd stages."""
+        """Raise `UserError` for a dp_shard that is neither -1 nor a size, and for odd stages.
+
+        Likewise for what the schedule of a pipeline cannot do.
+        """
         require(
             self.dp_shard == -1 or self.dp_shard >= 1,
             f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}",
         )
+        # FSDP2 makes groups of the ranks of one mesh, and waits for all ranks of the run (torch
+        # 2.11 to 2.13).
+        require(
+            not isinstance(self.reshard_after_forward, int) or self.tp == self.pp == 1,
+            f"parallelism.reshard_after_forward = {self.reshard_after_forward!r} does not go with "
+            'parallelism.tp and parallelism.pp: choose "auto"',
+        )
+        if self.splits_backward:
+            splits = f'parallelism.pp_schedule = "{self.pp_schedule}", which splits the backward'
+            require(
+                self.reshard_after_forward in ("auto", "never"),
+                f"parallelism.reshard_after_forward = {self.reshard_after_forward!r} does not go "
+                f'with {splits} pass: choose "auto"',
+            )
+            require(
+                self.accumulate in ("auto", "whole"),
+                f"parallelism.accumulate = {self.accumulate!r} does not go with {splits} pass: "
+                'choose "auto"',
+            )
         if self.pp_blocks is None:
             return
         count = len(self.pp_blocks)
@@ -78,6 +117,25 @@ class ParallelismConfig:
             f"parallelism.pp_blocks names {count} stages for parallelism.pp = {self.pp}: "
             f"{self.pp_schedule} takes {wanted}",
         )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a pipeline computes the gradients of inputs and of weights apart."""
+        return self.pp > 1 and self.pp_schedule in SPLIT_BACKWARD_SCHEDULES
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """What `accumulate` says, where it is "auto" too."""
+        if self.accumulate != "auto":
+            return self.accumulate
+        return "whole" if self.splits_backward else "sharded"
+
+    @property
+    def blocks_reshard(self) -> bool | int:
+        """What `reshard_after_forward` says of blocks, as FSDP2 takes it."""
+        if isinstance(self.reshard_after_forward, int):
+            return self.reshard_after_forward
+        return {"auto": self.pp == 1, "always": True, "never": False}[self.reshard_after_forward]
 
     @property
     def stages(self) -> int:

@@ -44,6 +44,29 @@ class Range(Bounds):
 
 
 @dataclass(frozen=True)
+class WordOrNumber(Bounds):
+    """Bounds of a value that is one of some words, or else a number of at least 1."""
+
+    words: tuple[str, ...]
+
+    def check(self, value: Any) -> Any:
+        """Return such a value. Raises `ValueError` for another one."""
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not number and value not in self.words:
+            words = ", ".join(f'"{word}"' for word in self.words)
+            raise ValueError(
+                f"must be one of {words}, or a whole number of at least 1, got {value!r}"
+            )
+        return value
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return this check alone: pydantic's errors would name both types."""
+        return core_schema.no_info_plain_validator_function(self.check)
+
+
+@dataclass(frozen=True)
 class Name(Bounds):
     """Bounds of a text that names one `kind`, "file" or "folder", without the folders above it."""
 

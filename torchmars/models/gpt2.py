@@ -108,7 +108,7 @@ class GPT2(Model):
         super().__init__()
         self.args = args
         self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
-        self.heads = args.n_head, args.n_head
+        self.heads, self.dropout = (args.n_head, args.n_head), args.dropout
         self.tok_embed = nn.Embedding(args.vocab_size, args.n_embd)
         self.pos_embed = nn.Embedding(args.seq_len, args.n_embd)
         self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})

@@ -45,6 +45,8 @@ class Model(nn.Module, ABC):
     """Rows of the token table: the vocabulary and its padding."""
     heads: tuple[int, int]
     """Heads of the queries, and of the keys and values."""
+    dropout: float = 0.0
+    """Probability of dropout in training."""
 
     @classmethod
     @abstractmethod

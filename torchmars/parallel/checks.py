@@ -17,6 +17,7 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     check_tensors(degrees, model)
     check_sequences(config, degrees, model)
     check_pipeline(config, degrees, model)
+    check_memory(config, degrees)
 
 
 def check_tensors(degrees: Degrees, model: Model) -> None:
@@ -59,4 +60,40 @@ def check_pipeline(config: Config, degrees: Degrees, model: Model) -> None:
             f"{parallelism.pp_schedule} cannot deal out {microbatches} microbatches in rounds of "
             f"parallelism.pp = {degrees.pp}: choose training.microbatch_size so that their number "
             f"is a multiple of {degrees.pp}",
+        )
+
+
+def check_memory(config: Config, degrees: Degrees) -> None:
+    """Raise `UserError` for ways to save memory, or to compile, that fail under a technique."""
+    parallelism = config.parallelism
+    require(
+        not (config.training.compile and parallelism.splits_backward),
+        f"training.compile does not go with parallelism.pp_schedule = "
+        f'"{parallelism.pp_schedule}", which splits the backward pass: choose "1F1B" or '
+        '"Interleaved1F1B", or do not compile',
+    )
+    # torch fails with "selective". With "full" it computes a block up to eight times: once more for
+    # each of its weights.
+    require(
+        config.activation_checkpoint.mode == "none" or not parallelism.splits_backward,
+        f'activation_checkpoint.mode = "{config.activation_checkpoint.mode}" does not go with '
+        f'parallelism.pp_schedule = "{parallelism.pp_schedule}", which splits the backward pass: '
+        'choose "1F1B" or "Interleaved1F1B"',
+    )
+    # torch 2.13 fails: of a block without a tensor to keep, it keeps the mesh.
+    require(
+        not (
+            config.activation_checkpoint.mode == "full"
+            and config.training.compile
+            and degrees.tp > 1
+        ),
+        'activation_checkpoint.mode = "full" does not go with training.compile and '
+        f'parallelism.tp = {degrees.tp}: choose "selective"',
+    )
+    shards, size = degrees.dp_shard * degrees.cp, parallelism.reshard_after_forward
+    if isinstance(size, int):
+        require(
+            shards % size == 0,
+            f"parallelism.reshard_after_forward = {size} does not divide the {shards} ranks that "
+            'weights are sharded over: choose a divisor, or "always"',
         )

@@ -15,7 +15,8 @@ from torch.distributed._functional_collectives import (  # private, torch 2.11 t
     all_gather_tensor_autograd,
     all_to_all_single_autograd,
 )
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.13
 
 from torchmars.models import Model
 from torchmars.models.attention import CausalAttention
@@ -69,13 +70,23 @@ class GatheredAttention(CausalAttention):
                 queries,
                 k[:, :, :end],
                 v[:, :, :end],
-                attn_mask=causal_lower_right(chunk, end),
+                attn_mask=lower_right_mask(chunk, end),
                 dropout_p=dropout,
                 enable_gqa=k.shape[1] != q.shape[1],
             )
             for queries, end in zip((early, late), ends)
         ]
         return torch.cat(parts, dim=2)
+
+
+def lower_right_mask(queries: int, keys: int) -> CausalBias:
+    """Return the mask of the last `queries` of `keys` tokens, as attention takes it."""
+    if torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)
+    # It is a tensor, which modes of torch, such as selective activation checkpointing, would make
+    # one of another type.
+    with no_dispatch():
+        return causal_lower_right(queries, keys)
 
 
 class UlyssesAttention(CausalAttention):

@@ -1,31 +1,68 @@
 """FSDP2 and, over two axes, HSDP: weights in shards, gathered for compute."""
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from functools import partial
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from torchmars.config import ParallelismConfig
 from torchmars.parallel.part import Part
 
 
-def shard(part: Part, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool) -> None:
+def shard(part: Part, mesh: DeviceMesh, dtype: torch.dtype, parallelism: ParallelismConfig) -> None:
     """Shard `part` in place over `mesh`: one axis for FSDP, two (replicate, shard) for HSDP.
 
-    Each of its blocks and the rest become a unit. Its float32 weights are gathered in `dtype` for
-    compute, and its gradients are averaged over the ranks in float32. `reshard`: blocks free what
-    they gathered after the forward pass, and gather it again for the backward pass.
+    Each of its blocks and the rest become a unit. So do a token table and a head that are apart:
+    then neither is gathered while blocks compute. The float32 weights are gathered in `dtype` for
+    compute, and gradients are averaged over the ranks in float32.
     """
-    # Hidden states are in `dtype` already, since the embedding's weights are. The other inputs of
-    # blocks, such as the cosines of rotary positions, must stay as exact as they are.
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    model, blocks = part.model, parallelism.blocks_reshard
+    always = parallelism.reshard_after_forward == "always"
+    on_gpu = mesh.device_type == "cuda"
+    make_unit = partial(
+        fully_shard,
+        mesh=mesh,
+        # Hidden states are in `dtype` already, since the embedding's weights are. The other inputs
+        # of blocks, such as the cosines of rotary positions, must stay as exact as they are.
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        offload_policy=(
+            CPUOffloadPolicy(pin_memory=on_gpu) if parallelism.cpu_offload else OffloadPolicy()
+        ),
     )
-    for block in part.model.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(part, mesh=mesh, mp_policy=policy)
+    if model.output is not None:
+        # The backward pass begins with the head.
+        make_unit([model.norm, model.output], reshard_after_forward=always)
+    tied = part.last and model.output is None
+    if part.first and not tied:
+        make_unit(model.tok_embed, reshard_after_forward=blocks)
+    for block in model.blocks.values():
+        make_unit(block, reshard_after_forward=blocks)
+    make_unit(part, reshard_after_forward=always or None)
 
 
-def reduce_gradients(part: Part, last: bool) -> None:
-    """Let the next backward pass reduce gradients over the ranks on the `last` microbatch only."""
-    if isinstance(part, FSDPModule):
-        part.set_requires_gradient_sync(last)
-        part.set_is_last_backward(last)
+def set_reduction(part: nn.Module, parallelism: ParallelismConfig, last: bool) -> None:
+    """Set what the next backward pass does with gradients; `last`: of the last microbatch.
+
+    Weights that a forward pass leaves gathered stay so until then.
+    """
+    assert isinstance(part, FSDPModule)
+    kept = parallelism.accumulation
+    part.set_requires_gradient_sync(last or kept != "whole")
+    part.set_requires_all_reduce(last or kept == "reduced")
+    part.set_reshard_after_backward(last or parallelism.blocks_reshard is not False)
+    part.set_is_last_backward(last)
+
+
+def weight_device(parallelism: ParallelismConfig, device: torch.device) -> torch.device:
+    """Return where the weights of a rank that computes on `device` are, and so its optimizer."""
+    return torch.device("cpu") if parallelism.cpu_offload else device

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchmars.config import ParallelismConfig, TrainingConfig
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models import Model
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.context import SequencePart
-from torchmars.parallel.fsdp import reduce_gradients
+from torchmars.parallel.fsdp import set_reduction, weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import Part
 from torchmars.parallel.pipeline import Pipeline, blocks_of_stages, cut_model, stage_ranks
@@ -32,6 +32,7 @@ class ParallelModel:
         whole: Model,
         parallelism: ParallelismConfig,
         training: TrainingConfig,
+        activations: ActivationCheckpointConfig,
         layout: Layout,
         device: torch.device,
         memory: AbstractContextManager[object] | None = None,
@@ -41,6 +42,7 @@ class ParallelModel:
         `training` has its dtype resolved. Raises `UserError` if blocks do not make stages.
         """
         self.whole, self.layout, self.device = whole, layout, device
+        self.parallelism = parallelism
         cp, tp = layout.group("cp"), layout.group("tp")
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), tp.size
         pipeline, ranks = layout.group("pp"), stage_ranks(parallelism)
@@ -51,9 +53,9 @@ class ParallelModel:
                 model = deepcopy(whole)
                 cut_model(model, blocks, number == 0, number == last)
                 part = Part(model, number == 0, number == last, self.sequence, tp.size)
-                parallelize(part, layout, parallelism, training)
+                parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
-                    self.stages[number] = part.to_empty(device=device)
+                    self.stages[number] = part.to_empty(device=weight_device(parallelism, device))
         self.parts = list(self.stages.values())
         self.weights = self._weights()
         """The weights of which this rank has a part, by name."""
@@ -108,7 +110,7 @@ class ParallelModel:
         else:
             loss = torch.zeros((), device=self.device)
             for number, (tokens, targets) in enumerate(pairs, start=1):
-                reduce_gradients(self.parts[0], last=number == len(pairs))
+                set_reduction(self.parts[0], self.parallelism, last=number == len(pairs))
                 # All microbatches are of one size. So the mean of their means is that over all
                 # tokens.
                 part = self.parts[0](tokens, targets).mean() / len(pairs)

@@ -1,9 +1,13 @@
 """Pipeline parallelism: the stages of a model, where they are cut, and who works on them when."""
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward  # private, torch 2.11 to 2.13
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     get_schedule_class,
@@ -13,6 +17,7 @@ from torchmars.config import ParallelismConfig
 from torchmars.config.parallelism import V_SCHEDULES
 from torchmars.core.errors import UserError
 from torchmars.models import Model
+from torchmars.parallel.fsdp import set_reduction
 from torchmars.parallel.layout import RankGroup
 from torchmars.parallel.part import Part
 
@@ -75,6 +80,26 @@ def cut_model(model: Model, blocks: range, first: bool, last: bool) -> None:
             setattr(model, name, None)
 
 
+class WholeBackwardStage(PipelineStage):
+    """A stage that accumulates gradients as `parallelism.accumulate` says.
+
+    torch's own keeps the whole gradient, and the weights gathered, to the end of a step. It has to
+    where gradients of inputs and of weights are computed apart: FSDP's hooks see neither then.
+    """
+
+    def __init__(self, parallelism: ParallelismConfig, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parallelism = parallelism
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], None]:
+        """Make the backward pass of a microbatch; return the gradients of what the stage got."""
+        assert backward_type == "full"
+        set_reduction(self.submod, self.parallelism, last_backward)
+        return stage_backward(**bwd_kwargs), None
+
+
 class Pipeline:
     """The stages of this rank, and how all ranks of a pipeline run theirs together.
 
@@ -108,7 +133,12 @@ class Pipeline:
     def _torch_stage(self, number: int, part: Part, hidden: Tensor) -> PipelineStage:
         # Shapes are given: torch would find them by a forward and a backward pass of its own.
         tokens = torch.empty(hidden.shape[0], 1, dtype=torch.int64, device="meta")
-        return PipelineStage(
+        kind = (
+            PipelineStage
+            if self.config.splits_backward
+            else partial(WholeBackwardStage, self.config)
+        )
+        return kind(
             part,
             number,
             len(self.rank_of),

@@ -2,7 +2,8 @@
 
 import torch
 
-from torchmars.config import ParallelismConfig, TrainingConfig
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
+from torchmars.parallel.activations import checkpoint_blocks
 from torchmars.parallel.context import share_sequences
 from torchmars.parallel.fsdp import shard
 from torchmars.parallel.layout import Layout
@@ -11,21 +12,25 @@ from torchmars.parallel.tensor import cut_layers
 
 
 def parallelize(
-    part: Part, layout: Layout, parallelism: ParallelismConfig, training: TrainingConfig
+    part: Part,
+    layout: Layout,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+    activations: ActivationCheckpointConfig,
 ) -> None:
     """Put a part of a model on its ranks, in place.
 
-    Its layers are cut over tp, its sequences over cp, its blocks compiled if that is asked for, and
-    its weights sharded. It computes in `training.dtype`, which is resolved; weights stay float32.
+    Its layers are cut over tp, its sequences over cp. Its blocks keep for the backward pass what
+    `activations` says, and are compiled if that is asked for. Its weights are sharded. It computes
+    in `training.dtype`, which is resolved; weights stay float32.
     """
     model = part.model
     if layout.group("tp").size > 1:
         cut_layers(model, layout.tensor_mesh)
     if layout.group("cp").size > 1:
         share_sequences(model, layout.group("cp").process_group, parallelism.cp_method)
+    checkpoint_blocks(model, activations)
     if training.compile:
         for block in model.blocks.values():
             block.compile()
-    # A stage would gather its blocks for each microbatch.
-    reshard = layout.group("pp").size == 1
-    shard(part, layout.shard_mesh, getattr(torch, training.dtype), reshard)
+    shard(part, layout.shard_mesh, getattr(torch, training.dtype), parallelism)

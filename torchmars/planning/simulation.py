@@ -68,7 +68,13 @@ def simulate_step(config: ResolvedConfig, layout: Layout, vocab_size: int) -> Si
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     eager = replace(training, compile=False)
     model = ParallelModel(
-        whole, config.parallelism, eager, layout, torch.device("cpu"), memory=fake
+        whole,
+        config.parallelism,
+        eager,
+        config.activation_checkpoint,
+        layout,
+        torch.device("cpu"),
+        memory=fake,
     )
     # Not in the fake mode: the ranks compare their plans, which takes values.
     settings = config.optimizer, training.max_grad_norm, whole

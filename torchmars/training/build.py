@@ -16,6 +16,7 @@ from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.metrics.metrics import open_metrics
 from torchmars.models import build_meta_model
 from torchmars.optim.precision import multiplies_bfloat16
+from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer
@@ -33,7 +34,8 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
 
     Raises `UserError`, on every rank, for what the user got wrong.
     """
-    fast = all(layout.on_all(lambda: multiplies_bfloat16(layout.device)))
+    weights = weight_device(config.parallelism, layout.device)
+    fast = all(layout.on_all(lambda: multiplies_bfloat16(weights)))
     saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
     config = resolve_dtypes(config, layout.device, fast, saved)
 
@@ -52,7 +54,9 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         pin_memory=layout.device.type == "cuda",
     )
     whole = build_meta_model(config.model, data.vocab_size, training.seq_len)
-    model = ParallelModel(whole, config.parallelism, training, layout, layout.device)
+    model = ParallelModel(
+        whole, config.parallelism, training, config.activation_checkpoint, layout, layout.device
+    )
     model.init_weights(seed)
     settings = config.optimizer, training.max_grad_norm, whole
     optimizer, whole_optimizer = (

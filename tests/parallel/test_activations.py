@@ -1,0 +1,131 @@
+"""Activation checkpointing and compiled blocks: what is computed again, and the gradients."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
+
+from tests.parallel.test_gradients import (
+    MODELS,
+    WINDOWS,
+    check_gradients,
+    gradients_on,
+    plain_gradients,
+)
+from tests.support.layouts import LAYOUTS
+from torchmars.config import ActivationCheckpointConfig
+from torchmars.config.parallelism import SPLIT_BACKWARD_SCHEDULES
+from torchmars.models.initialize import init_weights
+from torchmars.parallel.activations import checkpoint_blocks
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations of torch that run while it is active, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.times[op._schema.name.removeprefix("aten::")] += 1
+        return op(*args, **(kwargs or {}))
+
+
+# Nothing is kept for the backward pass of what a block's last product gives. So of its four
+# products three are made again.
+@pytest.mark.parametrize(
+    "options,computed_again",
+    [
+        ({}, {}),
+        ({"mode": "full"}, {"gelu": 4, ATTENTION: 4, "mm": 4 * 3}),
+        ({"mode": "full", "every": 3}, {"gelu": 2, ATTENTION: 2, "mm": 2 * 3}),
+        ({"mode": "selective"}, {"gelu": 4}),
+    ],
+)
+def test_what_is_computed_again(options, computed_again):
+    model = MODELS["gpt2"]()
+    init_weights(model, seed=0)
+    names = [name for name, _ in model.named_parameters()]
+    checkpoint_blocks(model, ActivationCheckpointConfig(**options))
+    logits = model.head(model(WINDOWS[:, :-1]))
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), WINDOWS[:, 1:].flatten())
+    with OperationCounter() as backward:
+        loss.backward()
+    again = {
+        "gelu": backward.times["gelu"],
+        ATTENTION: backward.times[ATTENTION],
+        # Two for each of the 4 matrices of a block, and two for the head.
+        "mm": backward.times["mm"] - 2 * (4 * 4 + 1),
+    }
+    assert {name: times for name, times in again.items() if times} == computed_again
+    assert [name for name, _ in model.named_parameters()] == names
+    for name, (_, gradient) in plain_gradients("gpt2")[1].items():
+        assert torch.equal(model.get_parameter(name).grad, gradient), name
+
+
+def kept_bytes(**options):
+    """Bytes of the tensors that the forward pass keeps for the backward pass, weights aside."""
+    model = MODELS["gpt2"]()
+    checkpoint_blocks(model, ActivationCheckpointConfig(**options))
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model(WINDOWS[:, :-1])
+    assert hidden.requires_grad
+    return sum(size for place, size in kept.items() if place not in weights)
+
+
+def test_checkpointing_keeps_less():
+    every, half, none = kept_bytes(mode="full"), kept_bytes(mode="full", every=2), kept_bytes()
+    block_input = WINDOWS[:, :-1].numel() * MODELS["gpt2"]().width * 4
+    assert every < 8 * block_input < half < none
+    assert half - every == pytest.approx((none - every) / 2, rel=0.05)
+
+
+def compiled_gradients_on(*args):
+    """As `gradients_on`, with blocks that are traced and cut in two, but not made into code."""
+    compile_block = nn.Module.compile
+    nn.Module.compile = lambda block: compile_block(block, backend="aot_eager_decomp_partition")
+    return gradients_on(*args)
+
+
+QUICK = [("FSDP 2", "selective"), ("TP 2", "full"), ("CP 2", "selective"), ("PP 2", "full")]
+
+
+@pytest.mark.parametrize(
+    "layout,mode",
+    [
+        pytest.param(layout, mode, marks=[] if (layout, mode) in QUICK else [pytest.mark.slow])
+        for layout in LAYOUTS
+        for mode in ("full", "selective")
+        if LAYOUTS[layout][1].get("pp_schedule") not in SPLIT_BACKWARD_SCHEDULES
+    ],
+)
+def test_gradients_with_checkpointing(layout, mode):
+    check_gradients("gpt2", *LAYOUTS[layout], activations={"mode": mode})
+
+
+@pytest.mark.parametrize(
+    "layout,mode",
+    [
+        pytest.param(
+            layout, mode, marks=[] if (layout, mode) == ("TP 2", "selective") else pytest.mark.slow
+        )
+        for layout in LAYOUTS
+        for mode in ("none", "full", "selective", "memory_budget")
+        if LAYOUTS[layout][1].get("pp_schedule") not in SPLIT_BACKWARD_SCHEDULES
+        and not (mode == "full" and "tp" in LAYOUTS[layout][1])
+    ],
+)
+def test_gradients_of_compiled_blocks(layout, mode):
+    options = {"mode": mode} | ({"memory_budget": 0.0} if mode == "memory_budget" else {})
+    check_gradients("gpt2", *LAYOUTS[layout], options, compile=True, function=compiled_gradients_on)

@@ -1,0 +1,58 @@
+"""Activation checkpointing: blocks that compute again, in the backward pass, what they threw away.
+
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config  # private, torch 2.11 to 2.13: the memory budget has no other name
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from torchmars.config import ActivationCheckpointConfig
+from torchmars.models import Model
+
+# What "selective" keeps: results that are dear to compute for their size. Which operation attention
+# is depends on the device, the dtype and the mask.
+KEPT_OPERATIONS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._efficient_attention_forward.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+]
+
+
+def checkpoint_blocks(model: Model, config: ActivationCheckpointConfig) -> None:
+    """Let the blocks of `model` that `config` names compute again what they do not keep, in place.
+
+    Blocks are counted in the whole model, so that the layout does not change which ones it is.
+    Names of parameters stay as they are. A memory budget is for all that is compiled from now on.
+    """
+    if config.mode == "memory_budget":
+        torch._functorch.config.activation_memory_budget = config.memory_budget
+    if config.mode in ("none", "memory_budget"):
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.dropout > 0}
+    if config.mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS)
+    for number, block in model.blocks.items():
+        if int(number) % config.every == 0:
+            checkpoint_block(block, options)
+
+
+def checkpoint_block(block: nn.Module, options: dict[str, Any]) -> None:
+    """Put `torch.utils.checkpoint.checkpoint` with its `options` around a block's forward pass."""
+    forward = block.forward
+
+    def checkpointed(*args: Any) -> Any:
+        return checkpoint(forward, *args, **options)
+
+    block.forward = checkpointed
