@@ -29,7 +29,7 @@ def advice(plan: Plan) -> Iterator[str]:
     yield from of_network(plan)
     yield from of_owners(plan)
     yield from of_tokens(plan)
-    rows, width = plan.simulation.model.whole.vocab_rows, plan.simulation.model.whole.width
+    rows, width = plan.whole.vocab_rows, plan.whole.width
     if plan.per_node and (rows % TILE or width % TILE):
         yield (
             f"vocabulary {rows} or width {width} is no multiple of {TILE}: "
@@ -62,7 +62,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
     if excess > 1.1:
         yield (
             f"matrices do not divide over dp_shard = {shards}: rank 0 has {excess:.2f} times its "
-            f"share; a dp_shard that divides the width {simulation.model.whole.width} evens it out"
+            f"share; a dp_shard that divides the width {plan.whole.width} evens it out"
         )
 
 

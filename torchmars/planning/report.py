@@ -12,7 +12,6 @@ from torchmars.training.summary import summary
 
 def report(plan: Plan) -> list[str]:
     """Return all of a plan: what the run is, what it takes, and what an expert would warn of."""
-    simulation = plan.simulation
     sections = {
         "memory": memory(plan),
         "disk": disk(plan),
@@ -20,7 +19,7 @@ def report(plan: Plan) -> list[str]:
         "owners": owners(plan),
         "tokens": list(tokens(plan)),
     }
-    lines = summary(plan.config, plan.layout, simulation.model.whole, simulation.whole_optimizer)
+    lines = summary(plan.config, plan.layout, plan.whole, plan.optimizer)
     for name, section in sections.items():
         lines += labelled(name, *section)
     return lines + [line for text in advice(plan) for line in labelled("warning", text)]
@@ -44,7 +43,7 @@ def memory(plan: Plan) -> list[str]:
 def disk(plan: Plan) -> list[str]:
     """Return what checkpoints take, on disk and in memory while they are written."""
     simulation, settings = plan.simulation, plan.config.checkpoint
-    size, kept = simulation.checkpoint, settings.keep_last
+    size, kept = plan.checkpoint, settings.keep_last
     total = f"{kept * size / GIB:,.1f} GiB for the {kept} that are kept" if kept else "all are kept"
     lines = [f"{size / GIB:,.2f} GiB ({size:,} bytes) a checkpoint, {total}"]
     if settings.async_save:
