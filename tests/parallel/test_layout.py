@@ -49,25 +49,37 @@ def groups_here(degrees):
         assert dist.get_rank(group.process_group) == group.rank and len(members) == group.size
         found[name] = members
     total = layout.mean_loss(torch.tensor(float(layout.group("loss").rank)))
-    return found, total, layout.norm_group is not None, layout.shard_mesh.mesh_dim_names
+    sharded = layout.shard_mesh
+    return found, total, layout.norm_group is not None, (sharded.mesh_dim_names, sharded.mesh)
 
 
 def test_every_axis_is_there_with_a_process_group():
     results = run_ranks(groups_here, 4, Degrees(dp_replicate=2, dp_shard=2))
-    for rank, (groups, mean, stages, names) in enumerate(results):
+    for rank, (groups, mean, stages, (names, _)) in enumerate(results):
         assert groups["world"] == groups["data"] == groups["loss"] == [0, 1, 2, 3]
         assert groups["pp"] == groups["cp"] == groups["tp"] == groups["ep"] == [rank]
+        assert groups["sample"] == [rank]
         assert groups["dp_shard"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert groups["dp_replicate"] == [rank % 2, rank % 2 + 2]
-        assert mean == 1.5 and not stages and names == ("dp_replicate", "dp_shard")
+        assert mean == 1.5 and not stages and names == ("dp_replicate", "fsdp")
 
 
 def test_ranks_of_a_pipeline_read_the_same_data_and_share_norms():
     results = run_ranks(groups_here, 4, Degrees(pp=2, dp_shard=2))
     for rank, (groups, mean, stages, _) in enumerate(results):
-        assert groups["data"] == groups["loss"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert groups["pp"] == [rank % 2, rank % 2 + 2] and stages
-        assert groups["random"] == [0, 1, 2, 3] and mean == 0.5
+        assert groups["data"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert groups["pp"] == groups["sample"] == [rank % 2, rank % 2 + 2] and stages
+        assert groups["loss"] == [0, 1, 2, 3]
+        assert mean == 0 + 1 + 2 + 3 - 3  # the sum of all over the two that have the last stage
+
+
+def test_fsdp_shards_over_context_too():
+    results = run_ranks(groups_here, 4, Degrees(dp_shard=2, cp=2))
+    for rank, (groups, mean, stages, (names, ranks)) in enumerate(results):
+        assert names == ("fsdp",) and ranks.tolist() == [0, 1, 2, 3] and not stages
+        assert groups["cp"] == groups["sample"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert groups["data"] == [rank % 2, rank % 2 + 2]
+        assert groups["loss"] == [0, 1, 2, 3] and mean == 1.5
 
 
 def simulated(world_size):

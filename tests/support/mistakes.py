@@ -222,7 +222,11 @@ def make_checkpoint(folder, steps=2):
     )
     init_weights(model.to_empty(device="cpu"), 0)
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save(model_state(model), storage_writer=dcp.FileSystemWriter(checkpoint), no_dist=True)
+        dcp.save(
+            model_state(model.state_dict()),
+            storage_writer=dcp.FileSystemWriter(checkpoint),
+            no_dist=True,
+        )
     files = {path.name: describe(path) for path in checkpoint.iterdir()}
     CheckpointManifest(
         step=steps,

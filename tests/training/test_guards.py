@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.commands import ROOT, Command
 from tests.support.ranks import run_ranks
@@ -25,7 +26,7 @@ from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config import GuardsConfig
 from torchmars.core.errors import EXIT_HUNG
 from torchmars.data.loader import Loader
-from torchmars.training import step as loss
+from torchmars.parallel import part
 from torchmars.training.guards import LossGuard, recent
 
 
@@ -54,17 +55,17 @@ def with_spike(tables, samples):
 
     Returns what this rank printed.
     """
-    step, losses_of, begin = Loader.step, loss.token_losses, [0]
+    step, losses_of, begin = Loader.step, part.cross_entropy, [0]
 
     def noted_step(self):
         begin[0] = self.position
         return step(self)
 
-    def token_losses(model, tokens):
-        spike = any(begin[0] <= sample < begin[0] + 16 for sample in samples) and model.training
-        return losses_of(model, tokens) * (10 if spike else 1)
+    def cross_entropy(logits, targets):
+        spike = any(begin[0] <= sample < begin[0] + 16 for sample in samples)
+        return losses_of(logits, targets) * (10 if spike and torch.is_grad_enabled() else 1)
 
-    Loader.step, loss.token_losses = noted_step, token_losses
+    Loader.step, part.cross_entropy = noted_step, cross_entropy
     return listen_here(tables)
 
 

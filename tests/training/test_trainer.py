@@ -22,9 +22,9 @@ from tests.support.tiny import (
 from torchmars.cluster import connection
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError
+from torchmars.parallel.model import ParallelModel
 from torchmars.training import trainer
 from torchmars.training.build import build_trainer
-from torchmars.training.step import backward
 
 LAYOUTS = {
     "one": (1, {}),
@@ -146,15 +146,15 @@ def fails(tables):
 
 def broken_from_step_3(tables):
     """Every gradient from step 3 on is not finite."""
-    calls = itertools.count()
+    calls, backward = itertools.count(), ParallelModel.backward
 
     def broken_backward(model, batch):
         loss = backward(model, batch)
         if next(calls) >= 2:
-            next(model.parameters()).grad.to_local().fill_(float("nan"))
+            next(iter(model.weights.values())).grad.to_local().fill_(float("nan"))
         return loss
 
-    trainer.backward = broken_backward
+    ParallelModel.backward = broken_backward
     return fails(tables)
 
 

@@ -11,21 +11,45 @@ from torchmars.core.bounds import Range
 class ModelConfig:
     """Which model is trained."""
 
-    name: Annotated[Literal["gpt2"], Mark.IDENTITY] = "gpt2"
-    """Model family."""
-    size: Annotated[Literal["nano", "small", "medium", "large", "xl"], Mark.IDENTITY] = "nano"
-    """Named size: nano (3M, for CPUs), small (124M), medium (354M), large (773M), xl (1.6B)."""
+    name: Annotated[Literal["gpt2", "llama"], Mark.IDENTITY] = "gpt2"
+    """Model family. llama: also Qwen2 and Qwen3."""
+    size: Annotated[str, Mark.IDENTITY] = "nano"
+    """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (354M), large (773M), xl (1.6B).
+    llama: nano (3M, for CPUs), 160m, those of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3
+    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b)."""
     n_layer: Annotated[Annotated[int, Range(1, 1_000)] | None, Mark.IDENTITY] = None
     """Number of blocks, instead of the named size's."""
     n_head: Annotated[Annotated[int, Range(1, 10_000)] | None, Mark.IDENTITY] = None
     """Attention heads of each block, instead of the named size's."""
+    n_kv_head: Annotated[Annotated[int, Range(1, 10_000)] | None, Mark.IDENTITY] = None
+    """llama: heads of the keys and values, each shared by n_head / n_kv_head queries, instead of
+    the named size's."""
+    head_dim: Annotated[Annotated[int, Range(2, 10_000)] | None, Mark.IDENTITY] = None
+    """llama: width of a head, instead of the named size's. That is n_embd / n_head; 128 for
+    Qwen3."""
     n_embd: Annotated[Annotated[int, Range(1, 1_000_000)] | None, Mark.IDENTITY] = None
     """Width, instead of the named size's."""
+    n_inner: Annotated[Annotated[int, Range(1, 10_000_000)] | None, Mark.IDENTITY] = None
+    """llama: width within the MLP, instead of the named size's."""
     vocab_size: Annotated[Annotated[int, Range(1, 10_000_000)] | None, Mark.IDENTITY] = None
     """Rows of the token table. Default: the tokenizer's vocabulary, rounded up to a multiple of
     64."""
+    rope_theta: Annotated[Annotated[float, Range(1, 1e12)] | None, Mark.IDENTITY] = None
+    """llama: base of the wavelengths of rotary positions, instead of the named size's."""
+    rope_scaling_factor: Annotated[Annotated[float, Range(1, 1_000)] | None, Mark.IDENTITY] = None
+    """llama: stretch the rotary wavelengths of more than 8,192 tokens by this, as Llama 3.1 does,
+    instead of the named size's. 1: leave them."""
+    norm_eps: Annotated[Annotated[float, Range(0, 1)] | None, Mark.IDENTITY] = None
+    """llama: added to the mean square in RMSNorm, instead of the named size's."""
+    qk_norm: Annotated[bool | None, Mark.IDENTITY] = None
+    """llama: normalise each head's query and key, as Qwen3 does, instead of the named size's."""
+    qkv_bias: Annotated[bool | None, Mark.IDENTITY] = None
+    """llama: biases of queries, keys and values, as in Qwen2, instead of the named size's."""
+    tied: Annotated[bool | None, Mark.IDENTITY] = None
+    """llama: let the token table be the head too, instead of the named size's."""
     scale_attn_by_inverse_layer_idx: Annotated[bool, Mark.IDENTITY] = False
-    """Divide attention logits also by the block's number, counted from 1. The published MARS runs
-    did."""
+    """gpt2: divide attention logits also by the block's number, counted from 1. The published MARS
+    runs did."""
     dropout: Annotated[float, Range(0, 0.99)] = 0.0
-    """Probability of dropout on embeddings, attention and both outputs of a block in training."""
+    """gpt2: probability of dropout on embeddings, attention and both outputs of a block in
+    training."""

@@ -4,11 +4,12 @@ import torch
 
 from torchmars.config import ModelConfig
 from torchmars.models.gpt2 import GPT2
+from torchmars.models.llama import Llama
 from torchmars.models.model import Model
 
 __all__ = ["MODELS", "Model", "build_meta_model", "build_model"]
 
-MODELS: dict[str, type[Model]] = {"gpt2": GPT2}
+MODELS: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
 
 
 def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:

@@ -15,6 +15,7 @@ from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.models.attention import CausalAttention
 from torchmars.models.model import Model, TensorParallelCut
+from torchmars.models.sizes import make_args
 
 SIZES: dict[str, dict[str, int]] = {
     "nano": {"n_layer": 4, "n_head": 4, "n_embd": 256},
@@ -23,7 +24,6 @@ SIZES: dict[str, dict[str, int]] = {
     "large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
     "xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
 }
-VOCABULARY_MULTIPLE = 64  # rows of the token table: matrix units like whole tiles
 
 
 @dataclass(frozen=True)
@@ -117,26 +117,13 @@ class GPT2(Model):
 
     @classmethod
     def from_config(cls, config: ModelConfig, vocab_size: int, seq_len: int) -> Self:
-        size = SIZES[config.size]
-        n_layer = config.n_layer or size["n_layer"]
-        n_head, n_embd = config.n_head or size["n_head"], config.n_embd or size["n_embd"]
-        if n_embd % n_head:
+        args = make_args(config, GPT2Args, SIZES, vocab_size, seq_len)
+        if args.n_embd % args.n_head:
             raise UserError(
-                f"model.n_embd = {n_embd} does not divide into model.n_head = {n_head} heads: "
-                f"choose a multiple of {n_head}"
+                f"model.n_embd = {args.n_embd} does not divide into model.n_head = {args.n_head} "
+                f"heads: choose a multiple of {args.n_head}"
             )
-        padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        return cls(
-            GPT2Args(
-                n_layer=n_layer,
-                n_head=n_head,
-                n_embd=n_embd,
-                vocab_size=config.vocab_size or padded,
-                seq_len=seq_len,
-                scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
-                dropout=config.dropout,
-            )
-        )
+        return cls(args)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.tok_embed(tokens) + self.pos_embed(positions)

@@ -88,7 +88,10 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of the initial values of a parameter; None: all are 1."""
+        """Return the standard deviation of the initial values of a parameter.
+
+        0: all are 0. None: all are 1.
+        """
 
     @abstractmethod
     def flops_per_token(self) -> int:

@@ -11,10 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchmars.optim.checks import check_hyperparameters, parameter_name
-from torchmars.optim.matrices import intervals
 from torchmars.optim.rules import RULES, current_name, state_fits, unscaling
 from torchmars.optim.rules.rule import State
-from torchmars.optim.tensors import local_part
+from torchmars.optim.tensors import local_intervals, local_part
 
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
 
@@ -145,12 +144,7 @@ def fill(target: Tensor, source: Tensor) -> None:
         local_part(target).copy_(local_part(source))
         return
     whole = source.full_tensor() if isinstance(source, DTensor) else source
-    if isinstance(target, DTensor):
-        mesh = target.device_mesh
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None  # a rank has state of its own meshes only
-        block = intervals(target.shape, mesh.shape, target.placements, coordinate)
-        whole = whole[tuple(slice(*interval) for interval in block)]
+    whole = whole[tuple(slice(*interval) for interval in local_intervals(target))]
     local_part(target).copy_(whole)
 
 

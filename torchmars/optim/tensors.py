@@ -4,10 +4,22 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchmars.optim.matrices import Interval, intervals
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, without gradient tracking."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def local_intervals(tensor: Tensor) -> tuple[Interval, ...]:
+    """Return which part of the whole tensor this rank has: an interval for each dim."""
+    if not isinstance(tensor, DTensor):
+        return tuple((0, size) for size in tensor.shape)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # a rank has parts of tensors of its own meshes only
+    return intervals(tensor.shape, mesh.shape, tensor.placements, coordinate)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -14,7 +14,11 @@ def shard(part: Part, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool) -> No
     compute, and its gradients are averaged over the ranks in float32. `reshard`: blocks free what
     they gathered after the forward pass, and gather it again for the backward pass.
     """
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Hidden states are in `dtype` already, since the embedding's weights are. The other inputs of
+    # blocks, such as the cosines of rotary positions, must stay as exact as they are.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for block in part.model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(part, mesh=mesh, mp_policy=policy)

@@ -55,11 +55,28 @@ def cut_layers(model: Model, mesh: DeviceMesh) -> None:
         parallelize_module(model.norm, mesh, whole)
 
 
+def cut_sizes(model: Model) -> dict[str, int]:
+    """Return the sizes that the ranks have to divide, by what they are in words."""
+    sizes = {}
+    for name, module in model.named_modules():
+        cut = cut_of(name, model.cuts)
+        if cut is not None and cut != "positions":
+            weight = module.get_parameter("weight")
+            side, size = ("columns", weight.shape[1]) if cut == "columns" else ("rows", len(weight))
+            sizes[f"{side} of {name}"] = size
+    return sizes
+
+
+def cut_of(name: str, cuts: dict[str, TensorParallelCut]) -> TensorParallelCut | None:
+    """Return how the module called `name` is cut."""
+    return next((cut for end, cut in cuts.items() if name.endswith(end)), None)
+
+
 def styles_of(
     name: str, module: nn.Module, cuts: dict[str, TensorParallelCut]
 ) -> list[ParallelStyle]:
     """Return how the module called `name` is cut: torch's styles, none for one without weights."""
-    cut = next((cut for end, cut in cuts.items() if name.endswith(end)), None)
+    cut = cut_of(name, cuts)
     if cut == "rows" and name == "output":
         return [ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)]
     if cut == "rows":

@@ -15,6 +15,7 @@ from torchmars.models import Model, build_meta_model
 from torchmars.optim import MARS
 from torchmars.optim.exchange import OwnerLoads
 from torchmars.optim.precision import multiplies_bfloat16
+from torchmars.parallel.checks import check_layout
 from torchmars.parallel.layout import Layout
 from torchmars.planning.simulation import Simulation, simulate_ranks
 from torchmars.training.optimizer import build_optimizer
@@ -38,6 +39,7 @@ def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int 
     data = read_manifest(folder) if (folder / "manifest.json").exists() else None
     vocab_size = data.vocab_size if data else TOKENIZERS[config.data.tokenizer].vocab_size
     whole = build_meta_model(config.model, vocab_size, config.training.seq_len)
+    check_layout(config, config.parallelism.degrees(world_size), whole)
     optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, whole)
     ranks = simulate_ranks(config, layout, whole)
     return Plan(config, layout, whole, optimizer, ranks, data, per_node)

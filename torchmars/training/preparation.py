@@ -14,8 +14,10 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
 from torchmars.data import shards
 from torchmars.data.prepare import prepare_shards
+from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model
+from torchmars.parallel.checks import check_layout
 from torchmars.training.optimizer import build_optimizer
 
 
@@ -25,7 +27,10 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     Raises `UserError` for anything that would end it at its start.
     """
     process.check_devices(ranks // nodes)
-    config.training.microbatches(config.parallelism.degrees(ranks).data)
+    degrees = config.parallelism.degrees(ranks)
+    vocab_size = TOKENIZERS[config.data.tokenizer].vocab_size
+    model = build_meta_model(config.model, vocab_size, config.training.seq_len)
+    check_layout(config, degrees, model)
     check_trackers(config.metrics)
     manifest = prepare_data(config)
     shards.check_shards(manifest, Path(config.data.path))
@@ -43,6 +48,7 @@ def prepare_data(config: ResolvedConfig) -> shards.DataManifest:
     Raises `UserError` if they do not fit the model or the batch.
     """
     folder, training = Path(config.data.path), config.training
+    build_meta_model(config.model, 1, training.seq_len)  # mistakes, before minutes of tokenising
     manifest = prepare_shards(config.data)
     model = build_meta_model(config.model, manifest.vocab_size, training.seq_len)
     shards.check_vocabulary(manifest, model.vocab_rows, folder)

@@ -1,0 +1,232 @@
+"""The Llama family against transformers' Llama, Qwen2 and Qwen3, and its published sizes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from torchmars.config import Degrees, ModelConfig, ParallelismConfig, TrainingConfig
+from torchmars.core.errors import UserError
+from torchmars.models import build_meta_model
+from torchmars.models.initialize import init_weights
+from torchmars.models.llama import SIZES, Llama, LlamaArgs, rotate, rotation
+from torchmars.optim.roles import roles
+from torchmars.parallel.context import SequencePart
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.loss import cross_entropy
+from torchmars.parallel.part import Part
+from torchmars.parallel.recipe import parallelize
+
+ARGS = LlamaArgs(
+    n_layer=3,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=64,
+    n_inner=96,
+    vocab_size=64,
+    seq_len=24,
+    rope_theta=500_000.0,
+)
+NAMES = {
+    "tok_embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "blocks": "model.layers",
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attn": "self_attn",
+    "mlp.proj": "mlp.down_proj",
+    "proj": "o_proj",
+    **{name: f"{name}_proj" for name in ("q", "k", "v", "gate", "up")},
+}
+VARIANTS = {
+    "llama": {},
+    "llama tied": {"tied": True},
+    "llama scaled": {"rope_scaling_factor": 8.0},
+    "llama one head each": {"n_kv_head": 4},
+    "qwen2": {"qkv_bias": True, "norm_eps": 1e-6},
+    "qwen3": {"qk_norm": True, "head_dim": 32, "norm_eps": 1e-6, "rope_theta": 1e6, "tied": True},
+}
+
+
+def their_name(name):
+    """The name that transformers' models give to a parameter."""
+    name = name.replace("mlp.proj", NAMES["mlp.proj"])
+    return ".".join(NAMES.get(part, part) for part in name.split("."))
+
+
+def model_of(args, seed=0):
+    """A model of random weights, biases and norms."""
+    model = Llama(args)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, float("norm" in name), 0.1, generator)
+    return model
+
+
+def reference(model, kind):
+    """The same model by transformers."""
+    transformers = pytest.importorskip("transformers")
+    args = model.args
+    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
+    if args.rope_scaling_factor != 1:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": args.rope_scaling_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    config = getattr(transformers, f"{kind}Config")(
+        num_hidden_layers=args.n_layer,
+        num_attention_heads=args.n_head,
+        num_key_value_heads=args.n_kv_head,
+        head_dim=args.head_width,
+        hidden_size=args.n_embd,
+        intermediate_size=args.n_inner,
+        vocab_size=args.vocab_size,
+        max_position_embeddings=10_000,
+        rms_norm_eps=args.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=args.tied,
+    )
+    other = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    theirs = dict(other.named_parameters())
+    ours = {their_name(name): parameter for name, parameter in model.named_parameters()}
+    assert theirs.keys() == ours.keys()
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            parameter.copy_(ours[name])
+    return other
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_transformers(variant):
+    model = model_of(dataclasses.replace(ARGS, **VARIANTS[variant]))
+    other = reference(model, variant.split()[0].capitalize())
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(64, (2, 24), generator=generator)
+    # Far from 0, where the angles of the long wavelengths matter.
+    positions = torch.stack([torch.arange(24), torch.arange(9000, 9024)])
+    mask = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
+    ours = model.head(model(tokens, positions))
+    theirs = other(tokens, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(ours.shape, generator=generator)
+    (ours * weights).mean().backward()
+    (theirs * weights).mean().backward()
+    gradients = {name: parameter.grad for name, parameter in other.named_parameters()}
+    for name, parameter in model.named_parameters():
+        expected = gradients[their_name(name)]
+        error = (parameter.grad - expected).norm() / expected.norm()
+        assert error < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    "size,vocabulary,parameters",
+    [
+        ("160m", 50257, 159_861_504),
+        ("1b", 128256, 1_235_814_400),
+        ("3b", 128256, 3_212_749_824),
+        ("8b", 128256, 8_030_261_248),
+        ("70b", 128256, 70_553_706_496),
+        ("405b", 128256, 405_853_388_800),
+        ("qwen3-0.6b", 151936, 596_049_920),
+        ("qwen3-1.7b", 151936, 1_720_574_976),
+        ("qwen3-4b", 151936, 4_022_468_096),
+        ("qwen3-8b", 151936, 8_190_735_360),
+        ("qwen3-14b", 151936, 14_768_307_200),
+        ("qwen3-32b", 151936, 32_762_123_264),
+    ],
+)
+def test_published_sizes(size, vocabulary, parameters):
+    model = build_meta_model(ModelConfig(name="llama", size=size), vocabulary, 8192)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert model.args.qk_norm == size.startswith("qwen3")
+    if vocabulary == 128256:
+        assert model.args.rope_scaling_factor == (32 if model.args.tied else 8)
+
+
+def test_fields_take_the_place_of_the_named_size():
+    config = ModelConfig(name="llama", size="qwen3-8b", n_layer=1, qk_norm=False, vocab_size=100)
+    model = build_meta_model(config, 50257, 32)
+    expected = SIZES["qwen3-8b"] | {
+        "n_layer": 1,
+        "qk_norm": False,
+        "vocab_size": 100,
+        "seq_len": 32,
+    }
+    assert model.args == LlamaArgs(**expected)
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        (
+            {"size": "7b"},
+            '"7b" is no size of model.name = "llama": did you mean "70b"? There are n',
+        ),
+        ({"name": "gpt2", "size": "8b"}, "There are nano, small, medium, large, xl"),
+        ({"name": "gpt2", "qk_norm": False}, 'qk_norm has no meaning for model.name = "gpt2"'),
+        ({"dropout": 0.1}, 'model.dropout has no meaning for model.name = "llama": remove it'),
+        ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx has no meaning"),
+        ({"n_head": 3, "n_kv_head": 1}, "n_embd = 256 does not divide into model.n_head = 3"),
+        ({"n_kv_head": 3}, "n_head = 4 does not divide into groups for model.n_kv_head = 3"),
+        ({"head_dim": 33}, "heads of width 33 cannot be rotated"),
+    ],
+)
+def test_shapes_that_cannot_be_built(fields, message):
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        build_meta_model(ModelConfig(**{"name": "llama"} | fields), 256, 32)
+
+
+def test_initial_weights():
+    model = Llama(dataclasses.replace(ARGS, qkv_bias=True, qk_norm=True))
+    init_weights(model, seed=5)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        else:
+            std = 0.02 / 6**0.5 if name.endswith("proj.weight") else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.1), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_roles(tied):
+    args = dataclasses.replace(ARGS, qkv_bias=True, qk_norm=True, tied=tied)
+    for name, role in roles(Llama(args)).items():
+        if name in ("tok_embed.weight", "output.weight"):
+            assert role == ("embedding" if name == "tok_embed.weight" else "head")
+        else:
+            is_vector = "norm" in name or name.endswith("bias")
+            assert role == ("vector" if is_vector else "matrix"), name
+
+
+def test_the_turn_of_a_bfloat16_head_is_rounded_once():
+    heads = torch.randn(2, 3, 24, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cos, sin = rotation(torch.arange(24), 16, 10_000.0)
+    exact = rotate(heads.double(), cos.double(), sin.double()).float()
+    turned = rotate(heads, cos, sin)
+    assert turned.dtype == torch.bfloat16
+    torch.testing.assert_close(turned.float(), exact, rtol=2**-8, atol=1e-6)
+    rounded = rotate(heads, cos.bfloat16(), sin.bfloat16()).float()
+    assert ((rounded - exact).abs() > 2**-8 * exact.abs() + 1e-6).any()
+
+
+def losses_under_mixed_precision(windows):
+    """Return the losses of the sharded model in bfloat16."""
+    layout = Layout.create(torch.device("cpu"), Degrees())
+    part = Part(model_of(ARGS), True, True, SequencePart(), tp=1)
+    parallelize(part, layout, ParallelismConfig(), TrainingConfig(dtype="bfloat16"))
+    return part(windows[:, :-1], windows[:, 1:]).detach()
+
+
+def test_mixed_precision_leaves_rotary_positions_exact():
+    windows = torch.randint(64, (2, 25), generator=torch.Generator().manual_seed(0))
+    plain = model_of(ARGS).bfloat16()
+    logits = plain.head(plain(windows[:, :-1]))
+    (sharded,) = run_ranks(losses_under_mixed_precision, 1, windows)
+    assert torch.equal(sharded, cross_entropy(logits, windows[:, 1:]))

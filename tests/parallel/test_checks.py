@@ -1,0 +1,84 @@
+"""Layouts that cannot be are refused in one line, before there are ranks."""
+
+import pytest
+
+from torchmars.config import Config, ModelConfig, ParallelismConfig, TrainingConfig
+from torchmars.core.errors import UserError
+from torchmars.models import build_meta_model
+from torchmars.parallel.checks import check_layout
+
+SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 32}
+LLAMA = {"name": "llama", "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 96, "n_layer": 4}
+
+
+def check(ranks, model=SIZE, training=None, **parallelism):
+    training = {"seq_len": 32, "global_batch_size": 16} | (training or {})
+    config = Config(
+        model=ModelConfig(**model),
+        training=TrainingConfig(**training),
+        parallelism=ParallelismConfig(**parallelism),
+    )
+    whole = build_meta_model(config.model, 256, config.training.seq_len)
+    config.parallelism.check()
+    check_layout(config, config.parallelism.degrees(ranks), whole)
+
+
+@pytest.mark.parametrize(
+    "ranks,settings,message",
+    [
+        (3, {"tp": 3}, "parallelism.tp = 3 does not divide the 4 attention heads"),
+        (4, {"tp": 4, "model": LLAMA}, "tp = 4 does not divide the 2 heads of keys and values"),
+        (
+            2,
+            {"tp": 2, "model": SIZE | {"vocab_size": 257}},
+            "tp = 2 does not divide the 257 rows of tok_embed",
+        ),
+        (
+            2,
+            {"tp": 2, "model": LLAMA | {"n_inner": 97}},
+            "tp = 2 does not divide the 97 rows of blocks.0.mlp.gate",
+        ),
+        (2, {"tp": 2, "training": {"seq_len": 31}}, "seq_len = 31 is no multiple of 2"),
+        (2, {"cp": 2, "training": {"seq_len": 30}}, "seq_len = 30 is no multiple of 4"),
+        (
+            8,
+            {"cp": 2, "tp": 4, "cp_method": "ulysses"},
+            "cp = 2 does not divide the 1 heads of each rank",
+        ),
+        (8, {"pp": 8}, "8 pipeline stages cannot share 4 blocks"),
+        (2, {"pp": 2, "pp_blocks": (1, 2)}, r"pp_blocks = \[1, 2\] deals out 3 blocks"),
+        (2, {"pp": 2, "pp_blocks": (1, 1, 2)}, "names 3 stages for parallelism.pp = 2: 1F1B"),
+        (
+            2,
+            {"pp": 2, "training": {"microbatch_size": 16}},
+            "make 1 microbatches .* fewer than the 2 stages",
+        ),
+        (
+            2,
+            {
+                "pp": 2,
+                "pp_schedule": "Interleaved1F1B",
+                "training": {"global_batch_size": 5, "microbatch_size": 1},
+            },
+            "cannot deal out 5 microbatches in rounds",
+        ),
+        (4, {"tp": 3}, "tp = 3 times parallelism.dp_shard = 1 does not make 4 ranks"),
+    ],
+)
+def test_what_does_not_fit_is_named(ranks, settings, message):
+    with pytest.raises(UserError, match=message):
+        check(ranks, **settings)
+
+
+@pytest.mark.parametrize(
+    "ranks,settings",
+    [
+        (8, {"tp": 2, "cp": 2}),
+        (4, {"tp": 2, "model": LLAMA}),
+        (8, {"pp": 2, "tp": 2, "cp_method": "ulysses", "cp": 2}),
+        (2, {"pp": 2, "pp_blocks": (1, 3)}),
+        (2, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),
+    ],
+)
+def test_what_fits_is_accepted(ranks, settings):
+    check(ranks, **settings)

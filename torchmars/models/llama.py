@@ -1,0 +1,261 @@
+"""The Llama family: Llama 3 and, by options, Qwen2 and Qwen3.
+
+Sources: Touvron et al. 2023 (arXiv 2302.13971) for the architecture; Grattafiori et al. 2024 (arXiv
+2407.21783) for Llama 3; Yang et al. 2024 and 2025 (arXiv 2407.10671, 2505.09388) for Qwen2 and
+Qwen3. The sizes are those of the published weights.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchmars.config import ModelConfig
+from torchmars.core.errors import UserError
+from torchmars.models.attention import CausalAttention
+from torchmars.models.model import Model, TensorParallelCut
+from torchmars.models.sizes import make_args
+
+
+def llama(n_layer: int, n_head: int, n_embd: int, n_inner: int, **more: Any) -> dict[str, Any]:
+    """Return a published size of Llama 3.1 or 3.2."""
+    shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "n_inner": n_inner}
+    return shape | {"n_kv_head": 8, "rope_theta": 500_000.0, "norm_eps": 1e-5} | more
+
+
+def qwen3(n_layer: int, n_head: int, n_embd: int, n_inner: int, **more: Any) -> dict[str, Any]:
+    """Return a published size of Qwen3."""
+    own = {"head_dim": 128, "qk_norm": True, "rope_theta": 1_000_000.0, "norm_eps": 1e-6}
+    return llama(n_layer, n_head, n_embd, n_inner) | own | more
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "nano": llama(4, 4, 256, 704, n_kv_head=2, rope_theta=10_000.0, tied=True),
+    "160m": llama(12, 12, 768, 2304, n_kv_head=4, rope_theta=10_000.0),
+    "1b": llama(16, 32, 2048, 8192, rope_scaling_factor=32.0, tied=True),
+    "3b": llama(28, 24, 3072, 8192, rope_scaling_factor=32.0, tied=True),
+    "8b": llama(32, 32, 4096, 14336, rope_scaling_factor=8.0),
+    "70b": llama(80, 64, 8192, 28672, rope_scaling_factor=8.0),
+    "405b": llama(126, 128, 16384, 53248, rope_scaling_factor=8.0),
+    "qwen3-0.6b": qwen3(28, 16, 1024, 3072, tied=True),
+    "qwen3-1.7b": qwen3(28, 16, 2048, 6144, tied=True),
+    "qwen3-4b": qwen3(36, 32, 2560, 9728, tied=True),
+    "qwen3-8b": qwen3(36, 32, 4096, 12288),
+    "qwen3-14b": qwen3(40, 40, 5120, 17408),
+    "qwen3-32b": qwen3(64, 64, 5120, 25600),
+}
+# Llama 3.1's scaling stretches wavelengths of more than ORIGINAL_CONTEXT / LOW tokens, leaves those
+# below ORIGINAL_CONTEXT / HIGH, and goes from one to the other between. All its sizes have these.
+ORIGINAL_CONTEXT, LOW, HIGH = 8192, 1.0, 4.0
+
+
+@dataclass(frozen=True)
+class LlamaArgs:
+    """Shape of a Llama: `n_layer` blocks of `n_head` heads and width `n_embd`."""
+
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    """Heads of the keys and values."""
+    n_embd: int
+    n_inner: int
+    """Width within the MLP."""
+    vocab_size: int
+    """Rows of the token table."""
+    seq_len: int
+    head_dim: int | None = None
+    """Width of a head. None: `n_embd / n_head`."""
+    rope_theta: float = 10_000.0
+    rope_scaling_factor: float = 1.0
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tied: bool = False
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    def check(self) -> None:
+        """Raise `UserError` for a shape that cannot be built."""
+        if self.head_dim is None and self.n_embd % self.n_head:
+            raise UserError(
+                f"model.n_embd = {self.n_embd} does not divide into model.n_head = {self.n_head} "
+                f"heads: choose a multiple of {self.n_head}, or set model.head_dim"
+            )
+        if self.head_width % 2:
+            raise UserError(
+                f"heads of width {self.head_width} cannot be rotated, since that is odd: set "
+                "model.head_dim to an even number"
+            )
+        if self.n_head % self.n_kv_head:
+            raise UserError(
+                f"model.n_head = {self.n_head} does not divide into groups for model.n_kv_head = "
+                f"{self.n_kv_head}: choose a multiple of {self.n_kv_head}"
+            )
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped queries."""
+
+    def __init__(self, args: LlamaArgs) -> None:
+        super().__init__()
+        self.head_width = args.head_width
+        q_width, kv_width = args.n_head * args.head_width, args.n_kv_head * args.head_width
+        self.q = nn.Linear(args.n_embd, q_width, bias=args.qkv_bias)
+        self.k = nn.Linear(args.n_embd, kv_width, bias=args.qkv_bias)
+        self.v = nn.Linear(args.n_embd, kv_width, bias=args.qkv_bias)
+        self.q_norm = nn.RMSNorm(args.head_width, args.norm_eps) if args.qk_norm else None
+        self.k_norm = nn.RMSNorm(args.head_width, args.norm_eps) if args.qk_norm else None
+        self.proj = nn.Linear(q_width, args.n_embd, bias=False)
+        self.attend = CausalAttention()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        # By the width of a head: a rank may have some of the heads only.
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.q, self.k, self.v)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        projected: Tensor = self.proj(y.transpose(1, 2).flatten(2))
+        return projected
+
+
+class MLP(nn.Module):
+    """SwiGLU: two layers side by side, the SiLU of one times the other, and a third (Shazeer 2020,
+    arXiv 2002.05202)."""
+
+    def __init__(self, args: LlamaArgs) -> None:
+        super().__init__()
+        self.gate = nn.Linear(args.n_embd, args.n_inner, bias=False)
+        self.up = nn.Linear(args.n_embd, args.n_inner, bias=False)
+        self.proj = nn.Linear(args.n_inner, args.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.proj(F.silu(self.gate(x)) * self.up(x))
+        return projected
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on a normalised copy of the residual stream."""
+
+    def __init__(self, args: LlamaArgs) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
+        self.attn = Attention(args)
+        self.mlp_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
+        self.mlp = MLP(args)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), cos, sin, mask)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(Model):
+    """A model of the Llama family."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("tok_embed",)
+    cuts: ClassVar[dict[str, TensorParallelCut]] = {
+        "tok_embed": "tokens",
+        "attn.q": "rows",
+        "attn.k": "rows",
+        "attn.v": "rows",
+        "attn.proj": "columns",
+        "mlp.gate": "rows",
+        "mlp.up": "rows",
+        "mlp.proj": "columns",
+        "output": "rows",
+    }
+
+    def __init__(self, args: LlamaArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
+        self.heads = args.n_head, args.n_kv_head
+        self.tok_embed = nn.Embedding(args.vocab_size, args.n_embd)
+        self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})
+        self.norm = nn.RMSNorm(args.n_embd, args.norm_eps)
+        own = not args.tied
+        self.output = nn.Linear(args.n_embd, args.vocab_size, bias=False) if own else None
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, vocab_size: int, seq_len: int) -> Self:
+        args = make_args(config, LlamaArgs, SIZES, vocab_size, seq_len)
+        args.check()
+        return cls(args)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x: Tensor = self.tok_embed(tokens)
+        return x
+
+    def transform(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        args = self.args
+        cos, sin = rotation(positions, args.head_width, args.rope_theta, args.rope_scaling_factor)
+        for block in self.blocks.values():
+            x = block(x, cos, sin, mask)
+        return x
+
+    def init_std(self, name: str) -> float | None:
+        if "norm" in name:
+            return None
+        if name.endswith("bias"):
+            return 0.0
+        return 0.02 / math.sqrt(2 * self.args.n_layer) if name.endswith("proj.weight") else 0.02
+
+    def flops_per_token(self) -> int:
+        """6 per parameter in a matrix product, and 12 L H T for attention of total width H.
+
+        Source: Chowdhery et al. 2022, appendix B.
+        """
+        args = self.args
+        matrices = sum(
+            parameter.numel()
+            for name, parameter in self.named_parameters()
+            if parameter.ndim == 2 and (args.tied or name != "tok_embed.weight")
+        )
+        return 6 * matrices + 12 * args.n_layer * args.n_head * args.head_width * args.seq_len
+
+    def describe(self) -> str:
+        args = self.args
+        return (
+            f"{args.n_layer} layers, {args.n_head} heads ({args.n_kv_head} of keys and values), "
+            f"width {args.n_embd} (MLP {args.n_inner}), vocabulary {args.vocab_size}"
+        )
+
+
+def rotation(
+    positions: Tensor, head_width: int, theta: float, scaling_factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the angles of `positions` [length] or [batch, length], float32.
+
+    Both are [1 or batch, 1, length, head width / 2]. Pair i of a head turns by
+    theta^(-2i / head width) for each position (Su et al. 2021, arXiv 2104.09864, equation 15), or
+    by what `scaling_factor` makes of it.
+    """
+    dims = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32)
+    frequencies = 1.0 / theta ** (dims / head_width)
+    if scaling_factor != 1.0:
+        # The part that stays: 1 for the short wavelengths, 0 for the long ones.
+        turns = ORIGINAL_CONTEXT * frequencies / (2 * math.pi)
+        kept = ((turns - LOW) / (HIGH - LOW)).clamp(0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling_factor
+    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-3)
+    angles = angles if angles.ndim == 4 else angles.unsqueeze(0)
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `heads` [batch, heads, length, head width] with each pair of dims turned.
+
+    Dim i and dim i + head width / 2 are a pair, as in transformers. The turn is computed in
+    float32, since an angle's cosine in bfloat16 is off by up to 0.4%.
+    """
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.to(heads.dtype)
