@@ -263,10 +263,7 @@ def test_what_an_expert_would_warn_of(tmp_path):
         training={"seq_len": 1024, "global_batch_size": 4096, "microbatch_size": 1024, "steps": 1},
         **small,
     )
-    assert (
-        "does not fit a GPU of 80 GiB" in poor
-        and "2 microbatches a step keep the whole model's gradient" in poor
-    )
+    assert "does not fit a GPU of 80 GiB" in poor
     assert "width 60 is no multiple of 64" in poor
 
 

@@ -37,7 +37,10 @@ class Effect:
     def __neg__(self) -> "Effect":
         """Return the opposite."""
         return Effect(
-            *(Counter({kind: -size for kind, size in each.items()}) for each in (self.peak, self.change))
+            *(
+                Counter({kind: -size for kind, size in each.items()})
+                for each in (self.peak, self.change)
+            )
         )
 
 
@@ -78,11 +81,11 @@ class MemoryCounter(TorchDispatchMode):
 
         What it makes and leaves is of the kind `leaves`.
         """
-        effect, before, there = Effect(), self.bytes.copy(), set(self._storages)
+        effect, before, there = Effect(), self.bytes.copy(), set(self._storages.values())
         self.peak, self._peak_total = before.copy(), self.total
         yield effect
-        for key in self._storages.keys() - there:
-            self._storages[key].become(leaves)
+        for storage in set(self._storages.values()) - there:
+            storage.become(leaves)
         for counts, now in ((effect.peak, self.peak), (effect.change, self.bytes)):
             counts.update(now)
             counts.subtract(before)

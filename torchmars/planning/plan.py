@@ -16,7 +16,9 @@ from torchmars.optim import MARS
 from torchmars.optim.exchange import OwnerLoads
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
-from torchmars.parallel.layout import Layout
+from torchmars.parallel.layout import AXES, Layout
+from torchmars.parallel.pipeline import blocks_of_stages
+from torchmars.planning.pipeline import actions_of_ranks, bubble
 from torchmars.planning.simulation import Simulation, simulate_ranks
 from torchmars.training.optimizer import build_optimizer
 
@@ -107,6 +109,24 @@ class Plan:
         passes = 2 if self.simulation.optimizer.exact else 1
         return passes * self.whole.flops_per_token()
 
+    @cached_property
+    def largest(self) -> Simulation:
+        """The rank of the pipeline with the largest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @cached_property
+    def bubble(self) -> float | None:
+        """The part of a step that the ranks of a pipeline wait for each other; None without one."""
+        pipeline = self.simulation.model.pipeline
+        if pipeline is None:
+            return None
+        stages = blocks_of_stages(self.whole, self.config.parallelism)
+        head = 6 * self.whole.vocab_rows * self.whole.width
+        block = (self.whole.flops_per_token() - head) / len(self.whole.blocks)
+        costs = [len(blocks) * block for blocks in stages]
+        costs[-1] += head
+        return bubble(actions_of_ranks(pipeline.schedule), costs)
+
     @property
     def owner_loads(self) -> OwnerLoads:
         """The Newton–Schulz work of each rank, in FLOPs, for each set of ranks that share work."""
@@ -128,6 +148,13 @@ class Plan:
         """The largest Newton–Schulz work of a rank over that of its passes in a step."""
         passes = self.flops_per_token * self.tokens_per_step / self.layout.world.size
         return self.largest_load / passes
+
+    def axes_of(self, ranks: tuple[int, ...]) -> str:
+        """Return the names of the axes of the mesh along which `ranks` differ."""
+        shape = [self.layout.group(axis).size for axis in AXES]
+        places = torch.stack(torch.unravel_index(torch.tensor(ranks), shape))
+        differ = (places != places[:, :1]).any(dim=1).tolist()
+        return ", ".join(axis for axis, varies in zip(AXES, differ) if varies) or "none"
 
     def machines_of(self, ranks: tuple[int, ...]) -> int:
         """Return on how many machines `ranks` are."""

@@ -94,7 +94,9 @@ def with_peak(simulation: Simulation, model: ParallelModel) -> Simulation:
         ]
     ]
     peak = peak_of(actions, simulation.effects)
-    return replace(simulation, activations=peak["activations"], gathered=peak["gathered"])
+    return replace(
+        simulation, model=model, activations=peak["activations"], gathered=peak["gathered"]
+    )
 
 
 def simulate_step(
