@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from torchmars.config import ParallelismConfig, ResolvedConfig, TrainingConfig
 from torchmars.core.errors import UserError
 from torchmars.core.tables import table
+from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.metrics.throughput import GIB
 from torchmars.models import Model, build_meta_model
-from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.pipeline import blocks_of_stages, stage_ranks
 
