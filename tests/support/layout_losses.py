@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.support.layouts import LAYOUTS, by_ranks
+from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from tests.support.tiny import metrics, tiny_tables, train_here
 
@@ -48,12 +48,9 @@ def losses_apart(
     Returns the largest difference of a training or validation loss from that on 1 rank, as a part
     of it, by model, rule and layout. The text is in `folder`.
     """
-    for ranks, names in by_ranks(["1 rank", *layouts]).items():
-        run_ranks(
-            train_here,
-            ranks,
-            *(run_tables(folder, *case, layout) for layout in names for case in cases),
-        )
+    for layout in ("1 rank", *layouts):
+        runs = [run_tables(folder, *case, layout) for case in cases]
+        run_ranks(train_here, LAYOUTS[layout][0], *runs)
     apart = {}
     for case in cases:
         expected = losses(run_tables(folder, *case, "1 rank"))

@@ -8,6 +8,8 @@ from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import say
 from torchmars.core.errors import exit_on_user_error
+from torchmars.metrics.throughput import GIB
+from torchmars.planning.find import find_layouts, found_table
 from torchmars.planning.plan import make_plan
 from torchmars.planning.report import report
 
@@ -25,13 +27,23 @@ class Plan:
     """Ranks to plan for."""
     gpus_per_node: Annotated[int, Range(0, 100_000)] = 8
     """GPUs of each machine. 0: machines without GPUs."""
+    find: bool = False
+    """Print layouts that fit the GPUs, the fastest first, each with its options to paste. They are
+    estimates by formulas."""
+    memory: Annotated[int, Range(1, 100_000)] = 80
+    """With --find: memory of each GPU in GiB."""
 
 
 def main() -> None:
     """Print the plan of the config that the command line names."""
     with exit_on_user_error():
         options, config = load_command(Plan, sys.argv[1:], "torchmars plan")
-        say("\n".join(report(make_plan(config, options.world_size, options.gpus_per_node))))
+        ranks, per_node = options.world_size, options.gpus_per_node
+        if options.find:
+            lines = found_table(find_layouts(config, ranks, per_node, options.memory * GIB))
+        else:
+            lines = report(make_plan(config, ranks, per_node))
+        say("\n".join(lines))
 
 
 if __name__ == "__main__":

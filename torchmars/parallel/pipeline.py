@@ -122,7 +122,11 @@ class Pipeline:
         self.rank_of = stage_ranks(config)
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         kind = get_schedule_class(config.pp_schedule)
-        own = [self._torch_stage(number, part, hidden) for number, part in stages.items()]
+        self.hidden = hidden
+        self.torch_stages = {
+            number: self._torch_stage(number, part, hidden) for number, part in stages.items()
+        }
+        own = list(self.torch_stages.values())
         self.schedule = kind(
             own if issubclass(kind, PipelineScheduleMulti) else own[0],
             n_microbatches=microbatches,

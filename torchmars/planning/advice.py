@@ -15,6 +15,7 @@ PLANNED_FLOPS = 400e12
 # Bytes per second between machines: 400 Gb/s for each GPU.
 PLANNED_NETWORK = 50e9
 
+BUBBLE = 0.15  # of a step, from which on a pipeline is worth another look
 OPTIMIZER_SHARE = 0.1  # of a step, from which on an uneven plan is felt
 # Epochs after which data read again is worth less than new data: Muennighoff et al., arXiv
 # 2305.16264.
@@ -27,9 +28,10 @@ def advice(plan: Plan) -> Iterator[str]:
     """Yield a line for each thing to warn of, with its remedy."""
     yield from of_memory(plan)
     yield from of_network(plan)
+    yield from of_axes(plan)
     yield from of_owners(plan)
     yield from of_tokens(plan)
-    rows, width = plan.simulation.model.whole.vocab_rows, plan.simulation.model.whole.width
+    rows, width = plan.whole.vocab_rows, plan.whole.width
     if plan.per_node and (rows % TILE or width % TILE):
         yield (
             f"vocabulary {rows} or width {width} is no multiple of {TILE}: "
@@ -39,7 +41,7 @@ def advice(plan: Plan) -> Iterator[str]:
 
 def of_memory(plan: Plan) -> Iterator[str]:
     """Yield warnings of what does not fit, or is larger than it need be."""
-    simulation, gradient = plan.simulation, 4 * plan.parameters
+    simulation, gradient = plan.largest, plan.largest.gathered
     microbatch_size, accumulation_steps = plan.microbatches
     if plan.per_node and simulation.peak > PLANNED_MEMORY:
         remedy = "lower training.seq_len, or take a smaller model"
@@ -51,18 +53,20 @@ def of_memory(plan: Plan) -> Iterator[str]:
             f"the peak of {simulation.peak / GIB:.1f} GiB does not fit a GPU of "
             f"{PLANNED_GPU.memory_gib} GiB, which leaves about {PLANNED_MEMORY / GIB:.0f}: {remedy}"
         )
-    if accumulation_steps > 1 and plan.layout.world.size > 1:
+    if accumulation_steps > 1 and gradient > PLANNED_MEMORY / 4:
         yield (
-            f"{accumulation_steps} microbatches a step keep the whole model's gradient on each "
-            f"rank, {gradient / GIB:.2f} GiB, until the last of them: "
+            f"{accumulation_steps} microbatches a step keep gathered weights and gradients, "
+            f"{gradient / GIB:.2f} GiB, until the last of them: "
             "raise training.microbatch_size, or use more ranks"
         )
-    shards = plan.layout.group("dp_shard").size
-    excess = simulation.weights * shards / (4 * plan.parameters)
+    shards = plan.layout.group("dp_shard").size * plan.layout.group("cp").size
+    parts = shards * plan.layout.group("tp").size
+    held = sum(rank.weights for rank in plan.ranks)
+    excess = held * parts / (4 * plan.parameters)
     if excess > 1.1:
         yield (
-            f"matrices do not divide over dp_shard = {shards}: rank 0 has {excess:.2f} times its "
-            f"share; a dp_shard that divides the width {simulation.model.whole.width} evens it out"
+            f"matrices do not divide over {shards} shards: rank 0 has {excess:.2f} times its "
+            f"share; a number of shards that divides the width {plan.whole.width} evens it out"
         )
 
 
@@ -96,6 +100,30 @@ def of_network(plan: Plan) -> Iterator[str]:
         f"machines: below about {needed:,.0f} a network of 400 Gb/s for each GPU is slower than an "
         f"H100: {replicas if fits else ''}raise training.microbatch_size = {microbatch_size}"
     )
+
+
+def of_axes(plan: Plan) -> Iterator[str]:
+    """Yield warnings of tensor parallelism over a network, and of pipelines that wait."""
+    tp, per_node = plan.layout.group("tp").size, plan.per_node
+    if per_node and per_node % tp:
+        yield (
+            f"parallelism.tp = {tp} reaches across machines of {per_node} GPUs: every layer waits "
+            f"for the network: choose a divisor of {per_node}, and pp or dp_shard for the rest"
+        )
+    if tp == plan.whole.heads[1] < plan.whole.heads[0]:
+        yield (
+            f"parallelism.tp = {tp} is the number of heads of keys and values: a larger tp is "
+            "refused, so grow with pp, cp or dp_shard from here"
+        )
+    parallelism, (_, microbatches) = plan.config.parallelism, plan.microbatches
+    if plan.bubble is not None and plan.bubble > BUBBLE:
+        others = "Interleaved1F1B" if parallelism.stages == parallelism.pp else "ZBVZeroBubble"
+        yield (
+            f"the ranks of the pipeline wait {plan.bubble:.0%} of a step: more than "
+            f"{microbatches} microbatches (raise training.global_batch_size, lower "
+            f"training.microbatch_size = {plan.microbatches[0]} or parallelism.pp = "
+            f'{parallelism.pp}), or parallelism.pp_schedule = "{others}"'
+        )
 
 
 def of_owners(plan: Plan) -> Iterator[str]:

@@ -11,10 +11,16 @@ from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.errors import UserError
 from torchmars.data.shards import DataManifest, read_manifest
 from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.models import Model, build_meta_model
+from torchmars.optim import MARS
 from torchmars.optim.exchange import OwnerLoads
 from torchmars.optim.precision import multiplies_bfloat16
-from torchmars.parallel.layout import Layout
-from torchmars.planning.simulation import Simulation, simulate_step
+from torchmars.parallel.checks import check_layout
+from torchmars.parallel.layout import AXES, Layout
+from torchmars.parallel.pipeline import blocks_of_stages
+from torchmars.planning.pipeline import actions_of_ranks, bubble
+from torchmars.planning.simulation import Simulation, simulate_ranks
+from torchmars.training.optimizer import build_optimizer
 
 
 def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int = 0) -> "Plan":
@@ -34,7 +40,11 @@ def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int 
     folder = Path(config.data.path)
     data = read_manifest(folder) if (folder / "manifest.json").exists() else None
     vocab_size = data.vocab_size if data else TOKENIZERS[config.data.tokenizer].vocab_size
-    return Plan(config, layout, simulate_step(config, layout, vocab_size), data, per_node)
+    whole = build_meta_model(config.model, vocab_size, config.training.seq_len)
+    check_layout(config, config.parallelism.degrees(world_size), whole)
+    optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, whole)
+    ranks = simulate_ranks(config, layout, whole)
+    return Plan(config, layout, whole, optimizer, ranks, data, per_node)
 
 
 @dataclass
@@ -43,16 +53,33 @@ class Plan:
 
     config: ResolvedConfig
     layout: Layout
-    simulation: Simulation
+    whole: Model
+    """The model, without memory."""
+    optimizer: MARS
+    """The optimizer of the whole model, without memory."""
+    ranks: list[Simulation]
+    """A step of each rank of a pipeline, or of the only one, at the place of `layout`."""
     data: DataManifest | None
     """None if the data is not prepared yet."""
     per_node: int
     """GPUs on each machine; 0: CPUs."""
 
+    @property
+    def simulation(self) -> Simulation:
+        """A step of the planned rank."""
+        return self.ranks[self.layout.group("pp").rank]
+
     @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.simulation.model.whole.parameters())
+        return sum(parameter.numel() for parameter in self.whole.parameters())
+
+    @cached_property
+    def checkpoint(self) -> int:
+        """Bytes of a checkpoint, of all ranks together. Each has its own generators."""
+        state = sum(rank.checkpoint for rank in self.ranks)
+        shared = (len(self.ranks) - 1) * self.simulation.optimizer.skipped.nbytes
+        return state - shared + self.simulation.generators * self.layout.world.size
 
     @property
     def microbatches(self) -> tuple[int, int]:
@@ -80,7 +107,25 @@ class Plan:
     def flops_per_token(self) -> int:
         """FLOPs of the forward and backward passes of one token; exact mode makes two of each."""
         passes = 2 if self.simulation.optimizer.exact else 1
-        return passes * self.simulation.model.whole.flops_per_token()
+        return passes * self.whole.flops_per_token()
+
+    @cached_property
+    def largest(self) -> Simulation:
+        """The rank of the pipeline with the largest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @cached_property
+    def bubble(self) -> float | None:
+        """The part of a step that the ranks of a pipeline wait for each other; None without one."""
+        pipeline = self.simulation.model.pipeline
+        if pipeline is None:
+            return None
+        stages = blocks_of_stages(self.whole, self.config.parallelism)
+        head = 6 * self.whole.vocab_rows * self.whole.width
+        block = (self.whole.flops_per_token() - head) / len(self.whole.blocks)
+        costs = [len(blocks) * block for blocks in stages]
+        costs[-1] += head
+        return bubble(actions_of_ranks(pipeline.schedule), costs)
 
     @property
     def owner_loads(self) -> OwnerLoads:
@@ -103,6 +148,13 @@ class Plan:
         """The largest Newton–Schulz work of a rank over that of its passes in a step."""
         passes = self.flops_per_token * self.tokens_per_step / self.layout.world.size
         return self.largest_load / passes
+
+    def axes_of(self, ranks: tuple[int, ...]) -> str:
+        """Return the names of the axes of the mesh along which `ranks` differ."""
+        shape = [self.layout.group(axis).size for axis in AXES]
+        places = torch.stack(torch.unravel_index(torch.tensor(ranks), shape))
+        differ = (places != places[:, :1]).any(dim=1).tolist()
+        return ", ".join(axis for axis, varies in zip(AXES, differ) if varies) or "none"
 
     def machines_of(self, ranks: tuple[int, ...]) -> int:
         """Return on how many machines `ranks` are."""

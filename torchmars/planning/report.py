@@ -7,69 +7,104 @@ from torchmars.core.tables import table
 from torchmars.metrics.throughput import GIB
 from torchmars.planning.advice import advice
 from torchmars.planning.plan import Plan
+from torchmars.planning.simulation import Simulation
 from torchmars.training.summary import summary
 
 
 def report(plan: Plan) -> list[str]:
     """Return all of a plan: what the run is, what it takes, and what an expert would warn of."""
-    simulation = plan.simulation
     sections = {
         "memory": memory(plan),
+        "pipeline": pipeline(plan),
         "disk": disk(plan),
         "traffic": traffic(plan),
         "owners": owners(plan),
         "tokens": list(tokens(plan)),
     }
-    lines = summary(plan.config, plan.layout, simulation.model.whole, simulation.whole_optimizer)
+    lines = summary(plan.config, plan.layout, plan.whole, plan.optimizer)
     for name, section in sections.items():
-        lines += labelled(name, *section)
+        lines += labelled(name, *section) if section else []
     return lines + [line for text in advice(plan) for line in labelled("warning", text)]
 
 
 def memory(plan: Plan) -> list[str]:
-    """Return what a rank has in memory."""
-    simulation = plan.simulation
+    """Return what a rank has in memory: in a pipeline, each of its ranks."""
     sizes = {
-        "weights": simulation.weights,
-        "gradients": simulation.gradients,
-        "optimizer state": simulation.optimizer_state,
-        "gathered weights and gradients, at the peak": simulation.gathered,
-        "activations, at the peak (estimated)": simulation.activations,
-        "peak": simulation.peak,
+        "weights": [rank.weights for rank in plan.ranks],
+        "gradients": [rank.gradients for rank in plan.ranks],
+        "optimizer state": [rank.optimizer_state for rank in plan.ranks],
+        "gathered weights and gradients, at the peak": [rank.gathered for rank in plan.ranks],
+        "activations, at the peak (estimated)": [rank.activations for rank in plan.ranks],
+        "peak": [rank.peak for rank in plan.ranks],
     }
-    rows = [(name, f"{size / GIB:.3f}", f"{size:,}") for name, size in sizes.items()]
-    return table([("of each rank", "GiB", "bytes"), *rows])
+    if len(plan.ranks) == 1:
+        one = [(name, f"{size / GIB:.3f}", f"{size:,}") for name, [size] in sizes.items()]
+        return table([("of each rank", "GiB", "bytes"), *one])
+    received = [rank.received for rank in plan.ranks]
+    headings = "rank of the pipeline", "stages", "blocks", "parameters", "weights", "gradients"
+    more = "optimizer state", "receiving buffers", "gathered", "activations", "peak (GiB)"
+    columns = [*sizes.values()]
+    columns.insert(3, received)
+    rows = [
+        (str(number), *of_stages(rank), *(f"{each[number] / GIB:.3f}" for each in columns))
+        for number, rank in enumerate(plan.ranks)
+    ]
+    return table([(*headings, *more), *rows])
+
+
+def of_stages(rank: Simulation) -> tuple[str, str, str]:
+    """Return which stages a rank of a pipeline has, and their blocks and parameters."""
+    blocks = [list(part.model.blocks) for part in rank.model.parts]
+    numel = sum(weight.numel() for weight in rank.model.weights.values())
+    return (
+        " ".join(map(str, rank.model.stages)),
+        " ".join(f"{each[0]}-{each[-1]}" for each in blocks),
+        f"{numel:,}",
+    )
+
+
+def pipeline(plan: Plan) -> list[str]:
+    """Return how long the ranks of a pipeline wait; nothing without one."""
+    if plan.bubble is None:
+        return []
+    parallelism = plan.config.parallelism
+    return [
+        f"{parallelism.pp_schedule}: {parallelism.stages} stages on {parallelism.pp} ranks, "
+        f"{plan.microbatches[1]} microbatches: the bubble is {plan.bubble:.1%} of a step"
+    ]
 
 
 def disk(plan: Plan) -> list[str]:
     """Return what checkpoints take, on disk and in memory while they are written."""
-    simulation, settings = plan.simulation, plan.config.checkpoint
-    size, kept = simulation.checkpoint, settings.keep_last
+    settings = plan.config.checkpoint
+    size, kept = plan.checkpoint, settings.keep_last
     total = f"{kept * size / GIB:,.1f} GiB for the {kept} that are kept" if kept else "all are kept"
     lines = [f"{size / GIB:,.2f} GiB ({size:,} bytes) a checkpoint, {total}"]
     if settings.async_save:
         world = plan.layout.world.size
-        copy = (simulation.weights + simulation.optimizer_state) * min(
-            plan.per_node or world, world
-        )
+        largest = max(rank.weights + rank.optimizer_state for rank in plan.ranks)
+        copy = largest * min(plan.per_node or world, world)
         lines.append(f"{copy / GIB:,.2f} GiB of each machine's memory for the copy being written")
     return lines
 
 
 def traffic(plan: Plan) -> list[str]:
-    """Return what a rank sends in a step, by kind."""
-    times, sent = plan.simulation.traffic.times, plan.simulation.traffic.sent
-    rows: list[tuple[str, ...]] = [("sent by each rank in a step", "among", "times", "MiB")]
+    """Return what a rank sends in a step, by kind: in a pipeline, the one that sends most."""
+    counted = max((rank.traffic for rank in plan.ranks), key=lambda each: sum(each.sent.values()))
+    times, sent = counted.times, counted.sent
+    rows: list[tuple[str, ...]] = [
+        ("sent by each rank in a step", "along", "among", "times", "MiB")
+    ]
     for kind, size in sent.items():
         among = f"{len(kind.ranks)} ranks"
         if plan.per_node:
             machines = plan.machines_of(kind.ranks)
             among += f" on {'1 machine' if machines == 1 else f'{machines} machines'}"
         name = f"{kind.phase}, {kind.operation}"
-        rows.append((name, among, f"{times[kind]}", f"{size / 2**20:,.2f}"))
-    return table(
-        [*rows, ("in all", "", f"{sum(times.values())}", f"{sum(sent.values()) / 2**20:,.2f}")]
-    )
+        along = plan.axes_of(kind.ranks)
+        rows.append((name, along, among, f"{times[kind]}", f"{size / 2**20:,.2f}"))
+    total = f"{sum(times.values())}", f"{sum(sent.values()) / 2**20:,.2f}"
+    return table([*rows, ("in all", "", "", *total)])
 
 
 def owners(plan: Plan) -> list[str]:

@@ -4,26 +4,26 @@ The model, its sharding and the optimizer are those of the run. The tensors are 
 which have a shape and no values; so are the collectives.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # private, torch 2.11 to 2.13
-from torch.distributed.tensor import DTensor
 
 from torchmars.checkpoint.state import training_state
 from torchmars.config import ResolvedConfig
-from torchmars.models import build_meta_model
+from torchmars.models import Model
 from torchmars.optim import MARS
+from torchmars.parallel import context
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
+from torchmars.planning.memory import MemoryCounter, bytes_of
+from torchmars.planning.passes import simulate_passes, simulate_stages
+from torchmars.planning.pipeline import Action, Effects, actions_of_ranks, peak_of
 from torchmars.planning.traffic import TrafficCounter
 from torchmars.training.optimizer import build_optimizer
-
-# What FSDPMemTracker calls weights and gradients of other ranks' shards.
-GATHERED = ("Unsharded Param", "Unsharded Grad", "All Gather", "Reduce Scatter")
 
 
 @dataclass
@@ -32,18 +32,22 @@ class Simulation:
 
     model: ParallelModel
     optimizer: MARS
-    whole_optimizer: MARS
-    """The optimizer of the whole model, without memory."""
     traffic: TrafficCounter
     weights: int
     gradients: int
     optimizer_state: int
-    activations: int
-    """Activations and temporary tensors, at the peak of the forward and backward pass."""
-    gathered: int
-    """Weights and gradients of other ranks' shards, and their buffers, at that peak."""
+    received: int
+    """Buffers for hidden states from other stages of a pipeline, which it keeps."""
     checkpoint: int
-    """A whole checkpoint, of all ranks together."""
+    """This rank's part of a checkpoint, without its generators."""
+    generators: int
+    """Its random number generators, in a checkpoint."""
+    activations: int = 0
+    """Activations and temporary tensors, at the peak of the forward and backward pass."""
+    gathered: int = 0
+    """Weights and gradients of other ranks' shards, and their buffers, at that peak."""
+    effects: Effects = field(default_factory=dict)
+    """In a pipeline: what its passes do to its memory. Its stages are numbered from 0."""
 
     @property
     def peak(self) -> int:
@@ -52,111 +56,134 @@ class Simulation:
         The temporary tensors of the optimizer are small beside activations.
         """
         passes = max(self.activations + self.gathered, self.gradients)
-        return self.weights + self.optimizer_state + passes
+        return self.weights + self.optimizer_state + self.received + passes
 
 
-def simulate_step(config: ResolvedConfig, layout: Layout, vocab_size: int) -> Simulation:
-    """Make one step of the rank that `layout`, made by `Layout.simulate`, stands for.
+def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list[Simulation]:
+    """Make one step of each rank of a pipeline, or of the only one, at the place of `layout`.
 
-    `config` is one with resolved dtypes. Raises `UserError` if it does not fit the layout.
+    `layout` is made by `Layout.simulate`, and `config` has resolved dtypes. Ranks whose stages are
+    alike are made once. Raises `UserError` if the config does not fit the layout.
     """
+    own, known = layout.group("pp"), dict[object, Simulation]()
+    simulations = []
+    for rank in range(own.size):
+        groups = layout.groups | {"pp": replace(own, rank=rank)}
+        place = replace(layout, groups=groups)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        eager = replace(config.training, compile=False)
+        model = ParallelModel(
+            whole,
+            config.parallelism,
+            eager,
+            config.activation_checkpoint,
+            place,
+            torch.device("cpu"),
+            memory=fake,
+        )
+        every = config.activation_checkpoint.every
+        alike = tuple(
+            (part.first, part.last, tuple(int(number) % every for number in part.model.blocks))
+            for part in model.parts
+        )
+        if alike not in known:
+            known[alike] = simulate_step(config, place, model, fake)
+        simulations.append(with_peak(known[alike], model))
+    return simulations
+
+
+def with_peak(simulation: Simulation, model: ParallelModel) -> Simulation:
+    """Return the simulation of a rank like `model`'s with the peak of that rank's own passes."""
+    if model.pipeline is None:
+        return simulation
+    places = {stage: place for place, stage in enumerate(model.stages)}
+    actions = [
+        Action(kind, places[stage], microbatch)
+        for kind, stage, microbatch in actions_of_ranks(model.pipeline.schedule)[
+            model.pipeline.ranks.rank
+        ]
+    ]
+    peak = peak_of(actions, simulation.effects)
+    return replace(
+        simulation, model=model, activations=peak["activations"], gathered=peak["gathered"]
+    )
+
+
+def simulate_step(
+    config: ResolvedConfig, layout: Layout, model: ParallelModel, fake: FakeTensorMode
+) -> Simulation:
+    """Make one step of the rank that has `model`, whose weights `fake` has made."""
     training = config.training
-    microbatch_size, accumulation_steps = training.microbatches(
-        layout.data.size, config.parallelism.stages
-    )
-    whole = build_meta_model(config.model, vocab_size, training.seq_len)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    eager = replace(training, compile=False)
-    model = ParallelModel(
-        whole,
-        config.parallelism,
-        eager,
-        config.activation_checkpoint,
-        layout,
-        torch.device("cpu"),
-        memory=fake,
-    )
+    microbatches = training.microbatches(layout.data.size, config.parallelism.stages)
     # Not in the fake mode: the ranks compare their plans, which takes values.
-    settings = config.optimizer, training.max_grad_norm, whole
-    optimizer, whole_optimizer = (
-        build_optimizer(*settings, model.weights, layout),
-        build_optimizer(*settings),
+    optimizer = build_optimizer(
+        config.optimizer, training.max_grad_norm, model.whole, model.weights, layout
     )
     optimizer.compile = False
     state = training_state(layout, model.weights, optimizer)
-    checkpoint = checkpoint_size(state, layout.world.size)
+    passes = 2 if optimizer.exact else 1
 
-    [part] = model.parts
-    tracker, traffic = FSDPMemTracker(part), TrafficCounter()
-    tokens = torch.zeros(microbatch_size, training.seq_len + 1, dtype=torch.int64)
+    memory, traffic = MemoryCounter(), TrafficCounter()
+    parameters = [each for part in model.parts for each in part.parameters()]
+    memory.know(parameters)
+    effects: Effects = {}
+    tokens = torch.zeros(microbatches[0], training.seq_len + 1, dtype=torch.int64)
     with fake, traffic:
-        with tracker:
-            # Else the tracker refuses a second pass.
-            part.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)
-            simulate_passes(model, optimizer, tokens, accumulation_steps, traffic)
+        with memory, patch.object(context, "causal_lower_right", causal_mask(layout.device)):
+            if model.pipeline is None:
+                simulate_passes(model, tokens, microbatches[1], passes, memory, traffic)
+            else:
+                effects = simulate_stages(model, tokens, passes, memory, traffic)
         gradients = bytes_of(parameter.grad for parameter in model.weights.values())
         traffic.begin("optimizer", weight=1)
         if optimizer.exact:
             optimizer.look_ahead()
         optimizer.step()
-
-    peak = next(iter(tracker.get_tracker_snapshot("peak").values()))
-    gathered = sum(peak[name] for name in GATHERED)
-    if accumulation_steps > 1:
-        # The whole gradient, in float32, which the tracker takes for temporary tensors.
-        gathered += 4 * sum(parameter.numel() for parameter in whole.parameters())
     return Simulation(
         model=model,
         optimizer=optimizer,
-        whole_optimizer=whole_optimizer,
         traffic=traffic,
-        weights=bytes_of(model.weights.values()),
+        weights=bytes_of(parameters),
         gradients=gradients,
         optimizer_state=bytes_of(
             tensor for each in optimizer.state.values() for tensor in each.values()
         )
         + bytes_of(optimizer.ahead.values()),
-        activations=peak["Total"] - peak["Sharded Param"] - gathered,
-        gathered=gathered,
-        checkpoint=checkpoint,
+        received=received(model),
+        checkpoint=whole_bytes(state, generators=False),
+        generators=whole_bytes(state, generators=True),
+        activations=memory.peak["activations"],
+        gathered=memory.peak["gathered"],
+        effects=effects,
     )
 
 
-def simulate_passes(
-    model: ParallelModel,
-    optimizer: MARS,
-    tokens: Tensor,
-    accumulation_steps: int,
-    traffic: TrafficCounter,
-) -> None:
-    """Make the forward and backward passes of a step of `accumulation_steps` microbatches.
+def causal_mask(device: torch.device) -> Callable[[int, int], Tensor | None]:
+    """Return what stands for torch's causal mask, of which there is no fake one.
 
-    All microbatches but the last are alike. So two are enough, whatever n is:
-    traffic(n) = (n - 1) * traffic(2) - (n - 2) * traffic(1).
+    Attention on GPUs needs no mask in memory, that on CPUs does.
     """
-    passes = 2 if optimizer.exact else 1
-    traffic.begin("forward and backward", weight=passes * (2 - accumulation_steps))
-    model.backward([tokens])
-    if accumulation_steps > 1:
-        optimizer.zero_grad()
-        traffic.begin("forward and backward", weight=passes * (accumulation_steps - 1))
-        model.backward([tokens] * 2)
+    if device.type == "cuda":
+        return lambda rows, columns: None
+    return lambda rows, columns: torch.ones(rows, columns, dtype=torch.bool)
 
 
-def checkpoint_size(state: dict[str, Tensor], world_size: int) -> int:
-    """Return the bytes of a checkpoint of `state`, one rank's. Each rank has its own generators."""
+def received(model: ParallelModel) -> int:
+    """Return the bytes of the buffers that torch's stages keep, one for each microbatch.
+
+    They are for the hidden states of the stage before and for the gradients of the one after.
+    """
+    pipeline = model.pipeline
+    if pipeline is None:
+        return 0
+    ends = sum((not part.first) + (not part.last) for part in model.parts)
+    return ends * pipeline.microbatches * pipeline.hidden.nbytes
+
+
+def whole_bytes(state: dict[str, Tensor], *, generators: bool) -> int:
+    """Return the bytes of the whole tensors of `state`, or those of its generators."""
     return sum(
-        tensor.numel() * tensor.itemsize * (world_size if name.startswith("rng.") else 1)
+        tensor.numel() * tensor.itemsize
         for name, tensor in state.items()
+        if name.startswith("rng.") == generators
     )
-
-
-def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of memory that this rank's parts of `tensors` lie in."""
-    storages = {}
-    for tensor in tensors:
-        if tensor is not None:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())

@@ -1,0 +1,178 @@
+"""The forward and backward passes of a step of one rank, as few of them as tell the rest."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmars.optim.tensors import local_part
+from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.pipeline import Pipeline
+from torchmars.parallel.tied import TiedTable
+from torchmars.planning.memory import Effect, MemoryCounter
+from torchmars.planning.pipeline import ActionKind, Effects, actions_of_ranks
+from torchmars.planning.traffic import TrafficCounter
+
+PHASE = "forward and backward"
+
+
+def simulate_passes(
+    model: ParallelModel,
+    tokens: Tensor,
+    microbatches: int,
+    passes: int,
+    memory: MemoryCounter,
+    traffic: TrafficCounter,
+) -> None:
+    """Make the passes of a step of `microbatches`, each of windows `tokens`, `passes` times.
+
+    All microbatches but the last are alike. So two are enough, whatever n is:
+    traffic(n) = (n - 1) * traffic(2) - (n - 2) * traffic(1).
+    """
+    [part] = model.parts
+    # What is there before the second microbatch is the gradient of the first one.
+    part.register_forward_pre_hook(lambda *_: memory.settle(), prepend=True)
+    traffic.begin(PHASE, weight=passes * (2 - microbatches))
+    model.backward([tokens])
+    if microbatches > 1:
+        for parameter in part.parameters():
+            parameter.grad = None
+        traffic.begin(PHASE, weight=passes * (microbatches - 1))
+        model.backward([tokens] * 2)
+
+
+def simulate_stages(
+    model: ParallelModel,
+    tokens: Tensor,
+    passes: int,
+    memory: MemoryCounter,
+    traffic: TrafficCounter,
+) -> Effects:
+    """Make passes of this rank's stages, with microbatches of windows `tokens`.
+
+    Return what each does to the memory. The first microbatch, the last one and one for all between
+    them are enough. Nothing comes from other stages: inputs and gradients are made here.
+    """
+    pipeline = model.pipeline
+    assert pipeline is not None
+    actions = [each for rank in actions_of_ranks(pipeline.schedule) for each in rank]
+    split = any(action.kind == "I" for action in actions)
+    stages = [
+        SimulatedStage(model, pipeline, number, tokens, memory, traffic)
+        for number in pipeline.torch_stages
+    ]
+    effects: dict[tuple[int, ActionKind, int], Effect] = {}
+    times = {0: passes, 1: passes * (pipeline.microbatches - 2), -1: passes}
+    for place, stage in enumerate(stages):
+        for which, weight in times.items():
+            traffic.begin(PHASE, weight)
+            effects[place, "F", which] = stage.forward()
+        if split:
+            traffic.begin(PHASE, weight=0)
+            stage.forward()
+    for place, stage in enumerate(stages):
+        for which, weight in times.items():
+            traffic.begin(PHASE, weight)
+            effects[place, "B", which] = stage.backward(last=which == -1)
+            if split and which == 1:
+                traffic.begin(PHASE, weight=0)
+                effects[place, "I", 1] = stage.backward_of_inputs()
+                effects[place, "W", 1] = stage.backward_of_weights()
+        for which in (0, -1) if split else ():
+            own = effects[place, "B", which] + -effects[place, "B", 1]
+            effects[place, "W", which] = effects[place, "W", 1] + own
+    if model.tied is not None:
+        exchange_table(model.tied, passes, traffic)
+    return effects
+
+
+def exchange_table(tied: TiedTable, passes: int, traffic: TrafficCounter) -> None:
+    """Count what `TiedTable` sends in a step. A simulated rank has nobody to send it to."""
+    if tied.original is None and tied.copy is not None:
+        traffic.begin(PHASE, passes)
+        traffic.count("send", local_part(tied.copy).nbytes, tied.ranks.process_group)
+    if tied.copy is None and tied.original is not None:
+        traffic.begin("optimizer", weight=1)
+        traffic.count("send", local_part(tied.original).nbytes, tied.ranks.process_group)
+    if tied.copy is not None:
+        tied.copy.grad = None
+
+
+class SimulatedStage:
+    """A stage of a pipeline that runs alone. Its passes return what they do to the memory."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        pipeline: Pipeline,
+        number: int,
+        windows: Tensor,
+        memory: MemoryCounter,
+        traffic: TrafficCounter,
+    ) -> None:
+        self.stage, self.part = pipeline.torch_stages[number], model.stages[number]
+        self.hidden, self.group = pipeline.hidden, pipeline.ranks.process_group
+        ranks = [None, *pipeline.rank_of, None]
+        self.receives, self.sends = (
+            rank not in (None, pipeline.ranks.rank) for rank in (ranks[number], ranks[number + 2])
+        )
+        self.memory, self.traffic = memory, traffic
+        self.tokens, self.targets = (
+            model.sequence.of(each) for each in (windows[:, :-1], windows[:, 1:])
+        )
+        self.in_flight: list[dict[str, Any]] = []
+        """What torch's stage takes for the backward passes of microbatches, oldest first."""
+        self.halfway: list[dict[str, Any]] = []
+        """The same for the gradients of weights, of microbatches whose inputs have theirs."""
+
+    def forward(self) -> Effect:
+        """Pass a microbatch through the stage."""
+        x = self.tokens if self.part.first else self._hidden()
+        taken: dict[str, Any] = {"input_values": [x], "output_grads": None}
+        with self.memory.effect(leaves="activations") as effect:
+            output = self.part(x, targets=self.targets)
+            taken["stage_output"] = output.mean() if self.part.last else (output,)
+            del output
+        if not self.part.last:
+            taken["output_grads"] = (self._hidden(),)
+        self.in_flight.append(taken)
+        self._send(self.sends)
+        return effect
+
+    def backward(self, last: bool) -> Effect:
+        """Make the backward pass of the oldest microbatch; of the `last` one, reduce gradients."""
+        with self.memory.effect(leaves="gathered") as effect:
+            self.stage.backward_maybe_with_nosync("full", self.in_flight.pop(0), last)
+            if last:
+                self.stage.perform_reduce_grad(1)
+        self._send(self.receives)
+        return effect
+
+    def backward_of_inputs(self) -> Effect:
+        """Make the oldest microbatch's gradients of inputs. The first stage has none to make."""
+        taken = self.in_flight.pop(0)
+        with self.memory.effect(leaves="activations") as effect:
+            if not self.part.first:
+                if self.part.last:
+                    taken["stage_output"] = (taken["stage_output"],)
+                _, groups = self.stage.backward_maybe_with_nosync("input", taken)
+                taken = {"param_groups": groups}
+        self.halfway.append(taken)
+        return effect
+
+    def backward_of_weights(self) -> Effect:
+        """Make the gradients of weights of the microbatch that `backward_of_inputs` began."""
+        kind = "full" if self.part.first else "weight"
+        with self.memory.effect(leaves="gathered") as effect:
+            self.stage.backward_maybe_with_nosync(kind, self.halfway.pop(0))
+        return effect
+
+    def _hidden(self) -> Tensor:
+        """Return a hidden state, or its gradient. Its memory is that of a receiving buffer."""
+        hidden = torch.empty(self.hidden.shape, dtype=self.hidden.dtype, requires_grad=True)
+        self.memory.know([hidden])
+        return hidden
+
+    def _send(self, elsewhere: bool) -> None:
+        if elsewhere:
+            self.traffic.count("send", self.hidden.nbytes, self.group)
