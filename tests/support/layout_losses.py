@@ -18,10 +18,13 @@ MODELS: dict[str, dict] = {
     },
 }
 RULES: dict[str, dict] = {
-    "mars-adamw": {"name": "mars-adamw"},
+    # At 6e-3 the losses of Llama jump by up to 1e-4 at single steps, and by 2e-5 on one rank with
+    # other microbatches: AdamW divides gradients that are hardly more than rounding by their size.
+    # That goes away with a lower rate, or with eps = 1e-6.
+    "mars-adamw": {"name": "mars-adamw", "lr": 2e-3},
     "mars-m": {"name": "mars-m", "matrix_dtype": "float32"},
     "mars-m, bfloat16": {"name": "mars-m", "matrix_dtype": "bfloat16"},
-    "mars-adamw, exact": {"name": "mars-adamw", "mode": "exact"},
+    "mars-adamw, exact": {"name": "mars-adamw", "mode": "exact", "lr": 2e-3},
 }
 
 
