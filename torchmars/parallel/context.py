@@ -61,7 +61,10 @@ class GatheredAttention(CausalAttention):
     ) -> Tensor:
         assert mask is None
         ranks = dist.get_world_size(self.group)
-        k, v = (in_order(all_gather_tensor_autograd(part, 2, self.group), ranks) for part in (k, v))
+        k, v = (
+            in_order(all_gather_tensor_autograd(part.contiguous(), 2, self.group), ranks)
+            for part in (k, v)
+        )
         early, late = q.chunk(2, dim=2)
         chunk = early.shape[2]
         ends = (self.rank + 1) * chunk, k.shape[2] - self.rank * chunk

@@ -63,10 +63,16 @@ class ParallelModel:
         self.pipeline: Pipeline | None = None
         if pipeline.size > 1:
             size, microbatches = training.microbatches(layout.data.size, parallelism.stages)
-            shape = size, training.seq_len // cp.size // tp.size, whole.width
-            dtype = getattr(torch, training.dtype)
+            length = training.seq_len // cp.size
             self.pipeline = Pipeline(
-                self.stages, parallelism, pipeline, device, microbatches, shape, dtype
+                self.stages,
+                parallelism,
+                pipeline,
+                device,
+                microbatches,
+                tokens=(size, length),
+                hidden=(size, length // tp.size, whole.width),
+                dtype=getattr(torch, training.dtype),
             )
             if whole.output is None:
                 self.tied = TiedTable(self._table(0), self._table(last), pipeline, ranks[last])

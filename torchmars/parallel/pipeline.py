@@ -103,8 +103,9 @@ class WholeBackwardStage(PipelineStage):
 class Pipeline:
     """The stages of this rank, and how all ranks of a pipeline run theirs together.
 
-    `stages` are this rank's parts by the number of their stage. Hidden states between stages are of
-    `shape` [microbatch size, length, width] and `dtype`.
+    `stages` are this rank's parts by the number of their stage. A rank's microbatch of token ids is
+    of shape `tokens` [microbatch size, length], and hidden states between stages are of shape
+    `hidden` [microbatch size, length / tp, width] and `dtype`.
     """
 
     def __init__(
@@ -114,17 +115,18 @@ class Pipeline:
         ranks: RankGroup,
         device: torch.device,
         microbatches: int,
-        shape: tuple[int, int, int],
+        tokens: tuple[int, int],
+        hidden: tuple[int, int, int],
         dtype: torch.dtype,
     ) -> None:
         self.stages, self.config, self.ranks, self.device = stages, config, ranks, device
-        self.microbatches, self.width, self.dtype = microbatches, shape[-1], dtype
+        self.microbatches, self.tokens = microbatches, tokens
         self.rank_of = stage_ranks(config)
-        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        self.hidden = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
+        """What goes from stage to stage, without memory."""
         kind = get_schedule_class(config.pp_schedule)
-        self.hidden = hidden
         self.torch_stages = {
-            number: self._torch_stage(number, part, hidden) for number, part in stages.items()
+            number: self._torch_stage(number, part) for number, part in stages.items()
         }
         own = list(self.torch_stages.values())
         self.schedule = kind(
@@ -134,9 +136,10 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def _torch_stage(self, number: int, part: Part, hidden: Tensor) -> PipelineStage:
+    def _torch_stage(self, number: int, part: Part) -> PipelineStage:
         # Shapes are given: torch would find them by a forward and a backward pass of its own.
-        tokens = torch.empty(hidden.shape[0], 1, dtype=torch.int64, device="meta")
+        tokens = torch.empty(self.tokens, dtype=torch.int64, device="meta")
+        losses = torch.empty(self.tokens, device="meta", requires_grad=True)
         kind = (
             PipelineStage
             if self.config.splits_backward
@@ -147,8 +150,8 @@ class Pipeline:
             number,
             len(self.rank_of),
             self.device,
-            input_args=(tokens if part.first else hidden,),
-            output_args=(hidden,),
+            input_args=(tokens if part.first else self.hidden,),
+            output_args=(losses if part.last else self.hidden,),
             group=self.ranks.process_group,
         )
 
@@ -173,12 +176,12 @@ class Pipeline:
         width]. `options` are those of `Part.forward`.
         """
         x: Tensor | None = tokens
-        shape = tokens.shape[0], hidden_length, self.width
+        shape = tokens.shape[0], hidden_length, self.hidden.shape[-1]
         for number, rank in enumerate(self.rank_of):
             if rank != self.ranks.rank:
                 continue
             if number and self.rank_of[number - 1] != rank:
-                x = torch.empty(shape, dtype=self.dtype, device=self.device)
+                x = torch.empty(shape, dtype=self.hidden.dtype, device=self.device)
                 dist.recv(x, group=self.ranks.process_group, group_src=self.rank_of[number - 1])
             x = self.stages[number](x, **options)
             if number + 1 < len(self.rank_of) and self.rank_of[number + 1] != rank:
