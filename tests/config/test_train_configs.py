@@ -7,6 +7,8 @@ import pytest
 
 from torchmars.config import MARS_RULES
 from torchmars.config.load import find_config, load_config
+from torchmars.models import build_meta_model
+from torchmars.parallel.checks import check_layout
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 RULES = {*MARS_RULES, "adamw", "lion", "muon"}
@@ -43,6 +45,14 @@ def test_sizes(size, rule):
         )
         for gpus in (1, 2, 4, 8, 16, 32):
             config.training.microbatches(gpus)
+
+
+@pytest.mark.parametrize("name,ranks", [("8b", 64), ("70b", 256), ("405b", 1024)])
+def test_large_configs_fit_their_ranks(name, ranks):
+    config = load_config([f"llama_{name}.toml"], "test")
+    model = build_meta_model(config.model, 50257, config.training.seq_len)
+    assert (model.vocab_rows, model.seq_len) == (128_256, 8192)
+    check_layout(config, config.parallelism.degrees(ranks), model)
 
 
 def test_there_is_one_of_each_kind_for_each_rule():

@@ -274,6 +274,54 @@ def test_what_an_expert_would_warn_of(tmp_path):
     assert "width 60 is no multiple of 64" in poor
 
 
+def test_warnings_of_axes(tmp_path):
+    def warnings(**parallelism):
+        tables = tiny_tables(
+            tmp_path,
+            model={"n_layer": 4, "n_head": 4, "n_embd": 64},
+            training={"seq_len": 64, "global_batch_size": 32, "microbatch_size": 4},
+            parallelism=parallelism,
+        )
+        lines = run_ranks(simulate, 1, tables, 8, 2)[0][2]
+        return [line for line in lines if "parallelism.tp" in line or "pipeline" in line]
+
+    [across] = warnings(tp=4)
+    assert across.startswith("parallelism.tp = 4 reaches across machines of 2 GPUs")
+    [waits] = warnings(pp=4)
+    # 4 microbatches, and the head costs more than a block: over 3 / 7.
+    assert waits.startswith("the ranks of the pipeline wait ")
+    assert 'or parallelism.pp_schedule = "Interleaved1F1B"' in waits
+
+
+def axes_of_traffic(tables):
+    """Along which axes rank 0 of 8 sends what, in the passes of a step."""
+    dist.destroy_process_group()
+    plan = make_plan(config_from_tables(tables, "in a test"), 8, 8)
+    return {
+        (kind.operation, plan.axes_of(kind.ranks))
+        for kind in plan.simulation.traffic.sent
+        if kind.phase == "forward and backward"
+    }
+
+
+def test_traffic_is_along_the_axes(tmp_path):
+    """Tensor parallelism sends activations along tp, FSDP weights and gradients along dp_shard."""
+    tables = tiny_tables(
+        tmp_path,
+        model={"name": "llama", "n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 64},
+        training={"seq_len": 64, "microbatch_size": 4},
+        parallelism={"tp": 2},
+    )
+    [axes] = run_ranks(axes_of_traffic, 1, tables)
+    assert axes == {
+        ("all-gather", "tp"),
+        ("reduce-scatter", "tp"),
+        ("all-reduce", "tp"),
+        ("all-gather", "dp_shard"),
+        ("reduce-scatter", "dp_shard"),
+    }
+
+
 def command(*args):
     return subprocess.run(
         [sys.executable, "-m", "torchmars.plan", *args], capture_output=True, text=True

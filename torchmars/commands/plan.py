@@ -40,7 +40,8 @@ def main() -> None:
         options, config = load_command(Plan, sys.argv[1:], "torchmars plan")
         ranks, per_node = options.world_size, options.gpus_per_node
         if options.find:
-            lines = found_table(find_layouts(config, ranks, per_node, options.memory * GIB))
+            found = find_layouts(config, ranks, per_node, options.memory * GIB)
+            lines = found_table(found, config)
         else:
             lines = report(make_plan(config, ranks, per_node))
         say("\n".join(lines))

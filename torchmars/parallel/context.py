@@ -4,6 +4,7 @@ Parts are balanced for the causal mask, under which later tokens attend to more.
 into 2 cp chunks, and rank r has chunks r and 2 cp - 1 - r: one early and one late.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,6 +56,7 @@ class GatheredAttention(CausalAttention):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group, self.rank = group, dist.get_rank(group)
+        self.make_mask: Callable[[int, int], Tensor | None] = lower_right_mask
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
@@ -73,7 +75,7 @@ class GatheredAttention(CausalAttention):
                 queries,
                 k[:, :, :end],
                 v[:, :, :end],
-                attn_mask=lower_right_mask(chunk, end),
+                attn_mask=self.make_mask(chunk, end),
                 dropout_p=dropout,
                 enable_gqa=k.shape[1] != q.shape[1],
             )

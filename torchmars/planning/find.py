@@ -6,30 +6,42 @@ formulas know less than a plan: plan the layout that you take.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
 
-from torchmars.config import ParallelismConfig, ResolvedConfig, TrainingConfig
+from torchmars.config import ActivationCheckpointConfig, ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.core.tables import table
 from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.metrics.throughput import GIB
 from torchmars.models import Model, build_meta_model
-from torchmars.parallel.checks import check_layout
-from torchmars.parallel.pipeline import blocks_of_stages, stage_ranks
+from torchmars.parallel.checks import check_layout, check_memory
+from torchmars.parallel.pipeline import even_counts, stage_ranks
+from torchmars.planning.pipeline import computed_again
 
 FLOPS = 400e12  # per second, that kernels of large models reach on an H100 in bfloat16
 NETWORK = 50e9  # bytes per second of each GPU between machines: 400 Gb/s
 NVLINK = 350e9  # within a machine, what collectives reach
 RESERVED = 8 * GIB  # CUDA, NCCL and a fragmented allocator
-WEIGHT_BYTES = 16  # float32 weights, gradients and two moments
+WEIGHT_BYTES = 20  # float32 weights, gradients, two moments and MARS's last gradient
+SHORTEST = 1024  # tokens of a sequence on a rank, below which kernels are slow
 SHOWN = 8
+# The options that are tried, beside what the config says.
+TRIED = {
+    "parallelism": (
+        *("dp_replicate", "dp_shard", "tp", "cp", "pp", "pp_schedule", "pp_blocks"),
+        "accumulate",
+    ),
+    "training": ("microbatch_size",),
+    "activation_checkpoint": ("mode", "every"),
+}
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A layout, and what is estimated of it."""
 
-    parallelism: ParallelismConfig
-    training: TrainingConfig
+    config: ResolvedConfig
     microbatches: int
     bubble: float
     memory: float
@@ -37,17 +49,16 @@ class Candidate:
     seconds: float
     """Of a step."""
 
-    @property
-    def options(self) -> str:
-        """The options that choose this layout."""
-        parallelism = self.parallelism
-        chosen = {
-            f"parallelism.{name}": getattr(parallelism, name)
-            for name in ("tp", "pp", "cp", "dp_replicate", "pp_schedule")
-            if getattr(parallelism, name) != getattr(ParallelismConfig(), name)
-        }
-        chosen["training.microbatch_size"] = self.training.microbatch_size
-        return " ".join(f"--{name} {value}" for name, value in chosen.items())
+    def options(self, config: ResolvedConfig) -> str:
+        """Return the options that make this layout of `config`."""
+        pairs = [
+            (f"--{section}.{name}", getattr(getattr(self.config, section), name))
+            for section, names in TRIED.items()
+            for name in names
+            if getattr(getattr(self.config, section), name)
+            != getattr(getattr(config, section), name)
+        ]
+        return " ".join(f"{name} {value}" for name, value in pairs)
 
 
 def find_layouts(
@@ -60,8 +71,9 @@ def find_layouts(
     model = build_meta_model(
         config.model, TOKENIZERS[config.data.tokenizer].vocab_size, config.training.seq_len
     )
+    work = Work.of(model)
     found = [
-        estimate(each, model, world_size, per_node)
+        estimate(each, model, work, world_size, per_node)
         for each in layouts(config, model, world_size, per_node)
     ]
     fitting = [each for each in found if each.memory < memory - RESERVED]
@@ -80,30 +92,57 @@ def layouts(
     config: ResolvedConfig, model: Model, world_size: int, per_node: int
 ) -> Iterator[ResolvedConfig]:
     """Yield the config with every layout that divides, tensor parallelism within machines."""
-    long = config.training.seq_len >= 32_768
+    length = config.training.seq_len
     for tp in powers_of_2(min(per_node or 1, world_size)):
         for pp in powers_of_2(min(len(model.blocks), world_size // tp)):
-            for cp in powers_of_2(16 if long else 1):
-                for dp_replicate in powers_of_2(max(1, world_size // (tp * pp * cp * 8))):
-                    for schedule in ("1F1B", "Interleaved1F1B") if pp > 1 else ("1F1B",):
-                        for size in powers_of_2(16):
-                            layout = replace(
-                                config.parallelism,
-                                tp=tp,
-                                pp=pp,
-                                cp=cp,
-                                dp_replicate=dp_replicate,
-                                dp_shard=-1,
-                                pp_blocks=None,
-                                pp_schedule=schedule,
-                            )
-                            training = replace(config.training, microbatch_size=size)
-                            each = replace(config, parallelism=layout, training=training)
-                            try:
-                                check_layout(each, layout.degrees(world_size), model)
-                            except UserError:
-                                continue
-                            yield each
+            for cp in powers_of_2(max(1, min(length // SHORTEST, world_size // (tp * pp)))):
+                for schedule in ("1F1B", "Interleaved1F1B") if pp > 1 else ("1F1B",):
+                    parallelism = replace(
+                        config.parallelism,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        dp_replicate=1,
+                        dp_shard=-1,
+                        pp_blocks=None,
+                        pp_schedule=schedule,
+                        accumulate="auto",
+                    )
+                    layout = replace(
+                        config,
+                        parallelism=parallelism,
+                        activation_checkpoint=ActivationCheckpointConfig(),
+                    )
+                    yield from in_memory(layout, model, world_size)
+
+
+def in_memory(layout: ResolvedConfig, model: Model, world_size: int) -> Iterator[ResolvedConfig]:
+    """Yield a layout that keeps all, with every microbatch size and way to use the memory."""
+    parallelism = layout.parallelism
+    for size in powers_of_2(16):
+        training = replace(layout.training, microbatch_size=size)
+        try:
+            degrees = parallelism.degrees(world_size)
+            _, microbatches = training.microbatches(degrees.data, parallelism.stages)
+            check_layout(replace(layout, training=training), degrees, model)
+        except UserError:
+            continue
+        forms: list[Literal["auto", "whole"]] = ["auto", "whole"] if microbatches > 1 else ["auto"]
+        modes: list[Literal["none", "selective", "full"]] = ["none", "selective", "full"]
+        copies = powers_of_2(max(1, world_size // (degrees.tp * degrees.pp * degrees.cp * 8)))
+        ways = product(copies, forms, modes)
+        for dp_replicate, accumulate, mode in ways:
+            each = replace(
+                layout,
+                parallelism=replace(parallelism, dp_replicate=dp_replicate, accumulate=accumulate),
+                training=training,
+                activation_checkpoint=ActivationCheckpointConfig(mode),
+            )
+            try:
+                check_memory(each, each.parallelism.degrees(world_size))
+            except UserError:
+                continue
+            yield each
 
 
 def powers_of_2(most: int) -> Iterator[int]:
@@ -114,16 +153,19 @@ def powers_of_2(most: int) -> Iterator[int]:
         size *= 2
 
 
-def estimate(config: ResolvedConfig, model: Model, world_size: int, per_node: int) -> Candidate:
+def estimate(
+    config: ResolvedConfig, model: Model, work: "Work", world_size: int, per_node: int
+) -> Candidate:
     """Return a layout with its memory and the time of its step."""
     parallelism, training = config.parallelism, config.training
     degrees = parallelism.degrees(world_size)
     size, microbatches = training.microbatches(degrees.data, parallelism.stages)
-    work = Work.of(model, config)
+    mode, again = config.activation_checkpoint.mode, computed_again(config.activation_checkpoint)
     ranks = parallelism.pp
     tokens = size * training.seq_len // degrees.cp  # of a microbatch on a rank
     shards = degrees.dp_shard * degrees.cp
-    costs = [len(blocks) + 0.0 for blocks in work.stages]
+    blocks = even_counts(len(model.blocks), parallelism.stages, work.head_in_blocks)
+    costs = [count + 0.0 for count in blocks]
     costs[-1] += work.head_in_blocks
     per_rank = [0.0] * ranks
     for rank, cost in zip(stage_ranks(parallelism), costs):
@@ -131,35 +173,41 @@ def estimate(config: ResolvedConfig, model: Model, world_size: int, per_node: in
     slowest = max(per_rank) / (sum(per_rank) / ranks)
     rounds = microbatches * parallelism.stages / ranks
     waiting = slowest * (rounds + ranks - 1) / rounds
+    whole_gradient = microbatches > 1 and parallelism.accumulation == "whole"
 
     # Memory, of the rank with most in flight and of that with the head.
     weights = work.parameters / ranks / degrees.tp
     unit = max(work.block, work.rest / ranks) / degrees.tp
     hidden = 2 * tokens * model.width / degrees.tp
     logits = 10 * tokens * model.vocab_rows / degrees.tp
-    kept = tokens * work.kept(degrees.tp) * max(map(len, work.stages))
+    kept = tokens * work.kept(degrees.tp, mode) * max(blocks)
+    one = tokens * work.kept(degrees.tp, "none")  # that is computed again
     stages = parallelism.stages // ranks
     flight = 1 if ranks == 1 else min(microbatches * stages, in_flight(ranks, stages))
-    gradient = 4 * weights if microbatches > 1 else 0
+    gradient = 4 * weights if whole_gradient else 0
     gathered = 2 * weights if ranks > 1 else 4 * unit
     buffers = 2 * stages * microbatches * hidden if ranks > 1 else 0
-    passes = max(flight * kept + 6 * unit, (flight if ranks == 1 else 1) * kept + logits)
+    backward = 6 * unit + (one if again else 0)
+    passes = max(flight * kept + backward, (flight if ranks == 1 else 1) * kept + logits)
     memory = WEIGHT_BYTES * weights / shards + gathered + gradient + buffers + passes
 
     # Time.
-    compute = work.flops * training.global_batch_size / world_size / FLOPS
+    compute = work.flops * training.global_batch_size * training.seq_len / world_size / FLOPS
+    compute *= 1 + again / 3
     inside = degrees.tp * shards <= per_node
     dealt = (shards - 1) / shards * weights
     gathers = 2 * microbatches if ranks == 1 else 1
-    data = dealt * (2 * gathers + 4) / (NVLINK if inside else NETWORK)
+    reductions = 1 if whole_gradient else microbatches
+    data = dealt * (2 * gathers + 4 * reductions) / (NVLINK if inside else NETWORK)
     if degrees.dp_replicate > 1:
         data += 8 * weights / shards / NETWORK
-    each = microbatches * sum(map(len, work.stages)) / ranks
+    # Every way to compute again repeats what the forward pass sends, half of all.
+    each = microbatches * len(model.blocks) / ranks * (1.5 if again else 1)
     layers = each * 8 * (degrees.tp - 1) / degrees.tp * 2 * tokens * model.width / NVLINK
     keys = each * 4 * (degrees.cp - 1) * 2 * tokens * work.keys / degrees.tp
     sequences = keys / (NVLINK if degrees.tp * degrees.cp <= per_node else NETWORK)
     seconds = (compute + layers + sequences) * waiting + max(0.0, data - compute)
-    return Candidate(parallelism, training, microbatches, 1 - 1 / waiting, memory, seconds)
+    return Candidate(config, microbatches, 1 - 1 / waiting, memory, seconds)
 
 
 def in_flight(ranks: int, stages: int) -> int:
@@ -174,67 +222,75 @@ def in_flight(ranks: int, stages: int) -> int:
 class Work:
     """What a model takes, whatever the layout."""
 
-    stages: list[range]
     parameters: int
     block: int
     """Parameters of a block."""
     rest: int
     """Parameters outside of blocks."""
     flops: int
-    """Of a sequence."""
+    """Of a token."""
     head_in_blocks: float
     """The FLOPs of the head, in those of a block."""
     keys: int
     """Width of keys and values together."""
-    whole_inputs: int
-    """Bytes kept for a token in a block, whatever tp is: inputs of attention and MLP."""
-    cut: int
-    """Bytes kept for a token in a block that tp ranks share."""
+    width: int
+    given: int
+    """Width of what layers before attention and the activation function give, of a block."""
+    taken: int
+    """Width of what the layers after them take."""
 
     @classmethod
-    def of(cls, model: Model, config: ResolvedConfig) -> "Work":
-        """Return what `model` takes. A tensor that a layer takes or gives is kept in bfloat16."""
+    def of(cls, model: Model) -> "Work":
+        """Return what `model` takes."""
         block = model.blocks["0"]
         parameters = sum(each.numel() for each in model.parameters())
         own = sum(each.numel() for each in block.parameters())
         matrices = {name: each for name, each in block.named_parameters() if each.ndim == 2}
-        taken = sum(each.shape[1] for name, each in matrices.items() if "proj" in name)
-        given = sum(each.shape[0] for name, each in matrices.items() if "proj" not in name)
         head = 6 * model.vocab_rows * model.width
         blocks = (model.flops_per_token() - head) / len(model.blocks)
         heads, kv_heads = model.heads
         return cls(
-            blocks_of_stages(model, config.parallelism),
             parameters,
             own,
             parameters - len(model.blocks) * own,
-            model.flops_per_token() * config.training.seq_len,
+            model.flops_per_token(),
             head / blocks,
             2 * model.width * kv_heads // heads,
-            whole_inputs=4 * model.width,
-            # What a layer gives is kept once more after an activation function or a rotation.
-            cut=4 * given + 2 * taken + 12 * model.width,
+            model.width,
+            given=sum(each.shape[0] for name, each in matrices.items() if "proj" not in name),
+            taken=sum(each.shape[1] for name, each in matrices.items() if "proj" in name),
         )
 
-    def kept(self, tp: int) -> float:
-        """Return the bytes that a block keeps for each token until its backward pass."""
-        return self.whole_inputs + self.cut / tp
+    def kept(self, tp: int, mode: str) -> float:
+        """Return the bytes that a block keeps for each token until its backward pass.
+
+        They are bfloat16. `mode` is that of activation checkpointing.
+        """
+        if mode == "full":
+            return 2 * self.width / tp
+        if mode == "selective":
+            # The sums of attention and MLP over tp are whole on each rank before they are added.
+            return 4 * self.width + (2 * self.given + 4 * self.width) / tp
+        # Each rank has the whole inputs of attention and MLP. What a layer gives is kept once more
+        # after an activation function or a rotation.
+        return 4 * self.width + (4 * self.given + 2 * self.taken + 12 * self.width) / tp
 
 
-def found_table(found: list[Candidate]) -> list[str]:
-    """Return the best layouts in lines, with what is assumed."""
+def found_table(found: list[Candidate], config: ResolvedConfig) -> list[str]:
+    """Return the best layouts in lines, with the options that make them of `config`."""
     rows = [
         (
             f"{each.seconds:.2f}",
             f"{each.memory / GIB:.0f}",
             f"{each.bubble:.0%}",
             str(each.microbatches),
-            each.options,
+            each.options(config),
         )
         for each in found[:SHOWN]
     ]
     return [
         *table([("s/step", "GiB", "waiting", "microbatches", "options"), *rows]),
         f"estimates, for {FLOPS / 1e12:.0f} TFLOP/s of each GPU, {NVLINK / 1e9:.0f} GB/s within a "
-        f"machine and {NETWORK / 1e9:.0f} GB/s between machines: plan the one that you take",
+        f"machine and {NETWORK / 1e9:.0f} GB/s between machines: confirm the one that you take by "
+        "torchmars plan with its options, without --find",
     ]

@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from torchmars.config import ActivationCheckpointConfig
 from torchmars.planning.memory import Effect
 
 # Forward; backward; gradients of inputs only; gradients of weights only.
 ActionKind = Literal["F", "B", "I", "W"]
 # The work of each, in forward passes.
 COSTS: dict[ActionKind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+# What activation checkpointing adds to a backward pass. "selective" keeps the dear results.
+COMPUTED_AGAIN = {"none": 0.0, "full": 1.0, "selective": 0.2, "memory_budget": 0.2}
 
 
 class Action(NamedTuple):
@@ -23,6 +26,11 @@ class Action(NamedTuple):
 # For each stage of a rank, each kind of pass of it, and the first such pass that makes gradients of
 # weights or takes their memory (0), the last one (-1), and all between them (1).
 Effects = Mapping[tuple[int, ActionKind, int], Effect]
+
+
+def computed_again(config: ActivationCheckpointConfig) -> float:
+    """Return what activation checkpointing adds to a backward pass, in forward passes."""
+    return COMPUTED_AGAIN[config.mode] / config.every
 
 
 def actions_of_ranks(schedule: Any) -> list[list[Action]]:
@@ -48,12 +56,16 @@ def _actions(order: Sequence[Any]) -> list[Action]:
     ]
 
 
-def bubble(ranks: Sequence[Sequence[Action]], costs: Sequence[float]) -> float:
+def bubble(
+    ranks: Sequence[Sequence[Action]], costs: Sequence[float], computed_again: float = 0.0
+) -> float:
     """Return the part of a step that ranks wait for each other, their mean.
 
     `ranks` are the passes of each rank, and `costs` those of a forward pass of each stage. A
-    backward pass costs twice that, half of it for the weights. Sending costs nothing.
+    backward pass costs twice that, half of it for the weights; and `computed_again` forward passes
+    more. Sending costs nothing.
     """
+    works = COSTS | {"B": COSTS["B"] + computed_again}
     ends: dict[Action, float] = {}
     clocks, places = [0.0] * len(ranks), [0] * len(ranks)
     while any(place < len(actions) for place, actions in zip(places, ranks)):
@@ -65,11 +77,11 @@ def bubble(ranks: Sequence[Sequence[Action]], costs: Sequence[float]) -> float:
                 if not all(_done(each, ends) for each in needed):
                     break
                 start = max([clocks[rank], *(_end(each, ends) for each in needed)])
-                clocks[rank] = start + COSTS[action.kind] * costs[action.stage]
+                clocks[rank] = start + works[action.kind] * costs[action.stage]
                 ends[action] = clocks[rank]
                 places[rank] += 1
         assert sum(places) > before, "the passes of a pipeline wait for each other"
-    busy = sum(COSTS[action.kind] * costs[action.stage] for action in ends)
+    busy = sum(works[action.kind] * costs[action.stage] for action in ends)
     return 1 - busy / (len(ranks) * max(clocks))
 
 

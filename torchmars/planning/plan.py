@@ -18,7 +18,7 @@ from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.layout import AXES, Layout
 from torchmars.parallel.pipeline import blocks_of_stages
-from torchmars.planning.pipeline import actions_of_ranks, bubble
+from torchmars.planning.pipeline import actions_of_ranks, bubble, computed_again
 from torchmars.planning.simulation import Simulation, simulate_ranks
 from torchmars.training.optimizer import build_optimizer
 
@@ -125,7 +125,8 @@ class Plan:
         block = (self.whole.flops_per_token() - head) / len(self.whole.blocks)
         costs = [len(blocks) * block for blocks in stages]
         costs[-1] += head
-        return bubble(actions_of_ranks(pipeline.schedule), costs)
+        again = computed_again(self.config.activation_checkpoint)
+        return bubble(actions_of_ranks(pipeline.schedule), costs, again)
 
     @property
     def owner_loads(self) -> OwnerLoads:

@@ -4,9 +4,7 @@ The model, its sharding and the optimizer are those of the run. The tensors are 
 which have a shape and no values; so are the collectives.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from torchmars.checkpoint.state import training_state
 from torchmars.config import ResolvedConfig
 from torchmars.models import Model
 from torchmars.optim import MARS
-from torchmars.parallel import context
+from torchmars.parallel.context import GatheredAttention
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 from torchmars.planning.memory import MemoryCounter, bytes_of
@@ -123,13 +121,15 @@ def simulate_step(
     state = training_state(layout, model.weights, optimizer)
     passes = 2 if optimizer.exact else 1
 
+    if layout.device.type == "cuda":
+        leave_out_masks(model)
     memory, traffic = MemoryCounter(), TrafficCounter()
     parameters = [each for part in model.parts for each in part.parameters()]
     memory.know(parameters)
     effects: Effects = {}
     tokens = torch.zeros(microbatches[0], training.seq_len + 1, dtype=torch.int64)
     with fake, traffic:
-        with memory, patch.object(context, "causal_lower_right", causal_mask(layout.device)):
+        with memory:
             if model.pipeline is None:
                 simulate_passes(model, tokens, microbatches[1], passes, memory, traffic)
             else:
@@ -158,14 +158,12 @@ def simulate_step(
     )
 
 
-def causal_mask(device: torch.device) -> Callable[[int, int], Tensor | None]:
-    """Return what stands for torch's causal mask, of which there is no fake one.
-
-    Attention on GPUs needs no mask in memory, that on CPUs does.
-    """
-    if device.type == "cuda":
-        return lambda rows, columns: None
-    return lambda rows, columns: torch.ones(rows, columns, dtype=torch.bool)
+def leave_out_masks(model: ParallelModel) -> None:
+    """Let attention under context parallelism take no mask: on GPUs it has none in memory."""
+    for part in model.parts:
+        for module in part.modules():
+            if isinstance(module, GatheredAttention):
+                module.make_mask = lambda queries, keys: None
 
 
 def received(model: ParallelModel) -> int:

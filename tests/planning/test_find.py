@@ -1,0 +1,78 @@
+"""torchmars plan --find: the layouts that it offers."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.tiny import tiny_tables
+from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
+from torchmars.models import build_meta_model
+from torchmars.parallel.checks import check_layout
+from torchmars.planning.find import RESERVED, Work, estimate, find_layouts
+
+WORLD_SIZE, PER_NODE = 16, 8
+
+
+def large(folder, **training):
+    """A config of 1.2 billion parameters."""
+    tables = tiny_tables(
+        folder,
+        model={"name": "llama", "n_layer": 16, "n_head": 16, "n_embd": 2048, "vocab_size": 32_000},
+        training={"global_batch_size": 32, "seq_len": 2048} | training,
+    )
+    return config_from_tables(tables, "in a test")
+
+
+def test_layouts_divide_and_fit_and_the_fastest_is_first(tmp_path):
+    config, memory = large(tmp_path), 10 * 2**30
+    found = find_layouts(config, WORLD_SIZE, PER_NODE, memory)
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    assert all(each.memory < memory - RESERVED for each in found)
+    assert len(found) < len(find_layouts(config, WORLD_SIZE, PER_NODE, 4 * memory))
+    for each in found:
+        degrees = each.config.parallelism.degrees(WORLD_SIZE)
+        size, microbatches = each.config.training.microbatches(degrees.data)
+        assert size * microbatches * degrees.data == 32 and PER_NODE % degrees.tp == 0
+    model = build_meta_model(config.model, 257, config.training.seq_len)
+    for each in found[:20]:
+        check_layout(each.config, each.config.parallelism.degrees(WORLD_SIZE), model)
+
+
+def test_nothing_fits(tmp_path):
+    with pytest.raises(UserError, match="no layout of --world-size 16 fits --memory 8 GiB"):
+        find_layouts(large(tmp_path), WORLD_SIZE, PER_NODE, 8.2 * 2**30)
+
+
+def test_ranks_that_are_no_power_of_2(tmp_path):
+    for each in find_layouts(large(tmp_path, global_batch_size=48), 24, PER_NODE, 80 * 2**30):
+        assert each.config.parallelism.degrees(24).tp in (1, 2, 4, 8)
+
+
+def test_options_are_what_differs_from_the_config(tmp_path):
+    config = large(tmp_path)
+    best = find_layouts(config, WORLD_SIZE, PER_NODE, 80 * 2**30)[0]
+    assert best.options(best.config) == ""
+    full = replace(config.activation_checkpoint, mode="full")
+    other = replace(best.config, activation_checkpoint=full)
+    mode = best.config.activation_checkpoint.mode
+    assert best.options(other) == f"--activation_checkpoint.mode {mode}"
+
+
+def test_memory_and_time_of_the_options(tmp_path):
+    """What keeps less costs more work; a whole gradient takes 4 bytes for each parameter."""
+    config = large(tmp_path, microbatch_size=1)
+    model = build_meta_model(config.model, 257, config.training.seq_len)
+    work = Work.of(model)
+
+    def figures(mode="none", accumulate="auto"):
+        activations = replace(config.activation_checkpoint, mode=mode)
+        parallelism = replace(config.parallelism, accumulate=accumulate)
+        each = replace(config, activation_checkpoint=activations, parallelism=parallelism)
+        found = estimate(each, model, work, WORLD_SIZE, WORLD_SIZE)  # one machine: nothing waits
+        return found.memory, found.seconds
+
+    none, selective, full = figures(), figures("selective"), figures("full")
+    assert full[0] < selective[0] < none[0] and none[1] < selective[1] < full[1]
+    whole = figures(accumulate="whole")
+    assert whole[0] - none[0] == 4 * work.parameters and whole[1] <= none[1]
