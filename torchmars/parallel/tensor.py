@@ -156,7 +156,9 @@ class Arrived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.wait() if isinstance(x, AsyncCollectiveTensor) else x.view_as(x)
+        if isinstance(x, AsyncCollectiveTensor):
+            return x.wait()
+        return x.clone()  # FSDP2 warns of views
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
