@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.owner_balance
 
-For each model and number of FSDP ranks it prints the largest over the mean Newton–Schulz work of a
-rank, and the seconds that one rank needs to plan. It builds no model and starts no process.
+For each model and number of FSDP ranks it prints the largest over the mean Newton–Schulz work of
+a rank, and the seconds that one rank needs to plan. It builds no model and starts no process.
 """
 
 import time

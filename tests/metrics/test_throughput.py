@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchmars.metrics.throughput import GIB, Stopwatch, peak_flops, peak_memory
-from torchmars.planning.advice import PLANNED_MEMORY
+from torchmars.planning.assumptions import MEMORY
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_a_cpu_has_no_known_peak_but_memory_and_times():
 
 
 def test_a_plan_counts_on_an_h100_less_what_its_system_takes():
-    assert PLANNED_MEMORY == 72 * GIB
+    assert MEMORY == 72 * GIB

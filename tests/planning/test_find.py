@@ -9,7 +9,8 @@ from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
-from torchmars.planning.find import RESERVED, Work, estimate, find_layouts
+from torchmars.planning.assumptions import RESERVED
+from torchmars.planning.find import Work, estimate, find_layouts
 
 WORLD_SIZE, PER_NODE = 16, 8
 

@@ -1,10 +1,9 @@
 """What does not go together in a layout: found before there are ranks."""
 
-import math
-
 from torchmars.config import Config, Degrees
 from torchmars.config.fields import require
 from torchmars.models import Model
+from torchmars.parallel.context import sequence_unit
 from torchmars.parallel.pipeline import blocks_of_stages
 from torchmars.parallel.tensor import cut_sizes
 
@@ -34,7 +33,7 @@ def check_tensors(degrees: Degrees, model: Model) -> None:
 def check_sequences(config: Config, degrees: Degrees, model: Model) -> None:
     """Raise `UserError` for sequences that the ranks cannot cut evenly."""
     length, cp, tp = config.training.seq_len, degrees.cp, degrees.tp
-    unit = tp if cp == 1 else math.lcm(2 * cp, cp * tp)
+    unit = sequence_unit(cp, tp)
     require(
         length % unit == 0,
         f"training.seq_len = {length} is no multiple of {unit}, which parallelism.cp = {cp} and "

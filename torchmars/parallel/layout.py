@@ -45,6 +45,15 @@ class RankGroup:
     size: int
     process_group: dist.ProcessGroup
 
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send `tensor` to rank number `rank` of the group, which calls `receive`."""
+        dist.send(tensor.contiguous(), group=self.process_group, group_dst=rank)
+
+    def receive(self, target: torch.Tensor, rank: int) -> torch.Tensor:
+        """Fill `target` with what rank number `rank` of the group sends, and return it."""
+        dist.recv(target, group=self.process_group, group_src=rank)
+        return target
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models import Model
 from torchmars.models.initialize import init_weights
-from torchmars.parallel.context import SequencePart
+from torchmars.parallel.context import SequencePart, sequence_unit
 from torchmars.parallel.fsdp import set_reduction, weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import Part
@@ -109,7 +109,7 @@ class ParallelModel:
         `batch` are this rank's microbatches of windows, [batch, T + 1] each. The mean is that of
         the tokens that this rank computes the loss of, and 0 if it computes none.
         """
-        pairs = [self._tokens_and_targets(windows) for windows in batch]
+        pairs = [self.tokens_and_targets(windows) for windows in batch]
         if self.pipeline is not None:
             tokens, targets = (torch.cat(each) for each in zip(*pairs))
             loss = self.pipeline.backward(tokens, targets)
@@ -132,7 +132,7 @@ class ParallelModel:
 
         That is float32 [batch, its part of T], and [batch, 0] on a rank without the last stage.
         """
-        tokens, targets = self._tokens_and_targets(windows)
+        tokens, targets = self.tokens_and_targets(windows)
         losses = self._forward(tokens, targets=targets)
         return targets.new_empty(len(tokens), 0).float() if losses is None else losses
 
@@ -144,7 +144,7 @@ class ParallelModel:
         """
         last = tokens.shape[1] - 1
         # Later tokens do not change what earlier ones see.
-        unit = 2 * self.sequence.ranks * self.tp if self.sequence.ranks > 1 else self.tp
+        unit = sequence_unit(self.sequence.ranks, self.tp)
         tokens = nn.functional.pad(tokens.to(self.device), (0, -tokens.shape[1] % unit))
         own = self.sequence.of(tokens)
         place = self.sequence.place(last, own.shape[1])
@@ -167,6 +167,7 @@ class ParallelModel:
             return result
         return self.pipeline.forward(tokens, tokens.shape[1] // self.tp, **options)
 
-    def _tokens_and_targets(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+    def tokens_and_targets(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of the tokens and targets of `windows` [batch, T + 1]."""
         windows = windows.to(self.device, non_blocking=True)
         return self.sequence.of(windows[:, :-1]), self.sequence.of(windows[:, 1:])

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward  # private, torch 2.11 to 2.13
@@ -39,11 +38,15 @@ def blocks_of_stages(model: Model, parallelism: ParallelismConfig) -> list[range
             f"{stages} pipeline stages cannot share {blocks} blocks: lower parallelism.pp = "
             f"{parallelism.pp}"
         )
-    head = 6 * model.vocab_rows * model.width  # FLOPs for each token
-    head_in_blocks = head / ((model.flops_per_token() - head) / blocks)
-    counts = parallelism.pp_blocks or even_counts(blocks, stages, head_in_blocks)
+    counts = parallelism.pp_blocks or even_counts(blocks, stages, head_in_blocks(model))
     starts = [sum(counts[:stage]) for stage in range(stages + 1)]
     return [range(first, last) for first, last in zip(starts, starts[1:])]
+
+
+def head_in_blocks(model: Model) -> float:
+    """Return the FLOPs of the head of a whole model, in those of a block."""
+    head = 6 * model.vocab_rows * model.width  # for each token
+    return head * len(model.blocks) / (model.flops_per_token() - head)
 
 
 def even_counts(blocks: int, stages: int, head: float) -> list[int]:
@@ -181,14 +184,10 @@ class Pipeline:
             if rank != self.ranks.rank:
                 continue
             if number and self.rank_of[number - 1] != rank:
-                x = torch.empty(shape, dtype=self.hidden.dtype, device=self.device)
-                dist.recv(x, group=self.ranks.process_group, group_src=self.rank_of[number - 1])
+                hidden = torch.empty(shape, dtype=self.hidden.dtype, device=self.device)
+                x = self.ranks.receive(hidden, self.rank_of[number - 1])
             x = self.stages[number](x, **options)
             if number + 1 < len(self.rank_of) and self.rank_of[number + 1] != rank:
-                dist.send(
-                    x.contiguous(),
-                    group=self.ranks.process_group,
-                    group_dst=self.rank_of[number + 1],
-                )
+                self.ranks.send(x, self.rank_of[number + 1])
                 x = None
         return x

@@ -2,18 +2,9 @@
 
 from collections.abc import Iterator
 
-from torchmars.metrics.gpus import GPUS
 from torchmars.metrics.throughput import GIB
+from torchmars.planning.assumptions import FLOPS, GPU, MEMORY, NETWORK
 from torchmars.planning.plan import Plan
-
-# What each rank is taken to have: an H100 in a cluster.
-PLANNED_GPU = GPUS["H100"]
-# CUDA, NCCL and a fragmented allocator take 8 GiB of it.
-PLANNED_MEMORY = (PLANNED_GPU.memory_gib - 8) * GIB
-# FLOP/s that the training of large models reaches.
-PLANNED_FLOPS = 400e12
-# Bytes per second between machines: 400 Gb/s for each GPU.
-PLANNED_NETWORK = 50e9
 
 BUBBLE = 0.15  # of a step, from which on a pipeline is worth another look
 OPTIMIZER_SHARE = 0.1  # of a step, from which on an uneven plan is felt
@@ -43,17 +34,17 @@ def of_memory(plan: Plan) -> Iterator[str]:
     """Yield warnings of what does not fit, or is larger than it need be."""
     simulation, gradient = plan.largest, plan.largest.gathered
     microbatch_size, accumulation_steps = plan.microbatches
-    if plan.per_node and simulation.peak > PLANNED_MEMORY:
+    if plan.per_node and simulation.peak > MEMORY:
         remedy = "lower training.seq_len, or take a smaller model"
-        if accumulation_steps > 1 and gradient > PLANNED_MEMORY / 2:
+        if accumulation_steps > 1 and gradient > MEMORY / 2:
             remedy = "use more ranks, so that a step is one microbatch"
         elif microbatch_size > 1:
             remedy = f"lower training.microbatch_size = {microbatch_size}"
         yield (
             f"the peak of {simulation.peak / GIB:.1f} GiB does not fit a GPU of "
-            f"{PLANNED_GPU.memory_gib} GiB, which leaves about {PLANNED_MEMORY / GIB:.0f}: {remedy}"
+            f"{GPU.memory_gib} GiB, which leaves about {MEMORY / GIB:.0f}: {remedy}"
         )
-    if accumulation_steps > 1 and gradient > PLANNED_MEMORY / 4:
+    if accumulation_steps > 1 and gradient > MEMORY / 4:
         yield (
             f"{accumulation_steps} microbatches a step keep gathered weights and gradients, "
             f"{gradient / GIB:.2f} GiB, until the last of them: "
@@ -86,14 +77,12 @@ def of_network(plan: Plan) -> Iterator[str]:
         )
     microbatch_size, _ = plan.microbatches
     length = microbatch_size * plan.config.training.seq_len
-    needed = PLANNED_FLOPS / (
-        PLANNED_NETWORK * per_node
-    )  # the ranks of a machine receive for each other
+    needed = FLOPS / (NETWORK * per_node)  # the ranks of a machine receive for each other
     if length >= needed:
         return
     simulation = plan.simulation
     state = simulation.weights + simulation.gradients + simulation.optimizer_state
-    fits = state * shards / per_node + simulation.activations + simulation.gathered < PLANNED_MEMORY
+    fits = state * shards / per_node + simulation.activations + simulation.gathered < MEMORY
     replicas = f"parallelism.dp_replicate = {nodes} gathers inside machines and fits; or "
     yield (
         f"{length:,} tokens of a microbatch on each gathering of the weights over {nodes} "

@@ -16,13 +16,11 @@ from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.metrics.throughput import GIB
 from torchmars.models import Model, build_meta_model
 from torchmars.parallel.checks import check_layout, check_memory
-from torchmars.parallel.pipeline import even_counts, stage_ranks
+from torchmars.parallel.pipeline import even_counts, head_in_blocks, stage_ranks
+from torchmars.parallel.tensor import cut_of
+from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED
 from torchmars.planning.pipeline import computed_again
 
-FLOPS = 400e12  # per second, that kernels of large models reach on an H100 in bfloat16
-NETWORK = 50e9  # bytes per second of each GPU between machines: 400 Gb/s
-NVLINK = 350e9  # within a machine, what collectives reach
-RESERVED = 8 * GIB  # CUDA, NCCL and a fragmented allocator
 WEIGHT_BYTES = 20  # float32 weights, gradients, two moments and MARS's last gradient
 SHORTEST = 1024  # tokens of a sequence on a rank, below which kernels are slow
 SHOWN = 8
@@ -245,20 +243,22 @@ class Work:
         block = model.blocks["0"]
         parameters = sum(each.numel() for each in model.parameters())
         own = sum(each.numel() for each in block.parameters())
-        matrices = {name: each for name, each in block.named_parameters() if each.ndim == 2}
-        head = 6 * model.vocab_rows * model.width
-        blocks = (model.flops_per_token() - head) / len(model.blocks)
+        matrices = [
+            (cut_of(name.removesuffix(".weight"), model.cuts), each)
+            for name, each in model.named_parameters()
+            if name.startswith("blocks.0.") and each.ndim == 2
+        ]
         heads, kv_heads = model.heads
         return cls(
             parameters,
             own,
             parameters - len(model.blocks) * own,
             model.flops_per_token(),
-            head / blocks,
+            head_in_blocks(model),
             2 * model.width * kv_heads // heads,
             model.width,
-            given=sum(each.shape[0] for name, each in matrices.items() if "proj" not in name),
-            taken=sum(each.shape[1] for name, each in matrices.items() if "proj" in name),
+            given=sum(each.shape[0] for cut, each in matrices if cut != "columns"),
+            taken=sum(each.shape[1] for cut, each in matrices if cut == "columns"),
         )
 
     def kept(self, tp: int, mode: str) -> float:

@@ -17,7 +17,7 @@ from torchmars.optim.exchange import OwnerLoads
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.layout import AXES, Layout
-from torchmars.parallel.pipeline import blocks_of_stages
+from torchmars.parallel.pipeline import blocks_of_stages, head_in_blocks
 from torchmars.planning.pipeline import actions_of_ranks, bubble, computed_again
 from torchmars.planning.simulation import Simulation, simulate_ranks
 from torchmars.training.optimizer import build_optimizer
@@ -121,16 +121,14 @@ class Plan:
         if pipeline is None:
             return None
         stages = blocks_of_stages(self.whole, self.config.parallelism)
-        head = 6 * self.whole.vocab_rows * self.whole.width
-        block = (self.whole.flops_per_token() - head) / len(self.whole.blocks)
-        costs = [len(blocks) * block for blocks in stages]
-        costs[-1] += head
+        costs = [float(len(blocks)) for blocks in stages]
+        costs[-1] += head_in_blocks(self.whole)
         again = computed_again(self.config.activation_checkpoint)
         return bubble(actions_of_ranks(pipeline.schedule), costs, again)
 
     @property
     def owner_loads(self) -> OwnerLoads:
-        """The Newton–Schulz work of each rank, in FLOPs, for each set of ranks that share work."""
+        """The Newton–Schulz FLOPs of each rank, for each set of ranks that share the work."""
         return self.simulation.optimizer.plans.owner_loads
 
     @property

@@ -58,11 +58,9 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         whole, config.parallelism, training, config.activation_checkpoint, layout, layout.device
     )
     model.init_weights(seed)
-    settings = config.optimizer, training.max_grad_norm, whole
-    optimizer, whole_optimizer = (
-        build_optimizer(*settings, model.weights, layout),
-        build_optimizer(*settings),
-    )
+    max_grad_norm = training.max_grad_norm
+    optimizer = build_optimizer(config.optimizer, max_grad_norm, whole, model.weights, layout)
+    whole_optimizer = build_optimizer(config.optimizer, max_grad_norm, whole)
     optimizer.register_step_post_hook(lambda *_: model.copy_tied_weights())
 
     saver = Saver(config.checkpoint, config.run.checkpoints, layout)
