@@ -12,6 +12,7 @@ LONGEST = (
     "training/test_trainer.py",
     "checkpoint/test_resume.py",
     "commands/test_run_train.py",
+    "planning/test_memory.py",
     "planning/test_plan.py",
     "training/test_guards.py",
     "checkpoint/test_saver.py",

@@ -144,6 +144,14 @@ def fails(tables):
     return "no error"
 
 
+def test_ranks_refuse_a_layout_that_cannot_be(tmp_path):
+    """Also where no launcher has asked before."""
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, parallelism={"tp": 2}, training={"seq_len": 31})
+    for error in run_ranks(fails, 2, tables):
+        assert "training.seq_len = 31 is no multiple of 2" in error
+
+
 def broken_from_step_3(tables):
     """Every gradient from step 3 on is not finite."""
     calls, backward = itertools.count(), ParallelModel.backward

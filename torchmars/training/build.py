@@ -16,6 +16,7 @@ from torchmars.data.tokenizer import TOKENIZERS
 from torchmars.metrics.metrics import open_metrics
 from torchmars.models import build_meta_model
 from torchmars.optim.precision import multiplies_bfloat16
+from torchmars.parallel.checks import check_layout
 from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
@@ -41,6 +42,9 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
 
     training, seed = config.training, config.run.seed
     data = layout.on_first(lambda: prepare_data(config))
+    whole = build_meta_model(config.model, data.vocab_size, training.seq_len)
+    # The launcher has asked already. Plain torchrun starts ranks without it.
+    check_layout(config, config.parallelism.degrees(layout.world.size), whole)
     windows, validation_windows = open_windows(config.data.path, data, training.seq_len, layout)
     microbatch_size, _ = training.microbatches(layout.data.size, config.parallelism.stages)
     loader = Loader(
@@ -53,7 +57,6 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         num_workers=config.data.num_workers,
         pin_memory=layout.device.type == "cuda",
     )
-    whole = build_meta_model(config.model, data.vocab_size, training.seq_len)
     model = ParallelModel(
         whole, config.parallelism, training, config.activation_checkpoint, layout, layout.device
     )

@@ -1,0 +1,124 @@
+"""The memory of a plan against that of real runs, on every rank."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_tables, write_text
+from torchmars.cluster import connection
+from torchmars.config.load import config_from_tables
+from torchmars.planning.plan import make_plan
+from torchmars.training.build import build_trainer
+
+
+def bytes_of(tensors):
+    """Bytes that lie in memory, each once."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(
+        {
+            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts
+        }.values()
+    )
+
+
+def resident(name):
+    """A line of /proc/self/status, in bytes."""
+    return 1024 * int(
+        next(
+            line.split()[1]
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(name)
+        )
+    )
+
+
+def measure(tables):
+    """What this rank of a real run holds, and the most that its backward pass takes on top."""
+    ctypes.CDLL(None).mallopt(
+        -3, 65536
+    )  # M_MMAP_THRESHOLD: freed memory goes back to the system at once, so that it can be measured
+    config = config_from_tables(tables, "in a test")
+    trainer = build_trainer(config, connection.start(config.parallelism))
+    model, optimizer, batch = trainer.model, trainer.optimizer, trainer.loader.step()
+    if optimizer.exact:
+        model.backward(batch)
+        optimizer.look_ahead()
+        optimizer.zero_grad()
+    model.backward(batch)
+    gradients = bytes_of(parameter.grad for parameter in model.weights.values())
+    optimizer.step()
+    optimizer.zero_grad()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # look for the peak anew from here
+    model.backward(batch)
+    peak = resident("VmHWM") - before
+    state = [tensor for each in optimizer.state.values() for tensor in each.values()] + list(
+        optimizer.ahead.values()
+    )
+    return {
+        "weights": bytes_of(each for part in model.parts for each in part.parameters()),
+        "gradients": gradients,
+        "optimizer_state": bytes_of(state),
+    }, peak
+
+
+def planned_and_measured(tables):
+    """The plan of this rank and what it measures, in the order of `measure`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    measured = measure(tables)
+    dist.destroy_process_group()
+    simulation = make_plan(config_from_tables(tables, "in a test"), size, 0, rank).simulation
+    planned = (
+        {name: getattr(simulation, name) for name in measured[0]},
+        simulation.activations + simulation.gathered,
+    )
+    return planned, measured
+
+
+# 1004 rows do not divide over 8 ranks, and 4 x 136 do.
+MODEL = {"n_layer": 4, "n_embd": 136, "n_head": 4, "vocab_size": 1004}
+MARS_M = {"name": "mars-m"}
+SLOW = pytest.mark.slow
+VARIANTS = [
+    pytest.param(MARS_M, {}, {}, id="fsdp4"),
+    pytest.param(MARS_M, {}, {"tp": 2}, id="fsdp2-tp2"),
+    pytest.param(MARS_M, {}, {"pp": 2}, id="pp2-fsdp2"),
+    pytest.param(MARS_M, {}, {"cp": 2}, id="cp2-fsdp2"),
+    pytest.param(
+        {"name": "mars-adamw", "mode": "exact"},
+        {"dtype": "bfloat16"},
+        {"dp_replicate": 2},
+        id="hsdp2x2-exact",
+        marks=SLOW,
+    ),
+    pytest.param(MARS_M, {}, {"tp": 4}, id="tp4", marks=SLOW),
+    pytest.param(MARS_M, {}, {"pp": 2, "tp": 2}, id="pp2-tp2", marks=SLOW),
+    *(
+        pytest.param(MARS_M, {}, {"pp": 2, "pp_schedule": name}, id=f"pp2-{name}", marks=SLOW)
+        for name in ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    ),
+]
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure the peak of memory"
+)
+@pytest.mark.parametrize("optimizer,training,parallelism", VARIANTS)
+def test_memory_is_that_of_a_real_run(tmp_path, optimizer, training, parallelism):
+    write_text(tmp_path)
+    tables = tiny_tables(
+        tmp_path,
+        model=MODEL,
+        optimizer=optimizer,
+        training={"global_batch_size": 32, "microbatch_size": 4, "seq_len": 512} | training,
+        parallelism=parallelism,
+    )
+    for (planned, planned_peak), (measured, measured_peak) in run_ranks(
+        planned_and_measured, 4, tables
+    ):
+        assert planned == measured
+        assert planned_peak == pytest.approx(measured_peak, rel=0.2)
