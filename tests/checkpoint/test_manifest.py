@@ -176,7 +176,7 @@ def test_what_verification_was_told_to_overlook_still_falls_back_where_loading_f
     assert metrics(run) == metrics(tables)
 
 
-def rewrite(folder, version=3, **changes):
+def rewrite(folder, version=manifests.FORMAT.written, **changes):
     """Write a checkpoint's manifest anew, as `version` of torchmars might, with a good checksum."""
     file = folder / "manifest.json"
     entries = json.loads(file.read_text()) | changes
@@ -216,8 +216,8 @@ def test_a_manifest_whose_format_alone_is_damaged_is_not_of_another_version(tabl
     folder = run_folder_of(copy_of(tables, "digit", tmp_path)) / "checkpoints" / "step-00000006"
     file = folder / "manifest.json"
     whole = file.read_text()
-    for other in ("torchmars-checkpoint-2", "torchmars-checkpoint-7", "torchmars-chackpoint-3"):
-        file.write_text(whole.replace("torchmars-checkpoint-3", other))
+    for other in ("torchmars-checkpoint-2", "torchmars-checkpoint-7", "torchmars-chackpoint-4"):
+        file.write_text(whole.replace("torchmars-checkpoint-4", other))
         with pytest.raises(DamagedCheckpoint, match="altered: it does not match its own checksum"):
             manifests.read(folder)
 

@@ -11,12 +11,14 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import read_verified
-from torchmars.data import shards
+from torchmars.data import manifest
 
 
 def write_as_version_2(checkpoint):
     """Write the manifest of a checkpoint anew as version 2 did."""
     manifest = manifests.read(checkpoint)
+    data = dict(manifest.config["data"])
+    config = manifest.config | {"data": data | {"corpus": data.pop("source")}}
     entries = {
         "step": manifest.step,
         "position": manifest.position,
@@ -24,7 +26,7 @@ def write_as_version_2(checkpoint):
         "data": manifest.data_fingerprint,
         "vocab_size": manifest.vocab_size,
         "optimizer": manifest.optimizer,
-        "config": manifest.config,
+        "config": config,
         "validation_loss": manifest.validation_loss,
         "recent_losses": manifest.recent_losses,
         "files": {
@@ -42,6 +44,7 @@ def write_data_as_version_2(folder):
     """Write the manifest of a folder of shards anew as version 2 did."""
     entries = json.loads((folder / "manifest.json").read_text())
     del entries["sha256"], entries["dtype"], entries["format"]
+    entries["corpus"] = entries.pop("source")
     entries["format"] = "torchmars-shards-2"
     (folder / "manifest.json").write_text(json.dumps(entries, indent=1) + "\n")
 
@@ -84,8 +87,8 @@ def test_a_run_of_version_2_goes_on_bit_for_bit(straight, tmp_path, name):
         json.loads((path / "manifest.json").read_text())["format"]
         for path in checkpoints(run / "checkpoints")
     ]
-    assert formats == ["torchmars-checkpoint-2", "torchmars-checkpoint-3"]
-    assert shards.read_manifest(data).dtype == "uint16"
+    assert formats == ["torchmars-checkpoint-2", "torchmars-checkpoint-4"]
+    assert manifest.read_manifest(data).dtype == "uint16"
 
 
 def test_every_flipped_bit_of_a_manifest_of_version_2_is_found(straight, tmp_path):

@@ -15,8 +15,8 @@ from torchmars.checkpoint.resume import check_same_run
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.data.loader import Windows
-from torchmars.data.shards import read_manifest
+from torchmars.data.manifest import read_manifest
+from torchmars.data.windows import Windows
 from torchmars.models import build_meta_model
 from torchmars.training.build import build_trainer
 from torchmars.training.optimizer import build_optimizer

@@ -38,7 +38,7 @@ def test_overrides_beat_the_file(tmp_path):
         "0.9",
         "--training.microbatch_size=2",
         "--training.compile",
-        "--data.corpus",
+        "--data.source",
         "text",
         "--data.files",
         "a.txt",
@@ -77,7 +77,7 @@ def test_resolved_config_reads_back_the_same(tmp_path):
         ["--optimizer.name", "adamw"],
         ["--schedule.name", "wsd", "--training.max_grad_norm", "inf"],
         [
-            "--data.corpus",
+            "--data.source",
             "text",
             "--data.files",
             'odd "name".txt',
@@ -206,7 +206,7 @@ def test_groups_of_the_optimizer(tmp_path):
         ),
         (["--activation_checkpoint.every", "2"], "activation_checkpoint.every has no meaning"),
         (["--run.name", "a/b"], "run.name must be one folder name"),
-        (["--data.corpus", "text"], "data.files is empty"),
+        (["--data.source", "text"], "data.files is empty"),
         (["--data.files", "a"], "data.files has no meaning"),
         (
             ["--data.validation_fraction", "0.9"],

@@ -14,7 +14,7 @@ def test_files_folders_and_globs(tmp_path):
 
     def found(*patterns):
         files = source_files(
-            DataConfig(corpus="text", files=[str(tmp_path / pattern) for pattern in patterns])
+            DataConfig(source="text", files=[str(tmp_path / pattern) for pattern in patterns])
         )
         return [str(file.relative_to(tmp_path)) for file in files]
 
@@ -31,12 +31,12 @@ def test_files_folders_and_globs(tmp_path):
 def test_a_separator_line_ends_a_document(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("one\ntwo <|endoftext|> still\n<|endoftext|>\nthree\n")
-    config = DataConfig(corpus="text", files=[str(file)])
+    config = DataConfig(source="text", files=[str(file)])
     assert list(documents(config, file)) == ["one\ntwo <|endoftext|> still\n", "three\n"]
 
 
 def test_stdlib_has_text_everywhere():
-    config = DataConfig(corpus="stdlib")
+    config = DataConfig(source="stdlib")
     files = source_files(config)
     assert files == sorted(files) and len(files) > 300
     assert not any("site-packages" in file.parts or "test" in file.parts for file in files)

@@ -11,9 +11,11 @@ from tests.support.tiny import tiny_config, write_text
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.core.formats import OtherVersion
-from torchmars.data.loader import Windows
-from torchmars.data.shards import FORMAT, check_shards, read_manifest, write_shards
+from torchmars.data.manifest import FORMAT, read_manifest
+from torchmars.data.shards import check_shards
 from torchmars.data.tokenizer import ByteTokenizer
+from torchmars.data.windows import Windows
+from torchmars.data.writer import write_shards
 from torchmars.training.preparation import prepare_data
 
 DOCUMENTS = ["a fox " * 20, "an old hill " * 20, "and a river " * 20]
@@ -70,7 +72,7 @@ def fingerprint_as_version_2(folder):
 
 def test_what_older_versions_wrote_is_read_and_is_the_same_data(tmp_path):
     write_as_version_2(tmp_path / "old")
-    config = DataConfig(corpus="text", files=["text.txt"])
+    config = DataConfig(source="text", files=["text.txt"])
     new = write_shards(config, ByteTokenizer(), iter(DOCUMENTS), tmp_path / "new", 100)
     assert read_manifest(tmp_path / "new") == new
     for version in (2, 1):
@@ -165,7 +167,7 @@ def test_a_manifest_of_this_version_that_was_altered_is_named(tmp_path):
     prepare_data(config)
     file = tmp_path / "shards" / "manifest.json"
     whole = file.read_text()
-    for old, new in (("bytes", "bites"), ("shards-3", "shards-1"), ('"dtype"', '"dtypes"')):
+    for old, new in (("bytes", "bites"), ("shards-4", "shards-1"), ('"dtype"', '"dtypes"')):
         file.write_text(whole.replace(old, new))
         with pytest.raises(UserError, match="altered: it does not match its own checksum"):
             prepare_data(config)

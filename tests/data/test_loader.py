@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from torchmars.config import DataConfig
-from torchmars.data.loader import ChangedData, Loader, Windows, validation_batches, window_of_sample
-from torchmars.data.shards import write_shards
+from torchmars.data.loader import Loader, validation_batches
+from torchmars.data.order import window_of_sample
 from torchmars.data.tokenizer import ByteTokenizer
+from torchmars.data.windows import ChangedData, Windows
+from torchmars.data.writer import write_shards
 
 T = 16
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
-from torchmars.data import shards
+from torchmars.data import shards, writer
+from torchmars.data.manifest import SPLITS, read_manifest
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.training.preparation import prepare_data
 
@@ -37,18 +38,18 @@ def test_shards_hold_the_documents_split_whole(prepared, tmp_path):
     assert sorted(text.strip() for text in found) == sorted(text.strip() for text in documents)
     validation, train = manifest.splits["validation"], manifest.splits["train"]
     assert 0.03 < validation.tokens / (validation.tokens + train.tokens) < 0.1
-    assert prepare_data(config) == manifest == shards.read_manifest(folder)
+    assert prepare_data(config) == manifest == read_manifest(folder)
 
 
 def test_many_shards_hold_the_same_stream(prepared, tmp_path):
     config, folder, manifest = prepared
     documents = [str(n) * 50 for n in range(100)]
-    one = shards.write_shards(config.data, ByteTokenizer(), iter(documents), tmp_path / "one")
-    many = shards.write_shards(
+    one = writer.write_shards(config.data, ByteTokenizer(), iter(documents), tmp_path / "one")
+    many = writer.write_shards(
         config.data, ByteTokenizer(), iter(documents), tmp_path / "many", shard_tokens=333
     )
     assert len(one.splits["train"].shards) == 1 and len(many.splits["train"].shards) > 5
-    for name in shards.SPLITS:
+    for name in SPLITS:
         assert np.array_equal(
             tokens_of(tmp_path / "one", one.splits[name]),
             tokens_of(tmp_path / "many", many.splits[name]),
@@ -123,7 +124,7 @@ def sealed(entries):
             lambda m: m | {"tokenizer": "gpt2"},
             'prepared with data.tokenizer = "gpt2", the config says "bytes"',
         ),
-        (lambda m: m | {"corpus": "stdlib"}, 'prepared with data.corpus = "stdlib"'),
+        (lambda m: m | {"source": "stdlib"}, 'prepared with data.source = "stdlib"'),
         (lambda m: m | {"files": ["other.txt"]}, "prepared with data.files"),
     ],
 )

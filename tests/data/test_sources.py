@@ -22,7 +22,7 @@ from tests.support.tiny import (
 from torchmars.commands import prepare
 from torchmars.core.errors import UserError
 from torchmars.data import sources
-from torchmars.data.loader import ChangedData, Windows
+from torchmars.data.windows import ChangedData, Windows
 from torchmars.training.preparation import prepare_data
 
 

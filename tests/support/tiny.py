@@ -48,7 +48,7 @@ def tiny_tables(folder: Path, **overrides: dict) -> dict[str, dict]:
         "run": {"name": "tiny", "folder": str(folder / "runs")},
         "model": {"n_layer": 2, "n_head": 2, "n_embd": 32},
         "data": {
-            "corpus": "text",
+            "source": "text",
             "files": [str(folder / "text.txt")],
             "path": str(folder / "shards"),
             "num_workers": 0,

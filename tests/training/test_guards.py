@@ -166,7 +166,7 @@ def test_the_end_of_the_data_begins_another_epoch_and_is_told(tables, tmp_path):
 HANGING_RUN = """
 import ctypes, os, signal, time
 import torchmars.cluster.watchdog
-from torchmars.data.loader import Windows
+from torchmars.data.windows import Windows
 from torchmars.train import main
 from torchmars.cluster.watchdog import Watchdog
 

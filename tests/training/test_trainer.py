@@ -302,7 +302,7 @@ def products_of_quickstarts(folder):
                 f"{folder}/runs",
                 "--data.path",
                 f"{folder}/shards",
-                "--data.corpus",
+                "--data.source",
                 "text",
                 "--data.files",
                 f"{folder}/text.txt",

@@ -8,7 +8,7 @@ from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
-from torchmars.data.tokenizer import TOKENIZERS, Tokenizer
+from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.models import Model, build_meta_model
 
 
@@ -29,4 +29,4 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
                 f"{name} is not of shape {list(value.shape)}"
             )
     read_tensors(folder, model_state(model.to_empty(device="cpu").state_dict()), group=None)
-    return model, TOKENIZERS[config.data.tokenizer](), config
+    return model, load_tokenizer(config.data.tokenizer), config

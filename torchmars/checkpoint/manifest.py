@@ -18,7 +18,7 @@ from torchmars.data.tokenizer import VocabularySize
 NAME = "manifest.json"
 FORMAT = Format(
     "torchmars-checkpoint",
-    written=3,
+    written=4,
     oldest=2,
     checksum_since=2,
     remedy="go on with the version of torchmars that wrote it, or choose another run.name",

@@ -17,7 +17,10 @@ from torchmars.optim.rules import current_name, unscaling
 
 # By the last version of the format that has the old name (see `Format.renamed`). The key steps of
 # the config's section training is "config.training.steps".
-RENAMED = {2: {"data": "data_fingerprint"}}
+RENAMED = {
+    2: {"data": "data_fingerprint"},
+    3: {"config.data.corpus": "config.data.source"},
+}
 
 
 def current_names(saved: dict[str, str]) -> dict[str, str]:

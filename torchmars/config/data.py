@@ -11,15 +11,15 @@ from torchmars.core.bounds import Place, Range
 class DataConfig:
     """Where the tokens come from."""
 
-    corpus: Literal["stdlib", "text"] = "stdlib"
+    source: Literal["stdlib", "text"] = "stdlib"
     """Text to train on. stdlib: the Python standard library's sources. text: your own files."""
     files: list[Annotated[str, Place()]] = field(default_factory=list)
-    """For corpus "text": files, folders (every .txt and .md below) and globs. A line
+    """For source "text": files, folders (every .txt and .md below) and globs. A line
     `<|endoftext|>` ends a document."""
     tokenizer: Annotated[Literal["bytes", "gpt2"], Mark.IDENTITY] = "bytes"
     """bytes (256 values and an end-of-text token) or gpt2 (BPE, 50257 tokens)."""
     path: Annotated[str, Place()] | None = None
-    """Folder of the tokenised shards. The first run fills it. Default: data/CORPUS-TOKENIZER."""
+    """Folder of the tokenised shards. The first run fills it. Default: data/SOURCE-TOKENIZER."""
     validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
     """Share of the tokens kept for validation, by whole documents."""
     num_workers: Annotated[int, Range(0, 64)] = 1
@@ -28,15 +28,15 @@ class DataConfig:
     def resolve(self) -> "ResolvedData":
         """Return the section with its folder. Raises `UserError`."""
         require(
-            self.corpus != "text" or bool(self.files) or self.path is not None,
-            'data.files is empty: name the files, folders or globs that data.corpus = "text" reads',
+            self.source != "text" or bool(self.files) or self.path is not None,
+            'data.files is empty: name the files, folders or globs that data.source = "text" reads',
         )
         require(
-            self.corpus == "text" or not self.files,
-            f'data.files has no meaning for data.corpus = "{self.corpus}": '
-            'set data.corpus = "text"',
+            self.source == "text" or not self.files,
+            f'data.files has no meaning for data.source = "{self.source}": '
+            'set data.source = "text"',
         )
-        path = self.path or f"data/{self.corpus}-{self.tokenizer}"
+        path = self.path or f"data/{self.source}-{self.tokenizer}"
         return ResolvedData(**vars(self) | {"path": path})
 
 

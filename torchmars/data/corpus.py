@@ -19,7 +19,7 @@ def source_files(config: DataConfig) -> list[Path]:
 
     Raises `UserError` if a pattern of data.files matches none.
     """
-    if config.corpus == "stdlib":
+    if config.source == "stdlib":
         return _stdlib_files()
     files: set[Path] = set()
     for pattern in config.files:
@@ -46,7 +46,7 @@ def documents(config: DataConfig, file: Path) -> Iterator[str]:
     """
     lines: list[str] = []
     try:
-        if config.corpus == "stdlib":
+        if config.source == "stdlib":
             yield file.read_text(encoding="utf-8", errors="replace")
             return
         with file.open(encoding="utf-8") as stream:

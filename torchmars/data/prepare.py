@@ -10,13 +10,15 @@ from tqdm import tqdm
 from torchmars.config import DataConfig, ResolvedData
 from torchmars.core.errors import UserError
 from torchmars.core.files import lock
-from torchmars.data import corpus, shards, sources
-from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.data import corpus, sources
+from torchmars.data.manifest import DataManifest, check_manifest, read_manifest
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.writer import write_shards
 
 LOCK_SECONDS = 7 * 86400.0  # how long one machine may prepare while the others wait
 
 
-def prepare_shards(config: ResolvedData) -> shards.DataManifest:
+def prepare_shards(config: ResolvedData) -> DataManifest:
     """Return the manifest of the shards in data.path, which are made first where there are none.
 
     Raises `UserError` if they were made from something else than `config` asks for. Their bytes
@@ -29,18 +31,18 @@ def prepare_shards(config: ResolvedData) -> shards.DataManifest:
         lock(named.with_name(named.name + ".lock"), f"preparing {folder}", LOCK_SECONDS)
     if not os.path.exists(folder / "manifest.json"):
         tokenise(config, folder)
-    manifest = shards.read_manifest(folder)
-    shards.check_manifest(manifest, config, folder)
-    return manifest
+    found = read_manifest(folder)
+    check_manifest(found, config, folder)
+    return found
 
 
 def tokenise(config: DataConfig, folder: Path) -> None:
     """Write the shards of the corpus, and what they were made from, to `folder`."""
     files = corpus.source_files(config)
-    tokenizer = TOKENIZERS[config.tokenizer]()
+    tokenizer = load_tokenizer(config.tokenizer)
     made_from: dict[Path, sources.Source] = {}
     try:
-        shards.write_shards(config, tokenizer, read(config, files, made_from), folder)
+        write_shards(config, tokenizer, read(config, files, made_from), folder)
         sources.write(folder, made_from)
     except OSError as error:
         raise UserError(
@@ -59,7 +61,7 @@ def read(
         total=sum(file.stat().st_size for file in files),
         unit="B",
         unit_scale=True,
-        desc=f"tokenising {config.corpus} ({config.tokenizer})",
+        desc=f"tokenising {config.source} ({config.tokenizer})",
     ) as bar:
         for file in files:
             with contextlib.suppress(OSError):  # `documents` names a file that cannot be read

@@ -82,3 +82,8 @@ class GPT2Tokenizer:
 TOKENIZERS: dict[str, type[Tokenizer]] = {
     kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)
 }
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer that data.tokenizer names."""
+    return TOKENIZERS[name]()

@@ -12,7 +12,7 @@ from typing import Literal
 from torchmars.config import ActivationCheckpointConfig, ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.core.tables import table
-from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.metrics.throughput import GIB
 from torchmars.models import Model, build_meta_model
 from torchmars.parallel.checks import check_layout, check_memory
@@ -67,7 +67,7 @@ def find_layouts(
     Raises `UserError` if none fits.
     """
     model = build_meta_model(
-        config.model, TOKENIZERS[config.data.tokenizer].vocab_size, config.training.seq_len
+        config.model, load_tokenizer(config.data.tokenizer).vocab_size, config.training.seq_len
     )
     work = Work.of(model)
     found = [

@@ -9,8 +9,8 @@ import torch
 from torchmars.config import ResolvedConfig
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.errors import UserError
-from torchmars.data.shards import DataManifest, read_manifest
-from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.data.manifest import DataManifest, read_manifest
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.optim import MARS
 from torchmars.optim.exchange import OwnerLoads
@@ -39,7 +39,7 @@ def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int 
     config = resolve_dtypes(config, device, fast)
     folder = Path(config.data.path)
     data = read_manifest(folder) if (folder / "manifest.json").exists() else None
-    vocab_size = data.vocab_size if data else TOKENIZERS[config.data.tokenizer].vocab_size
+    vocab_size = data.vocab_size if data else load_tokenizer(config.data.tokenizer).vocab_size
     whole = build_meta_model(config.model, vocab_size, config.training.seq_len)
     check_layout(config, config.parallelism.degrees(world_size), whole)
     optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, whole)

@@ -10,9 +10,11 @@ from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.files import lock
-from torchmars.data.loader import Loader, Windows
-from torchmars.data.shards import SPLITS, DataManifest, check_shards
-from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.data.loader import Loader
+from torchmars.data.manifest import SPLITS, DataManifest
+from torchmars.data.shards import check_shards
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.windows import Windows
 from torchmars.metrics.metrics import open_metrics
 from torchmars.models import build_meta_model
 from torchmars.optim.precision import multiplies_bfloat16
@@ -80,7 +82,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         validation_windows,
         microbatch_size,
         model,
-        TOKENIZERS[config.data.tokenizer](),
+        load_tokenizer(config.data.tokenizer),
         layout,
     )
     complete = resumed.state.step >= training.steps

@@ -13,7 +13,7 @@ from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import ResolvedConfig
-from torchmars.data.shards import DataManifest
+from torchmars.data.manifest import DataManifest
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel

@@ -12,9 +12,9 @@ from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
-from torchmars.data import shards
+from torchmars.data import manifest, shards
 from torchmars.data.prepare import prepare_shards
-from torchmars.data.tokenizer import TOKENIZERS
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
@@ -28,7 +28,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     """
     process.check_devices(ranks // nodes)
     degrees = config.parallelism.degrees(ranks)
-    vocab_size = TOKENIZERS[config.data.tokenizer].vocab_size
+    vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     model = build_meta_model(config.model, vocab_size, config.training.seq_len)
     check_layout(config, degrees, model)
     check_trackers(config.metrics)
@@ -42,7 +42,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
         )
 
 
-def prepare_data(config: ResolvedConfig) -> shards.DataManifest:
+def prepare_data(config: ResolvedConfig) -> manifest.DataManifest:
     """Return the manifest of the run's shards, which are made first where there are none.
 
     Raises `UserError` if they do not fit the model or the batch.
@@ -56,7 +56,7 @@ def prepare_data(config: ResolvedConfig) -> shards.DataManifest:
     return manifest
 
 
-def check_resume(config: ResolvedConfig, manifest: shards.DataManifest) -> None:
+def check_resume(config: ResolvedConfig, manifest: manifest.DataManifest) -> None:
     """Raise `UserError` if the run can neither resume from a checkpoint of its own nor start.
 
     The bytes of checkpoints are left to the ranks.

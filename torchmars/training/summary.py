@@ -9,7 +9,7 @@ from torchmars.config.dtypes import slow_warning
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.data import sources
-from torchmars.data.shards import DataManifest
+from torchmars.data.manifest import DataManifest
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from torchmars.config import ValidationConfig
-from torchmars.data.loader import Windows, validation_batches
+from torchmars.data.loader import validation_batches
 from torchmars.data.tokenizer import Tokenizer
+from torchmars.data.windows import Windows
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 from torchmars.training.sampling import sample_text

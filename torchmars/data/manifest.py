@@ -1,0 +1,133 @@
+"""The on-disk format: shards of tokens beside a JSON manifest that says what they hold.
+
+A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files
+`train-00000.bin`, `validation-00000.bin` of little-endian tokens without a header, uint16 or
+uint32 as the manifest says. The manifest is written last of those that a run needs, so a folder
+without one is unfinished.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+
+from torchmars.config import DataConfig
+from torchmars.core.bounds import Name, Range
+from torchmars.core.errors import UserError
+from torchmars.core.formats import Format
+from torchmars.data.tokenizer import VocabularySize
+
+# Version 1 did not know its validation_fraction.
+FORMAT = Format(
+    "torchmars-shards",
+    written=4,
+    oldest=1,
+    checksum_since=3,
+    remedy="use the version of torchmars that wrote it, or set data.path to a new folder",
+    added={2: {"dtype": "uint16"}},
+    renamed={3: {"corpus": "source"}},
+)
+TokenDtype = Literal["uint16", "uint32"]
+LARGEST_TOKEN = {"uint16": 2**16 - 1, "uint32": 2**32 - 1}
+SPLITS = ("train", "validation")
+Tokens = Annotated[int, Range(0, 10**15)]
+
+
+@dataclass
+class Shard:
+    """One file: its name, number of tokens and SHA-256."""
+
+    file: Annotated[str, Name("file")]
+    tokens: Annotated[int, Range(1, 10**15)]
+    sha256: str
+
+
+@dataclass
+class Split:
+    """The shards of one split, in order, and what they hold."""
+
+    tokens: Tokens = 0
+    documents: Tokens = 0
+    max_token: Annotated[int, Range(0, 2**32 - 1)] = 0
+    shards: list[Shard] = field(default_factory=list)
+
+
+@dataclass
+class DataManifest:
+    """What a folder of shards holds and what it was made from."""
+
+    tokenizer: str
+    vocab_size: VocabularySize
+    source: str
+    files: list[str]
+    splits: dict[str, Split]
+    dtype: TokenDtype
+    """What the shards' tokens are."""
+    validation_fraction: float | None = None
+
+    def fingerprint(self) -> str:
+        """Return a hash of the training tokens and their order."""
+        return hashlib.sha256(
+            "".join(shard.sha256 for shard in self.splits["train"].shards).encode()
+        ).hexdigest()
+
+
+def smallest_dtype(vocab_size: int) -> TokenDtype:
+    """Return the dtype of shards of a vocabulary."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def numpy_dtype(dtype: TokenDtype) -> np.dtype:
+    """Return how the tokens of shards lie on the disk."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def read_manifest(folder: Path) -> DataManifest:
+    """Return the manifest of `folder`.
+
+    Raises `UserError` if it is damaged, and `OtherVersion` where another version wrote it in a
+    way that this one cannot read.
+    """
+    path = folder / "manifest.json"
+    try:
+        manifest = FORMAT.read(path, DataManifest)
+        check_splits(manifest)
+        return manifest
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror}: prepare it with python -m torchmars.prepare"
+        ) from None
+    except ValueError as error:
+        raise UserError(
+            f"{path} is no manifest of this version ({error}): "
+            f"remove the folder {folder} and prepare it anew"
+        ) from None
+
+
+def check_splits(manifest: DataManifest) -> None:
+    """Raise `ValueError` if the manifest contradicts itself about its splits."""
+    if set(manifest.splits) != set(SPLITS):
+        raise ValueError("its splits are not train and validation")
+    if not manifest.splits["train"].shards:
+        raise ValueError("its training split is empty")
+    for split in manifest.splits.values():
+        if split.tokens != sum(shard.tokens for shard in split.shards):
+            raise ValueError("the tokens of a split are not those of its shards")
+        if split.max_token > LARGEST_TOKEN[manifest.dtype]:
+            raise ValueError(f"a token id does not fit {manifest.dtype}")
+
+
+def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
+    """Raise `UserError` if `folder` was made from something else than the config asks for."""
+    for key in ("tokenizer", "source", "files", "validation_fraction"):
+        found, wanted = getattr(manifest, key), getattr(config, key)
+        unknown = key == "files" and not wanted or key == "validation_fraction" and found is None
+        if found != wanted and not unknown:
+            raise UserError(
+                f"{folder} was prepared with data.{key} = {json.dumps(found)}, "
+                f"the config says {json.dumps(wanted)}: set it back, set data.path to another "
+                "folder, or remove this one to prepare it anew"
+            )

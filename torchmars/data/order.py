@@ -1,0 +1,67 @@
+"""The global order of the data: sample i of a run is one fixed window, whatever the layout."""
+
+import hashlib
+from collections.abc import Iterator
+
+from torch.utils.data import Sampler
+
+
+def window_of_sample(sample: int, n_windows: int, seed: int) -> int:
+    """Return the window that sample number `sample` of a run reads.
+
+    Each epoch is a seeded permutation of all windows. It needs no table: a Feistel network over the
+    next power of four permutes more numbers than there are windows, and is applied again until it
+    gives one of them ("cycle walking", Black and Rogaway 2002).
+    """
+    epoch, number = divmod(sample, n_windows)
+    half = max(1, ((n_windows - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=64).digest()
+    round_keys = [int.from_bytes(key[place : place + 8], "big") for place in range(0, 64, 8)]
+    while True:
+        left, right = number >> half, number & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        number = left << half | right
+        if number < n_windows:
+            return number
+
+
+def _mix(x: int) -> int:
+    """Return a 64-bit hash of an integer (the finaliser of SplitMix64, Steele et al. 2014)."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return x ^ x >> 31
+
+
+class GlobalOrder(Sampler[list[int]]):
+    """This rank's microbatches of windows, step after step, without end.
+
+    They begin at global sample `position`. A step takes the next `global_batch_size` samples. Of R
+    ranks, rank r takes the r-th of R equal runs of them.
+    """
+
+    def __init__(
+        self,
+        n_windows: int,
+        seed: int,
+        position: int,
+        global_batch_size: int,
+        microbatch_size: int,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.n_windows, self.seed, self.position = n_windows, seed, position
+        self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
+        self.rank, self.ranks = rank, ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        share = self.global_batch_size // self.ranks
+        first = self.position + self.rank * share
+        while True:
+            for begin in range(first, first + share, self.microbatch_size):
+                yield [
+                    window_of_sample(sample, self.n_windows, self.seed)
+                    for sample in range(begin, begin + self.microbatch_size)
+                ]
+            first += self.global_batch_size
