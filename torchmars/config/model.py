@@ -47,6 +47,11 @@ class ModelConfig:
     """llama: biases of queries, keys and values, as in Qwen2, instead of the named size's."""
     tied: Annotated[bool | None, Mark.IDENTITY] = None
     """llama: let the token table be the head too, instead of the named size's."""
+    bias: Annotated[bool, Mark.IDENTITY] = False
+    """gpt2: biases in layers and norms, as OpenAI's weights have and the MARS runs had not."""
+    activation: Annotated[Literal["gelu", "gelu_tanh"], Mark.IDENTITY] = "gelu"
+    """gpt2: what lies between the layers of an MLP. gelu_tanh: the approximation that OpenAI's
+    weights were trained with."""
     scale_attn_by_inverse_layer_idx: Annotated[bool, Mark.IDENTITY] = False
     """gpt2: divide attention logits also by the block's number, counted from 1. The published MARS
     runs did."""

@@ -1,4 +1,4 @@
-"""GPT-2 as the published MARS runs trained it: no biases, tied embeddings, pre-norm blocks.
+"""GPT-2, by default as the published MARS runs trained it: no biases, the exact GELU.
 
 Sources: Radford et al. 2019 for the architecture; Yuan et al. (arXiv 2411.10438) for the settings.
 """
@@ -37,6 +37,9 @@ class GPT2Args:
     """Rows of the token table."""
     seq_len: int
     """Rows of the position table."""
+    bias: bool = False
+    activation: str = "gelu"
+    """"gelu", or "gelu_tanh" for its approximation."""
     scale_attn_by_inverse_layer_idx: bool = False
     dropout: float = 0.0
 
@@ -47,8 +50,8 @@ class Attention(nn.Module):
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
         self.head_width, self.dropout = args.n_embd // args.n_head, args.dropout
-        self.qkv = nn.Linear(args.n_embd, 3 * args.n_embd, bias=False)
-        self.proj = nn.Linear(args.n_embd, args.n_embd, bias=False)
+        self.qkv = nn.Linear(args.n_embd, 3 * args.n_embd, bias=args.bias)
+        self.proj = nn.Linear(args.n_embd, args.n_embd, bias=args.bias)
         self.attend = CausalAttention()
 
     def forward(self, x: Tensor, logit_divisor: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -69,11 +72,12 @@ class MLP(nn.Module):
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
         self.dropout = args.dropout
-        self.up = nn.Linear(args.n_embd, 4 * args.n_embd, bias=False)
-        self.proj = nn.Linear(4 * args.n_embd, args.n_embd, bias=False)
+        self.up = nn.Linear(args.n_embd, 4 * args.n_embd, bias=args.bias)
+        self.act = nn.GELU("tanh" if args.activation == "gelu_tanh" else "none")
+        self.proj = nn.Linear(4 * args.n_embd, args.n_embd, bias=args.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.proj(F.gelu(self.up(x))), self.dropout, self.training)
+        return F.dropout(self.proj(self.act(self.up(x))), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -81,9 +85,9 @@ class Block(nn.Module):
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
-        self.attn_norm = nn.LayerNorm(args.n_embd, bias=False)
+        self.attn_norm = nn.LayerNorm(args.n_embd, bias=args.bias)
         self.attn = Attention(args)
-        self.mlp_norm = nn.LayerNorm(args.n_embd, bias=False)
+        self.mlp_norm = nn.LayerNorm(args.n_embd, bias=args.bias)
         self.mlp = MLP(args)
 
     def forward(self, x: Tensor, logit_divisor: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -112,7 +116,7 @@ class GPT2(Model):
         self.tok_embed = nn.Embedding(args.vocab_size, args.n_embd)
         self.pos_embed = nn.Embedding(args.seq_len, args.n_embd)
         self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})
-        self.norm = nn.LayerNorm(args.n_embd, bias=False)
+        self.norm = nn.LayerNorm(args.n_embd, bias=args.bias)
         self.output = None
 
     @classmethod
@@ -144,6 +148,8 @@ class GPT2(Model):
         return [divisors[int(number)] for number in self.blocks]
 
     def init_std(self, name: str) -> float | None:
+        if name.endswith("bias"):
+            return 0.0
         if "norm" in name:
             return None
         return 0.02 / math.sqrt(2 * self.args.n_layer) if name.endswith("proj.weight") else 0.02

@@ -1,0 +1,103 @@
+"""Names and configs of transformers, both ways: its models with our weights, ours with its."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from tests.models.test_llama import ARGS as LLAMA
+from tests.models.test_llama import VARIANTS
+from torchmars.config import ModelConfig
+from torchmars.core.errors import UserError
+from torchmars.models import build_model
+from torchmars.models.gpt2 import GPT2, GPT2Args
+from torchmars.models.huggingface import counterparts, from_config, to_config
+from torchmars.models.llama import Llama
+
+GPT2_SHAPE = GPT2Args(n_layer=3, n_head=4, n_embd=32, vocab_size=64, seq_len=24)
+MODELS = {
+    "gpt2": GPT2(GPT2_SHAPE),
+    "gpt2 scaled": GPT2(dataclasses.replace(GPT2_SHAPE, scale_attn_by_inverse_layer_idx=True)),
+    "openai": GPT2(dataclasses.replace(GPT2_SHAPE, bias=True, activation="gelu_tanh")),
+    **{name: Llama(dataclasses.replace(LLAMA, **changes)) for name, changes in VARIANTS.items()},
+}
+
+
+def randomised(model):
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        norm = "norm" in name and name.endswith("weight")
+        torch.nn.init.normal_(parameter, float(norm), 0.1, generator)
+    return model.eval()
+
+
+def theirs_of(model, folder):
+    """The model that transformers makes of our config.json, with our weights."""
+    transformers = pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps(to_config(model)))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    other = transformers.AutoModelForCausalLM.from_config(config).eval()
+    weights = model.state_dict()
+    state = {
+        there.name: weights[name].T if there.transposed else weights[name]
+        for name, there in counterparts(model).items()
+    }
+    missing, unexpected = other.load_state_dict(state, strict=False)
+    assert not unexpected
+    with torch.no_grad():
+        for name in missing:
+            assert name == "lm_head.weight" or name.endswith("bias") and model.norm.bias is None
+            if name.endswith("bias"):
+                other.get_parameter(name).zero_()
+    other.tie_weights()
+    return other
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_their_model_of_our_config_has_our_logits(name, tmp_path):
+    model = randomised(MODELS[name])
+    other = theirs_of(model, tmp_path)
+    tokens = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = model.head(model(tokens)), other(tokens).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_model_of_their_config_is_the_one_it_was(name, tmp_path):
+    model = MODELS[name]
+    theirs_of(model, tmp_path).config.save_pretrained(tmp_path)
+    table = from_config(json.loads((tmp_path / "config.json").read_text()))
+    length = table.pop("seq_len")
+    with torch.device("meta"):
+        again = build_model(ModelConfig(**table), 1, length)
+    args = model.args
+    if isinstance(model, Llama):
+        args = dataclasses.replace(args, head_dim=args.head_width)
+    else:
+        args = dataclasses.replace(args, bias=True)  # theirs has biases, which are 0 then
+    assert again.args == args
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"model_type": "mamba"}, "model_type is 'mamba': models of gpt2, llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only models with 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True: only models with False"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "positions are scaled by .*yarn"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+    ],
+)
+def test_a_model_that_we_do_not_have_is_refused_by_name(changes, message):
+    config = to_config(MODELS["llama"]) | changes
+    config = {key: value for key, value in config.items() if value is not None}
+    with pytest.raises(UserError, match=message):
+        from_config(config)
+
+
+def test_a_shape_that_no_class_of_theirs_has_is_refused_by_name():
+    args = dataclasses.replace(LLAMA, qk_norm=True, qkv_bias=True)
+    with pytest.raises(UserError, match="model.qk_norm and model.qkv_bias"):
+        to_config(Llama(args))

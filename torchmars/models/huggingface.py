@@ -1,0 +1,245 @@
+"""The names, shapes and configs of the same models in Hugging Face's transformers, both ways."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchmars.core.errors import UserError
+from torchmars.models.gpt2 import GPT2
+from torchmars.models.llama import HIGH, LOW, ORIGINAL_CONTEXT, Llama, LlamaArgs
+from torchmars.models.model import Model
+
+# What each part of a name is called there. A dotted name stands for itself before its parts.
+GPT2_NAMES = {
+    "tok_embed": "transformer.wte",
+    "pos_embed": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "blocks": "transformer.h",
+    "attn_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    "qkv": "c_attn",
+    "up": "c_fc",
+    "proj": "c_proj",
+}
+LLAMA_NAMES = {
+    "tok_embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "blocks": "model.layers",
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attn": "self_attn",
+    "mlp.proj": "mlp.down_proj",
+    "proj": "o_proj",
+    **{name: f"{name}_proj" for name in ("q", "k", "v", "gate", "up")},
+}
+GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """A tensor there: its name, and whether it is our weight [out, in] transposed."""
+
+    name: str
+    transposed: bool = False
+
+
+def counterparts(model: Model) -> dict[str, Counterpart]:
+    """Return the tensor there of each parameter of `model`, by our name.
+
+    GPT-2's layers there hold their weights as [in, out].
+    """
+    linear = {
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    names, transpose = (
+        (GPT2_NAMES, linear) if isinstance(model, GPT2) else (LLAMA_NAMES, frozenset[str]())
+    )
+    return {
+        name: Counterpart(their_name(name, names), name in transpose)
+        for name, _ in model.named_parameters()
+    }
+
+
+def their_name(name: str, names: Mapping[str, str]) -> str:
+    """Return what a parameter is called there: every part of `name` by the table `names`."""
+    owner, _, last = name.rpartition(".")
+    for dotted in (key for key in names if "." in key and owner.endswith(key)):
+        owner = owner.removesuffix(dotted) + names[dotted]
+    return ".".join([*(names.get(part, part) for part in owner.split(".")), last])
+
+
+def to_config(model: Model) -> dict[str, Any]:
+    """Return the config.json of `model`, without what concerns its tokenizer.
+
+    Raises `UserError` for a shape that no class of transformers has.
+    """
+    if isinstance(model, GPT2):
+        return gpt2_config(model)
+    assert isinstance(model, Llama)
+    return llama_config(model.args)
+
+
+def gpt2_config(model: GPT2) -> dict[str, Any]:
+    args = model.args
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": args.n_layer,
+        "n_head": args.n_head,
+        "n_embd": args.n_embd,
+        "n_positions": args.seq_len,
+        "vocab_size": args.vocab_size,
+        "activation_function": GPT2_ACTIVATIONS[args.activation],
+        "scale_attn_by_inverse_layer_idx": args.scale_attn_by_inverse_layer_idx,
+        "layer_norm_epsilon": model.norm.eps,
+        "resid_pdrop": args.dropout,
+        "embd_pdrop": args.dropout,
+        "attn_pdrop": args.dropout,
+        "tie_word_embeddings": True,
+    }
+
+
+def llama_config(args: LlamaArgs) -> dict[str, Any]:
+    if args.qk_norm and args.qkv_bias:
+        raise UserError(
+            "no model of transformers has both model.qk_norm and model.qkv_bias: such weights can "
+            "only be written with --to safetensors"
+        )
+    family = "Qwen3" if args.qk_norm else "Qwen2" if args.qkv_bias else "Llama"
+    config: dict[str, Any] = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "num_hidden_layers": args.n_layer,
+        "num_attention_heads": args.n_head,
+        "num_key_value_heads": args.n_kv_head,
+        "head_dim": args.head_width,
+        "hidden_size": args.n_embd,
+        "intermediate_size": args.n_inner,
+        "vocab_size": args.vocab_size,
+        "max_position_embeddings": args.seq_len,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": args.tied,
+    }
+    if args.rope_scaling_factor != 1.0:
+        config["rope_scaling"] = rope_scaling(args.rope_scaling_factor)
+    return config
+
+
+def rope_scaling(factor: float) -> dict[str, Any]:
+    """Return Llama 3.1's scaling of rotary positions as config.json has it."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": LOW,
+        "high_freq_factor": HIGH,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    }
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section [model] of a config.json, and its `seq_len` beside it.
+
+    Raises `UserError` for a model that our families do not cover.
+    """
+    readers = {"gpt2": from_gpt2, "llama": from_llama, "qwen2": from_llama, "qwen3": from_llama}
+    kind = config.get("model_type")
+    if kind not in readers:
+        raise UserError(
+            f"its model_type is {kind!r}: models of {', '.join(readers)} can be imported"
+        )
+    try:
+        return readers[kind](config)
+    except KeyError as error:
+        raise UserError(f"its config.json lacks {error}") from None
+
+
+def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
+    activations = {theirs: ours for ours, theirs in GPT2_ACTIVATIONS.items()}
+    activation = config.get("activation_function", "gelu_new")
+    width = config["n_embd"]
+    require_all(
+        config,
+        activation_function=[*activations, None],
+        n_inner=[None, 4 * width],
+        layer_norm_epsilon=[1e-5, None],
+        tie_word_embeddings=[True, None],
+        scale_attn_weights=[True, None],
+        add_cross_attention=[False, None],
+    )
+    return {
+        "name": "gpt2",
+        "n_layer": config["n_layer"],
+        "n_head": config["n_head"],
+        "n_embd": width,
+        "vocab_size": config["vocab_size"],
+        "bias": True,
+        "activation": activations[activation],
+        "scale_attn_by_inverse_layer_idx": config.get("scale_attn_by_inverse_layer_idx", False),
+        "seq_len": config["n_positions"],
+    }
+
+
+def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = rope_of(config)
+    require_all(
+        config,
+        hidden_act=["silu", None],
+        attention_bias=[False, None],
+        mlp_bias=[False, None],
+        use_sliding_window=[False, None],
+    )
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    return {
+        "name": "llama",
+        "n_layer": config["num_hidden_layers"],
+        "n_head": heads,
+        "n_kv_head": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or width // heads,
+        "n_embd": width,
+        "n_inner": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling_factor": float(rope.get("factor", 1.0)),
+        "norm_eps": config["rms_norm_eps"],
+        "qk_norm": config["model_type"] == "qwen3",
+        "qkv_bias": config["model_type"] == "qwen2",
+        "tied": config.get("tie_word_embeddings", False),
+        "seq_len": config["max_position_embeddings"],
+    }
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return theta, and the factor of Llama 3.1's scaling if there is one, of rotary positions.
+
+    transformers 5 writes both as `rope_parameters`, older versions as `rope_theta` and
+    `rope_scaling`. Raises `UserError` for another scaling.
+    """
+    rope = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rope_theta": rope["rope_theta"]}
+    if kind != "llama3" or rope | rope_scaling(rope["factor"]) != rope:
+        raise UserError(
+            f"its rotary positions are scaled by {rope}: only Llama 3.1's scaling can be imported"
+        )
+    return rope
+
+
+def require_all(config: Mapping[str, Any], **allowed: list[Any]) -> None:
+    """Raise `UserError` for a setting with a value that our families do not cover.
+
+    None stands for a setting that is not there.
+    """
+    for name, values in allowed.items():
+        if config.get(name) not in values:
+            known = ", ".join(repr(value) for value in values if value is not None)
+            raise UserError(
+                f"its {name} is {config.get(name)!r}: only models with {known} can be imported"
+            )
