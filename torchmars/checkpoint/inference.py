@@ -1,32 +1,95 @@
 """A model of a checkpoint for use without training: in one process, without an optimizer."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchmars.checkpoint.manifest import NAME, DamagedCheckpoint
+import torch
+from torch import Tensor
+
+from torchmars.checkpoint.folder import checkpoints, step_folder, step_of
+from torchmars.checkpoint.manifest import NAME, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
+from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.models import Model, build_meta_model
 
 
-def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
-    """Load the model of a checkpoint on the CPU. Return it, its tokenizer and its config.
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of a checkpoint, whose weights are still on the disk."""
 
-    `folder` is a checkpoint or a run, whose newest good one is taken. Raises `UserError` if
-    there is none, and `DamagedCheckpoint`.
+    folder: Path
+    manifest: CheckpointManifest
+    config: ResolvedConfig
+    model: Model
+    """Without memory."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were made."""
+        return self.manifest.step
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight. Raises `DamagedCheckpoint`."""
+        value = torch.empty(self.model.get_parameter(name).shape)
+        read_tensors(self.folder, model_state({name: value}), group=None)
+        return value
+
+
+def open_model(folder: Path, step: int | None = None) -> SavedModel:
+    """Open the model of a checkpoint, or of a run: its newest good one, or that of `step`.
+
+    Raises `UserError` if there is none, and `DamagedCheckpoint`.
     """
+    if step is not None:
+        folder = checkpoint_of(folder, step)
     folder, manifest = find_checkpoint(folder, warn=lambda text: say(text, error=True))
     config, saved = config_from_tables(manifest.config, f"in {folder}/{NAME}"), saved_shapes(folder)
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
-    # Before the model takes memory that is not there.
-    for name, value in model_state(model.state_dict()).items():
+    for name, value in model_state(dict(model.named_parameters())).items():
         if saved.get(name) != tuple(value.shape):
             raise DamagedCheckpoint(
                 f"{folder} does not have the model that its {NAME} describes: "
                 f"{name} is not of shape {list(value.shape)}"
             )
-    read_tensors(folder, model_state(model.to_empty(device="cpu").state_dict()), group=None)
-    return model, load_tokenizer(config.data.tokenizer), config
+    return SavedModel(folder, manifest, config, model)
+
+
+def open_last(folder: Path, step: int | None, count: int) -> list[SavedModel]:
+    """Open the models of the last `count` checkpoints of a run, up to that of `step`, newest first.
+
+    Raises `UserError` if there are fewer, and `DamagedCheckpoint`.
+    """
+    newest = open_model(folder, step)
+    if count == 1:
+        return [newest]
+    found = [path for path in checkpoints(folder / "checkpoints") if step_of(path) <= newest.step]
+    if len(found) < count:
+        raise UserError(
+            f"{folder} has {len(found)} checkpoints up to step {newest.step}: lower --average"
+        )
+    return [newest, *(open_model(path) for path in reversed(found[-count:-1]))]
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    """Return the checkpoint of a run's `step`. Raises `UserError` if there is none."""
+    steps = [step_of(path) for path in checkpoints(run / "checkpoints")]
+    if step not in steps:
+        there_are = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+        raise UserError(f"{run} has no checkpoint of step {step}: {there_are}")
+    return step_folder(run / "checkpoints", step)
+
+
+def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
+    """Load the model of a checkpoint or a run on the CPU. Return it, its tokenizer and its config.
+
+    Raises `UserError` if there is none, and `DamagedCheckpoint`.
+    """
+    saved = open_model(folder)
+    model = saved.model.to_empty(device="cpu")
+    read_tensors(saved.folder, model_state(model.state_dict()), group=None)
+    return model, load_tokenizer(saved.config.data.tokenizer), saved.config

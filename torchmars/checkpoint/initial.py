@@ -5,6 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from torchmars.checkpoint.huggingface import weights_of_folder
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.resume import find_checkpoint
@@ -16,34 +17,44 @@ from torchmars.checkpoint.state import (
     read_state,
     saved_shapes,
 )
-from torchmars.checkpoint.weights import check_shapes, load_weights
+from torchmars.checkpoint.weights import (
+    SavedWeight,
+    check_shapes,
+    load_weights,
+    weights_of_file,
+)
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
+from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 
+HF = "hf:"  # begins the name of a folder that transformers wrote
+
 
 def init_from(
-    source: Path, with_optimizer: bool, layout: Layout, model: ParallelModel, optimizer: MARS
+    source: str, with_optimizer: bool, layout: Layout, model: ParallelModel, optimizer: MARS
 ) -> tuple[str, list[Tensor]]:
     """Fill `model`, and `with_optimizer` the state that `optimizer` shares with the source's.
 
-    `source` is a checkpoint, a run, whose newest good checkpoint is taken, or a .safetensors file.
+    `source` is a checkpoint, a run, whose newest good checkpoint is taken, a .safetensors file, or
+    "hf:" and a folder that transformers wrote.
     Called by every rank. Returns what was taken, in words, and the parameters whose state came
     without the last gradient that their rule keeps. Raises `UserError`.
     """
-    if source.suffix == ".safetensors":
+    saved_weights = layout.on_first(lambda: weights_of(source, model.whole))
+    if saved_weights is not None:
         if with_optimizer:
             raise UserError(
                 f"checkpoint.init_optimizer: {source} holds weights only: "
                 "name a run or a checkpoint in checkpoint.init_from"
             )
-        layout.on_all(lambda: load_weights(source, model.weights))
+        layout.on_all(lambda: load_weights(source, saved_weights, model.weights))
         model.copy_tied_weights()
         return f"weights of {source}", []
-    folder, manifest = layout.on_first(lambda: open_source(source, "full"))
+    folder, manifest = layout.on_first(lambda: open_source(Path(source), "full"))
     saved = layout.on_first(lambda: saved_shapes(folder))
     state = model_state(model.weights)
     check_shapes(
@@ -74,6 +85,19 @@ def init_from(
         origin += f" ({len(without)} without a last gradient)" if without else ""
     parameters = named_parameters(optimizer)
     return origin, [parameters[name] for name in without]
+
+
+def weights_of(source: str, model: Model) -> dict[str, SavedWeight] | None:
+    """Return where the weights of `model` lie in files of weights alone; None for a checkpoint.
+
+    `source` is as in checkpoint.init_from. Raises `UserError`.
+    """
+    try:
+        if source.startswith(HF):
+            return weights_of_folder(Path(source.removeprefix(HF)), model)
+        return weights_of_file(Path(source)) if source.endswith(".safetensors") else None
+    except UserError as error:
+        raise UserError(f"checkpoint.init_from: {error}") from None
 
 
 def open_source(source: Path, level: Literal["full", "size"]) -> tuple[Path, CheckpointManifest]:

@@ -1,20 +1,43 @@
-"""Files of weights alone, in the safetensors format: writing, and reading into a model."""
+"""Files of weights alone, in the safetensors format: written and read tensor by tensor."""
 
-from collections.abc import Mapping
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL
-from torchmars.optim.state import fill
+from torchmars.core.files import PARTIAL, sync_folder
+from torchmars.optim.tensors import local_intervals, local_part
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class SavedWeight:
+    """Where a weight lies: the file, its name there, and whether it is transposed there."""
+
+    file: Path
+    name: str
+    transposed: bool = False
+
+
+def weights_of_file(file: Path) -> dict[str, SavedWeight]:
+    """Return where the weights in a .safetensors file lie, by name. Raises `UserError`."""
+    try:
+        with safe_open(file, framework="pt") as saved:
+            return {name: SavedWeight(file, name) for name in saved.keys()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {file}: {error}") from None
 
 
 def check_shapes(
-    source: Path, saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]
+    source: Path | str, saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]
 ) -> None:
     """Raise `UserError` for one of `weights` that `source` lacks or has in another shape.
 
@@ -31,37 +54,81 @@ def check_shapes(
 
 
 @torch.no_grad()
-def load_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
-    """Fill `weights`, sharded or not, from a .safetensors file. Raises `UserError`.
+def load_weights(
+    source: str, saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]
+) -> None:
+    """Fill `weights`, sharded or not, with those that `saved` names. Raises `UserError`.
 
-    Every rank reads the file and keeps its part.
+    Every rank reads its own part only. `source` is what the user named.
     """
     try:
-        with safe_open(file, framework="pt") as saved:
-            check_shapes(
-                file,
-                {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()},
-                weights,
-            )
-            for name, target in weights.items():
-                fill(target, saved.get_tensor(name))
+        check_shapes(source, {name: shape_of(place) for name, place in saved.items()}, weights)
+        for name, target in weights.items():
+            if local_part(target).numel():
+                local_part(target).copy_(read_part(saved[name], local_intervals(target)))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"checkpoint.init_from: cannot read {file}: {error}") from None
+        raise UserError(f"checkpoint.init_from: cannot read {source}: {error}") from None
 
 
-def write_weights(weights: dict[str, Tensor], file: Path) -> None:
-    """Write `weights` to `file`, whole or not at all, with the mode that the umask gives.
+def shape_of(place: SavedWeight) -> tuple[int, ...]:
+    """Return the shape of our weight. Raises `OSError` and `SafetensorError`."""
+    with safe_open(place.file, framework="pt") as saved:
+        shape = tuple(saved.get_slice(place.name).get_shape())
+    return shape[::-1] if place.transposed else shape
 
-    Raises `OSError` or `SafetensorError`.
+
+def read_part(place: SavedWeight, part: Sequence[tuple[int, int]]) -> Tensor:
+    """Return a part of our weight: an interval of each dim.
+
+    Raises `OSError` and `SafetensorError`.
+    """
+    slices = [slice(*interval) for interval in part]
+    with safe_open(place.file, framework="pt") as saved:
+        there: Tensor = saved.get_slice(place.name)[tuple(slices[:: -1 if place.transposed else 1])]
+    return there.T if place.transposed else there
+
+
+def write_weights(
+    file: Path, entries: Mapping[str, tuple[torch.dtype, Sequence[int]]], values: Iterable[Tensor]
+) -> None:
+    """Write a .safetensors file, durably, whole or not at all.
+
+    `entries` are dtype and shape by name. `values` are the tensors in the same order. They are
+    asked for one by one, so a file needs no more memory than its largest tensor. The library
+    writes a file from all of its tensors at once. Raises `OSError`.
     """
     partial = file.with_name(file.name + PARTIAL)
     try:
-        partial.unlink(missing_ok=True)
-        partial.touch()
-        mode = partial.stat().st_mode
-        # One key of metadata: safetensors writes several in an order of chance.
-        save_file(weights, partial, metadata={"format": "pt"})
-        partial.chmod(mode)  # safetensors 0.8 makes files that only their owner reads
+        with partial.open("wb") as stream:
+            stream.write(header(entries))
+            for (dtype, shape), value in zip(entries.values(), values, strict=True):
+                assert value.shape == torch.Size(shape)
+                value.detach().to(dtype).contiguous().view(-1).view(torch.uint8).numpy().tofile(
+                    stream
+                )
+            stream.flush()
+            os.fsync(stream.fileno())
         partial.rename(file)
+        sync_folder(file.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def header(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+    """Return what a .safetensors file begins with: names, dtypes, shapes and places of tensors.
+
+    Source: the format's definition in the README of huggingface/safetensors.
+    """
+    tensors: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, (dtype, shape) in entries.items():
+        end = begin + torch.Size(shape).numel() * dtype.itemsize
+        tensors[name] = {
+            "dtype": DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

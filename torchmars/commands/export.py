@@ -1,15 +1,18 @@
-"""Write the weights of a checkpoint to a .safetensors file."""
+"""Write the weights of a checkpoint for other programs."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from safetensors import SafetensorError
+import torch
 from tyro.conf import Positional
 
-from torchmars.checkpoint.inference import load_model
+from torchmars.checkpoint.export import export_file, export_folder
+from torchmars.checkpoint.inference import SavedModel, open_last
 from torchmars.checkpoint.manifest import NAME
-from torchmars.checkpoint.weights import write_weights
+from torchmars.config.fields import Count, Positive
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
@@ -18,51 +21,66 @@ from torchmars.core.options import parse
 
 @dataclass
 class Export:
-    """Write the weights of a checkpoint, in float32, to a .safetensors file.
+    """Write the weights of a checkpoint for other programs.
 
-    checkpoint.init_from reads it. Names are those of the model's parameters. The same weights give
-    the same file, byte for byte.
+    --to hf: a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer of Hugging Face's
+    transformers load. --to safetensors: one file of weights under the names of the model's own
+    parameters. The same weights give the same files, byte for byte. checkpoint.init_from reads
+    both.
     """
 
-    folder: Positional[Path]
-    """A checkpoint, or a run, whose newest good checkpoint is taken."""
-    file: Positional[Path]
-    """The .safetensors file to write."""
+    run: Positional[Path]
+    """A run, whose newest good checkpoint is taken, or a checkpoint."""
+    target: Positional[Path]
+    """The folder or the .safetensors file to write."""
+    to: Literal["hf", "safetensors"] | None = None
+    """What to write. Default: safetensors if the target is named *.safetensors, else hf."""
+    step: Count | None = None
+    """Of a run, take the checkpoint of this step."""
+    average: Positive = 1
+    """Of a run, take the mean of the last so many checkpoints."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What the weights are written in."""
     force: bool = False
-    """Replace the file if there is one."""
+    """Replace a file that is there."""
 
 
 def main() -> None:
-    """Write the file that the command line names."""
+    """Write what the command line names."""
     with exit_on_user_error():
         options = parse(Export, sys.argv[1:], "torchmars export")
-        check_file(options.file, options.force)
-        model, _, _ = load_model(options.folder)
-        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-        try:
-            write_weights(weights, options.file)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot write {options.file}: {error}") from None
-        count = sum(value.numel() for value in weights.values())
-        say(f"{options.file}: {len(weights)} tensors, {count:,} weights")
-
-
-def check_file(file: Path, force: bool) -> None:
-    """Raise `UserError` if `file` must not be written, or only by `force`."""
-    if file.suffix != ".safetensors":
-        raise UserError(f"{file} must be named *.safetensors")
-    if wrong := path_problem(file, "file"):
-        raise UserError(
-            f"cannot write {file}: {wrong}: name a new file, or one to replace with --force"
+        kind = options.to or ("safetensors" if options.target.suffix == ".safetensors" else "hf")
+        check_target(options.target, kind, options.force)
+        models = open_last(options.run, options.step, options.average)
+        write: Callable[[list[SavedModel], Path, torch.dtype], None] = (
+            export_folder if kind == "hf" else export_file
         )
-    for folder in file.resolve().parents:
+        try:
+            write(models, options.target, getattr(torch, options.dtype))
+        except OSError as error:
+            raise UserError(f"cannot write {options.target}: {error.strerror or error}") from None
+        parameters = [parameter.numel() for parameter in models[0].model.parameters()]
+        say(f"{options.target}: {len(parameters)} tensors, {sum(parameters):,} weights")
+
+
+def check_target(target: Path, kind: Literal["hf", "safetensors"], force: bool) -> None:
+    """Raise `UserError` if `target` must not be written, or only by `force`."""
+    what: Literal["file", "folder"] = "folder" if kind == "hf" else "file"
+    if kind == "safetensors" and target.suffix != ".safetensors":
+        raise UserError(f"{target} must be named *.safetensors")
+    if wrong := path_problem(target, what):
+        raise UserError(
+            f"cannot write {target}: {wrong}: name a new {what}, or a file to replace with --force"
+        )
+    for folder in target.resolve().parents:
         if (folder / NAME).exists() and (folder / ".metadata").exists():
             raise UserError(
-                f"{file} would lie in the checkpoint {folder}, which takes foreign "
+                f"{target} would lie in the checkpoint {folder}, which takes foreign "
                 "files for damage: write it elsewhere"
             )
-    if file.exists() and not force:
-        raise UserError(f"{file} exists: name another file, or replace it with --force")
+    if target.exists() and (kind == "hf" or not force):
+        remedy = "" if kind == "hf" else ", or replace it with --force"
+        raise UserError(f"{target} exists: name another {what}{remedy}")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ class CheckpointConfig:
     """What is checked of a checkpoint before it is loaded. full: size and SHA-256 of every file.
     size: sizes only. off: nothing."""
     init_from: Annotated[str, Place()] | None = None
-    """Start from the weights of another run, of one checkpoint, or of a file made by torchmars
-    export. Has no effect once the run has a checkpoint of its own."""
+    """Start from the weights of another run, of one checkpoint, of a .safetensors file made by
+    torchmars export, or of a model of Hugging Face's transformers: hf:FOLDER. Has no effect once
+    the run has a checkpoint of its own."""
     init_optimizer: bool = False
     """Take the optimizer's state from init_from too, as far as this optimizer has use for it."""
 

@@ -135,7 +135,7 @@ def read_toml(path: Path) -> Tables:
 
 def check_places(config: ResolvedConfig) -> None:
     """Raise `UserError` if what the config takes for a folder or a file is something else."""
-    run, source = config.run, config.checkpoint.init_from or ""
+    run, source = config.run, (config.checkpoint.init_from or "").removeprefix("hf:")
     source_kind: Literal["file", "folder"] = "file" if source.endswith(".safetensors") else "folder"
     places: list[tuple[str, str, Literal["file", "folder"]]] = [
         ("run.folder", run.folder, "folder"),

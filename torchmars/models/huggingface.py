@@ -1,9 +1,10 @@
 """The names, shapes and configs of the same models in Hugging Face's transformers, both ways."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchmars.core.errors import UserError
@@ -61,6 +62,17 @@ def counterparts(model: Model) -> dict[str, Counterpart]:
         name: Counterpart(their_name(name, names), name in transpose)
         for name, _ in model.named_parameters()
     }
+
+
+def with_their_parameters(model: Model) -> Model:
+    """Return `model`, without memory, with all parameters that there are of its kind there.
+
+    GPT-2 always has biases there.
+    """
+    if not isinstance(model, GPT2):
+        return model
+    with torch.device("meta"):
+        return GPT2(replace(model.args, bias=True))
 
 
 def their_name(name: str, names: Mapping[str, str]) -> str:

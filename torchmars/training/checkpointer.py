@@ -67,7 +67,7 @@ class Checkpointer:
         if settings.init_from is None:
             return Resumed()
         source, without = init_from(
-            Path(settings.init_from),
+            settings.init_from,
             settings.init_optimizer,
             self.layout,
             self.model,

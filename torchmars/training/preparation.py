@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchmars.checkpoint.folder import checkpoints
-from torchmars.checkpoint.initial import open_source
+from torchmars.checkpoint.initial import open_source, weights_of
 from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
@@ -71,7 +71,7 @@ def check_resume(config: ResolvedConfig, manifest: manifest.DataManifest) -> Non
     optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, model)
     if found:
         check_same_run(*found, config, manifest.fingerprint(), optimizer)
-    elif (source := config.checkpoint.init_from) and not source.endswith(".safetensors"):
+    elif (source := config.checkpoint.init_from) and weights_of(source, model) is None:
         open_source(Path(source), "size")
 
 

@@ -1,0 +1,64 @@
+"""The model card of an export: what a reader wants to know of a run before using its weights."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from torchmars.checkpoint.inference import SavedModel
+from torchmars.config.load import config_text
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- torchmars
+---
+
+# {name}
+
+A language model of {parameters:,} parameters, trained from scratch with torchmars {version}.
+
+| | |
+|---|---|
+| model | {family}: {shape} |
+| tokens trained on | {tokens:,} |
+| steps | {steps} |
+| validation loss | {loss} |
+| data | {data} |
+| tokenizer | {tokenizer} |
+| optimizer | {optimizer} |
+| sequence length | {seq_len:,} |
+
+It was trained on raw text. It follows no instructions, and repeats what is in that text, right or
+wrong.
+
+## Config
+
+```toml
+{config}```
+"""
+
+
+def model_card(models: Sequence[SavedModel]) -> str:
+    """Return the text of the card of the mean of `models`, the newest of which is the first."""
+    newest = models[0]
+    config, manifest, model = newest.config, newest.manifest, newest.model
+    steps = f"{newest.step:,}"
+    if len(models) > 1:
+        steps += f", the mean of {len(models)} checkpoints from step {models[-1].step:,}"
+    loss = manifest.validation_loss
+    return CARD.format(
+        name=config.run.name,
+        version=version("torchmars"),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        family=config.model.name,
+        shape=model.describe(),
+        tokens=manifest.position * config.training.seq_len,
+        steps=steps,
+        loss="not measured at this step" if loss is None else f"{loss:.4f}",
+        data=config.data.path,
+        tokenizer=config.data.tokenizer,
+        optimizer=f"{config.optimizer.name}, learning rate {config.optimizer.lr}",
+        seq_len=config.training.seq_len,
+        config=config_text(config),
+    )

@@ -1,0 +1,129 @@
+"""Folders of weights as Hugging Face's transformers reads and writes them."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmars.checkpoint.weights import SavedWeight, weights_of_file, write_weights
+from torchmars.core.bounds import Name
+from torchmars.core.errors import UserError
+from torchmars.core.files import read_text, write_durably
+from torchmars.core.typed import parse_json
+from torchmars.models import Model
+from torchmars.models.huggingface import counterparts, with_their_parameters
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
+# Buffers that older versions saved beside the weights.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a folder. Raises `UserError`."""
+    path = folder / CONFIG
+    try:
+        return parse_json(read_text(path))
+    except OSError as error:
+        raise UserError(
+            f"{folder} is no folder of Hugging Face's: {CONFIG} cannot be read ({error.strerror})"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON object: {error}") from None
+
+
+def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
+    """Return where the weights of `model` lie in a folder that transformers wrote, by our names.
+
+    Raises `UserError` for one that is missing, and for one that `model` has not.
+    """
+    files = {name: file for file in weight_files(folder) for name in weights_of_file(file)}
+    # OpenAI's own GPT-2 was saved without its head, and so without this part of the names.
+    bare = not any(name.startswith("transformer.") for name in files)
+    saved = {}
+    for ours, there in counterparts(model).items():
+        name = there.name.removeprefix("transformer.") if bare else there.name
+        if name not in files:
+            raise UserError(f"{folder} has no {name}, which its {CONFIG} asks for")
+        saved[ours] = SavedWeight(files.pop(name), name, there.transposed)
+    if model.output is None:
+        files.pop("lm_head.weight", None)  # the token table once more
+    for name in files:
+        if not name.endswith(BUFFERS):
+            raise UserError(f"{folder} has {name}, which no model of its {CONFIG} has")
+    return saved
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the .safetensors files of a folder. Raises `UserError` if there are none."""
+    index = folder / INDEX
+    if not os.path.lexists(index):
+        if os.path.lexists(folder / WEIGHTS):
+            return [folder / WEIGHTS]
+        raise UserError(
+            f"{folder} has no {WEIGHTS}: files of another kind, such as .bin, may run code when "
+            "they are read: save the model with safe_serialization"
+        )
+    try:
+        names = sorted(set(parse_json(read_text(index))["weight_map"].values()))
+        for name in names:
+            Name("file").check(name)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index} is no index of files beside it ({error})") from None
+    return [folder / name for name in names]
+
+
+def write_weight_files(
+    folder: Path,
+    model: Model,
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write the weights of `model` to files of at most `file_bytes` bytes, and their index.
+
+    A larger tensor has a file of its own. `read` returns a weight by our name. Each is read and
+    written before the next one, so that memory holds one. Raises `OSError`.
+    """
+    there = with_their_parameters(model)
+    theirs = counterparts(there)
+    ours = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in there.named_parameters()}
+
+    def value(name: str) -> Tensor:
+        weight = read(name) if name in ours else torch.zeros(shapes[name])
+        return weight.T if theirs[name].transposed else weight
+
+    parts = split_by_size(
+        {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, file_bytes
+    )
+    index: dict[str, str] = {}
+    for number, names in enumerate(parts, start=1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else WEIGHTS
+        entries = {
+            theirs[name].name: (dtype, shapes[name][:: -1 if theirs[name].transposed else 1])
+            for name in names
+        }
+        write_weights(folder / file, entries, (value(name) for name in names))
+        index |= dict.fromkeys(entries, file)
+    if len(parts) > 1:
+        size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        table = {"metadata": {"total_size": size}, "weight_map": index}
+        write_durably(folder / INDEX, json.dumps(table, indent=1) + "\n")
+
+
+def split_by_size(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Return runs of names whose sizes add up to at most `most`; a larger one is alone."""
+    runs: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not runs or size > room:
+            runs.append([])
+            room = most
+        runs[-1].append(name)
+        room -= size
+    return runs
