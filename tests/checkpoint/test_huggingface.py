@@ -1,21 +1,11 @@
 """Runs to folders of transformers and back, against transformers itself."""
 
-import json
-import os
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.commands import ROOT, run_command
-from tests.support.ranks import run_ranks
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
-from torchmars.checkpoint.huggingface import split_by_size, weights_of_folder, write_weight_files
 from torchmars.checkpoint.inference import load_model
-from torchmars.cluster import connection
-from torchmars.config.load import config_from_tables
-from torchmars.core.errors import UserError
-from torchmars.training.build import build_trainer
 
 transformers = pytest.importorskip("transformers")
 LLAMA = {"name": "llama", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 48}
@@ -60,3 +50,16 @@ def test_transformers_loads_an_export_and_has_the_same_logits(exports, name):
         )
     card = (folder / "README.md").read_text()
     assert f"# {name}" in card and "1,024" in card and "seed = 0" in card
+
+
+def start(config, folder, *options):
+    code, out, err = run_command("import", [str(folder), str(config)], ROOT)
+    assert code == 0, err
+    return config
+
+
+def weights_from(tables):
+    """The whole weights that a run starts from."""
+    config = config_from_tables(tables, "in a test")
+    trainer = build_trainer(config, connection.start(config.parallelism))
+    return {name: value.full_tensor() for name, value in trainer.model.weights.items()}

@@ -3,20 +3,29 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchmars.checkpoint.weights import SavedWeight, weights_of_file, write_weights
+from torchmars.checkpoint.weights import (
+    SavedWeight,
+    check_shapes,
+    weights_of_file,
+    write_weights,
+)
+from torchmars.config.load import config_from_tables
 from torchmars.core.bounds import Name
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, write_durably
 from torchmars.core.typed import parse_json
-from torchmars.models import Model
-from torchmars.models.huggingface import counterparts, with_their_parameters
+from torchmars.models import Model, build_meta_model
+from torchmars.models.huggingface import counterparts, from_config, with_their_parameters
 
+HF = "hf:"  # begins the name of such a folder in checkpoint.init_from
+TOKENIZER = "tokenizer.json"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
 # Buffers that older versions saved beside the weights.
@@ -36,12 +45,40 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no JSON object: {error}") from None
 
 
+def config_tables(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the tables of a config that trains on from a folder, and what it holds in words.
+
+    Checks that the weights which the model needs are there. Raises `UserError`.
+    """
+    try:
+        model_table = from_config(read_config(folder))
+    except UserError as error:
+        raise UserError(f"{folder} cannot be imported: {error}") from None
+    seq_len = model_table.pop("seq_len")
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"name": folder.resolve().name},
+        "model": model_table,
+        # A table of positions has its own length. Rotary positions take any.
+        "training": {"seq_len": seq_len if model_table["name"] == "gpt2" else min(seq_len, 8192)},
+        "checkpoint": {"init_from": f"{HF}{folder.resolve()}"},
+    }
+    if (folder / TOKENIZER).exists():
+        tables["data"] = {"tokenizer": str((folder / TOKENIZER).resolve())}
+    config = config_from_tables(tables, f"from {folder / CONFIG}")
+    model = build_meta_model(config.model, 1, config.training.seq_len)
+    shapes = {name: saved.shape for name, saved in weights_of_folder(folder, model).items()}
+    check_shapes(folder, shapes, dict(model.named_parameters()))
+    return tables, model.describe()
+
+
 def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
     """Return where the weights of `model` lie in a folder that transformers wrote, by our names.
 
     Raises `UserError` for one that is missing, and for one that `model` has not.
     """
-    files = {name: file for file in weight_files(folder) for name in weights_of_file(file)}
+    files: dict[str, SavedWeight] = {}
+    for file in weight_files(folder):
+        files |= weights_of_file(file)
     # OpenAI's own GPT-2 was saved without its head, and so without this part of the names.
     bare = not any(name.startswith("transformer.") for name in files)
     saved = {}
@@ -49,7 +86,7 @@ def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
         name = there.name.removeprefix("transformer.") if bare else there.name
         if name not in files:
             raise UserError(f"{folder} has no {name}, which its {CONFIG} asks for")
-        saved[ours] = SavedWeight(files.pop(name), name, there.transposed)
+        saved[ours] = replace(files.pop(name), transposed=there.transposed)
     if model.output is None:
         files.pop("lm_head.weight", None)  # the token table once more
     for name in files:

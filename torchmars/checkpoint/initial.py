@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from torchmars.checkpoint.huggingface import weights_of_folder
+from torchmars.checkpoint.huggingface import HF, weights_of_folder
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.resume import find_checkpoint
@@ -30,8 +30,6 @@ from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
-
-HF = "hf:"  # begins the name of a folder that transformers wrote
 
 
 def init_from(

@@ -20,18 +20,27 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """Where a weight lies: the file, its name there, and whether it is transposed there."""
+    """Where a weight lies: the file, its name and shape there, and whether it is transposed."""
 
     file: Path
     name: str
+    shape_there: tuple[int, ...]
     transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of our weight."""
+        return self.shape_there[:: -1 if self.transposed else 1]
 
 
 def weights_of_file(file: Path) -> dict[str, SavedWeight]:
     """Return where the weights in a .safetensors file lie, by name. Raises `UserError`."""
     try:
         with safe_open(file, framework="pt") as saved:
-            return {name: SavedWeight(file, name) for name in saved.keys()}
+            return {
+                name: SavedWeight(file, name, tuple(saved.get_slice(name).get_shape()))
+                for name in saved.keys()
+            }
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {file}: {error}") from None
 
@@ -61,20 +70,13 @@ def load_weights(
 
     Every rank reads its own part only. `source` is what the user named.
     """
+    check_shapes(source, {name: place.shape for name, place in saved.items()}, weights)
     try:
-        check_shapes(source, {name: shape_of(place) for name, place in saved.items()}, weights)
         for name, target in weights.items():
             if local_part(target).numel():
                 local_part(target).copy_(read_part(saved[name], local_intervals(target)))
     except (OSError, SafetensorError) as error:
         raise UserError(f"checkpoint.init_from: cannot read {source}: {error}") from None
-
-
-def shape_of(place: SavedWeight) -> tuple[int, ...]:
-    """Return the shape of our weight. Raises `OSError` and `SafetensorError`."""
-    with safe_open(place.file, framework="pt") as saved:
-        shape = tuple(saved.get_slice(place.name).get_shape())
-    return shape[::-1] if place.transposed else shape
 
 
 def read_part(place: SavedWeight, part: Sequence[tuple[int, int]]) -> Tensor:

@@ -1,0 +1,54 @@
+"""Write a config that trains on from a model of Hugging Face's transformers."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+from tyro.conf import Positional
+
+from torchmars.checkpoint.huggingface import config_tables
+from torchmars.core.console import say
+from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.files import path_problem, write_durably
+from torchmars.core.options import parse
+
+
+@dataclass
+class Import:
+    """Write a config that trains on from a model of Hugging Face's transformers.
+
+    The folder is one that save_pretrained wrote, or that was downloaded from the hub: GPT-2, Llama,
+    Qwen2 or Qwen3 with .safetensors files. It is checked, and stays where it is: each rank of a run
+    reads its own part of the weights there. Files that are named after the config, and
+    --section.key value overrides, change what they like.
+    """
+
+    folder: Positional[Path]
+    """The folder of the model."""
+    config: Positional[Path]
+    """The TOML file to write."""
+    force: bool = False
+    """Replace the file if there is one."""
+
+
+def main() -> None:
+    """Write the config that the command line names."""
+    with exit_on_user_error():
+        options = parse(Import, sys.argv[1:], "torchmars import")
+        if wrong := path_problem(options.config, "file"):
+            raise UserError(f"cannot write {options.config}: {wrong}: name a new file")
+        if options.config.exists() and not options.force:
+            raise UserError(
+                f"{options.config} exists: name another file, or replace it with --force"
+            )
+        tables, description = config_tables(options.folder)
+        try:
+            write_durably(options.config, tomli_w.dumps(tables))
+        except OSError as error:
+            raise UserError(f"cannot write {options.config}: {error.strerror}") from None
+        say(f"{options.config}: {description}")
+
+
+if __name__ == "__main__":
+    main()
