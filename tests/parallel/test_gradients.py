@@ -36,21 +36,22 @@ def plain_gradients(name, apart=False):
     model = MODELS[name]()
     init_weights(model, seed=0)
     total = 0.0
-    for text in documents(WINDOWS) if apart else WINDOWS:
-        logits = model.head(model(text[None, :-1]))[0]
-        loss = torch.nn.functional.cross_entropy(logits, text[1:], reduction="sum")
-        (loss / WINDOWS[:, 1:].numel()).backward()
-        total += loss.item() / WINDOWS[:, 1:].numel()
+    for windows in documents(WINDOWS) if apart else [WINDOWS]:
+        logits, targets = model.head(model(windows[:, :-1])), windows[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        share = targets.numel() / WINDOWS[:, 1:].numel()
+        (loss * share).backward()
+        total += loss.item() * share
     return total, {name: (value.detach(), value.grad) for name, value in model.named_parameters()}
 
 
 def documents(windows):
-    """The documents in `windows`: each to the token after its last, its last target."""
+    """The documents in `windows`, each as a window [1, length + 1] of its own."""
     for window in windows:
         begins = [0, *(place for place in range(1, len(window)) if window[place] == END)]
         for begin, end in zip(begins, [*begins[1:], len(window) - 1]):
             if begin < end:
-                yield window[begin : end + 1]
+                yield window[None, begin : end + 1]
 
 
 def gradients_on(name, parallelism, training, activations, apart=False):
@@ -112,13 +113,15 @@ def compare(name, results, where, apart=False):
     assert seen == expected.keys(), where
 
 
-def check_gradients(name, ranks, settings, activations=None, compile=False, function=gradients_on):
+def check_gradients(
+    name, ranks, settings, activations=None, compile=False, function=gradients_on, apart=False
+):
     """Let `function`, which is like `gradients_on`, run on ranks; compare with one plain model."""
     parallelism = ParallelismConfig(**settings)
     checkpointing = ActivationCheckpointConfig(**(activations or {}))
     training = training_on(ranks, compile)
-    results = run_ranks(function, ranks, name, parallelism, training, checkpointing)
-    compare(name, results, settings)
+    results = run_ranks(function, ranks, name, parallelism, training, checkpointing, apart)
+    compare(name, results, settings, apart)
 
 
 def check_layouts(cases, apart=False):
