@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
 from tests.models.test_model import every_shape
 from torchmars.models import documents
@@ -107,6 +108,19 @@ def test_the_kernel_gets_what_the_mask_says(monkeypatch, first, last, kv_heads, 
     assert masked.mask is not None and masked.mask.shape == (4, 1, 24, 24)
     by_kernel = Documents(starts, None).attend(q, k, v, 0.0)
     torch.testing.assert_close(by_kernel, masked.attend(q, k, v, 0.0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_kernel_takes_what_it_gets(kv_heads):
+    """Types and shapes of the real `varlen_attn` and of its backward pass, without values."""
+    with FakeTensorMode():
+        shapes = [(2, 4, 6, 16), *[(2, kv_heads, 12, 16)] * 2]
+        q, k, v = (torch.empty(each, dtype=torch.bfloat16, requires_grad=True) for each in shapes)
+        starts = torch.zeros(2, 3, dtype=torch.int32)
+        mixed = Documents(starts, None).attend(q, k, v, 0.0)
+        mixed.sum().backward()
+    assert mixed.shape == q.shape and mixed.dtype == q.dtype
+    assert [each.grad.shape for each in (q, k, v)] == shapes
 
 
 def test_a_mask_is_made_where_no_kernel_serves():

@@ -4,7 +4,7 @@ An end-of-text token begins a document: it is the first token that the document'
 """
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,20 +88,18 @@ class Documents(NamedTuple):
 
     def _attend_by_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, queries, keys = len(q), q.shape[2], k.shape[2]
-        options = {}
+        groups: dict[str, Any] = {}
         if k.shape[1] != q.shape[1] and TAKES_GROUPS:
-            options["enable_gqa"] = True
+            groups["enable_gqa"] = True
         elif k.shape[1] != q.shape[1]:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
+        of_queries, of_keys = self._bounds(keys - queries, queries), self._bounds(0, keys)
+        # This window is causal: the last query of a document sees all keys of it.
         mixed = varlen_attn(
-            *(part.transpose(1, 2).flatten(0, 1) for part in (q, k, v)),
-            self._bounds(keys - queries, queries),
-            self._bounds(0, keys),
-            queries,
-            keys,
-            window_size=(-1, 0),  # causal: a document's last query sees all of its keys
-            **options,
+            q, k, v, of_queries, of_keys, queries, keys, window_size=(-1, 0), **groups
         )
+        assert isinstance(mixed, Tensor)
         return mixed.unflatten(0, (batch, queries)).transpose(1, 2)
 
     def _bounds(self, first: int, count: int) -> Tensor:
