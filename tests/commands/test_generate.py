@@ -1,5 +1,6 @@
 """Sampling: temperature, the likeliest token, one text per seed, and the command."""
 
+import copy
 import sys
 
 import pytest
@@ -7,18 +8,21 @@ import torch
 
 from tests.support.tiny import tiny_tables, train, write_text
 from torchmars.commands import generate
+from torchmars.config import ModelConfig
 from torchmars.data.tokenizer import ByteTokenizer
+from torchmars.models import build_model
 from torchmars.training import sampling
 
 
-def fixed(tokens):
+def fixed(contexts):
     """Give id 3 the largest logit, then 2, 1 and 0; padding rows get larger ones still."""
-    assert tokens.shape[1] <= 8
-    return torch.tensor([[0.0, 1.0, 2.0, 3.0, 9.0, 9.0]])
+    return torch.tensor([[0.0, 1.0, 2.0, 3.0, 9.0, 9.0]]).repeat(len(contexts), 1)
 
 
-def drawn(count=4000, **options):
-    return torch.tensor(list(sampling.sample(fixed, 8, [0], count, vocab_size=4, **options)))
+def drawn(count=4000, contexts=1, **options):
+    draw = sampling.Draw(**options)
+    tokens = sampling.sample(fixed, [[0]] * contexts, count, vocab_size=4, draw=draw)
+    return torch.tensor(list(tokens)).T.squeeze(0)
 
 
 def test_frequencies_follow_the_temperature():
@@ -39,14 +43,42 @@ def test_seed_decides():
     assert not torch.equal(drawn(50, seed=1), drawn(50, seed=2))
 
 
-def ends_soon(tokens):
-    """Spell "hi" and end the document."""
-    following = {ord("h"): ord("i"), ord("i"): 256}.get(int(tokens[0, -1]), ord("h"))
-    return torch.nn.functional.one_hot(torch.tensor([following]), 320).float() * 100
+def test_the_likeliest_tokens_that_have_a_probability_together():
+    """3 and 2 have 0.64 and 0.24, and 1 has 0.09."""
+    assert set(drawn(500, top_p=0.5).tolist()) == {3}
+    assert set(drawn(500, top_p=0.8).tolist()) == {2, 3}
+    assert set(drawn(500, top_p=0.9).tolist()) == {1, 2, 3}
+    assert set(drawn(500, top_p=1.0).tolist()) == {0, 1, 2, 3}
 
 
-def test_text_ends_with_its_document():
-    assert sampling.sample_text(ends_soon, 16, ByteTokenizer(), "oh ", 50) == "oh hi"
+def test_each_sequence_is_the_same_whatever_the_others_are():
+    batch = drawn(50, contexts=3, seed=4)
+    for number in range(3):
+        assert torch.equal(batch[number], drawn(50, seed=4 + number))
+    assert not torch.equal(batch[0], batch[1])
+
+
+LETTERS = "h\u00e9!"  # the second one has two bytes
+
+
+def ends_soon(contexts):
+    """Spell a word and end the document."""
+    spelled = [*LETTERS.encode(), 256]
+    following = dict(zip([ord(" "), *spelled], spelled))
+    tokens = torch.tensor([following.get(context[-1], 256) for context in contexts])
+    return torch.nn.functional.one_hot(tokens, 320).float() * 100
+
+
+def test_text_ends_with_its_document_and_comes_in_whole_letters():
+    pieces = sampling.stream_text(ends_soon, ByteTokenizer(), "oh ", 50, sampling.Draw())
+    assert [piece for piece in pieces if piece] == ["oh ", *LETTERS]
+
+
+def test_sequences_of_a_batch_end_apart():
+    texts = sampling.continuations(
+        ends_soon, ByteTokenizer(), ["oh ", "ox", "h"], 50, sampling.Draw()
+    )
+    assert texts == [LETTERS, "", LETTERS[1:]]
 
 
 def test_command_line(tmp_path, capsys, monkeypatch):
@@ -81,3 +113,23 @@ def test_command_line(tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit) as ended:
             command(*args)
         assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [{}, {"name": "llama", "n_kv_head": 1, "n_inner": 48}])
+def test_tokens_are_those_without_a_cache_also_beyond_the_sequence_length(model):
+    """The model sees the last 16 tokens, of prompts of several lengths."""
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, **model)
+    one = build_model(config, 257, 16).eval()
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(0))
+    other = copy.deepcopy(one)
+    contexts = [[1, 2, 3], [4], [5] * 12]
+    draw = sampling.Draw(temperature=1.0, top_k=50)
+    cached = sampling.predict_with_cache(other, 16)
+    together = list(sampling.sample(cached, contexts, 30, vocab_size=257, draw=draw))
+    for number, context in enumerate(contexts):
+        plain = sampling.predict_anew(lambda tokens: one.head(one(tokens)[:, -1]), 16)
+        draw = sampling.Draw(temperature=1.0, top_k=50, seed=number)
+        alone = list(sampling.sample(plain, [context], 30, vocab_size=257, draw=draw))
+        assert [tokens[number] for tokens in together] == [token for (token,) in alone]

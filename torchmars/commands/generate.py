@@ -1,5 +1,6 @@
 """Sample text from a checkpoint."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,46 +11,73 @@ from tyro.conf import Positional
 from torchmars.checkpoint.inference import load_model
 from torchmars.config.fields import Amount, Positive
 from torchmars.core.bounds import Range
-from torchmars.core.console import say
-from torchmars.core.errors import exit_on_user_error
+from torchmars.core.console import say, write
+from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.files import read_text
 from torchmars.core.options import parse
-from torchmars.training.sampling import sample_text
+from torchmars.training.sampling import (
+    Draw,
+    continuations,
+    encode,
+    predict_with_cache,
+    stream_text,
+)
 
 
 @dataclass
 class Generate:
-    """Sample text from a checkpoint."""
+    """Sample text from a checkpoint.
+
+    It is printed as it is drawn, to the end of a document.
+    """
 
     folder: Positional[Path]
     """A checkpoint, or a run, whose newest good checkpoint is taken."""
     prompt: str = "\n"
     """Text to continue."""
+    prompts: Path | None = None
+    """Instead of a prompt: a file with one in each line. All are continued together. Each is
+    printed as a line of JSON, {"prompt": ..., "text": ...}."""
     max_tokens: Positive = 200
     """Tokens to sample at most."""
     temperature: Amount = 0.8
     """Divides the logits. 0 takes the likeliest token."""
     top_k: Positive | None = None
     """Sample from the k likeliest tokens only."""
+    top_p: Annotated[float, Range(0, 1, open_low=True)] | None = None
+    """Sample only from the likeliest tokens, as few as have this probability together."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
-    """Seed of the sampling."""
+    """Seed of the sampling. With a file of prompts, that of the first one."""
 
 
 def main() -> None:
-    """Print what the model of a checkpoint continues a prompt with."""
+    """Print what the model of a checkpoint continues prompts with."""
     with exit_on_user_error():
         options = parse(Generate, sys.argv[1:], "torchmars generate")
+        prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
         model, tokenizer, _ = load_model(options.folder)
-        text = sample_text(
-            lambda tokens: model.head(model(tokens)[:, -1]),
-            model.seq_len,
-            tokenizer,
-            options.prompt,
-            options.max_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            seed=options.seed,
-        )
-        say(text)
+        longest = max(len(encode(tokenizer, prompt)) for prompt in prompts)
+        predict = predict_with_cache(model, min(model.seq_len, longest + options.max_tokens))
+        draw = Draw(options.temperature, options.top_k, options.top_p, options.seed)
+        if options.prompts is None:
+            for piece in stream_text(predict, tokenizer, options.prompt, options.max_tokens, draw):
+                write(piece)
+            say("")
+            return
+        texts = continuations(predict, tokenizer, prompts, options.max_tokens, draw)
+        for prompt, text in zip(prompts, texts):
+            say(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Return the lines of a file. Raises `UserError` if there are none."""
+    try:
+        lines = read_text(file).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts: cannot read {file}: {error}") from None
+    if not lines:
+        raise UserError(f"--prompts: {file} has no line")
+    return lines
 
 
 if __name__ == "__main__":

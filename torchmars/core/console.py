@@ -11,11 +11,16 @@ def say(text: str, error: bool = False) -> None:
 
     What cannot be written is dropped.
     """
-    stream = sys.stderr if error else sys.stdout
+    write(text + "\n", sys.stderr if error else sys.stdout)
+
+
+def write(text: str, stream: TextIO | None = None) -> None:
+    """Print a text at once, on stdout or another stream. What cannot be written is dropped."""
+    stream = stream or sys.stdout
     try:
-        print(text, file=stream, flush=True)
+        print(text, end="", file=stream, flush=True)
     except UnicodeEncodeError:  # the terminal knows fewer characters
-        say(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding), error)
+        write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding), stream)
     except OSError:
         _discard(stream)
 

@@ -1,79 +1,175 @@
 """Text by a model: token after token, drawn from what it predicts."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer
+from torchmars.models.cache import Cache
+from torchmars.models.model import Model
 
-# From token ids [1, length] to the logits [1, vocab_rows] of the next one.
-NextLogits = Callable[[Tensor], Tensor]
+# From the tokens so far of each sequence to the logits [sequences, vocab_rows] of what follows.
+Predict = Callable[[list[list[int]]], Tensor]
 # Below this temperature, logits that are divided by it leave the range of float32.
 COLD = 1e-4
+UNKNOWN = "\ufffd"  # what the first bytes of a letter decode to
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a token is drawn from logits."""
+
+    temperature: float = 1.0
+    """Divides the logits. 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Only the k likeliest tokens are drawn."""
+    top_p: float | None = None
+    """Only the likeliest tokens are drawn, as few as have this probability together (Holtzman et
+    al. 2020, arXiv 1904.09751, section 3.1)."""
+    seed: int = 0
+    """Of the first sequence. The next one has the next seed."""
+
+
+def predict_with_cache(model: Model, capacity: int) -> Predict:
+    """Return predictions of `model` for sequences that grow by a token from call to call.
+
+    The model sees the last `capacity` tokens, at most its `seq_len`. Each call computes the new
+    tokens alone. Where a sequence is longer than `capacity`, all the model sees moves, and is
+    computed anew.
+    """
+    cache = Cache(model, capacity)
+
+    def predict(contexts: list[list[int]]) -> Tensor:
+        longest = max(map(len, contexts))
+        if cache.seen and cache.seen + 1 == longest <= capacity:
+            return cache.go_on([context[-1] for context in contexts])
+        return cache.start([context[-capacity:] for context in contexts])
+
+    return predict
+
+
+def predict_anew(next_logits: Callable[[Tensor], Tensor], seq_len: int) -> Predict:
+    """Return predictions of a sharded model for a single sequence.
+
+    `next_logits` is from token ids [1, length] to the logits [1, vocab_rows] of the next one.
+    """
+    return lambda contexts: next_logits(torch.tensor([contexts[0][-seq_len:]]))
 
 
 @torch.no_grad()
 def sample(
-    next_logits: NextLogits,
-    seq_len: int,
-    tokens: list[int],
+    predict: Predict,
+    contexts: list[list[int]],
     count: int,
     *,
     vocab_size: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-) -> Iterator[int]:
-    """Yield `count` token ids that continue `tokens`. The model sees the last `seq_len` of them.
+    end: int | None = None,
+    draw: Draw = Draw(),
+) -> Iterator[list[int | None]]:
+    """Yield up to `count` times the token id that continues each of `contexts`.
 
-    `temperature` divides the logits; 0 takes the likeliest token. `top_k` leaves only the k
-    likeliest. Random numbers come from a CPU generator that belongs to the call: on a sharded
-    model every rank, called alike, draws the same tokens.
+    None stands for a sequence after the token `end`. Random numbers come from CPU generators that
+    belong to the call: on a sharded model every rank, called alike, draws the same tokens. A
+    sequence is the same whatever the others are.
     """
-    generator = torch.Generator().manual_seed(seed)
-    context = list(tokens)
+    generators = [
+        torch.Generator().manual_seed(wrapped(draw.seed + number))
+        for number in range(len(contexts))
+    ]
+    contexts = [list(context) for context in contexts]
+    ended = [False] * len(contexts)
     for _ in range(count):
-        window = torch.tensor([context[-seq_len:]])
         # Rows past the vocabulary are padding.
-        logits = next_logits(window)[0, :vocab_size].float().cpu()
-        context.append(_draw(logits, temperature, top_k, generator))
-        yield context[-1]
+        logits = predict(contexts)[:, :vocab_size].float().cpu()
+        tokens: list[int | None] = []
+        for number, context in enumerate(contexts):
+            context.append(draw_token(logits[number], draw, generators[number]))
+            tokens.append(None if ended[number] else context[-1])
+            ended[number] |= context[-1] == end
+        yield tokens
+        if all(ended):
+            return
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def wrapped(seed: int) -> int:
+    """Return a seed within 64 bits."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def draw_token(logits: Tensor, draw: Draw, generator: torch.Generator) -> int:
+    """Return a token id drawn from `logits` [vocabulary]. Raises `UserError` if they are none."""
     if not logits.isfinite().all():
         raise UserError(
             "the model's output is not finite, its training has diverged: take an earlier "
             "checkpoint"
         )
-    if temperature < COLD:
+    if draw.temperature < COLD:
         return int(logits.argmax())
-    if top_k is not None:
-        logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -float("inf")
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+    if draw.top_k is not None:
+        logits[logits < logits.topk(min(draw.top_k, len(logits))).values[-1]] = -torch.inf
+    probabilities = (logits / draw.temperature).softmax(-1)
+    if draw.top_p is not None:
+        largest, order = probabilities.sort(descending=True)
+        before = largest.cumsum(-1) - largest
+        probabilities[order[before >= draw.top_p]] = 0.0
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def sample_text(
-    next_logits: NextLogits,
-    seq_len: int,
-    tokenizer: Tokenizer,
-    prompt: str,
-    count: int,
-    **options: Any,
-) -> str:
-    """Return `prompt` and its continuation: at most `count` tokens, to the end of a document.
+def stream_text(
+    predict: Predict, tokenizer: Tokenizer, prompt: str, count: int, draw: Draw
+) -> Iterator[str]:
+    """Yield `prompt` and the pieces of its continuation, as they are drawn.
 
-    `options` are those of `sample`.
+    They are at most `count` tokens, to the end of a document. A letter of several tokens comes
+    when it is whole.
     """
-    tokens = tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end_of_text]
-    new = []
-    for token in sample(
-        next_logits, seq_len, tokens, count, vocab_size=tokenizer.vocab_size, **options
+    yield prompt
+    new: list[int] = []
+    said = 0
+    for (token,) in sample(
+        predict,
+        [encode(tokenizer, prompt)],
+        count,
+        vocab_size=tokenizer.vocab_size,
+        end=tokenizer.end_of_text,
+        draw=draw,
     ):
-        if token == tokenizer.end_of_text:
-            break
+        assert token is not None
         new.append(token)
-    return prompt + tokenizer.decode(new)
+        text = tokenizer.decode(without_end(new, tokenizer))
+        if not text.endswith(UNKNOWN):
+            yield text[said:]
+            said = len(text)
+    yield tokenizer.decode(without_end(new, tokenizer))[said:]
+
+
+def continuations(
+    predict: Predict, tokenizer: Tokenizer, prompts: list[str], count: int, draw: Draw
+) -> list[str]:
+    """Return the continuation of each prompt: at most `count` tokens, to the end of a document."""
+    new: list[list[int]] = [[] for _ in prompts]
+    for tokens in sample(
+        predict,
+        [encode(tokenizer, prompt) for prompt in prompts],
+        count,
+        vocab_size=tokenizer.vocab_size,
+        end=tokenizer.end_of_text,
+        draw=draw,
+    ):
+        for one, token in zip(new, tokens):
+            one += [] if token is None else [token]
+    return [tokenizer.decode(without_end(one, tokenizer)) for one in new]
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return the token ids of a prompt; of an empty one, what begins a document."""
+    tokens: list[int] = tokenizer.encode_batch([prompt])[0].tolist()
+    return tokens or [tokenizer.end_of_text]
+
+
+def without_end(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return `tokens` without an end-of-text token at their end."""
+    return tokens[:-1] if tokens[-1:] == [tokenizer.end_of_text] else tokens

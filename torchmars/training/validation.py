@@ -9,7 +9,7 @@ from torchmars.data.tokenizer import Tokenizer
 from torchmars.data.windows import Windows
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
-from torchmars.training.sampling import sample_text
+from torchmars.training.sampling import Draw, predict_anew, stream_text
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -55,11 +55,11 @@ class Validation:
         self.model.train(False)
         # Every length of context would be compiled anew.
         with torch.compiler.set_stance("force_eager"):
-            return sample_text(
-                self.model.next_logits,
-                self.model.whole.seq_len,
+            pieces = stream_text(
+                predict_anew(self.model.next_logits, self.model.whole.seq_len),
                 self.tokenizer,
                 self.config.sample_prompt,
                 self.config.sample_tokens,
-                temperature=SAMPLE_TEMPERATURE,
+                Draw(temperature=SAMPLE_TEMPERATURE),
             )
+            return "".join(pieces)

@@ -1,0 +1,27 @@
+"""Logits with a cache against those of a model that sees all tokens anew."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.models.test_huggingface import MODELS, randomised
+from torchmars.models.cache import Cache
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_without_a_cache(name):
+    model = randomised(MODELS[name])
+    plain = type(model)(dataclasses.replace(model.args)).eval()
+    plain.load_state_dict(model.state_dict())
+    contexts = [[5, 9, 2, 7, 1, 1, 8], [3], [4, 4, 6]]
+    cache = Cache(model, 24)
+    logits = cache.start(contexts)
+    for token in (11, 12, 13):
+        for context, found in zip(contexts, logits):
+            with torch.no_grad():
+                expected = plain.head(plain(torch.tensor([context])))[0, -1]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for context in contexts:
+            context.append(token)
+        logits = cache.go_on([token] * 3)
