@@ -23,6 +23,23 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.view_as(targets).clone()  # FSDP2 warns of views
 
 
+def is_largest(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return whether no logit is larger than that of the target, a bool of the shape of `targets`.
+
+    `logits` are as `cross_entropy` takes them.
+    """
+    if not isinstance(logits, DTensor):
+        return logits.argmax(-1) == targets
+    group, local = logits.device_mesh.get_group(), logits.to_local()
+    own = targets - dist.get_rank(group) * local.shape[-1]
+    largest, place = local.max(-1)
+    everywhere = largest.clone()
+    dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
+    found = ((place == own) & (largest == everywhere)).to(torch.uint8)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.bool()
+
+
 class _CutCrossEntropy(torch.autograd.Function):
     """log(sum(exp(logits))) - logit of the target, over the parts of the vocabulary on all ranks.
 

@@ -146,6 +146,17 @@ class ParallelModel:
         return targets.new_empty(len(tokens), 0).float() if losses is None else losses
 
     @torch.no_grad()
+    def scores(self, windows: Tensor) -> Tensor:
+        """Return what the model says of the targets in `windows` [batch, T + 1].
+
+        That are the log-likelihood of each, and 1 where it is the likeliest token, else 0: float32
+        [batch, its part of T, 2]. A rank without the last stage has zeros.
+        """
+        tokens, targets = self.tokens_and_targets(windows)
+        found = self._forward(tokens, targets=targets, starts=self.starts(windows), scored=True)
+        return torch.zeros(*targets.shape, 2, device=self.device) if found is None else found
+
+    @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [batch, vocab_rows] of what follows `tokens` [batch, length].
 

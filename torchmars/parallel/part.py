@@ -1,11 +1,12 @@
 """A part of a model: consecutive layers, from tokens to the loss or some of that way."""
 
+import torch
 from torch import Tensor, nn
 
 from torchmars.models import Model
 from torchmars.models.documents import Documents, document_positions
 from torchmars.parallel.context import SequencePart
-from torchmars.parallel.loss import cross_entropy
+from torchmars.parallel.loss import cross_entropy, is_largest
 
 
 class Part(nn.Module):
@@ -29,12 +30,14 @@ class Part(nn.Module):
         targets: Tensor | None = None,
         starts: Tensor | None = None,
         at: int = 0,
+        scored: bool = False,
     ) -> Tensor:
         """Return the next part's input; from the last part, losses or logits.
 
         `x` are token ids [batch, length] for the first part, and for others hidden states [batch,
         length / tp, width]. With `targets` [batch, length] the last part returns the loss of each,
-        in float32. Without them it returns the logits [batch, vocab_rows] after the token number
+        in float32, or if `scored` its log-likelihood and whether it is the likeliest token, [batch,
+        length, 2]. Without them it returns the logits [batch, vocab_rows] after the token number
         `at` of its part of the sequences. `starts` [batch, documents] says where the documents of
         the whole sequences begin, where these are kept apart.
         """
@@ -53,4 +56,9 @@ class Part(nn.Module):
         hidden: Tensor = self.model.norm(x)
         if targets is None:
             return self.model.head(hidden[:, at])
-        return cross_entropy(self.model.head(hidden), targets)
+        logits = self.model.head(hidden)
+        if scored:
+            return torch.stack(
+                [-cross_entropy(logits, targets), is_largest(logits, targets).float()], dim=-1
+            )
+        return cross_entropy(logits, targets)

@@ -1,0 +1,106 @@
+"""A tokenizer as the files that Hugging Face's transformers reads."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torchmars.core.errors import UserError
+from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END = "<|endoftext|>"
+
+
+def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
+    """Return the texts of the files that AutoTokenizer loads, by name.
+
+    `seq_len` is the length of the model's sequences. Raises `UserError` where the package that
+    writes them is missing.
+    """
+    if isinstance(tokenizer, FileTokenizer):
+        text, end = tokenizer.text, tokenizer.end_token
+    else:
+        if isinstance(tokenizer, TiktokenTokenizer):
+            ranks, pattern = tokenizer.ranks, tokenizer.pattern
+            special = tokenizer.special_tokens
+        else:
+            assert isinstance(tokenizer, ByteTokenizer)
+            ranks, pattern = {bytes([byte]): byte for byte in range(256)}, None
+            special = {END: tokenizer.end_of_text}
+        text = byte_pair_tokenizer(ranks, pattern, special).to_str(pretty=True)
+        end = next(name for name, number in special.items() if number == tokenizer.end_of_text)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "bos_token": end,
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": text,
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    }
+
+
+def byte_pair_tokenizer(
+    ranks: dict[bytes, int], pattern: str | None, special: dict[str, int]
+) -> "tokenizers.Tokenizer":
+    """Return the tokenizer of the byte-pair encoding that tiktoken describes by `ranks`.
+
+    `pattern` cuts a text into pieces that are encoded apart; None: none are.
+    """
+    try:
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError:
+        raise UserError(
+            "the tokenizer's files need a package: pip install 'torchmars[data]'"
+        ) from None
+    letters = byte_letters()
+
+    def word(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    # Special tokens too: others would get the next free numbers.
+    vocabulary = {word(token): rank for token, rank in ranks.items()} | special
+    pairs = [(word(left), word(right)) for left, right in merges(ranks)]
+    # As tiktoken does, a piece that is a token is not put together from its bytes.
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=True))
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if pattern is None:
+        tokenizer.pre_tokenizer = to_bytes
+    else:
+        pieces = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return tokenizer
+
+
+def byte_letters() -> list[str]:
+    """Return the letter that stands for each byte in such files.
+
+    A byte that Latin-1 prints stands for itself. The others, in order, are the letters from 256 on.
+    Source: Radford et al. 2019, section 2.2 and its code.
+    """
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+
+
+def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the pair that each token of more than one byte was merged from, in order of rank.
+
+    tiktoken's files do not have the pairs. They follow: encode a token by the ranks below its own,
+    and two parts are left.
+    """
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [token[place : place + 1] for place in range(len(token))]
+        while len(parts) > 2:
+            joined = [left + right for left, right in zip(parts, parts[1:])]
+            best = min(range(len(joined)), key=lambda place: ranks.get(joined[place], rank))
+            assert ranks.get(joined[best], rank) < rank
+            parts[best : best + 2] = [joined[best]]
+        if len(parts) == 2:
+            yield parts[0], parts[1]

@@ -1,0 +1,114 @@
+"""Log-likelihoods of texts after others, by a model on any layout."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchmars.data.tokenizer import Tokenizer
+from torchmars.parallel.context import sequence_unit
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.model import ParallelModel
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model says of a text after a context."""
+
+    log_likelihood: float
+    """The natural logarithm of its probability."""
+    likeliest: bool
+    """Whether each of its tokens is the likeliest one after those before."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text after a context: token ids, of which the last `count` are those of the text."""
+
+    ids: list[int]
+    count: int
+
+
+class Scorer:
+    """Scores texts by a model whose ranks share the work. Every rank makes the same calls.
+
+    `batch_size` is the number of texts that a rank scores at once.
+    """
+
+    def __init__(
+        self, model: ParallelModel, layout: Layout, tokenizer: Tokenizer, batch_size: int
+    ) -> None:
+        self.model, self.layout = model, layout
+        self.tokenizer, self.batch_size = tokenizer, batch_size
+        self.seq_len = model.whole.seq_len
+
+    def score(
+        self, pairs: Sequence[tuple[str, str]], report: Callable[[int], None] = lambda count: None
+    ) -> list[Score]:
+        """Return the score of the second text of each pair, after the first one.
+
+        `report` is told of each batch how many texts of all ranks it had.
+        """
+        texts = [self.tokens(context, text) for context, text in pairs]
+        # Texts of a batch are of about one length. The longest come first: if memory is short,
+        # that shows at once.
+        order = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
+        sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=self.layout.device)
+        data, stride = self.layout.data, self.batch_size * self.layout.data.size
+        self.model.train(False)
+        # Every length would be compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            for begin in range(0, len(order), stride):
+                # A sharded forward pass needs all ranks: one without texts repeats the first.
+                group = order[begin : begin + stride]
+                length = self.padded_length(len(texts[group[0]].ids) - 1)
+                mine = group[data.rank * self.batch_size :][: self.batch_size]
+                found = self.batch([texts[number] for number in mine or group[:1]], length)
+                sums[mine] += found[: len(mine)]
+                report(len(group))
+        self.model.train()
+        # The ranks of a tp group have the same sums, and those of other groups have others.
+        dist.all_reduce(sums, group=self.layout.world.process_group)
+        sums /= self.layout.group("tp").size
+        return [
+            Score(log_likelihood, round(hits) == text.count, text.count)
+            for text, (log_likelihood, hits) in zip(texts, sums.tolist())
+        ]
+
+    def tokens(self, context: str, text: str) -> Tokens:
+        """Return the tokens of a text after a context, as many as the model sees.
+
+        Blanks at the end of the context count as the text's: tokens begin with them. An empty
+        context is the token that begins a document. Both as in EleutherAI's harness.
+        """
+        blanks = len(context) - len(context.rstrip())
+        if blanks:
+            context, text = context[:-blanks], context[-blanks:] + text
+        whole, before = (
+            each.tolist() for each in self.tokenizer.encode_batch([context + text, context])
+        )
+        count = len(whole) - len(before)
+        ids = whole if before else [self.tokenizer.end_of_text, *whole]
+        ids = ids[-(self.seq_len + 1) :]
+        return Tokens(ids, min(count, len(ids) - 1))
+
+    def padded_length(self, length: int) -> int:
+        """Return the next length that the ranks of a sequence can share."""
+        sequence, tp = self.model.sequence, self.model.tp
+        unit = sequence_unit(sequence.ranks, tp)
+        return -(-length // unit) * unit
+
+    def batch(self, texts: list[Tokens], length: int) -> Tensor:
+        """Return, for each text, this rank's part of its log-likelihood and of its count of tokens
+        that are the likeliest, [texts, 2]."""
+        windows = torch.zeros(len(texts), length + 1, dtype=torch.int64)
+        counted = torch.zeros(len(texts), length, dtype=torch.bool)
+        for row, text in enumerate(texts):
+            windows[row, : len(text.ids)] = torch.tensor(text.ids)
+            counted[row, len(text.ids) - 1 - text.count : len(text.ids) - 1] = True
+        found = self.model.scores(windows)
+        mine = self.model.sequence.of(counted).to(found.device)
+        return (found.double() * mine[..., None]).sum(1)
