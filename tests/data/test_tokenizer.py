@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.real_data import FOLDER, needs_data
 from torchmars.core.errors import UserError
-from torchmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
+from torchmars.data.tokenizer import ByteTokenizer, TiktokenTokenizer
 
 
 def test_bytes():
@@ -22,7 +22,7 @@ def test_gpt2_known_ids(tmp_path, monkeypatch):
         FOLDER / "tiktoken_cache", tmp_path / "bpe"
     )  # tiktoken may delete from its cache
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
-    tokenizer = GPT2Tokenizer()
+    tokenizer = TiktokenTokenizer("gpt2")
     texts = ["Hello world", "Hello, world!", "The quick brown fox jumps over the lazy dog"]
     assert [tokens.tolist() for tokens in tokenizer.encode_batch(texts)] == [
         [15496, 995],
@@ -41,4 +41,4 @@ def test_gpt2_without_its_files_says_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
-        GPT2Tokenizer().encode_batch(["a"])
+        TiktokenTokenizer("gpt2").encode_batch(["a"])

@@ -22,7 +22,8 @@ COMMAND_LINE = "on the command line"
 DESCRIPTION = (
     "Settings come from the TOML files; of two files the later one wins. --section.key value "
     "overrides one of them. [[optimizer.groups]] tables, in TOML only, claim parameters by name: "
-    'pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix].'
+    'pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix]. [[data.mixture]] tables, '
+    "in TOML only, are corpora with weights."
 )
 
 SETTINGS = tyro.conf.FlagConversionOff[Config]  # true and false are values, not flags
@@ -140,7 +141,7 @@ def check_places(config: ResolvedConfig) -> None:
     places: list[tuple[str, str, Literal["file", "folder"]]] = [
         ("run.folder", run.folder, "folder"),
         ("run.name", str(run.path), "folder"),
-        ("data.path", config.data.path, "folder"),
+        *[("data.path", data.path, "folder") for data in config.data.corpora()],
         ("checkpoint.init_from", source, source_kind),
     ]
     for option, place, kind in places:

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchmars.core.errors import UserError
-from torchmars.data.manifest import Split, TokenDtype, numpy_dtype
+from torchmars.data.manifest import Split, numpy_dtype
 from torchmars.data.shards import check_shard, count_windows
+from torchmars.data.tokenizer import TokenDtype
 
 
 class ChangedData(UserError):
@@ -50,7 +51,8 @@ class Windows(Dataset):
     def _read(self, shard: int, begin: int, end: int) -> np.ndarray:
         """Return tokens [begin, end) of a shard."""
         file, dtype = str(self.folder / self.shards[shard].file), numpy_dtype(self.dtype)
-        first, last = begin * dtype.itemsize, end * dtype.itemsize
+        offset = self.shards[shard].offset
+        first, last = offset + begin * dtype.itemsize, offset + end * dtype.itemsize
         while True:
             data, stamp = _read_bytes(file, first, last)
             if stamp == self.stamps[shard] and len(data) == last - first:
