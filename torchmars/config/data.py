@@ -62,36 +62,13 @@ class DataConfig:
         """Return the section with its folder. Raises `UserError`."""
         if self.mixture:
             self._check_mixture()
-            resolved = ResolvedData(**vars(self) | {"path": self.path or "data"})
-            for part, corpus in zip(self.mixture, resolved.corpora()):
-                corpus.check_source(f"data.mixture, {part.label!r}: ")
-            return resolved
-        self.check_source()
+            for part in self.mixture:
+                where = f"data.mixture, {part.label!r}: "
+                check_source(part.source, part.files, part.path, where)
+            return ResolvedData(**vars(self) | {"path": self.path or "data"})
+        check_source(self.source, self.files, self.path)
         path = self.path or f"data/{folder_name(self.source, self.tokenizer)}"
         return ResolvedData(**vars(self) | {"path": path})
-
-    def check_source(self, where: str = "") -> None:
-        """Raise `UserError`, which begins with `where`, if the source cannot be one."""
-        kind, _, place = self.source.partition(":")
-        require(
-            self.source in TEXT_SOURCES or kind in TOKEN_SOURCES,
-            f"{where}data.source must be one of {', '.join(TEXT_SOURCES)}, "
-            f"{', '.join(f'{each}:PATH' for each in TOKEN_SOURCES)}, got {self.source!r}",
-        )
-        require(
-            kind not in TOKEN_SOURCES or bool(place),
-            f'{where}data.source = "{self.source}" names no files: write {kind}:PATH',
-        )
-        require(
-            self.source != "text" or bool(self.files) or self.path is not None,
-            f"{where}data.files is empty: name the files, folders or globs that "
-            'data.source = "text" reads',
-        )
-        require(
-            self.source == "text" or not self.files,
-            f'{where}data.files has no meaning for data.source = "{self.source}": '
-            'set data.source = "text"',
-        )
 
     def _check_mixture(self) -> None:
         """Raise `UserError` if the mixture contradicts itself or the rest of the section."""
@@ -132,6 +109,29 @@ class ResolvedData(DataConfig):
             )
             for part in self.mixture
         ]
+
+
+def check_source(source: str, files: list[str], path: str | None, where: str = "") -> None:
+    """Raise `UserError`, which begins with `where`, if a corpus cannot be read from there."""
+    kind, _, place = source.partition(":")
+    require(
+        source in TEXT_SOURCES or kind in TOKEN_SOURCES,
+        f"{where}data.source must be one of {', '.join(TEXT_SOURCES)}, "
+        f"{', '.join(f'{each}:PATH' for each in TOKEN_SOURCES)}, got {source!r}",
+    )
+    require(
+        kind not in TOKEN_SOURCES or bool(place),
+        f'{where}data.source = "{source}" names no files: write {kind}:PATH',
+    )
+    require(
+        source != "text" or bool(files) or path is not None,
+        f"{where}data.files is empty: name the files, folders or globs that "
+        'data.source = "text" reads',
+    )
+    require(
+        source == "text" or not files,
+        f'{where}data.files has no meaning for data.source = "{source}": set data.source = "text"',
+    )
 
 
 def folder_name(source: str, tokenizer: str) -> str:
