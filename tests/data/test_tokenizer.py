@@ -71,15 +71,14 @@ def tokenizer_file(folder, **options):
     return file
 
 
-@pytest.mark.parametrize("threads", [1, 8])
-def test_a_file_of_hugging_face(tmp_path, threads):
+def test_a_file_of_hugging_face(tmp_path):
     file = tokenizer_file(tmp_path / "mine")
     for name in (str(file), str(file.parent)):
         tokenizer = load_tokenizer(name)
         assert (tokenizer.name, tokenizer.vocab_size) == (name, 128)
         assert tokenizer.end_of_text == 127
         texts = ["a fox", "over <|endoftext|> the hill"]
-        found = tokenizer.encode_batch(texts, threads=threads)
+        found = tokenizer.encode_batch(texts)
         assert [tokens.tolist() for tokens in found] == [[ord(c) for c in text] for text in texts]
         assert [tokenizer.decode(tokens.tolist()) for tokens in found] == texts
         assert tokenizer.decode([97, 127, 98, 200_000]) == "ab"
@@ -158,6 +157,6 @@ def test_another_encoding_of_tiktoken_by_its_name(monkeypatch):
     tokenizer = load_tokenizer("p50k_base")
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (70_001, 256)
     text = "a  <|endoftext|>"
-    [tokens] = tokenizer.encode_batch([text], threads=1)
+    [tokens] = tokenizer.encode_batch([text])
     assert tokens.dtype == "uint32" and 300 in tokens and 256 not in tokens
     assert tokenizer.decode([*tokens.tolist(), 256, 280, 70_000, 80_000]) == text

@@ -136,7 +136,7 @@ def test_a_plan_has_the_epochs_of_each_part(folder):
 def test_a_rollback_goes_forward_in_the_data_across_a_change_of_weights(folder):
     """To a checkpoint of the old weights, whose position is where the new ones begin."""
     guards = {"loss_spike": "rollback"}
-    train(1, tables_of(folder, name="spike", steps=18))
+    train(1, tables_of(folder, name="spike", steps=18) | {"guards": guards})
     heavy = {"fox": 1.0, "noise": 1.0, "tokens": 8.0}
     tables = tables_of(folder, heavy, steps=19, name="spike") | {"guards": guards}
     out = run_ranks(with_spike, 2, tables, [18 * BATCH + 3])[0]

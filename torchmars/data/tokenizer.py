@@ -44,10 +44,11 @@ class Tokenizer(Protocol):
     def end_of_text(self) -> int:
         """The id that ends a document."""
 
-    def encode_batch(self, texts: list[str], threads: int = 8) -> list[np.ndarray]:
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, without an end-of-text token.
 
-        Their dtype is an unsigned one that holds `vocab_size`.
+        Their dtype is an unsigned one that holds `vocab_size`. One thread works: a corpus is
+        tokenised by several processes.
         """
 
     def decode(self, tokens: list[int]) -> str:
@@ -65,7 +66,7 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_text = 256
 
-    def encode_batch(self, texts: list[str], threads: int = 8) -> list[np.ndarray]:
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [
             np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts
         ]
@@ -102,10 +103,9 @@ class TiktokenTokenizer:
     def end_of_text(self) -> int:
         return KNOWN[self.name][1] if self.name in KNOWN else self._encoding.eot_token
 
-    def encode_batch(self, texts: list[str], threads: int = 8) -> list[np.ndarray]:
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
-        encoded = self._encoding.encode_ordinary_batch(texts, num_threads=threads)
-        return [np.array(tokens, dtype=dtype) for tokens in encoded]
+        return [np.array(self._encoding.encode_ordinary(text), dtype=dtype) for text in texts]
 
     def decode(self, tokens: list[int]) -> str:
         parts = []
@@ -184,12 +184,10 @@ class FileTokenizer:
             token = token.get("content")
         return token if isinstance(token, str) else None
 
-    def encode_batch(self, texts: list[str], threads: int = 8) -> list[np.ndarray]:
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
-        if threads == 1:  # its batches take all cores
-            found = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        else:
-            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        # Not its encode_batch, which takes all cores.
+        found = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
         return [np.array(each.ids, dtype=dtype) for each in found]
 
     def decode(self, tokens: list[int]) -> str:
