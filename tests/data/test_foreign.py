@@ -71,6 +71,7 @@ FORMATS = {
     "llmc llama-3": (llama3, "llmc:{}", "uint32"),
     "megatron": (write_megatron, "megatron:{}", "uint16"),
     "megatron glob": (write_megatron, "megatron:{}/*_text_document", "uint16"),
+    "megatron index": (write_megatron, "megatron:{}/*_text_document.idx", "uint16"),
     "megatron int32": (megatron_int32, "megatron:{}", "uint32"),
 }
 
@@ -113,6 +114,8 @@ def test_each_format_is_read_in_place(tmp_path, kind, monkeypatch):
     for number, half in enumerate(halves):
         write(folder / names(kind, "train", number), half)
     write(folder / names(kind, "validation"), VALIDATION)
+    if not kind.startswith("megatron") and "glob" not in kind:
+        (folder / "test.bin").write_bytes(b"other")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     [part] = prepare_data(config).parts
     manifest = part.manifest
@@ -286,7 +289,7 @@ def test_a_mistake_is_one_line_that_names_the_file(tmp_path, name):
 
 def test_nothing_found_other_dtypes_and_only_validation_are_told(tmp_path):
     config = config_of(tmp_path, "llmc:{}")
-    with pytest.raises(UserError, match=r'"llmc:\S+" finds no file \S+tokens/\*.bin'):
+    with pytest.raises(UserError, match=r'"llmc:\S+" finds no file \S+tokens/\*train\*.bin or'):
         prepare_data(config)
     write_llmc(tmp_path / "tokens" / "x_val_0.bin", TRAIN)
     with pytest.raises(UserError, match="has validation tokens only"):

@@ -4,12 +4,13 @@ Nothing is copied. Each file is read once: a manifest in data.path then names pa
 its shards, so that checks, fingerprints, windows and resumes work as they do for our own.
 
 - nanoGPT, `nanogpt:FOLDER`: train.bin and val.bin, uint16 without a header.
-- llm.c and modded-nanogpt, `llmc:FOLDER`: a header of 256 int32, of which the first three are a
-  magic number, a version and the number of tokens; then the tokens (dev/data/data_common.py).
+- llm.c and modded-nanogpt, `llmc:FOLDER`: *_train_*.bin and *_val_*.bin. They have a header of
+  256 int32, of which the first three are a magic number, a version and the number of tokens; then
+  the tokens (dev/data/data_common.py).
 - Megatron, `megatron:PREFIX`: PREFIX.bin has the tokens without a header, PREFIX.idx says what they
   are (megatron/core/datasets/indexed_dataset.py).
 
-PREFIX and FOLDER may be globs. Files whose names have "val" or "validation" are the validation
+Both may be globs of files, and PREFIX a folder. Files whose names have "val" or "validation" are the validation
 split. Where none has, the end of the training tokens is.
 """
 
@@ -129,13 +130,20 @@ def index(config: ResolvedData, folder: Path) -> DataManifest:
 def find_files(source: str, kind: str, place: str) -> list[Path]:
     """Return the files of tokens that a source names, sorted, as absolute paths."""
     path = os.path.expanduser(place)
-    pattern = os.path.join(path, "*.bin") if os.path.isdir(path) else path
-    if kind == "megatron" and not os.path.isdir(path):
-        pattern = re.sub(r"\.(bin|idx)$", "", path) + ".bin"
-    found = sorted(Path(os.path.abspath(name)) for name in glob.glob(pattern, recursive=True))
+    if os.path.isdir(path):
+        # Beside nanoGPT's and llm.c's tokens there may be other files, such as tests.
+        names = ["*.bin"] if kind == "megatron" else ["*train*.bin", "*val*.bin"]
+        patterns = [os.path.join(path, name) for name in names]
+    elif kind == "megatron":
+        patterns = [path.removesuffix(".idx").removesuffix(".bin") + ".bin"]
+    else:
+        patterns = [path]
+    found = {os.path.abspath(name) for each in patterns for name in glob.glob(each, recursive=True)}
     if not found:
-        raise UserError(f'data.source = "{source}" finds no file {pattern}: correct the path')
-    return found
+        raise UserError(
+            f'data.source = "{source}" finds no file {" or ".join(patterns)}: correct the path'
+        )
+    return sorted(map(Path, found))
 
 
 def nanogpt_tokens(file: Path) -> Tokens:

@@ -9,7 +9,7 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state as tensors
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import init_from
-from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import ResolvedConfig
@@ -105,6 +105,8 @@ class Checkpointer:
         tensors.load(folder, manifest, layout, self.model, self.optimizer)
         if manifest.world_size != world.size:
             changes.append(f"ranks {manifest.world_size} -> {world.size}")
+        if len(manifest.shares.weights) != len(self.data.parts):
+            raise DamagedCheckpoint(f"{folder} has the shares of other parts than its data has")
         shares = manifest.shares.changed(self.data.weights, manifest.position)
         changes += weight_changes(self.data.names, manifest.shares, shares)
         state = RunState(
