@@ -10,8 +10,8 @@ its shards, so that checks, fingerprints, windows and resumes work as they do fo
 - Megatron, `megatron:PREFIX`: PREFIX.bin has the tokens without a header, PREFIX.idx says what they
   are (megatron/core/datasets/indexed_dataset.py).
 
-Both may be globs of files, and PREFIX a folder. Files whose names have "val" or "validation" are the validation
-split. Where none has, the end of the training tokens is.
+Both may be globs of files, and PREFIX a folder. Files whose names have "val" or "validation" are
+the validation split. Where none has, the end of the training tokens is.
 """
 
 import glob
