@@ -160,3 +160,20 @@ def test_another_encoding_of_tiktoken_by_its_name(monkeypatch):
     [tokens] = tokenizer.encode_batch([text])
     assert tokens.dtype == "uint32" and 300 in tokens and 256 not in tokens
     assert tokenizer.decode([*tokens.tolist(), 256, 280, 70_000, 80_000]) == text
+
+
+@needs_data("tiktoken_cache", "tinyshakespeare")
+def test_gpt2_as_a_file_of_hugging_face_is_tiktokens(tmp_path, monkeypatch):
+    shutil.copytree(FOLDER / "tiktoken_cache", tmp_path / "bpe")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
+    files = {file.read_bytes()[:1] == b"{": str(file) for file in (tmp_path / "bpe").iterdir()}
+    gpt2 = tokenizers.ByteLevelBPETokenizer(files[True], files[False])
+    gpt2.add_special_tokens(["<|endoftext|>"])
+    gpt2.save(str(tmp_path / "tokenizer.json"))
+    texts = (FOLDER / "tinyshakespeare" / "input.txt").read_text()[:100_000].split("\n\n")
+    texts += ["é—\u4e2d <|endoftext|>  x"]
+    ours, theirs = load_tokenizer(str(tmp_path)), load_tokenizer("gpt2")
+    assert (ours.vocab_size, ours.end_of_text) == (theirs.vocab_size, theirs.end_of_text)
+    for mine, tiktokens in zip(ours.encode_batch(texts), theirs.encode_batch(texts)):
+        assert mine.tolist() == tiktokens.tolist() and mine.dtype == tiktokens.dtype
+        assert ours.decode(mine.tolist()) == theirs.decode(mine.tolist())

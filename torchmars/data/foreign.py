@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from torchmars.config import ResolvedData
 from torchmars.core.errors import UserError
-from torchmars.core.files import path_problem, read_pieces, write_durably
+from torchmars.core.files import PARTIAL, path_problem, read_pieces, write_durably
 from torchmars.data.manifest import FORMAT, DataManifest, Shard, Split, numpy_dtype
 from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
 
@@ -115,7 +115,7 @@ def index(config: ResolvedData, folder: Path) -> DataManifest:
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if any(not file.name.endswith(PARTIAL) for file in folder.iterdir()):
             raise UserError(
                 f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
             )

@@ -66,10 +66,10 @@ class Progress:
 
     def _read(self, samples: list[int]) -> dict[str, float]:
         """Return the tokens read of each part of the mixture so far, and how often that is all."""
-        values = {}
+        values: dict[str, float] = {}
         for part, count in zip(self.data.parts, samples):
             tokens = count * self.config.seq_len
-            values[f"{part.name}/tokens"] = float(tokens)
+            values[f"{part.name}/tokens"] = tokens
             values[f"{part.name}/epochs"] = tokens / part.manifest.splits["train"].tokens
         return values
 
