@@ -79,10 +79,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file's content. Raises `OSError`."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def sha256(file: Path, begin: int = 0, end: int = 2**63) -> str:
+    """Return the SHA-256 of bytes [begin, end) of a file. Raises `OSError`."""
+    result = hashlib.sha256()
+    for piece in read_pieces(file, begin, end):
+        result.update(piece)
+    return result.hexdigest()
 
 
 def read_pieces(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator[bytes]:
