@@ -1,9 +1,12 @@
 """Token files of nanoGPT, llm.c and Megatron, written here by the definitions of those formats."""
 
+import contextlib
 import struct
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.tiny import tiny_config
 from torchmars.core.errors import UserError
@@ -285,6 +288,24 @@ def test_a_mistake_is_one_line_that_names_the_file(tmp_path, name):
         prepare_data(config)
     assert "\n" not in str(mistake.value) and "fineweb_" in str(mistake.value) or kind == "nanogpt"
     assert not (tmp_path / "shards").exists()
+
+
+@pytest.mark.parametrize("kind", ["llmc", "megatron"])
+def test_a_header_that_says_anything_is_read_or_refused(tmp_path, kind):
+    file = tmp_path / "x_train.bin"
+    FORMATS[kind][0](file, TRAIN[:3])
+    header = file if kind == "llmc" else file.with_suffix(".idx")
+    whole = header.read_bytes()
+
+    @settings(derandomize=True, database=None, deadline=None, max_examples=200)
+    @given(st.integers(0, 120), st.binary(min_size=1, max_size=9), st.integers(0, len(whole)))
+    def check(place, other, size):
+        header.write_bytes((whole[:place] + other + whole[place + len(other) :])[-size:])
+        with contextlib.suppress(UserError):
+            tokens = foreign.READERS[kind](file)
+            assert tokens.end == file.stat().st_size
+
+    check()
 
 
 def test_nothing_found_other_dtypes_and_only_validation_are_told(tmp_path):
