@@ -52,12 +52,22 @@ def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:
         )
 
 
-def check_size(manifest: DataManifest, seq_len: int, global_batch_size: int) -> None:
+def check_size(
+    manifest: DataManifest, seq_len: int, global_batch_size: int, packed: bool = False
+) -> None:
     """Raise `UserError` if a split is too small.
 
     The training split must have one global batch of windows, the validation split one window.
+    `packed`: each shard has windows of its own.
     """
-    train, validation = (count_windows(manifest.splits[name].tokens, seq_len) for name in SPLITS)
+    splits = [manifest.splits[name] for name in SPLITS]
+    train, validation = (
+        sum(
+            count_windows(tokens, seq_len)
+            for tokens in ([shard.tokens for shard in split.shards] if packed else [split.tokens])
+        )
+        for split in splits
+    )
     if train < global_batch_size:
         raise UserError(
             f"the corpus is too small for one global batch: {train} windows of "

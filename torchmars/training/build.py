@@ -12,6 +12,7 @@ from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.files import lock
 from torchmars.data.loader import Loader
 from torchmars.data.manifest import SPLITS, DataManifest
+from torchmars.data.packed import windows_of
 from torchmars.data.shards import check_shards
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.windows import Windows
@@ -47,7 +48,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     whole = build_meta_model(config.model, data.vocab_size, training.seq_len)
     # The launcher has asked already. Plain torchrun starts ranks without it.
     check_layout(config, config.parallelism.degrees(layout.world.size), whole)
-    windows, validation_windows = open_windows(config.data.path, data, training.seq_len, layout)
+    windows, validation_windows = open_windows(config, data, layout)
     microbatch_size, _ = training.microbatches(layout.data.size, config.parallelism.stages)
     loader = Loader(
         windows,
@@ -122,13 +123,16 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
 
 
 def open_windows(
-    path: str, data: DataManifest, seq_len: int, layout: Layout
+    config: ResolvedConfig, data: DataManifest, layout: Layout
 ) -> tuple[Windows, Windows]:
-    """Open the training and the validation windows, then verify the shards in `path`.
+    """Open the training and the validation windows, then verify the shards.
 
     The ranks share the reading.
     """
-    folder = Path(path)
-    train, validation = (Windows(folder, data.splits[name], data.dtype, seq_len) for name in SPLITS)
+    folder, seq_len = Path(config.data.path), config.training.seq_len
+    train, validation = (
+        windows_of(folder, data.splits[name], data.dtype, seq_len, config.data.packing)
+        for name in SPLITS
+    )
     layout.on_all(lambda: check_shards(data, folder, layout.world.rank, layout.world.size))
     return train, validation

@@ -13,6 +13,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
 from torchmars.data import manifest, shards
+from torchmars.data.packed import METHOD, pack_shards
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.metrics.trackers import check_trackers
@@ -52,7 +53,11 @@ def prepare_data(config: ResolvedConfig) -> manifest.DataManifest:
     manifest = prepare_shards(config.data)
     model = build_meta_model(config.model, manifest.vocab_size, training.seq_len)
     shards.check_vocabulary(manifest, model.vocab_rows, folder)
-    shards.check_size(manifest, training.seq_len, training.global_batch_size)
+    packed = config.data.packing == METHOD
+    shards.check_size(manifest, training.seq_len, training.global_batch_size, packed)
+    if packed:
+        end_of_text = load_tokenizer(config.data.tokenizer).end_of_text
+        pack_shards(folder, manifest, training.seq_len, end_of_text)
     return manifest
 
 
