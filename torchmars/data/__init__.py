@@ -2,5 +2,6 @@
 
 Read these in order: documents of a corpus (`corpus`), tokens (`tokenizer`), shards on the disk
 (`manifest`, `writer`, `shards`, made by `prepare`), what they were made from (`sources`), samples
-(`windows`), their global order (`order`), and the loader that reads them (`loader`).
+(`windows`; `packing` and `packed` where windows are filled with documents that fit), their global
+order (`order`), and the loader that reads them (`loader`).
 """
