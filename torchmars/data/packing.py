@@ -23,24 +23,22 @@ def pack(ends: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Piece]]:
     begin inside a document, and only the last one may end inside one. No input is in two pieces.
     Less than `seq_len` are in none, so the number of windows is `(tokens - 1) // seq_len`.
     """
-    bounds = np.concatenate([ends, [tokens - 1]])
-    # A shard may begin inside a document, and end inside one: that may go to the end of a window
-    # only, so it is kept for the last one.
-    rest, last = (0, int(bounds[0])), (int(bounds[-2]) if len(ends) else 0, tokens - 1)
-    whole = Documents(bounds[:-2], np.diff(bounds[:-1]), seq_len)
     if not len(ends):
-        rest = (0, 0)
+        yield from alone(0, tokens - 1, seq_len)
+        return
+    # A shard may begin inside a document, and end inside one. The end of a window is the only place
+    # for that one, so it is kept for the last gap.
+    rest, last = (0, int(ends[0])), (int(ends[-1]), tokens - 1 - int(ends[-1]))
+    whole = WholeDocuments(ends[:-1], np.diff(ends), seq_len)
     window: list[Piece] = []
     gap = 0
     while rest[1] or whole.left:
         start, length = rest if rest[1] else whole.take(whole.longest)
-        while length >= seq_len:
-            yield [(start, seq_len)]
-            start, length = start + seq_len, length - seq_len
-        rest = (0, 0)
-        if not length:
+        yield from alone(start, length, seq_len)
+        rest, left = (0, 0), length % seq_len
+        if not left:
             continue
-        window, gap = [(start, length)], seq_len - length
+        window, gap = [(start + length - left, left)], seq_len - left
         while gap and (fitting := whole.best_fit(gap)):
             window.append(whole.take(fitting))
             gap -= fitting
@@ -50,17 +48,21 @@ def pack(ends: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Piece]]:
             rest, gap = (start + gap, length - gap), 0
         if not gap:
             yield window
-    start, end = last
-    if gap and end - start >= gap:
-        yield [*window, (start, gap)]
-        start += gap
-    elif gap:
+    start, length = last
+    if gap > length:
         return
-    for first in range(start, end - seq_len + 1, seq_len):
+    if gap:
+        yield [*window, (start, gap)]
+    yield from alone(start + gap, length - gap, seq_len)
+
+
+def alone(start: int, length: int, seq_len: int) -> Iterator[list[Piece]]:
+    """Yield the windows that some inputs fill without others."""
+    for first in range(start, start + length - seq_len + 1, seq_len):
         yield [(first, seq_len)]
 
 
-class Documents:
+class WholeDocuments:
     """The whole documents of a shard that are not packed yet, by length."""
 
     def __init__(self, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> None:
