@@ -405,6 +405,8 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "model.tied",
         "model.scale_attn_by_inverse_layer_idx",
         "data.tokenizer",
+        "data.separate_documents",
+        "data.packing",
         "training.seq_len",
         "optimizer.name",
         "optimizer.mode",

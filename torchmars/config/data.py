@@ -10,6 +10,8 @@ from torchmars.core.bounds import Name, Place, Range
 TEXT_SOURCES = ("stdlib", "text")
 TOKEN_SOURCES = ("nanogpt", "llmc", "megatron")  # files of tokens by other programs, see foreign.py
 
+Packing = Literal["stream", "best_fit"]
+
 
 @dataclass(frozen=True)
 class PartConfig:
@@ -52,6 +54,12 @@ class DataConfig:
     """[[data.mixture]] tables: several corpora, with weights. In TOML only."""
     validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
     """Share of the tokens kept for validation, by whole documents."""
+    separate_documents: Annotated[bool, Mark.IDENTITY] = False
+    """Compute each document of a window as if it were alone: attention inside it only, positions
+    from 0. An end-of-text token begins a document."""
+    packing: Annotated[Packing, Mark.IDENTITY] = "stream"
+    """stream: windows are cut from the documents end to end. best_fit: few documents are cut, since
+    windows are filled with documents that fit."""
     num_workers: Annotated[int, Range(0, 64)] = 1
     """Processes of each rank that read ahead. 0: the training process reads."""
     verify: Literal["full", "size", "off"] = "full"

@@ -11,8 +11,11 @@ from typing import Annotated, Literal
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from torchmars.config.data import Packing
 from torchmars.core.bounds import Range
 from torchmars.data.manifest import DataManifest
+from torchmars.data.packed import METHOD as PACKED
+from torchmars.data.packed import PackedWindows, pack_shards
 from torchmars.data.shards import Level, check_shards, check_size, check_vocabulary
 from torchmars.data.windows import Windows
 
@@ -118,6 +121,8 @@ class Mixture:
     """The corpora of a run, prepared. Most runs have one."""
 
     parts: list[Part]
+    packing: Packing = "stream"
+    """How windows are filled, as data.packing says."""
 
     @property
     def vocab_size(self) -> int:
@@ -149,7 +154,14 @@ class Mixture:
         samples = shares_from_start(self.weights).counts(global_batch_size)
         for part, count in zip(self.parts, samples):
             check_vocabulary(part.manifest, rows, part.folder)
-            check_size(part.manifest, seq_len, max(count, 1), part.folder)
+            packed = self.packing == PACKED
+            check_size(part.manifest, seq_len, max(count, 1), part.folder, packed)
+
+    def pack(self, seq_len: int, end_of_text: int) -> None:
+        """Pack the shards of all parts, if they are to be packed. Raises `UserError`."""
+        if self.packing == PACKED:
+            for part in self.parts:
+                pack_shards(part.folder, part.manifest, seq_len, end_of_text)
 
     def verify(self, level: Level, rank: int = 0, ranks: int = 1) -> None:
         """Raise `UserError` naming the first shard that is missing, truncated or altered.
@@ -161,9 +173,10 @@ class Mixture:
 
     def windows(self, split: Literal["train", "validation"], seq_len: int) -> MixedWindows:
         """Open the windows of a split of all parts."""
+        kind = PackedWindows if self.packing == PACKED else Windows
         return MixedWindows(
             [
-                Windows(part.folder, part.manifest.splits[split], part.manifest.dtype, seq_len)
+                kind(part.folder, part.manifest.splits[split], part.manifest.dtype, seq_len)
                 for part in self.parts
             ]
         )

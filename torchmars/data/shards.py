@@ -64,13 +64,22 @@ def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:
         )
 
 
-def check_size(manifest: DataManifest, seq_len: int, samples: int, folder: Path) -> None:
+def check_size(
+    manifest: DataManifest, seq_len: int, samples: int, folder: Path, packed: bool
+) -> None:
     """Raise `UserError` if a split is too small.
 
     The training split must have a window for each of the `samples` that it gives to a global batch,
-    the validation split one window.
+    the validation split one window. `packed`: each shard has windows of its own.
     """
-    train, validation = (count_windows(manifest.splits[name].tokens, seq_len) for name in SPLITS)
+    splits = [manifest.splits[name] for name in SPLITS]
+    train, validation = (
+        sum(
+            count_windows(tokens, seq_len)
+            for tokens in ([shard.tokens for shard in split.shards] if packed else [split.tokens])
+        )
+        for split in splits
+    )
     if train < samples:
         raise UserError(
             f"the corpus in {folder} is too small for one global batch: {train} windows of "

@@ -55,8 +55,15 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         num_workers=config.data.num_workers,
         pin_memory=layout.device.type == "cuda",
     )
+    tokenizer = load_tokenizer(config.data.tokenizer)
     model = ParallelModel(
-        whole, config.parallelism, training, config.activation_checkpoint, layout, layout.device
+        whole,
+        config.parallelism,
+        training,
+        config.activation_checkpoint,
+        layout,
+        layout.device,
+        end_of_text=tokenizer.end_of_text if config.data.separate_documents else None,
     )
     model.init_weights(seed)
     max_grad_norm = training.max_grad_norm
@@ -79,7 +86,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         validation_windows,
         microbatch_size,
         model,
-        load_tokenizer(config.data.tokenizer),
+        tokenizer,
         layout,
     )
     complete = resumed.state.step >= training.steps
