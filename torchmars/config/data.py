@@ -11,7 +11,7 @@ from torchmars.core.bounds import Place, Range
 class DataConfig:
     """Where the tokens come from."""
 
-    source: Literal["stdlib", "text"] = "stdlib"
+    source: str = "stdlib"
     """Text to train on. stdlib: the Python standard library's sources. text: your own files."""
     files: list[Annotated[str, Place()]] = field(default_factory=list)
     """For source "text": files, folders (every .txt and .md below) and globs. A line
