@@ -15,7 +15,7 @@ from torchmars.core.typed import nearest
 # The settings of a row are those of [optimizer], but for these.
 SECTIONS = {"min_lr": "schedule"}
 # What a row says beside settings.
-ABOUT = ("published", "ours", "result", "notes")
+ABOUT = ("published", "ours", "result")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Preset:
     """Where the sources disagree, and what else to know."""
     references: tuple[str, ...]
     """What [1], [2] and so on stand for."""
+
+    @property
+    def layout_published(self) -> bool:
+        """Whether `gpus` is what a published run had."""
+        return self.layout.startswith("published")
 
     def sources(self) -> list[Source]:
         """Return the tables that are merged, and where each is from."""
@@ -93,7 +98,11 @@ def make_preset(family: str, table: Tables, size: str, rule: str, data: str) -> 
     for key, value in row.items():
         if key not in ABOUT:
             settings.setdefault(SECTIONS.get(key, "optimizer"), {})[key] = value
-    notes = [note for part in (table, layout, own, row) for note in part.get("notes", [])]
+    notes = [
+        note["text"]
+        for note in table["notes"]
+        if size in note.get("sizes", [size]) and rule in note.get("rules", [rule])
+    ]
     return Preset(
         name,
         family,
