@@ -173,10 +173,17 @@ def test_a_file_comes_before_a_preset_of_its_name(tmp_path, monkeypatch):
     assert load_config(["gpt2-small-adamw-openwebtext"], "test").training.steps == 7
 
 
-def test_a_wrong_name_gets_the_nearest():
-    with pytest.raises(UserError) as wrong:
-        load_config(["gpt2-smal-mars-m-openwebtex"], "test")
-    assert str(wrong.value) == (
-        "cannot read the config gpt2-smal-mars-m-openwebtex: there is no such file or preset: did "
-        "you mean gpt2-small-mars-m-openwebtext? See torchmars presets"
+@pytest.mark.parametrize(
+    "wrong,near",
+    [
+        ("gpt2-smal-mars-m-openwebtex", "gpt2-small-mars-m-openwebtext"),
+        ("qwen3-0.6b-adam-fineweb", "qwen3-0.6b-adamw-fineweb-edu"),
+    ],
+)
+def test_a_wrong_name_gets_the_nearest(wrong, near):
+    with pytest.raises(UserError) as error:
+        load_config([wrong], "test")
+    assert str(error.value) == (
+        f"cannot read the config {wrong}: there is no such file or preset: did you mean {near}? "
+        "See torchmars presets"
     )

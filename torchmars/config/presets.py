@@ -59,10 +59,10 @@ def find_sources(name: str) -> list[Source]:
     A file of that name comes first. Raises `UserError`.
     """
     is_file = os.path.lexists(name) or os.path.isfile(SHIPPED / name)
-    if not is_file and name in read_presets():
-        return read_presets()[name].sources()
-    if is_file or "." in name or os.sep in name:
+    if is_file or name.endswith(".toml") or os.sep in name or "-" not in name:
         return read_sources(name)
+    if name in read_presets():
+        return read_presets()[name].sources()
     raise UserError(
         f"cannot read the config {name}: there is no such file or preset: did you mean "
         f"{nearest(name, list(read_presets()))}? See torchmars presets"
