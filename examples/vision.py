@@ -21,7 +21,7 @@ RATES |= {"adamw": 6e-4, "lion": 1e-4, "muon": 3e-3}
 VECTOR_RATES = dict.fromkeys(("mars-adamw", "mars-lion", "mars-shampoo"), {"lr_1d": 3e-3})
 # By classes: bytes before the pixels of an image, the last of them its label; files of the splits.
 FILES = {10: (1, "data_batch_*.bin", "test_batch.bin"), 100: (2, "train.bin", "test.bin")}
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+STATISTICS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # mean, deviation by channel
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
@@ -74,8 +74,10 @@ class ViT(nn.Module):
 def read_split(folder: Path, classes: int, train: bool, download: bool) -> tuple[Tensor, Tensor]:
     """Return the images [n, 3, 32, 32], as bytes, and the labels [n] of CIFAR's binary files."""
     if download:
-        from torchvision import datasets  # pip install 'torchmars[vision]'
-
+        try:
+            from torchvision import datasets
+        except ImportError:
+            raise SystemExit("error: --download needs pip install 'torchmars[vision]'") from None
         kind = datasets.CIFAR10 if classes == 10 else datasets.CIFAR100
         data = kind(str(folder), train=train, download=True)
         return torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
@@ -99,7 +101,7 @@ def augmented(images: Tensor) -> Tensor:
 
 def normalized(images: Tensor) -> Tensor:
     """Return bytes as floats of mean 0 and deviation 1 for each channel."""
-    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (MEAN, STD))
+    mean, std = torch.tensor(STATISTICS).view(2, 3, 1, 1)
     return (images.float() / 255 - mean) / std
 
 
@@ -114,7 +116,6 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rule", choices=RATES, default="mars-adamw")
     parser.add_argument("--lr", type=float, help="default: one for the rule, not tuned")
     parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=128)
     args = parser.parse_args(words)
 
     torch.manual_seed(0)
@@ -125,18 +126,17 @@ def main(words: list[str] | None = None) -> None:
     model = (resnet18 if args.model == "resnet18" else ViT)(args.classes, args.width)
     rates = {"lr": args.lr or RATES[args.rule]} | VECTOR_RATES.get(args.rule, {})
     optimizer = MARS(param_groups(model, args.rule, weight_decay=5e-4, **rates))
-    drops = args.epochs // 2, args.epochs * 3 // 4
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, drops)  # to a tenth
+    drop = torch.optim.lr_scheduler.MultiStepLR(optimizer, [args.epochs // 2, args.epochs * 3 // 4])
     for epoch in range(1, args.epochs + 1):
         losses = []
         model.train()
-        for index in torch.randperm(len(images)).split(args.batch):
+        for index in torch.randperm(len(images)).split(128):
             loss = F.cross_entropy(model(normalized(augmented(images[index]))), labels[index])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        schedule.step()
+        drop.step()
         model.eval()
         with torch.no_grad():
             logits = torch.cat([model(normalized(each)) for each in test_images.split(1000)])

@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ spec = importlib.util.spec_from_file_location("vision", ROOT / "examples" / "vis
 vision = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(vision)
 
-COUNT = 64
+COUNT = 32
 
 
 def make_cifar(folder, classes):
@@ -43,16 +45,16 @@ def figures(capsys, *words):
 @pytest.mark.parametrize("model,width", [("resnet18", 8), ("vit", 48)])
 def test_learns(tmp_path, capsys, model, width, rule):
     make_cifar(tmp_path, 10)
-    words = f"--data {tmp_path} --model {model} --width {width} --rule {rule} --batch 16 --epochs 4"
+    words = f"--data {tmp_path} --model {model} --width {width} --rule {rule} --epochs 10"
     epochs = figures(capsys, *words.split())
     losses = [loss for loss, *_ in epochs]
-    assert len(epochs) == 4 and losses[-1] < 0.5 * losses[0], losses
+    assert len(epochs) == 10 and losses[-1] < 0.5 * losses[0], losses
 
 
 def test_every_rule_takes_a_step_on_100_classes(tmp_path, capsys):
     make_cifar(tmp_path, 100)
     for rule in vision.RATES:
-        words = f"--data {tmp_path} --classes 100 --width 4 --rule {rule} --batch 32 --epochs 1"
+        words = f"--data {tmp_path} --classes 100 --width 4 --rule {rule} --epochs 1"
         [[loss, _, _]] = figures(capsys, *words.split())
         assert 2 < loss < 8
 
@@ -63,6 +65,25 @@ def test_images_are_read_as_they_were_written(tmp_path):
         images, labels = vision.read_split(tmp_path, classes, True, False)
         assert images.shape == (COUNT, 3, 32, 32) and images.dtype == torch.uint8
         assert torch.equal(images.float().mean(dim=(2, 3)).argmax(1), labels)
+
+
+def test_torchvision_gives_the_same(tmp_path, monkeypatch):
+    """A stand-in for it, with images as it has them."""
+    make_cifar(tmp_path, 10)
+    images, labels = vision.read_split(tmp_path, 10, True, False)
+
+    def cifar10(root, train, download):
+        assert (root, train, download) == (str(tmp_path), True, True)
+        data = images.permute(0, 2, 3, 1).numpy()
+        return SimpleNamespace(data=data, targets=labels.tolist())
+
+    datasets = SimpleNamespace(CIFAR10=cifar10)
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(datasets=datasets))
+    got = vision.read_split(tmp_path, 10, True, True)
+    assert torch.equal(got[0], images) and torch.equal(got[1], labels)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(SystemExit, match=r"pip install 'torchmars\[vision\]'"):
+        vision.read_split(tmp_path, 10, True, True)
 
 
 def test_augmentation_flips_and_moves_by_up_to_4():
