@@ -123,9 +123,9 @@ def disturbed_by_all(tables):
     """Train once for each disturbance in turn."""
     said = []
     for disturb, run in tables.items():
-        read = Windows._read
+        read = Windows.read
         said.append(disturbed(run, 4, disturb, int(disturb == "seen by one")))
-        Windows._read = read
+        Windows.read = read
     return said
 
 
@@ -133,7 +133,7 @@ def seen_by_one(folder):
     def refuse(self, shard, begin, end):
         raise ChangedData("the data changed: train-00000.bin was altered, one rank says")
 
-    Windows._read = refuse
+    Windows.read = refuse
 
 
 def zeroed(name):
