@@ -1,9 +1,9 @@
 """The on-disk format: shards of tokens beside a JSON manifest that says what they hold.
 
-A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files
-`train-00000.bin`, `validation-00000.bin` of little-endian tokens without a header, uint16 or
-uint32 as the manifest says. The manifest is written last of those that a run needs, so a folder
-without one is unfinished.
+A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files such as
+`train-00000-000.bin` of little-endian tokens without a header, uint16 or uint32 as the manifest
+says. The numbers are those of a piece of the corpus, and of a shard of it. The manifest is written
+last of those that a run needs, so a folder without one is unfinished.
 """
 
 import hashlib
@@ -67,6 +67,8 @@ class DataManifest:
     dtype: TokenDtype
     """What the shards' tokens are."""
     validation_fraction: float | None = None
+    validation_seed: int | None = None
+    """None where documents were not split by their hash, as older versions did."""
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
@@ -122,9 +124,9 @@ def check_splits(manifest: DataManifest) -> None:
 
 def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` if `folder` was made from something else than the config asks for."""
-    for key in ("tokenizer", "source", "files", "validation_fraction"):
+    for key in ("tokenizer", "source", "files", "validation_fraction", "validation_seed"):
         found, wanted = getattr(manifest, key), getattr(config, key)
-        unknown = key == "files" and not wanted or key == "validation_fraction" and found is None
+        unknown = key == "files" and not wanted or key.startswith("validation") and found is None
         if found != wanted and not unknown:
             raise UserError(
                 f"{folder} was prepared with data.{key} = {json.dumps(found)}, "

@@ -72,7 +72,7 @@ class GPT2Tokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [
             np.array(tokens, dtype=np.uint16)
-            for tokens in self._encoding.encode_ordinary_batch(texts)
+            for tokens in self._encoding.encode_ordinary_batch(texts, num_threads=1)
         ]
 
     def decode(self, tokens: list[int]) -> str:
