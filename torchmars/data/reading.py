@@ -62,8 +62,8 @@ def steps(each: Input, source: Source, offset: int, lines: int, sizes: Sizes) ->
 class Stream:
     """What is left of a file of text or of lines, or of a range of it.
 
-    A line belongs to the range in which it begins, and a document to the one in which the separator
-    before it begins. So ranges need not know of each other.
+    A line belongs to the range that has the newline before it, and a document to the one in which
+    the separator before it begins. So ranges need not know of each other.
     """
 
     def __init__(self, file: BinaryIO, source: Input, kind: str, offset: int) -> None:
@@ -83,6 +83,7 @@ class Stream:
     def steps(self, lines: int, sizes: Sizes) -> Iterator[Step]:
         """Yield what is left part by part; `lines` lines are before it."""
         unit = "byte" if self.input.begin else "line"
+        of_lines = self.mark == self.next_line
         last = not (self.entered or self.enter())
         while not last:
             want = min(sizes.block, max(0, self.stop - self.begin))
@@ -92,7 +93,7 @@ class Stream:
             self.drop(size)
             if not size and not last:
                 reason = f"its line is longer than {sizes.document:,} bytes"
-                last = not self.drop_line()
+                last = not self.drop_line() or of_lines and self.begin > self.stop
             lines += content.count(b"\n") + bool(reason)
             if content or reason:
                 part = Part(self.input.name, content, first, unit, reason)
@@ -122,12 +123,12 @@ class Stream:
         return whole or self.data.rfind(b"\n", 0, longest) + 1, False
 
     def next_line(self, start: int, limit: int) -> tuple[int, int] | None:
-        """Return where the first line at or after `start` begins, twice.
+        """Return begin and end of the first newline at or after `start`.
 
         None if there is none in `limit` bytes. All is relative to the data's begin.
         """
-        at = self.find(b"\n", max(0, start - 1), limit)
-        return None if at < 0 else (at + 1, at + 1)
+        at = self.find(b"\n", start, limit)
+        return None if at < 0 else (at, at + 1)
 
     def next_separator(self, start: int, limit: int) -> tuple[int, int] | None:
         """Return begin and end of the first separator line that begins at or after `start`.
