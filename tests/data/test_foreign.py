@@ -325,3 +325,17 @@ def test_tokens_beyond_the_model_are_told(tmp_path):
     data = {"source": f"nanogpt:{tmp_path}", "files": []}
     with pytest.raises(UserError, match="token id 256, beyond model.vocab_size = 200"):
         prepare_data(tiny_config(tmp_path, data=data, model={"vocab_size": 200}))
+
+
+def test_token_files_can_be_packed(tmp_path):
+    config = config_of(tmp_path, "nanogpt:{}", packing="best_fit")
+    write_nanogpt(tmp_path / "tokens" / "train.bin", TRAIN)
+    data = prepare_data(config)
+    windows = data.windows("train", 32)
+    read = [windows[0, number].tolist() for number in range(windows.lengths[0])]
+    stream = data.parts[0].manifest.splits["train"].tokens
+    assert len(read) == (stream - 1) // 32
+    ends = sum(window.count(END) for window in (each[:-1] for each in read))
+    assert ends > 40  # of 50 documents, as inputs
+    pairs = set(map(tuple, expected_windows(TRAIN, 1)))
+    assert all(pair in pairs for each in read for pair in zip(each, each[1:]) if END not in pair)
