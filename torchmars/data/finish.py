@@ -11,7 +11,7 @@ import numpy as np
 from torchmars.config import ResolvedData
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, sha256, sync_folder, write_durably
+from torchmars.core.files import PARTIAL, remove, sha256, sync_folder, write_durably
 from torchmars.data import sources
 from torchmars.data.manifest import (
     FORMAT,
@@ -37,15 +37,20 @@ def finish_folder(config: ResolvedData, plan: Plan, partial: Path) -> None:
     """
     records = [read_record(partial, number) for number in range(len(plan.pieces))]
     splits = {name: joined(record.splits[name] for record in records) for name in SPLITS}
+    damaged = damaged_records(records, partial)
     if not any(split.tokens for split in splits.values()):
-        raise UserError("the corpus has no text: check data.source and data.files")
-    check_damage(config, sum(record.damaged for record in records), partial)
+        remove(partial)
+        why = f", but {named(damaged)}" if damaged else ""
+        raise UserError(f"the corpus has no text{why}: check data.source and data.files")
+    check_damage(config, len(damaged), partial)
     tokenizer = load_tokenizer(config.tokenizer)
     dtype = smallest_dtype(tokenizer.vocab_size)
     if not all(split.tokens for split in splits.values()):
         fraction, end = config.validation_fraction, tokenizer.end_of_text
         cut_tail(splits, fraction, partial, numpy_dtype(dtype), end)
-    list_damage(records, partial)
+    if damaged:
+        write_durably(partial / DAMAGED, "".join(damaged))
+        say(f"left out {named(damaged)}; all are in {DAMAGED} of {config.path}")
     sources.write(partial, plan)
     manifest = DataManifest(
         tokenizer.name,
@@ -94,20 +99,21 @@ def check_damage(config: ResolvedData, damaged: int, partial: Path) -> None:
         )
 
 
-def list_damage(records: list[Record], partial: Path) -> None:
-    """Write a list of all damaged records, if there are any, and say so."""
-    count = sum(record.damaged for record in records)
-    if not count:
-        return
-    lines = "".join(
-        damaged_file(partial, number).read_text()
+def damaged_records(records: list[Record], partial: Path) -> list[str]:
+    """Return a line of JSON for each damaged record."""
+    return [
+        line
         for number, record in enumerate(records)
         if record.damaged
-    )
-    write_durably(partial / DAMAGED, lines)
-    first = json.loads(lines.partition("\n")[0])
-    what = f"{first['file']}, {first['place']}: {first['reason']}"
-    say(f"left out {count:,} damaged records, listed in {DAMAGED}; the first: {what}")
+        for line in damaged_file(partial, number).read_text().splitlines(keepends=True)
+    ]
+
+
+def named(damaged: list[str]) -> str:
+    """Return how many damaged records there are, and where the first is."""
+    first = json.loads(damaged[0])
+    where = f"{first['file']}, {first['place']}: {first['reason']}"
+    return f"{len(damaged):,} damaged records (the first: {where})"
 
 
 def cut_tail(
