@@ -154,4 +154,5 @@ def folder_name(source: str, tokenizer: str) -> str:
     Of a source or a tokenizer that is a path, it has what a file name can have.
     """
     name = f"{source}-{tokenizer.removesuffix('.json').removesuffix('/tokenizer')}"
-    return re.sub(r"[^\w.-]+", "-", name)[-150:].strip("-.") or "data"
+    name = re.sub(r"[^\w.-]+", "-", name)
+    return re.sub(r"[-.]*-[-.]*", "-", name)[-150:].strip("-.") or "data"
