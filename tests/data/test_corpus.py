@@ -50,7 +50,7 @@ def test_sources_of_another_form(text, message):
 def test_the_folder_of_the_shards_names_their_source():
     assert DataConfig().resolve().path == "data/stdlib-bytes"
     config = DataConfig("jsonl:/pile/*.jsonl.zst:body", tokenizer="gpt2").resolve()
-    assert config.path == "data/jsonl-pile-jsonl-zst-body-gpt2"
+    assert config.path == "data/jsonl-pile-jsonl.zst-body-gpt2"
 
 
 def test_files_folders_and_globs(tmp_path):

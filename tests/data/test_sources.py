@@ -96,7 +96,9 @@ def test_another_validation_fraction_is_refused(config, tmp_path):
     raw = json.loads(manifest.read_text())
     del raw["validation_fraction"]
     manifest.write_text(json.dumps(raw | {"format": "torchmars-shards-1"}))
-    assert prepare_data(config).validation_fraction is None  # the older format does not know
+    assert (
+        prepare_data(config).parts[0].manifest.validation_fraction is None
+    )  # the older format does not know
 
 
 def disturbed(tables, at, disturb, on_rank):
@@ -121,9 +123,9 @@ def disturbed_by_all(tables):
     """Train once for each disturbance in turn."""
     said = []
     for disturb, run in tables.items():
-        read = Windows._read
+        read = Windows.read
         said.append(disturbed(run, 4, disturb, int(disturb == "seen by one")))
-        Windows._read = read
+        Windows.read = read
     return said
 
 
@@ -131,7 +133,7 @@ def seen_by_one(folder):
     def refuse(self, shard, begin, end):
         raise ChangedData("the data changed: train-00000-000.bin was altered, one rank says")
 
-    Windows._read = refuse
+    Windows.read = refuse
 
 
 def zeroed(name):

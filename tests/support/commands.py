@@ -34,7 +34,16 @@ MODULES = {
     "torchrun": "torch.distributed.run",
     **{
         name: f"torchmars.commands.{name}"
-        for name in ("train", "prepare", "plan", "generate", "export", "checkpoint", "launch")
+        for name in (
+            "train",
+            "prepare",
+            "plan",
+            "presets",
+            "generate",
+            "export",
+            "checkpoint",
+            "launch",
+        )
     },
 }
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from torchmars.config import DataConfig
 from torchmars.data.documents import Block, Encoded
-from torchmars.data.manifest import FORMAT, SPLITS, DataManifest, smallest_dtype
-from torchmars.data.tokenizer import Tokenizer
+from torchmars.data.manifest import FORMAT, SPLITS, DataManifest
+from torchmars.data.tokenizer import Tokenizer, smallest_dtype
 from torchmars.data.writer import PieceWriter
 
 
@@ -42,6 +42,7 @@ def write_shards(
         writer.record.splits,
         dtype,
         config.validation_fraction,
+        tokenizer.sha256,
         config.validation_seed,
     )
     (folder / "manifest.json").write_text(FORMAT.text(asdict(manifest)))

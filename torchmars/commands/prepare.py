@@ -48,15 +48,19 @@ def main() -> None:
         corpus_alone = "--source" in given and settings[0].startswith("--")
         task, tasks = task_of(options, os.environ if corpus_alone else {})
         check_ranks(options)
-        if (corpus_alone or tasks > 1) and not prepare_corpus(config.data, task, tasks):
-            return
+        corpora = config.data.corpora()
+        if corpus_alone or tasks > 1:
+            done = [prepare_corpus(corpus, task, tasks) for corpus in corpora]
+            if not all(done):
+                return
         if not corpus_alone:
             # Not at the top: torch takes seconds to import, and a corpus alone needs none.
             from torchmars.training.preparation import prepare_run
 
             prepare_run(config, options.ranks, options.nodes)
-        if warning := sources.warning(config.data):
-            say("\n".join(labelled("warning", warning)))
+        for corpus in corpora:
+            if warning := sources.warning(corpus):
+                say("\n".join(labelled("warning", warning)))
 
 
 def long_form(arg: str) -> str:

@@ -1,6 +1,5 @@
 """What `data.source` names: a kind of source, and its parts after colons."""
 
-import re
 from dataclasses import dataclass
 
 from torchmars.core.errors import UserError
@@ -13,12 +12,16 @@ KINDS: dict[str, tuple[str, ...]] = {
     "jsonl": ("glob", "field"),
     "parquet": ("glob", "field"),
     "hf": ("dataset", "config", "split", "field"),
+    "nanogpt": ("glob",),
+    "llmc": ("glob",),
+    "megatron": ("glob",),
 }
 # The kinds whose files are named by a glob, by data.files, or by both.
 OF_FILES = ("text", "jsonl", "parquet")
+# The kinds whose files are tokens that another program has made.
+OF_TOKENS = ("nanogpt", "llmc", "megatron")
 # Names of data sets, each with the source that it stands for. What follows the name is appended.
 NAMES = {"openwebtext": "hf:Skylion007/openwebtext", "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu"}
-LONGEST_SLUG = 100  # characters
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,3 @@ def parse_source(text: str) -> Source:
     if "dataset" in parts and "dataset" not in given:
         raise UserError(f"data.source = {text!r} names no data set: it must look like hf:DATASET")
     return Source(name, **given)
-
-
-def slug(text: str) -> str:
-    """Return a text as a part of a file name."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:LONGEST_SLUG]

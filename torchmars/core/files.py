@@ -79,10 +79,24 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file's content. Raises `OSError`."""
+def sha256(file: Path, begin: int = 0, end: int = 2**63) -> str:
+    """Return the SHA-256 of bytes [begin, end) of a file. Raises `OSError`."""
+    result = hashlib.sha256()
+    for piece in read_pieces(file, begin, end):
+        result.update(piece)
+    return result.hexdigest()
+
+
+def read_pieces(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator[bytes]:
+    """Yield bytes [begin, end) of a file in pieces of `size` bytes, or as many as there are.
+
+    Raises `OSError`.
+    """
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        stream.seek(begin)
+        while begin < end and (piece := stream.read(min(size, end - begin))):
+            yield piece
+            begin += len(piece)
 
 
 def remove(path: Path) -> None:

@@ -20,10 +20,9 @@ from torchmars.data.manifest import (
     Shard,
     Split,
     numpy_dtype,
-    smallest_dtype,
 )
 from torchmars.data.plan import Plan
-from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
 from torchmars.data.writer import Record, damaged_file, read_record, sync_file
 
 DAMAGED = "damaged.jsonl"
@@ -61,6 +60,7 @@ def finish_folder(config: ResolvedData, plan: Plan, partial: Path) -> None:
         splits,
         dtype,
         config.validation_fraction,
+        tokenizer.sha256,
         config.validation_seed,
     )
     write_durably(partial / "manifest.json", FORMAT.text(asdict(manifest)))

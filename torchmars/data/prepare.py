@@ -9,25 +9,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torchmars.config import ResolvedData
-from torchmars.config.source import parse_source
+from torchmars.config.source import OF_TOKENS, parse_source
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, locked, remove
+from torchmars.data import foreign
 from torchmars.data import plan as plans
 from torchmars.data.corpus import Sizes
 from torchmars.data.documents import Block, Encoded, Encoder
 from torchmars.data.finish import check_damage, finish_folder, rename_folder
-from torchmars.data.manifest import (
-    DataManifest,
-    TokenDtype,
-    check_manifest,
-    read_manifest,
-    smallest_dtype,
-)
+from torchmars.data.manifest import DataManifest, check_manifest, read_manifest
 from torchmars.data.plan import Plan, begin_plan, make_plan
 from torchmars.data.progress import Progress
 from torchmars.data.reading import read_piece
-from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.tokenizer import TokenDtype, load_tokenizer, smallest_dtype
 from torchmars.data.workers import Submit, start_workers
 from torchmars.data.writer import PieceWriter, read_record
 
@@ -42,7 +37,6 @@ def prepare_shards(config: ResolvedData) -> DataManifest:
     Raises `UserError` if they were made from something else than `config` asks for. Their bytes
     are left to `check_shards`.
     """
-    # Sources that are read where they are, without shards of our own, get their manifest here.
     manifest = prepare_task(config, 0, 1)
     assert manifest is not None  # there are no other tasks
     return manifest
@@ -57,6 +51,10 @@ def prepare_task(
     where other tasks are not done yet. Raises `UserError`.
     """
     folder = Path(config.path)
+    if not has_manifest(folder) and parse_source(config.source).kind in OF_TOKENS:
+        with turn(folder):
+            if not has_manifest(folder):
+                foreign.index(config, folder)
     if not has_manifest(folder):
         plan = make_plan(config, sizes)
         try:

@@ -16,7 +16,8 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import lock, read_text, sha256, sync_folder, write_durably
 from torchmars.core.typed import make, parse_json
 from torchmars.data.documents import Block, Encoded, Position
-from torchmars.data.manifest import SPLITS, Shard, Split, TokenDtype, numpy_dtype
+from torchmars.data.manifest import SPLITS, Shard, Split, numpy_dtype
+from torchmars.data.tokenizer import TokenDtype
 
 SAVE_SECONDS = 1.0  # at most so often a piece is made durable
 
