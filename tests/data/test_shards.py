@@ -18,7 +18,7 @@ from torchmars.training.preparation import prepare_data
 def prepared(tmp_path):
     write_text(tmp_path)
     config = tiny_config(tmp_path)
-    return config, tmp_path / "shards", prepare_data(config)
+    return config, tmp_path / "shards", prepare_data(config).parts[0].manifest
 
 
 def tokens_of(folder, split):
@@ -38,7 +38,7 @@ def test_shards_hold_the_documents_split_whole(prepared, tmp_path):
     assert sorted(text.strip() for text in found) == sorted(text.strip() for text in documents)
     validation, train = manifest.splits["validation"], manifest.splits["train"]
     assert 0.03 < validation.tokens / (validation.tokens + train.tokens) < 0.1
-    assert prepare_data(config) == manifest == read_manifest(folder)
+    assert prepare_data(config).parts[0].manifest == manifest == read_manifest(folder)
 
 
 def test_many_shards_hold_the_same_stream(prepared, tmp_path):
@@ -59,7 +59,7 @@ def test_many_shards_hold_the_same_stream(prepared, tmp_path):
 
 def test_a_single_document_is_cut_near_its_end(tmp_path):
     (tmp_path / "text.txt").write_text("abcde" * 1000)
-    manifest = prepare_data(tiny_config(tmp_path))
+    manifest = prepare_data(tiny_config(tmp_path)).parts[0].manifest
     assert manifest.splits["train"].tokens == 4751 and manifest.splits["validation"].tokens == 250
 
 

@@ -96,7 +96,9 @@ def test_another_validation_fraction_is_refused(config, tmp_path):
     raw = json.loads(manifest.read_text())
     del raw["validation_fraction"]
     manifest.write_text(json.dumps(raw | {"format": "torchmars-shards-1"}))
-    assert prepare_data(config).validation_fraction is None  # the older format does not know
+    assert (
+        prepare_data(config).parts[0].manifest.validation_fraction is None
+    )  # the older format does not know
 
 
 def disturbed(tables, at, disturb, on_rank):

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models import test_gpt2, test_llama
 from torchmars.models import MODELS
 from torchmars.models.gpt2 import GPT2
-from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
 
 SHAPES = [(GPT2, test_gpt2.ARGS)] + [
@@ -36,19 +35,6 @@ def test_flops_per_token_counts_what_runs(family, args):
     ):  # it counts no fused attention on CPU
         model.head(model(tokens)).sum().backward()
     assert model.flops_per_token() * tokens.numel() == counter.get_total_flops()
-
-
-@every_shape
-def test_packed_documents_are_computed_as_if_alone(family, args):
-    model = family(args)
-    init_weights(model, seed=0)
-    first, second = torch.randint(64, (1, 10)), torch.randint(64, (1, 14))
-    packed = torch.cat([first, second], dim=1)
-    positions = torch.cat([torch.arange(10), torch.arange(14)])
-    documents = torch.tensor([[0] * 10 + [1] * 14])
-    alone = torch.cat([model(first), model(second)], dim=1)
-    torch.testing.assert_close(model(packed, positions, documents), alone)
-    assert not torch.allclose(model(packed), alone)
 
 
 @every_shape

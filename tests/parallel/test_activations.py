@@ -129,3 +129,19 @@ def test_gradients_with_checkpointing(layout, mode):
 def test_gradients_of_compiled_blocks(layout, mode):
     options = {"mode": mode} | ({"memory_budget": 0.0} if mode == "memory_budget" else {})
     check_gradients("gpt2", *LAYOUTS[layout], options, compile=True, function=compiled_gradients_on)
+
+
+@pytest.mark.parametrize(
+    "layout,mode,compile",
+    [
+        ("FSDP 2", "selective", True),
+        pytest.param("FSDP 2", "full", True, marks=pytest.mark.slow),
+        pytest.param("CP 2", "selective", True, marks=pytest.mark.slow),
+        pytest.param("CP 2 Ulysses", "full", False, marks=pytest.mark.slow),
+        pytest.param("PP 2", "full", True, marks=pytest.mark.slow),
+        pytest.param("TP 2", "selective", True, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_with_documents_apart(layout, mode, compile):
+    function = compiled_gradients_on if compile else gradients_on
+    check_gradients("llama", *LAYOUTS[layout], {"mode": mode}, compile, function, apart=True)

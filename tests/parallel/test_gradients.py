@@ -18,6 +18,8 @@ from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 
 WINDOWS = torch.randint(64, (8, 25), generator=torch.Generator().manual_seed(0))
+END = 7  # where documents are kept apart, it begins one
+WINDOWS[torch.rand(8, 25, generator=torch.Generator().manual_seed(1)) < 0.15] = END
 MODELS = {
     "gpt2": lambda: GPT2(dataclasses.replace(ARGS, n_layer=4)),
     "llama": lambda: Llama(
@@ -26,25 +28,47 @@ MODELS = {
 }
 
 
-def plain_gradients(name):
-    """Weights and gradients of the mean loss over WINDOWS in one plain model."""
+def plain_gradients(name, apart=False):
+    """Weights and gradients of the mean loss over WINDOWS in one plain model.
+
+    `apart`: it gets one document after the other.
+    """
     model = MODELS[name]()
     init_weights(model, seed=0)
-    logits = model.head(model(WINDOWS[:, :-1]))
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), WINDOWS[:, 1:].flatten())
-    loss.backward()
-    return loss.item(), {
-        name: (value.detach(), value.grad) for name, value in model.named_parameters()
-    }
+    total = 0.0
+    for windows in documents(WINDOWS) if apart else [WINDOWS]:
+        logits, targets = model.head(model(windows[:, :-1])), windows[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        share = targets.numel() / WINDOWS[:, 1:].numel()
+        (loss * share).backward()
+        total += loss.item() * share
+    return total, {name: (value.detach(), value.grad) for name, value in model.named_parameters()}
 
 
-def gradients_on(name, parallelism, training, activations):
+def documents(windows):
+    """The documents in `windows`, each as a window [1, length + 1] of its own."""
+    for window in windows:
+        begins = [0, *(place for place in range(1, len(window)) if window[place] == END)]
+        for begin, end in zip(begins, [*begins[1:], len(window) - 1]):
+            if begin < end:
+                yield window[None, begin : end + 1]
+
+
+def gradients_on(name, parallelism, training, activations, apart=False):
     """The same of the parts of this rank: the mean loss, and weights and gradients gathered."""
     world = torch.distributed.get_world_size()
     layout = Layout.create(torch.device("cpu"), parallelism.degrees(world))
     with torch.device("meta"):
         whole = MODELS[name]()
-    model = ParallelModel(whole, parallelism, training, activations, layout, torch.device("cpu"))
+    model = ParallelModel(
+        whole,
+        parallelism,
+        training,
+        activations,
+        layout,
+        torch.device("cpu"),
+        end_of_text=END if apart else None,
+    )
     model.init_weights(seed=0)
     data = layout.data
     size, _ = training.microbatches(data.size, parallelism.stages)
@@ -75,9 +99,9 @@ def training_on(ranks, compile=False):
     )
 
 
-def compare(name, results, where):
+def compare(name, results, where, apart=False):
     """Compare what ranks have found with one plain model."""
-    expected_loss, expected = plain_gradients(name)
+    expected_loss, expected = plain_gradients(name, apart)
     seen = set()
     for loss, found in results:
         assert loss == pytest.approx(expected_loss, rel=1e-6), where
@@ -89,27 +113,32 @@ def compare(name, results, where):
     assert seen == expected.keys(), where
 
 
-def check_gradients(name, ranks, settings, activations=None, compile=False, function=gradients_on):
+def check_gradients(
+    name, ranks, settings, activations=None, compile=False, function=gradients_on, apart=False
+):
     """Let `function`, which is like `gradients_on`, run on ranks; compare with one plain model."""
     parallelism = ParallelismConfig(**settings)
     checkpointing = ActivationCheckpointConfig(**(activations or {}))
     training = training_on(ranks, compile)
-    results = run_ranks(function, ranks, name, parallelism, training, checkpointing)
-    compare(name, results, settings)
+    results = run_ranks(function, ranks, name, parallelism, training, checkpointing, apart)
+    compare(name, results, settings, apart)
 
 
-def check_layouts(cases):
-    """Compare `cases`, pairs of a model's and a layout's name, each size in one process group."""
+def check_layouts(cases, apart=False):
+    """Compare `cases`, pairs of a model's and a layout's name, each size in one process group.
+
+    `apart`: documents are kept apart.
+    """
     for ranks, layouts in by_ranks(list(dict.fromkeys(layout for _, layout in cases))).items():
         chosen = [(name, layout) for name, layout in cases if layout in layouts]
         training, keep_all = training_on(ranks), ActivationCheckpointConfig()
         arguments = [
-            (name, ParallelismConfig(**LAYOUTS[layout][1]), training, keep_all)
+            (name, ParallelismConfig(**LAYOUTS[layout][1]), training, keep_all, apart)
             for name, layout in chosen
         ]
         results = run_ranks(gradients_on_each, ranks, arguments)
         for (name, layout), found in zip(chosen, zip(*results)):
-            compare(name, found, layout)
+            compare(name, found, layout, apart)
 
 
 # Each technique with a model in which it has most to get wrong: GPT-2 has a tied table and fused
@@ -130,7 +159,22 @@ def test_gradients_are_those_of_one_plain_model():
     check_layouts(QUICK)
 
 
+# Each way in which a part of a model, or of a sequence, gets to know of the documents.
+APART = [
+    ("gpt2", "FSDP 2"),
+    ("gpt2", "TP 2"),
+    ("llama", "CP 2"),
+    ("gpt2", "CP 2 Ulysses"),
+    ("llama", "PP 2"),
+]
+
+
+def test_gradients_are_those_of_each_document_alone():
+    check_layouts(APART, apart=True)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_on_every_layout(name):
-    check_layouts([(name, layout) for layout in LAYOUTS])
+def test_gradients_on_every_layout(name, apart):
+    check_layouts([(name, layout) for layout in LAYOUTS], apart)

@@ -12,7 +12,7 @@ from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.state import optimizer_state_names
-from torchmars.config import ResolvedConfig, identity_fields, reported_sections
+from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.dtypes import saved_dtypes
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
@@ -97,7 +97,11 @@ def check_same_run(
     `data`. `optimizer` is the one it would resume with; its parameters may be on the meta device.
     Returns the changes that are allowed, a line each.
     """
-    was, now = flattened(manifest.config), flattened(json.loads(json.dumps(asdict(config))))
+    # What the checkpoint's config does not have came later, and was as by default.
+    was, now = (
+        flattened(json.loads(json.dumps(tables))) for tables in (asdict(Config()), asdict(config))
+    )
+    was |= flattened(manifest.config)
     for name, value in saved_dtypes(manifest.config, optimizer.grad_norm.device).items():
         was[name] = value
         if now[name] == "auto":  # not resolved yet: it will be what it was
@@ -109,9 +113,13 @@ def check_same_run(
                 f"set it back, or choose another run.name"
             )
     if manifest.data_fingerprint != data:
+        places = ", ".join(corpus.path for corpus in config.data.corpora())
+        others = "restore the shards"
+        if config.data.mixture:  # whose weights may change
+            others += ", or the parts of data.mixture and their order,"
         raise UserError(
-            f"{folder} was trained on other tokens than those in {config.data.path}: "
-            f"restore the shards or choose another run.name"
+            f"{folder} was trained on other tokens than those in {places}: "
+            f"{others} or choose another run.name"
         )
     saved_names = current_names(manifest.optimizer)
     for name, wanted in optimizer_state_names(optimizer).items():

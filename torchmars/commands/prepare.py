@@ -36,8 +36,9 @@ def main() -> None:
                 f"choose a multiple of {options.nodes}"
             )
         prepare_run(config, options.ranks, options.nodes)
-        if warning := sources.warning(config.data):
-            say("\n".join(labelled("warning", warning)))
+        for corpus in config.data.corpora():
+            if warning := sources.warning(corpus):
+                say("\n".join(labelled("warning", warning)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ DESCRIPTION = (
     "Settings come from the TOML files; of two files the later one wins. The name of a preset "
     "stands for several files: torchmars presets lists them. --section.key value "
     "overrides one setting. [[optimizer.groups]] tables, in TOML only, claim parameters by name: "
-    'pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix].'
+    'pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix]. [[data.mixture]] tables, '
+    "in TOML only, are corpora with weights."
 )
 
 SETTINGS = tyro.conf.FlagConversionOff[Config]  # true and false are values, not flags
@@ -104,7 +105,7 @@ def check_places(config: ResolvedConfig) -> None:
     places: list[tuple[str, str, Literal["file", "folder"]]] = [
         ("run.folder", run.folder, "folder"),
         ("run.name", str(run.path), "folder"),
-        ("data.path", config.data.path, "folder"),
+        *[("data.path", data.path, "folder") for data in config.data.corpora()],
         ("checkpoint.init_from", source, source_kind),
     ]
     for option, place, kind in places:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -82,6 +83,18 @@ def sha256(file: Path) -> str:
     """Return the SHA-256 of a file's content. Raises `OSError`."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_pieces(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator[bytes]:
+    """Yield bytes [begin, end) of a file in pieces of `size` bytes, or as many as there are.
+
+    Raises `OSError`.
+    """
+    with file.open("rb") as stream:
+        stream.seek(begin)
+        while begin < end and (piece := stream.read(min(size, end - begin))):
+            yield piece
+            begin += len(piece)
 
 
 def remove(path: Path) -> None:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from torchmars.config import DataConfig, ResolvedData
 from torchmars.core.errors import UserError
 from torchmars.core.files import lock
-from torchmars.data import corpus, sources
+from torchmars.data import corpus, foreign, sources
 from torchmars.data.manifest import DataManifest, check_manifest, read_manifest
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.writer import write_shards
@@ -30,13 +30,13 @@ def prepare_shards(config: ResolvedData) -> DataManifest:
         # On several machines all begin with this.
         lock(named.with_name(named.name + ".lock"), f"preparing {folder}", LOCK_SECONDS)
     if not os.path.exists(folder / "manifest.json"):
-        tokenise(config, folder)
+        (foreign.index if foreign.is_foreign(config.source) else tokenise)(config, folder)
     found = read_manifest(folder)
     check_manifest(found, config, folder)
     return found
 
 
-def tokenise(config: DataConfig, folder: Path) -> None:
+def tokenise(config: ResolvedData, folder: Path) -> None:
     """Write the shards of the corpus, and what they were made from, to `folder`."""
     files = corpus.source_files(config)
     tokenizer = load_tokenizer(config.tokenizer)

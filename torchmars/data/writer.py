@@ -17,11 +17,9 @@ from torchmars.data.manifest import (
     DataManifest,
     Shard,
     Split,
-    TokenDtype,
     numpy_dtype,
-    smallest_dtype,
 )
-from torchmars.data.tokenizer import Tokenizer
+from torchmars.data.tokenizer import TokenDtype, Tokenizer, smallest_dtype
 
 SHARD_TOKENS = 100_000_000
 
@@ -99,6 +97,7 @@ def write_shards(
         {"train": train.close(), "validation": validation.close()},
         dtype,
         config.validation_fraction,
+        tokenizer.sha256,
     )
     (partial / "manifest.json").write_text(FORMAT.text(asdict(manifest)))
     if folder.exists():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.models.attention import CausalAttention
+from torchmars.models.documents import Documents
 from torchmars.models.model import Model, TensorParallelCut
 from torchmars.models.sizes import make_args
 
@@ -114,7 +115,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(q_width, args.n_embd, bias=False)
         self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
         # By the width of a head: a rank may have some of the heads only.
         q, k, v = (
             layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.q, self.k, self.v)
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, documents)
         projected: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return projected
 
@@ -152,8 +153,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         self.mlp = MLP(args)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), cos, sin, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), cos, sin, documents)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -194,11 +195,11 @@ class Llama(Model):
         x: Tensor = self.tok_embed(tokens)
         return x
 
-    def transform(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def transform(self, x: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
         args = self.args
         cos, sin = rotation(positions, args.head_width, args.rope_theta, args.rope_scaling_factor)
         for block in self.blocks.values():
-            x = block(x, cos, sin, mask)
+            x = block(x, cos, sin, documents)
         return x
 
     def init_std(self, name: str) -> float | None:

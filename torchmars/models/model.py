@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmars.config import ModelConfig
-from torchmars.models.attention import document_mask
+from torchmars.models.documents import Documents, document_positions
 
 # How tensor parallelism cuts a layer's weight [out, in]: by rows, by columns, or, for token tables
 # [vocabulary, width], by tokens. "fused rows": by rows within each of the three equal parts of a
@@ -57,17 +57,22 @@ class Model(nn.Module, ABC):
         """
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor | None = None, starts: Tensor | None = None
     ) -> Tensor:
         """Return the hidden states [batch, length, width] of token ids [batch, length].
 
-        `positions` [batch, length] or [length] counts from 0 where it is not given. With
-        `documents` [batch, length], tokens attend to earlier ones of the same number only.
+        `positions` [batch, length] or [length] counts from 0 where it is not given. With `starts`
+        [batch, documents], where documents begin (`document_starts`), each is computed as if alone.
         """
+        length = tokens.shape[1]
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        mask = None if documents is None else document_mask(documents)
-        hidden: Tensor = self.norm(self.transform(self.embed(tokens, positions), positions, mask))
+            positions = torch.arange(length, device=tokens.device)
+            if starts is not None:
+                positions = document_positions(starts, length)
+        x, documents = self.embed(tokens, positions), None
+        if starts is not None:
+            documents = Documents.of(starts, length, x, self.dropout)
+        hidden: Tensor = self.norm(self.transform(x, positions, documents))
         return hidden
 
     @abstractmethod
@@ -75,10 +80,10 @@ class Model(nn.Module, ABC):
         """Return what the first block gets, [batch, length, width]."""
 
     @abstractmethod
-    def transform(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def transform(self, x: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
         """Pass `x` [batch, length, width] through the blocks that are here.
 
-        `mask` [batch, 1, length, length] says which token attends to which; None: to all earlier.
+        Tokens attend to earlier ones: with `documents` to those of their own, else to all.
         """
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ KEPT_OPERATIONS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.torch_attn._varlen_attn.default,  # private, torch 2.11 to 2.13: that of varlen_attn
 ]
 
 

@@ -22,6 +22,7 @@ from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.13
 
 from torchmars.models import Model
 from torchmars.models.attention import CausalAttention
+from torchmars.models.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,13 @@ class GatheredAttention(CausalAttention):
         self.make_mask: Callable[[int, int], Tensor | None] = lower_right_mask
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
-        assert mask is None
         ranks = dist.get_world_size(self.group)
         k, v = (
             in_order(all_gather_tensor_autograd(part.contiguous(), 2, self.group), ranks)
@@ -77,17 +82,24 @@ class GatheredAttention(CausalAttention):
         chunk = early.shape[2]
         ends = (self.rank + 1) * chunk, k.shape[2] - self.rank * chunk
         parts = [
-            F.scaled_dot_product_attention(
-                queries,
-                k[:, :, :end],
-                v[:, :, :end],
-                attn_mask=self.make_mask(chunk, end),
-                dropout_p=dropout,
-                enable_gqa=k.shape[1] != q.shape[1],
-            )
+            self._attend(queries, k[:, :, :end], v[:, :, :end], documents, dropout)
             for queries, end in zip((early, late), ends)
         ]
         return torch.cat(parts, dim=2)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, dropout: float
+    ) -> Tensor:
+        if documents is not None:
+            return documents.attend(q, k, v, dropout)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=self.make_mask(q.shape[2], k.shape[2]),
+            dropout_p=dropout,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
 
 
 def lower_right_mask(queries: int, keys: int) -> CausalBias:
@@ -111,11 +123,15 @@ class UlyssesAttention(CausalAttention):
         self.group, self.ranks = group, dist.get_world_size(group)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
-        assert mask is None
         q, k, v = (in_order(self._heads_for_sequence(part), self.ranks) for part in (q, k, v))
-        mixed = by_rank(super().forward(q, k, v, dropout=dropout), self.ranks)
+        mixed = by_rank(super().forward(q, k, v, documents, dropout), self.ranks)
         parts = torch.stack(mixed.chunk(self.ranks, dim=2))
         return torch.cat(self._exchange(parts).unbind(), dim=1)
 

@@ -1,8 +1,10 @@
 """A model on its layout: the parts that this rank has, and how the ranks run them together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models import Model
+from torchmars.models.documents import document_starts
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.context import SequencePart, sequence_unit
 from torchmars.parallel.fsdp import set_reduction, weight_device
@@ -36,12 +39,18 @@ class ParallelModel:
         layout: Layout,
         device: torch.device,
         memory: AbstractContextManager[object] | None = None,
+        end_of_text: int | None = None,
     ) -> None:
         """Make the parts on `device`, their weights while `memory` is active.
 
-        `training` has its dtype resolved. Raises `UserError` if blocks do not make stages.
+        `training` has its dtype resolved. `end_of_text` is the token that begins a document, if
+        documents are kept apart. Raises `UserError` if blocks do not make stages.
         """
         self.whole, self.layout, self.device = whole, layout, device
+        self.find_starts: Callable[[Tensor], Tensor] | None = None
+        """From tokens [batch, T] on the CPU to where documents begin, if they are kept apart."""
+        if end_of_text is not None:
+            self.find_starts = partial(document_starts, end_of_text=end_of_text)
         self.parallelism = parallelism
         cp, tp = layout.group("cp"), layout.group("tp")
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), tp.size
@@ -112,14 +121,14 @@ class ParallelModel:
         pairs = [self.tokens_and_targets(windows) for windows in batch]
         if self.pipeline is not None:
             tokens, targets = (torch.cat(each) for each in zip(*pairs))
-            loss = self.pipeline.backward(tokens, targets)
+            loss = self.pipeline.backward(tokens, targets, self.starts(*batch))
         else:
             loss = torch.zeros((), device=self.device)
-            for number, (tokens, targets) in enumerate(pairs, start=1):
+            for number, (windows, pair) in enumerate(zip(batch, pairs), start=1):
                 set_reduction(self.parts[0], self.parallelism, last=number == len(pairs))
                 # All microbatches are of one size. So the mean of their means is that over all
                 # tokens.
-                part = self.parts[0](tokens, targets).mean() / len(pairs)
+                part = self.parts[0](*pair, self.starts(windows)).mean() / len(pairs)
                 part.backward()
                 loss += part.detach()
         if self.tied is not None:
@@ -133,7 +142,7 @@ class ParallelModel:
         That is float32 [batch, its part of T], and [batch, 0] on a rank without the last stage.
         """
         tokens, targets = self.tokens_and_targets(windows)
-        losses = self._forward(tokens, targets=targets)
+        losses = self._forward(tokens, targets=targets, starts=self.starts(windows))
         return targets.new_empty(len(tokens), 0).float() if losses is None else losses
 
     @torch.no_grad()
@@ -145,10 +154,11 @@ class ParallelModel:
         last = tokens.shape[1] - 1
         # Later tokens do not change what earlier ones see.
         unit = sequence_unit(self.sequence.ranks, self.tp)
-        tokens = nn.functional.pad(tokens.to(self.device), (0, -tokens.shape[1] % unit))
-        own = self.sequence.of(tokens)
+        tokens = nn.functional.pad(tokens, (0, -tokens.shape[1] % unit))
+        starts = self._starts(tokens)
+        own = self.sequence.of(tokens.to(self.device))
         place = self.sequence.place(last, own.shape[1])
-        logits = self._forward(own, at=place or 0)
+        logits = self._forward(own, starts=starts, at=place or 0)
         group = self.layout.group("sample")
         if group.size == 1:
             assert logits is not None
@@ -161,7 +171,7 @@ class ParallelModel:
         dist.all_reduce(whole, group=group.process_group)
         return whole
 
-    def _forward(self, tokens: Tensor, **options: Tensor | int) -> Tensor | None:
+    def _forward(self, tokens: Tensor, **options: Any) -> Tensor | None:
         if self.pipeline is None:
             result: Tensor = self.parts[0](tokens, **options)
             return result
@@ -171,3 +181,15 @@ class ParallelModel:
         """Return this rank's part of the tokens and targets of `windows` [batch, T + 1]."""
         windows = windows.to(self.device, non_blocking=True)
         return self.sequence.of(windows[:, :-1]), self.sequence.of(windows[:, 1:])
+
+    def starts(self, *batch: Tensor) -> Tensor | None:
+        """Return where the documents of windows [batch, T + 1] begin, of all in `batch` together.
+
+        None where documents are not kept apart.
+        """
+        return self._starts(*(windows[:, :-1] for windows in batch))
+
+    def _starts(self, *tokens: Tensor) -> Tensor | None:
+        if self.find_starts is None:
+            return None
+        return self.find_starts(torch.cat(tokens)).to(self.device, non_blocking=True)

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from torchmars.models import Model
+from torchmars.models.documents import Documents, document_positions
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.loss import cross_entropy
 
@@ -22,19 +23,31 @@ class Part(nn.Module):
         self.model, self.first, self.last = model, first, last
         self.sequence, self.tp = sequence, tp
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, at: int = 0) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        starts: Tensor | None = None,
+        at: int = 0,
+    ) -> Tensor:
         """Return the next part's input; from the last part, losses or logits.
 
         `x` are token ids [batch, length] for the first part, and for others hidden states [batch,
         length / tp, width]. With `targets` [batch, length] the last part returns the loss of each,
         in float32. Without them it returns the logits [batch, vocab_rows] after the token number
-        `at` of its part of the sequences.
+        `at` of its part of the sequences. `starts` [batch, documents] says where the documents of
+        the whole sequences begin, where these are kept apart.
         """
         length = x.shape[1] if self.first else x.shape[1] * self.tp
-        positions = self.sequence.positions(length, x.device)
+        positions, documents = self.sequence.positions(length, x.device), None
+        if starts is not None:
+            whole = length * self.sequence.ranks
+            positions = self.sequence.of(document_positions(starts, whole))
         if self.first:
             x = self.model.embed(x, positions)
-        x = self.model.transform(x, positions, mask=None)
+        if starts is not None:
+            documents = Documents.of(starts, whole, x, self.model.dropout)
+        x = self.model.transform(x, positions, documents)
         if not self.last:
             return x
         hidden: Tensor = self.model.norm(x)

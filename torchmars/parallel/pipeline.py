@@ -161,18 +161,24 @@ class Pipeline:
     def _loss(self, losses: Tensor, _: Tensor) -> Tensor:
         return losses.mean() / self.microbatches
 
-    def backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def backward(self, tokens: Tensor, targets: Tensor, starts: Tensor | None) -> Tensor:
         """Accumulate the gradient of the mean loss; return it, or 0 on ranks without the last part.
 
-        `tokens` and `targets` [batch, length] are all microbatches of a step.
+        `tokens` and `targets` [batch, length], and `starts` [batch, documents], are those of all
+        microbatches of a step.
         """
         losses: list[Tensor] = []
         self.schedule.step(
-            tokens, target=targets, losses=losses, return_outputs=False, targets=targets
+            tokens,
+            target=targets,
+            losses=losses,
+            return_outputs=False,
+            targets=targets,
+            starts=starts,
         )
         return torch.stack([torch.zeros((), device=self.device), *losses]).detach().sum()
 
-    def forward(self, tokens: Tensor, hidden_length: int, **options: Tensor | int) -> Tensor | None:
+    def forward(self, tokens: Tensor, hidden_length: int, **options: Any) -> Tensor | None:
         """Pass one microbatch through all stages; return what the last one gives, where that is.
 
         `tokens` is [batch, length], and hidden states between stages are [batch, hidden_length,

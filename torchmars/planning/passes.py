@@ -118,6 +118,7 @@ class SimulatedStage:
         )
         self.memory, self.traffic = memory, traffic
         self.tokens, self.targets = model.tokens_and_targets(windows)
+        self.starts = model.starts(windows)
         self.in_flight: list[dict[str, Any]] = []
         """What torch's stage takes for the backward passes of microbatches, oldest first."""
         self.halfway: list[dict[str, Any]] = []
@@ -128,7 +129,7 @@ class SimulatedStage:
         x = self.tokens if self.part.first else self._hidden()
         taken: dict[str, Any] = {"input_values": [x], "output_grads": None}
         with self.memory.effect(leaves="activations") as effect:
-            output = self.part(x, targets=self.targets)
+            output = self.part(x, targets=self.targets, starts=self.starts)
             taken["stage_output"] = output.mean() if self.part.last else (output,)
             del output
         if not self.part.last:

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 from torchmars.checkpoint.state import training_state
 from torchmars.config import ResolvedConfig
 from torchmars.models import Model
+from torchmars.models.documents import has_kernel
 from torchmars.optim import MARS
 from torchmars.parallel.context import GatheredAttention
 from torchmars.parallel.layout import Layout
@@ -121,8 +122,14 @@ def simulate_step(
     state = training_state(layout, model.weights, optimizer)
     passes = 2 if optimizer.exact else 1
 
-    if layout.device.type == "cuda":
+    device = layout.device.type
+    if device == "cuda":
         leave_out_masks(model)
+    if config.data.separate_documents and not has_kernel(
+        device, getattr(torch, training.dtype), model.whole.dropout
+    ):
+        # Where documents begin does not change the size of a mask.
+        model.find_starts = lambda tokens: torch.zeros(len(tokens), 1, dtype=torch.int32)
     memory, traffic = MemoryCounter(), TrafficCounter()
     parameters = [each for part in model.parts for each in part.parameters()]
     memory.know(parameters)

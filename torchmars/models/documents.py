@@ -1,0 +1,112 @@
+"""Documents that share a sequence, kept apart: each is computed as if it were alone.
+
+An end-of-text token begins a document: it is the first token that the document's others attend to.
+"""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+# torch 2.11 has no such option. There the keys and values are repeated.
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def document_starts(tokens: Tensor, end_of_text: int) -> Tensor:
+    """Return where the documents of `tokens` [batch, length] begin, int32 [batch, documents].
+
+    A sequence begins with a document, or with the rest of one. Places of a sequence that has fewer
+    documents than another are filled with the length. `tokens` are on the CPU: how many documents
+    there are is not known before they are counted, and a GPU would have to be waited for.
+    """
+    begins = tokens.numpy() == end_of_text
+    begins[:, 0] = True
+    numbers = begins.cumsum(axis=1) - 1
+    rows, places = begins.nonzero()
+    starts = torch.full((len(tokens), int(numbers.max()) + 1), tokens.shape[1], dtype=torch.int32)
+    starts.numpy()[rows, numbers[rows, places]] = places
+    return starts
+
+
+def document_numbers(starts: Tensor, length: int) -> Tensor:
+    """Return the number of the document of each token, [batch, length]."""
+    places = torch.arange(length, dtype=starts.dtype, device=starts.device)
+    return torch.searchsorted(starts, places.repeat(len(starts), 1), right=True) - 1
+
+
+def document_positions(starts: Tensor, length: int) -> Tensor:
+    """Return the position of each token in its document, [batch, length]."""
+    places = torch.arange(length, device=starts.device)
+    return places - starts.gather(1, document_numbers(starts, length))
+
+
+def has_kernel(device: str, dtype: torch.dtype, dropout: float) -> bool:
+    """Return whether a kernel computes attention inside documents, without a mask in memory."""
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and not dropout
+
+
+class Documents(NamedTuple):
+    """The documents of whole sequences, as attention takes them. All blocks share one."""
+
+    starts: Tensor
+    """Where they begin, as `document_starts` returns it."""
+    mask: Tensor | None
+    """What is added to logits, [batch, 1, length, length]: 0, or -inf for a token of another
+    document and for a later one. None: a kernel takes `starts`."""
+
+    @classmethod
+    def of(cls, starts: Tensor, length: int, x: Tensor, dropout: float) -> "Documents":
+        """Make those of sequences of `length` tokens, for blocks that get `x`."""
+        if has_kernel(x.device.type, x.dtype, dropout):
+            return cls(starts, None)
+        numbers = document_numbers(starts, length)
+        # In the dtype of `x`: of a boolean mask each block would make such a one of its own.
+        mask = torch.zeros(len(starts), 1, length, length, dtype=x.dtype, device=x.device)
+        seen = (numbers[:, None, :, None] == numbers[:, None, None, :]).tril_()
+        return cls(starts, mask.masked_fill_(seen.logical_not_(), -torch.inf))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """Return the mixed values [batch, heads, queries, head width].
+
+        `k` and `v` [batch, heads or fewer, keys, head width] are of the first tokens of the
+        sequences, and `q` [batch, heads, queries, head width] of the last ones of those.
+        """
+        if self.mask is None:
+            return self._attend_by_kernel(q, k, v)
+        keys = k.shape[2]
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=self.mask[:, :, keys - q.shape[2] : keys, :keys],
+            dropout_p=dropout,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
+
+    def _attend_by_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, queries, keys = len(q), q.shape[2], k.shape[2]
+        groups: dict[str, Any] = {}
+        if k.shape[1] != q.shape[1] and TAKES_GROUPS:
+            groups["enable_gqa"] = True
+        elif k.shape[1] != q.shape[1]:
+            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
+        of_queries, of_keys = self._bounds(keys - queries, queries), self._bounds(0, keys)
+        # This window is causal: the last query of a document sees all keys of it.
+        mixed = varlen_attn(
+            q, k, v, of_queries, of_keys, queries, keys, window_size=(-1, 0), **groups
+        )
+        assert isinstance(mixed, Tensor)
+        return mixed.unflatten(0, (batch, queries)).transpose(1, 2)
+
+    def _bounds(self, first: int, count: int) -> Tensor:
+        """Return where documents begin and end among tokens [first, first + count), end to end.
+
+        Those outside of them, and those that fill `starts`, have no tokens.
+        """
+        rows = torch.arange(len(self.starts), dtype=torch.int32, device=self.starts.device)
+        inside = self.starts.clamp(first, first + count) - first + count * rows[:, None]
+        return F.pad(inside.flatten(), (0, 1), value=count * len(rows))
