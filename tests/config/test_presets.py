@@ -167,6 +167,20 @@ def test_a_preset_is_merged_with_what_comes_after_it(tmp_path):
     assert (config.run.name, config.training.steps, config.model.size) == ("mine", 7, "medium")
 
 
+def test_other_data_takes_the_place_of_the_presets(tmp_path):
+    mixture = '[[data.mixture]]\nsource = "stdlib"\nweight = 1.0\n'
+    (tmp_path / "mixture.toml").write_text(mixture)
+    name, file = "gpt2-small-adamw-openwebtext", str(tmp_path / "mixture.toml")
+    data = load_config([name, file], "test").data
+    assert [part.source for part in data.mixture] == ["stdlib"] and data.source == "stdlib"
+    data = load_config([name, file, "--data.source", "text", "--data.files", "a.txt"], "test").data
+    assert (data.source, data.files, data.mixture) == ("text", ["a.txt"], [])
+    assert data.path == "data/text-gpt2"
+    (tmp_path / "both.toml").write_text('[data]\nsource = "text"\nfiles = ["a"]\n' + mixture)
+    with pytest.raises(UserError, match="data.source and data.files have no meaning beside"):
+        load_config([name, str(tmp_path / "both.toml")], "test")
+
+
 def test_a_file_comes_before_a_preset_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2-small-adamw-openwebtext").write_text("[training]\nsteps = 7\n")
