@@ -10,8 +10,6 @@ from torchmars.planning.assumptions import FLOPS
 from torchmars.planning.presets import HEADINGS, PresetFigures, preset_page, preset_table, short
 
 PRESETS = read_presets()
-# The sizes, with the rule that takes most memory: other presets of a size have the same layout.
-SIZES = {preset.files[0]: preset for preset in PRESETS.values() if preset.name.count("mars-adamw")}
 
 
 def test_hours_of_gpt2_small_by_hand():
@@ -61,11 +59,10 @@ def test_short_numbers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", SIZES)
-def test_every_preset_has_a_plan_that_fits(file):
-    """Of each size, that of MARS-AdamW, whose state is the largest."""
-    preset = SIZES[file]
-    args = ["plan", preset.name, "--world-size", str(preset.gpus)]
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("fineweb-edu")])
+def test_every_preset_has_a_plan_that_fits(name):
+    """Of each size and rule: the data makes no difference."""
+    args = ["plan", name, "--world-size", str(PRESETS[name].gpus)]
     command = [sys.executable, "-m", "torchmars", *args]
     said = subprocess.run(command, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr

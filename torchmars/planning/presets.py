@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from torchmars.config import ModelConfig, ResolvedConfig
+from torchmars.config import MARS_RULES, ModelConfig, ResolvedConfig
 from torchmars.config.load import config_from_sources
 from torchmars.config.presets import Preset
 from torchmars.core.console import labelled
@@ -95,6 +95,7 @@ def preset_page(preset: Preset) -> list[str]:
     config, training = figures.config, figures.config.training
     schedule, optimizer = config.schedule, config.optimizer
     shown = [(name, getattr(optimizer, name)) for name in SHOWN]
+    mode = f", {optimizer.mode}" if optimizer.name in MARS_RULES else ""
     size, accumulated = training.microbatches(
         config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
     )
@@ -108,7 +109,7 @@ def preset_page(preset: Preset) -> list[str]:
             f"steps, {short(figures.tokens)} tokens of {config.data.source}"
         ],
         "optimizer": [
-            f"{optimizer.name}, {optimizer.mode}: "
+            f"{optimizer.name}{mode}: "
             + ", ".join(f"{name} {words(value)}" for name, value in shown if value is not None)
         ],
         "schedule": [
