@@ -86,7 +86,12 @@ def test_published_rules(name):
 def test_which_were_published():
     gpt2 = {name for name in PRESETS if PRESETS[name].family == "gpt2"}
     assert gpt2 == {f"gpt2-{s}-{r}-{d}" for s in SHAPES for r in RULES for d in SOURCES}
-    assert {name for name in gpt2 if PRESETS[name].published} == set(PUBLISHED)
+    assert {name for name in gpt2 if PRESETS[name].origin == "published"} == set(PUBLISHED)
+    partly = {f"llama-{size}-adamw-fineweb-edu" for size in ("8b", "70b", "405b")}
+    assert {name for name in PRESETS if PRESETS[name].origin == "partly"} == partly
+    assert {each.origin for name, each in PRESETS.items() if name not in {*PUBLISHED, *partly}} == {
+        "ours"
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("gpt2")])
@@ -153,7 +158,7 @@ def test_every_preset_fits_its_ranks_and_says_where_it_is_from(name):
     preset, config = PRESETS[name], load_config([name], "test")
     model = build_meta_model(config.model, 50257, config.training.seq_len)
     check_layout(config, config.parallelism.degrees(preset.gpus), model)
-    assert (preset.published is None) != (preset.ours is None)
+    assert preset.origin_text and preset.notes
     rule = f"-{config.optimizer.name}-"
     assert rule in name.replace("-exact", "") and ("mars" in name) == ("mars" in rule)
     assert preset.layout.startswith("published") or preset.layout == "assumed"

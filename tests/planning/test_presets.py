@@ -41,7 +41,7 @@ def test_page():
     for text in (
         "files     gpt2_xl.toml optimizers/muon.toml data/openwebtext.toml",
         "lr 0.003, betas 0.95 0.99, betas_1d 0.9 0.95, weight_decay 0.1",
-        "ours, taken from: the learning rate published for XL on FineWeb-Edu",
+        "ours: the learning rate published for XL on FineWeb-Edu",
         "result    none published",
         "8 GPUs, 12 x 5 sequences each",
         "here 12 x 5 sequences",

@@ -66,7 +66,7 @@ class PresetFigures:
             short(self.tokens),
             f"{self.preset.gpus}{assumed}",
             f"{self.hours:,.0f}",
-            "published" if self.preset.published else "ours",
+            self.preset.origin,
             self.preset.result or "none published",
         )
 
@@ -84,7 +84,8 @@ def preset_table(presets: Iterable[Preset]) -> list[str]:
     return [
         *table([HEADINGS, *rows], RIGHT),
         "* GPUs: what we assume; the others are those of the published runs",
-        "settings: ours are a starting point that the authors of the rule or model have not run",
+        "settings: published in all that matters, or partly; ours are a starting point that the "
+        "authors of the rule or model have not run",
         assumption(),
     ]
 
@@ -99,7 +100,6 @@ def preset_page(preset: Preset) -> list[str]:
     size, accumulated = training.microbatches(
         config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
     )
-    origin = [preset.published] if preset.published else [f"ours, taken from: {preset.ours}"]
     sections = {
         "preset": [preset.name],
         "files": [" ".join(preset.files)],
@@ -115,7 +115,7 @@ def preset_page(preset: Preset) -> list[str]:
         "schedule": [
             f"{schedule.name}, {schedule.warmup_steps:,} steps of warmup, min_lr {schedule.min_lr}"
         ],
-        "settings": origin,
+        "settings": [f"{preset.origin}: {preset.origin_text}"],
         "result": [preset.result or "none published"],
         "GPUs": [
             f"{preset.gpus}, {preset.layout}",
