@@ -12,7 +12,8 @@
 #   sbatch --nodes=4 --gpus-per-node=8 run_train.sh [--section.key value ...]
 #
 #   CONFIG_FILE    the config, or several, of which the later ones win: "gpt2_small.toml my.toml".
-#                  One that is no file here is taken from train_configs (default: quickstart.toml)
+#                  One that is no file here is taken from train_configs, or is the name of a preset
+#                  (torchmars presets; default: quickstart.toml)
 #   NGPU           ranks to start on each machine (default: one for each GPU; 2 without GPUs)
 #   LOG_RANK       ranks of each machine whose output is shown, separated by commas (default: 0)
 #   MAX_RESTARTS   times that all ranks are started again, from the newest checkpoint, after one has

@@ -18,6 +18,7 @@ def write_as_version_2(checkpoint):
     """Write the manifest of a checkpoint anew as version 2 did."""
     manifest = manifests.read(checkpoint)
     data = dict(manifest.config["data"])
+    del data["separate_documents"], data["packing"]  # they came later
     config = manifest.config | {"data": data | {"corpus": data.pop("source")}}
     entries = {
         "step": manifest.step,

@@ -77,7 +77,7 @@ def test_commands(tmp_path, examples):
     assert {module for module, code in seen if code == 2} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("module", [*COMMANDS, "train"])
+@pytest.mark.parametrize("module", [*COMMANDS, "presets", "train"])
 def test_help_that_nobody_reads_to_its_end(tmp_path, module):
     for args in (["--help"], ["list", "--help"][: 2 if "checkpoint" in module else 0] or ["-h"]):
         code, out, err = run_command(module, args, tmp_path)

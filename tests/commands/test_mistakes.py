@@ -28,7 +28,8 @@ from torchmars.cluster.environment import Environment, read_environment
 from torchmars.cluster.launcher import config_from_args
 from torchmars.commands.launch import parse
 from torchmars.config import MetricsConfig
-from torchmars.config.load import config_text, load_config, merge, read_toml
+from torchmars.config.load import config_text, load_config
+from torchmars.config.toml_files import merge, read_toml
 from torchmars.metrics.trackers import check_trackers
 from torchmars.training.preparation import prepare_run
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from torchmars.config import MARS_RULES
-from torchmars.config.load import find_config, load_config
+from torchmars.config.load import load_config
+from torchmars.config.toml_files import find_config
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
 

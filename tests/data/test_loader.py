@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.data.loader import Loader, validation_batches
+from torchmars.data.mixture import MixedWindows, Shares
 from torchmars.data.order import window_of_sample
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import ChangedData, Windows
-from torchmars.data.writer import write_shards
 
 T = 16
 
@@ -71,7 +72,7 @@ def global_batches(windows, steps, *, ranks=1, microbatch=None, workers=0, posit
     result = [[] for _ in range(steps)]
     for rank in range(ranks):
         loader = Loader(
-            windows,
+            MixedWindows([windows]),
             seed=3,
             global_batch_size=batch,
             microbatch_size=microbatch or share,
@@ -79,7 +80,7 @@ def global_batches(windows, steps, *, ranks=1, microbatch=None, workers=0, posit
             ranks=ranks,
             num_workers=workers,
         )
-        loader.seek(position)
+        loader.seek(position, Shares())
         for step in range(steps):
             ahead = loader.peek()
             microbatches = loader.step()
@@ -125,11 +126,11 @@ def test_resumes_at_any_position_on_another_layout(windows):
 def test_validation_windows_are_each_counted_once(windows, count, batch, ranks):
     counted, batches = [], []
     for rank in range(ranks):
-        share = list(validation_batches(windows, count, batch, rank, ranks))
+        share = list(validation_batches(MixedWindows([windows]), [1.0], count, batch, rank, ranks))
         batches.append(len(share))
-        for tokens, valid in share:
+        for tokens, parts in share:
             assert tokens.shape == (batch, T + 1)
-            counted += tokens[:valid].tolist()
+            counted += tokens[: len(parts)].tolist()
     assert len(set(batches)) == 1  # a sharded forward needs every rank
     count = min(count, len(windows))
     assert sorted(counted) == sorted(
@@ -168,7 +169,7 @@ def test_a_shard_that_changes_is_named_and_gives_no_tokens(split, tmp_path, chan
     folder = shutil.copytree(split[0], tmp_path / "shards")
     windows = Windows(folder, split[1], "uint16", T)
     loader = Loader(
-        windows,
+        MixedWindows([windows]),
         seed=3,
         global_batch_size=12,
         microbatch_size=6,

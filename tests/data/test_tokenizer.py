@@ -1,12 +1,19 @@
 """Tokens of known texts, and round trips."""
 
+import json
 import shutil
+import sys
 
 import pytest
+import tiktoken
+import tokenizers
 
 from tests.support.real_data import FOLDER, needs_data
+from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
-from torchmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
+from torchmars.data.tokenizer import ByteTokenizer, TiktokenTokenizer, load_tokenizer
+from torchmars.data.windows import Windows
+from torchmars.training.preparation import prepare_data
 
 
 def test_bytes():
@@ -22,7 +29,7 @@ def test_gpt2_known_ids(tmp_path, monkeypatch):
         FOLDER / "tiktoken_cache", tmp_path / "bpe"
     )  # tiktoken may delete from its cache
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
-    tokenizer = GPT2Tokenizer()
+    tokenizer = TiktokenTokenizer("gpt2")
     texts = ["Hello world", "Hello, world!", "The quick brown fox jumps over the lazy dog"]
     assert [tokens.tolist() for tokens in tokenizer.encode_batch(texts)] == [
         [15496, 995],
@@ -34,11 +41,141 @@ def test_gpt2_known_ids(tmp_path, monkeypatch):
 
 
 def test_gpt2_without_its_files_says_what_to_do(tmp_path, monkeypatch):
-    import tiktoken
-
     def unreachable(name):
         raise ConnectionError(name)
 
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
-        GPT2Tokenizer().encode_batch(["a"])
+        TiktokenTokenizer("gpt2").encode_batch(["a"])
+
+
+def letters(letter_id=ord, special="<|endoftext|>"):
+    """Return a tokenizer of Hugging Face with a token for each letter, and a special one."""
+    vocabulary = {chr(code): letter_id(chr(code)) for code in range(32, 127)}
+    last = max(vocabulary.values()) + 1
+    model = tokenizers.models.WordLevel({"?": 0} | vocabulary | {special: last}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens([special])
+    return tokenizer
+
+
+def tokenizer_file(folder, **options):
+    folder.mkdir(exist_ok=True)
+    file = folder / "tokenizer.json"
+    tokenizer = letters(**options)
+    tokenizer.enable_truncation(3)  # what a file says of batches is not for corpora
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(file))
+    return file
+
+
+def test_a_file_of_hugging_face(tmp_path):
+    file = tokenizer_file(tmp_path / "mine")
+    for name in (str(file), str(file.parent)):
+        tokenizer = load_tokenizer(name)
+        assert (tokenizer.name, tokenizer.vocab_size) == (name, 128)
+        assert tokenizer.end_of_text == 127
+        texts = ["a fox", "over <|endoftext|> the hill"]
+        found = tokenizer.encode_batch(texts)
+        assert [tokens.tolist() for tokens in found] == [[ord(c) for c in text] for text in texts]
+        assert [tokenizer.decode(tokens.tolist()) for tokens in found] == texts
+        assert tokenizer.decode([97, 127, 98, 200_000]) == "ab"
+
+
+def test_the_end_of_text_is_the_one_that_the_config_beside_the_file_names(tmp_path):
+    file = tokenizer_file(tmp_path, special="<stop>")
+    with pytest.raises(UserError, match="has none of the tokens that end a text .*eos_token"):
+        load_tokenizer(str(file)).end_of_text  # noqa: B018
+    config = file.with_name("tokenizer_config.json")
+    for eos in ("<stop>", {"content": "<stop>", "lstrip": False}):
+        config.write_text(json.dumps({"eos_token": eos}))
+        assert load_tokenizer(str(file)).end_of_text == 127
+    config.write_text('{"eos_token": "<other>"}')
+    with pytest.raises(UserError, match="none of the tokens that end a text .<other>."):
+        load_tokenizer(str(file)).end_of_text  # noqa: B018
+    config.write_text("{")
+    with pytest.raises(UserError, match="cannot read .*tokenizer_config.json"):
+        load_tokenizer(str(file)).end_of_text  # noqa: B018
+
+
+def test_a_large_vocabulary_has_tokens_of_32_bits_and_another_file_is_refused(tmp_path):
+    file = tokenizer_file(tmp_path / "large", letter_id=lambda letter: 1000 * ord(letter))
+    write_text(tmp_path)
+    config = tiny_config(tmp_path, data={"tokenizer": str(file)})
+    [part] = prepare_data(config).parts
+    manifest = part.manifest
+    split = manifest.splits["train"]
+    assert manifest.dtype == "uint32"
+    assert manifest.vocab_size == split.max_token + 1 == 126_002
+    window = Windows(part.folder, split, manifest.dtype, 32)[0].tolist()
+    document = (tmp_path / "text.txt").read_text()[:33]
+    assert window == [1000 * ord(letter) for letter in document]
+    prepare_data(config)
+    tokenizer_file(tmp_path / "large", letter_id=lambda letter: 1001 * ord(letter))
+    with pytest.raises(UserError, match="prepared with another file .*: put that one back"):
+        prepare_data(config)
+
+
+@pytest.mark.parametrize(
+    "name,message",
+    [
+        ("gpt3", "none called 'gpt3': did you mean gpt2. It is one of bytes, gpt2, .*o200k_base"),
+        ("cl100k", "did you mean cl100k_base"),
+        ("", "none called ''"),
+        ("no/such/folder", "cannot read no/such/folder: No such file"),
+        (".", "cannot read tokenizer.json: No such file"),
+        ("x.json", "x.json is no tokenizer.json"),
+    ],
+)
+def test_what_is_no_tokenizer_is_told(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(UserError, match=message) as mistake:
+        load_tokenizer(name).vocab_size  # noqa: B018
+    assert "\n" not in str(mistake.value)
+
+
+def test_without_the_package_the_line_says_what_to_install(tmp_path, monkeypatch):
+    file = tokenizer_file(tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"pip install 'torchmars\[data\]'"):
+        load_tokenizer(str(file)).vocab_size  # noqa: B018
+
+
+def test_another_encoding_of_tiktoken_by_its_name(tmp_path, monkeypatch):
+    """One whose end of text is not its last id, as in p50k_base, and with ids of no text."""
+    ranks = {bytes([code]): code for code in range(256)} | {b"  ": 300}
+    encoding = tiktoken.Encoding(
+        "p50k_base",
+        pat_str=r"\s+|\S+",
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": 256, "<|end|>": 70_000},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", {"p50k_base": encoding}.get)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p50k_base").mkdir()  # the name comes first
+    tokenizer = load_tokenizer("p50k_base")
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (70_001, 256)
+    text = "a  <|endoftext|>"
+    [tokens] = tokenizer.encode_batch([text])
+    assert tokens.dtype == "uint32" and 300 in tokens and 256 not in tokens
+    assert tokenizer.decode([*tokens.tolist(), 256, 280, 70_000, 80_000]) == text
+
+
+@needs_data("tiktoken_cache", "tinyshakespeare")
+def test_gpt2_as_a_file_of_hugging_face_is_tiktokens(tmp_path, monkeypatch):
+    shutil.copytree(FOLDER / "tiktoken_cache", tmp_path / "bpe")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
+    files = {file.read_bytes()[:1] == b"{": str(file) for file in (tmp_path / "bpe").iterdir()}
+    gpt2 = tokenizers.ByteLevelBPETokenizer(files[True], files[False])
+    gpt2.add_special_tokens(["<|endoftext|>"])
+    gpt2.save(str(tmp_path / "tokenizer.json"))
+    texts = (FOLDER / "tinyshakespeare" / "input.txt").read_text()[:100_000].split("\n\n")
+    texts += ["é—\u4e2d <|endoftext|>  x"]
+    ours, theirs = load_tokenizer(str(tmp_path)), load_tokenizer("gpt2")
+    assert (ours.vocab_size, ours.end_of_text) == (theirs.vocab_size, theirs.end_of_text)
+    for mine, tiktokens in zip(ours.encode_batch(texts), theirs.encode_batch(texts)):
+        assert mine.tolist() == tiktokens.tolist() and mine.dtype == tiktokens.dtype
+        assert ours.decode(mine.tolist()) == theirs.decode(mine.tolist())

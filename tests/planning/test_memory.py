@@ -104,11 +104,26 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.skipif(
+needs_linux = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure the peak of memory"
 )
+
+
+@needs_linux
 @pytest.mark.parametrize("optimizer,training,parallelism", VARIANTS)
 def test_memory_is_that_of_a_real_run(tmp_path, optimizer, training, parallelism):
+    check_memory(tmp_path, optimizer, training, parallelism)
+
+
+@needs_linux
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", [{}, {"cp": 2}, {"pp": 2}, {"tp": 2}])
+def test_memory_with_documents_apart(tmp_path, parallelism):
+    check_memory(tmp_path, MARS_M, {}, parallelism, data={"separate_documents": True})
+
+
+def check_memory(tmp_path, optimizer, training, parallelism, **sections):
+    """Compare the plan with a run on 4 ranks."""
     write_text(tmp_path)
     tables = tiny_tables(
         tmp_path,
@@ -116,6 +131,7 @@ def test_memory_is_that_of_a_real_run(tmp_path, optimizer, training, parallelism
         optimizer=optimizer,
         training={"global_batch_size": 32, "microbatch_size": 4, "seq_len": 512} | training,
         parallelism=parallelism,
+        **sections,
     )
     for (planned, planned_peak), (measured, measured_peak) in run_ranks(
         planned_and_measured, 4, tables

@@ -39,6 +39,28 @@ def simulate(tables, world_size, per_node):
     return simulation.checkpoint, sent, list(advice(plan))
 
 
+def activations(tables, per_node):
+    """The activations of one rank."""
+    dist.destroy_process_group()
+    return make_plan(config_from_tables(tables, "in a test"), 1, per_node).simulation.activations
+
+
+def test_documents_apart_take_a_mask_where_no_kernel_serves(tmp_path):
+    found = {}
+    for apart in (False, True):
+        for per_node, dtype in ((0, "float32"), (1, "bfloat16")):
+            tables = tiny_tables(
+                tmp_path,
+                model={"n_layer": 1},
+                data={"separate_documents": apart},
+                training={"seq_len": 128, "global_batch_size": 4, "dtype": dtype},
+            )
+            [found[apart, dtype]] = run_ranks(activations, 1, tables, per_node)
+    mask = 4 * 128 * 128 * 4  # of 4 sequences, in float32
+    assert found[True, "bfloat16"] == found[False, "bfloat16"]
+    assert mask <= found[True, "float32"] - found[False, "float32"] <= 1.5 * mask
+
+
 def test_a_checkpoint_has_the_planned_size(tmp_path):
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, model={"n_embd": 128}, training={"steps": 1})

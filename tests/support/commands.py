@@ -38,6 +38,7 @@ MODULES = {
             "train",
             "prepare",
             "plan",
+            "presets",
             "generate",
             "export",
             "import",

@@ -28,6 +28,7 @@ from torchmars.training.preparation import prepare_data
 KEYS = [
     *leaves(Config),
     "optimizer.groups",
+    "data.mixture",
     "run",
     "training",
     "optimizer.matrix",

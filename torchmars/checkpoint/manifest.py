@@ -13,6 +13,7 @@ from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem, write_durably
 from torchmars.core.formats import Format
+from torchmars.data.mixture import Shares
 from torchmars.data.tokenizer import VocabularySize
 
 NAME = "manifest.json"
@@ -62,6 +63,8 @@ class CheckpointManifest:
     """The validation loss at this step, if it was measured."""
     recent_losses: list[Annotated[float, Range(-1e38, 1e38)]] = field(default_factory=list)
     """The losses that the guard against loss spikes compares with."""
+    shares: Shares = field(default_factory=Shares)
+    """What deals the samples to the parts of the mixture."""
     files: dict[Annotated[str, Name("file")], File] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -86,6 +89,10 @@ def read(folder: Path) -> CheckpointManifest:
         for section, key in NEEDED:
             if key not in manifest.config.get(section, {}):
                 raise ValueError(f"config.{section}.{key} is missing in it")
+        shares = manifest.shares
+        same_length = len(shares.weights) == len(shares.before)
+        if not (same_length and sum(shares.weights) > 0 and shares.start <= manifest.position):
+            raise ValueError("its shares contradict each other")
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -113,9 +113,13 @@ def check_same_run(
                 f"set it back, or choose another run.name"
             )
     if manifest.data_fingerprint != data:
+        places = ", ".join(corpus.path for corpus in config.data.corpora())
+        others = "restore the shards"
+        if config.data.mixture:  # whose weights may change
+            others += ", or the parts of data.mixture and their order,"
         raise UserError(
-            f"{folder} was trained on other tokens than those in {config.data.path}: "
-            f"restore the shards or choose another run.name"
+            f"{folder} was trained on other tokens than those in {places}: "
+            f"{others} or choose another run.name"
         )
     saved_names = current_names(manifest.optimizer)
     for name, wanted in optimizer_state_names(optimizer).items():

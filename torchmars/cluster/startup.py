@@ -94,7 +94,7 @@ def make_report(config: ResolvedConfig, clock: float, folder: str) -> RankReport
         code_hash(),
         torch.__version__,
         digest(config_text(config).encode()),
-        data_hash(Path(config.data.path)),
+        data_hash([Path(corpus.path) for corpus in config.data.corpora()]),
         device_name(),
         clock,
         folder,
@@ -193,10 +193,11 @@ def code_hash() -> str:
     )
 
 
-def data_hash(folder: Path) -> str:
-    """Return a hash of the data's manifest in `folder`; an empty one if there is none yet."""
-    manifest = folder / "manifest.json"
-    return digest(manifest.read_bytes()) if manifest.exists() else ""
+def data_hash(folders: list[Path]) -> str:
+    """Return a hash of the data's manifests in `folders`; an empty one if there are none yet."""
+    manifests = [folder / "manifest.json" for folder in folders]
+    contents = [file.read_bytes() for file in manifests if file.exists()]
+    return digest(b"".join(contents)) if contents else ""
 
 
 def device_name() -> str:

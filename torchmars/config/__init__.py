@@ -3,7 +3,7 @@
 from torchmars.config.activations import ActivationCheckpointConfig
 from torchmars.config.checkpoint import CheckpointConfig
 from torchmars.config.config import Config, ResolvedConfig, identity_fields, reported_sections
-from torchmars.config.data import DataConfig, ResolvedData
+from torchmars.config.data import DataConfig, PartConfig, ResolvedData
 from torchmars.config.guards import GuardsConfig
 from torchmars.config.metrics import MetricsConfig
 from torchmars.config.model import ModelConfig
@@ -34,6 +34,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelismConfig",
+    "PartConfig",
     "PatternConfig",
     "ResolvedConfig",
     "ResolvedData",

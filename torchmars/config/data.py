@@ -1,49 +1,108 @@
 """Where the tokens come from."""
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from torchmars.config.fields import Mark, require
-from torchmars.core.bounds import Place, Range
+from torchmars.config.fields import Amount, Count, Mark, Positive, require
+from torchmars.config.source import OF_FILES, OF_TOKENS, parse_source
+from torchmars.core.bounds import Name, Place, Range
+from torchmars.core.errors import UserError
+
+Packing = Literal["stream", "best_fit"]
+
+
+@dataclass(frozen=True)
+class PartConfig:
+    """One corpus of a mixture."""
+
+    source: str
+    """As data.source."""
+    weight: Amount
+    """Its share of the samples, relative to the other parts."""
+    name: Annotated[str, Name("part")] | None = None
+    """What metrics call it. Default: the source."""
+    files: list[Annotated[str, Place()]] = field(default_factory=list)
+    """As data.files."""
+    path: Annotated[str, Place()] | None = None
+    """Folder of its shards. Default: NAME-TOKENIZER in data.path."""
+
+    @property
+    def label(self) -> str:
+        """What the part is called."""
+        return self.name or self.source
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where the tokens come from."""
 
-    source: Literal["stdlib", "text"] = "stdlib"
-    """Text to train on. stdlib: the Python standard library's sources. text: your own files."""
+    source: str = "stdlib"
+    """Text to train on. stdlib: the Python standard library's sources. text:GLOB,
+    jsonl:GLOB[:FIELD], parquet:GLOB[:FIELD]: files. hf:DATASET[:CONFIG[:SPLIT[:FIELD]]]: a data
+    set of Hugging Face. openwebtext, fineweb-edu[:CONFIG]: names of two of these. nanogpt:FOLDER,
+    llmc:FOLDER, megatron:PREFIX: tokens that another program has made."""
     files: list[Annotated[str, Place()]] = field(default_factory=list)
-    """For source "text": files, folders (every .txt and .md below) and globs. A line
-    `<|endoftext|>` ends a document."""
-    tokenizer: Annotated[Literal["bytes", "gpt2"], Mark.IDENTITY] = "bytes"
-    """bytes (256 values and an end-of-text token) or gpt2 (BPE, 50257 tokens)."""
+    """For text, jsonl and parquet: files, folders and globs beside the source's own glob. A line
+    `<|endoftext|>` of a text file ends a document."""
+    tokenizer: Annotated[str, Mark.IDENTITY] = "bytes"
+    """bytes (256 values and an end-of-text token), gpt2 or another encoding of tiktoken, or the
+    path of a Hugging Face tokenizer.json."""
     path: Annotated[str, Place()] | None = None
-    """Folder of the tokenised shards. The first run fills it. Default: data/SOURCE-TOKENIZER."""
+    """Folder of the tokenised shards. The first run fills it. Default: data/SOURCE-TOKENIZER. With
+    a mixture: the folder of its parts' folders, by default data."""
+    mixture: list[PartConfig] = field(default_factory=list)
+    """[[data.mixture]] tables: several corpora, with weights. In TOML only."""
     validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
-    """Share of the tokens kept for validation, by whole documents."""
+    """Share of the documents kept for validation: those whose hash falls below it."""
+    validation_seed: Count = 0
+    """Key of that hash."""
+    max_damaged: Count = 100
+    """Damaged records that are left out. One more ends the preparation."""
+    processes: Positive | None = None
+    """Processes that tokenise. The shards do not depend on it. Default: the cores that this
+    process may use."""
     separate_documents: Annotated[bool, Mark.IDENTITY] = False
     """Compute each document of a window as if it were alone: attention inside it only, positions
     from 0. An end-of-text token begins a document."""
-    packing: Annotated[Literal["stream", "best_fit"], Mark.IDENTITY] = "stream"
+    packing: Annotated[Packing, Mark.IDENTITY] = "stream"
     """stream: windows are cut from the documents end to end. best_fit: few documents are cut, since
     windows are filled with documents that fit."""
     num_workers: Annotated[int, Range(0, 64)] = 1
     """Processes of each rank that read ahead. 0: the training process reads."""
+    verify: Literal["full", "size", "off"] = "full"
+    """What is checked of the shards when a run starts. full: size and SHA-256 of every one. size:
+    sizes only. off: nothing."""
 
     def resolve(self) -> "ResolvedData":
         """Return the section with its folder. Raises `UserError`."""
-        require(
-            self.source != "text" or bool(self.files) or self.path is not None,
-            'data.files is empty: name the files, folders or globs that data.source = "text" reads',
-        )
-        require(
-            self.source == "text" or not self.files,
-            f'data.files has no meaning for data.source = "{self.source}": '
-            'set data.source = "text"',
-        )
-        path = self.path or f"data/{self.source}-{self.tokenizer}"
+        if self.mixture:
+            self._check_mixture()
+            for part in self.mixture:
+                where = f"data.mixture, {part.label!r}: "
+                check_source(part.source, part.files, part.path, where)
+            return ResolvedData(**vars(self) | {"path": self.path or "data"})
+        check_source(self.source, self.files, self.path)
+        path = self.path or f"data/{folder_name(self.source, self.tokenizer)}"
         return ResolvedData(**vars(self) | {"path": path})
+
+    def _check_mixture(self) -> None:
+        """Raise `UserError` if the mixture contradicts itself or the rest of the section."""
+        require(
+            self.source == DataConfig.source and not self.files,
+            "data.source and data.files have no meaning beside [[data.mixture]]: "
+            "name them in its tables",
+        )
+        labels = [part.label for part in self.mixture]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        require(
+            twice is None,
+            f"two tables of data.mixture are called {twice!r}: give each a name of its own",
+        )
+        require(
+            any(part.weight for part in self.mixture),
+            "data.mixture: every weight is 0: raise one",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +110,49 @@ class ResolvedData(DataConfig):
     """Where the tokens come from, and where the shards are."""
 
     path: str
+
+    def corpora(self) -> "list[ResolvedData]":
+        """Return the section of each part of the mixture; this one where there is none."""
+        if not self.mixture:
+            return [self]
+        return [
+            replace(
+                self,
+                mixture=[],
+                source=part.source,
+                files=part.files,
+                path=part.path or f"{self.path}/{folder_name(part.label, self.tokenizer)}",
+            )
+            for part in self.mixture
+        ]
+
+
+def check_source(text: str, files: list[str], path: str | None, where: str = "") -> None:
+    """Raise `UserError`, which begins with `where`, if a corpus cannot be read from there."""
+    try:
+        source = parse_source(text)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+    require(
+        source.kind not in OF_TOKENS or bool(source.glob),
+        f'{where}data.source = "{text}" names no files: write {source.kind}:PATH',
+    )
+    require(
+        source.kind not in OF_FILES or bool(files or source.glob) or path is not None,
+        f"{where}data.files is empty: name the files, folders or globs that data.source = "
+        f'"{text}" reads',
+    )
+    require(
+        source.kind in OF_FILES or not files,
+        f'{where}data.files has no meaning for data.source = "{text}": set data.source = "text"',
+    )
+
+
+def folder_name(source: str, tokenizer: str) -> str:
+    """Return the name of the folder of shards that a run makes where data.path is not given.
+
+    Of a source or a tokenizer that is a path, it has what a file name can have.
+    """
+    name = f"{source}-{tokenizer.removesuffix('.json').removesuffix('/tokenizer')}"
+    name = re.sub(r"[^\w.-]+", "-", name)
+    return re.sub(r"[-.]*-[-.]*", "-", name)[-150:].strip("-.") or "data"

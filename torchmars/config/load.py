@@ -1,34 +1,35 @@
 """From TOML files and `--section.key value` overrides to a resolved config, and back to a file."""
 
 import dataclasses
-import os
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import tomli
 import tomli_w
 import tyro
 
 from torchmars.config.config import Config, ResolvedConfig
+from torchmars.config.presets import find_sources
+from torchmars.config.toml_files import Source, Tables, merge
 from torchmars.core.errors import UserError
-from torchmars.core.files import path_problem, read_text
+from torchmars.core.files import path_problem
 from torchmars.core.options import print_help_if_asked, take_options
 from torchmars.core.typed import hint_at, make, read_words
 
-# A link to the folder at the top of the repository; an installed package has a copy.
-SHIPPED = Path(__file__).parents[1] / "train_configs"
 COMMAND_LINE = "on the command line"
 DESCRIPTION = (
-    "Settings come from the TOML files; of two files the later one wins. --section.key value "
-    "overrides one of them. [[optimizer.groups]] tables, in TOML only, claim parameters by name: "
-    'pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix].'
+    "Settings come from the TOML files; of two files the later one wins. The name of a preset "
+    "stands for several files: torchmars presets lists them. --section.key value "
+    "overrides one setting. [[optimizer.groups]] tables, in TOML only, claim parameters by name: "
+    'pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix]. [[data.mixture]] tables, '
+    "in TOML only, are corpora with weights."
 )
 
 SETTINGS = tyro.conf.FlagConversionOff[Config]  # true and false are values, not flags
 
-Tables = dict[str, Any]
 T = TypeVar("T")
+
+# The keys of [data] that name a corpus, in one way or the other.
+SINGLE, MIXTURE = {"source", "files"}, {"mixture"}
 
 
 def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, ResolvedConfig]:
@@ -50,7 +51,7 @@ def load_config(args: list[str], prog: str) -> ResolvedConfig:
     """
     print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", SETTINGS, more=DESCRIPTION)
     files = list(takewhile(lambda arg: not arg.startswith("--"), args))
-    sources = [(f"in {file}", read_toml(find_config(file))) for file in files]
+    sources = [source for file in files for source in find_sources(file)]
     sources.append((COMMAND_LINE, parse_overrides(args[len(files) :])))
     config = config_from_sources(sources)
     check_places(config)
@@ -65,14 +66,14 @@ def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
     return config_from_sources([(source, without_none(tables))])
 
 
-def config_from_sources(sources: list[tuple[str, Tables]]) -> ResolvedConfig:
+def config_from_sources(sources: list[Source]) -> ResolvedConfig:
     """Return the resolved config of tables and where each is from; of two the later one wins.
 
     Raises `UserError`.
     """
     merged: Tables = {}
     for _, tables in sources:
-        merged = merge(merged, tables)
+        merged = merge(without_other_corpus(merged, tables), tables)
 
     def source_of(key: str) -> str:
         return next((name for name, tables in reversed(sources) if has(tables, key)), "")
@@ -80,13 +81,18 @@ def config_from_sources(sources: list[tuple[str, Tables]]) -> ResolvedConfig:
     return make(Config, merged, source_of).resolve()
 
 
-def merge(base: Tables, other: Tables) -> Tables:
-    """Return `base` with what `other` has in its place; tables within are merged too."""
-    merged = dict(base)
-    for key, value in other.items():
-        both = isinstance(merged.get(key), dict) and isinstance(value, dict)
-        merged[key] = merge(merged[key], value) if both else value
-    return merged
+def without_other_corpus(base: Tables, later: Tables) -> Tables:
+    """Return `base` without what it says of the corpus where `later` says it in the other way.
+
+    A corpus is either data.source with data.files, or data.mixture.
+    """
+    data, now = base.get("data"), later.get("data")
+    if not (isinstance(data, dict) and isinstance(now, dict)):
+        return base
+    for one, other in ((SINGLE, MIXTURE), (MIXTURE, SINGLE)):
+        if one & set(now) and not other & set(now):
+            data = {key: value for key, value in data.items() if key not in other}
+    return base | {"data": data}
 
 
 def has(tables: Tables, key: str) -> bool:
@@ -109,30 +115,6 @@ def without_none(value: Any) -> Any:
     return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def find_config(name: str) -> Path:
-    """Return the file that `name` is, or else the one of that name in train_configs."""
-    shipped = SHIPPED / name
-    return shipped if not os.path.lexists(name) and os.path.isfile(shipped) else Path(name)
-
-
-def read_toml(path: Path) -> Tables:
-    """Return the tables of a TOML file, with or without a byte order mark.
-
-    Raises `UserError` if it is missing or no TOML.
-    """
-    try:
-        return tomli.loads(read_text(path).removeprefix("\ufeff"))
-    except OSError as error:
-        raise UserError(
-            f"cannot read the config {path}: {error.strerror}: name a TOML file "
-            "(CONFIG_FILE, or the first argument)"
-        ) from None
-    except RecursionError:
-        raise UserError(f"{path} is not valid TOML: it is nested too deeply") from None
-    except ValueError as error:  # no TOML, no UTF-8, or a number of more digits than Python reads
-        raise UserError(f"{path} is not valid TOML: {error}") from None
-
-
 def check_places(config: ResolvedConfig) -> None:
     """Raise `UserError` if what the config takes for a folder or a file is something else."""
     run, source = config.run, (config.checkpoint.init_from or "").removeprefix("hf:")
@@ -140,7 +122,7 @@ def check_places(config: ResolvedConfig) -> None:
     places: list[tuple[str, str, Literal["file", "folder"]]] = [
         ("run.folder", run.folder, "folder"),
         ("run.name", str(run.path), "folder"),
-        ("data.path", config.data.path, "folder"),
+        *[("data.path", data.path, "folder") for data in config.data.corpora()],
         ("checkpoint.init_from", source, source_kind),
     ]
     for option, place, kind in places:

@@ -1,6 +1,8 @@
 """From text to batches.
 
 Read these in order: documents of a corpus (`corpus`), tokens (`tokenizer`), shards on the disk
-(`manifest`, `writer`, `shards`, made by `prepare`), what they were made from (`sources`), samples
-(`windows`), their global order (`order`), and the loader that reads them (`loader`).
+(`manifest`, `writer`, `shards`, made by `prepare`, or by another program, `foreign`), what they
+were made from (`sources`), samples (`windows`; `packing` and `packed` where windows are filled with
+documents that fit), the corpora that they are of (`mixture`), their global order (`order`), and the
+loader that reads them (`loader`).
 """

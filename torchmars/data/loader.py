@@ -1,27 +1,29 @@
 """Batches of the windows of a split, for training in the global order and for validation."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchmars.cluster.signals import ignore_stop_signals
+from torchmars.data.mixture import MixedWindows, Shares, shares_from_start
 from torchmars.data.order import GlobalOrder
-from torchmars.data.windows import ChangedData, Windows
+from torchmars.data.windows import ChangedData
 
 
 class Loader:
     """Batches of the training split in the global order.
 
-    Its whole state is `position`, the number of samples consumed so far. Each optimizer step takes
-    one `step()`: this rank's microbatches, token ids [m, T + 1], int64.
+    Its whole state is `position`, the number of samples consumed so far, and `shares`, which deals
+    them to the parts of the mixture. Each optimizer step takes one `step()`: this rank's
+    microbatches, token ids [m, T + 1], int64.
     """
 
     def __init__(
         self,
-        windows: Windows,
+        windows: MixedWindows,
         *,
         seed: int,
         global_batch_size: int,
@@ -36,19 +38,21 @@ class Loader:
         self.rank, self.ranks = rank, ranks
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.position = 0
+        self.shares = Shares()
         self.changed: ChangedData | None = None
         """The shard that changed while the run read it. The batches are zeros then."""
         self._batches: Iterator[Tensor] | None = None
         self._peeked: list[Tensor] | None = None
 
     @property
-    def epoch(self) -> int:
-        """How many times all windows have been read."""
-        return self.position // len(self.windows)
+    def epochs(self) -> list[int]:
+        """How many times all windows of each part have been read."""
+        read = self.shares.counts(self.position)
+        return [count // windows for count, windows in zip(read, self.windows.lengths)]
 
-    def seek(self, position: int) -> None:
+    def seek(self, position: int, shares: Shares) -> None:
         """Go on from global sample number `position`, as a run on any layout left it."""
-        self.position = position
+        self.position, self.shares = position, shares
         self.close()
 
     def close(self) -> None:
@@ -92,7 +96,8 @@ class Loader:
     def _stream(self) -> Iterator[Tensor]:
         if self._batches is None:
             order = GlobalOrder(
-                len(self.windows),
+                self.windows.lengths,
+                self.shares,
                 self.seed,
                 self.position,
                 self.global_batch_size,
@@ -117,18 +122,27 @@ class Loader:
 
 
 def validation_batches(
-    windows: Windows, count: int, batch_size: int, rank: int, ranks: int
-) -> Iterator[tuple[Tensor, int]]:
-    """Yield this rank's share of `count` windows spread evenly over a split.
+    windows: MixedWindows,
+    weights: Sequence[float],
+    count: int,
+    batch_size: int,
+    rank: int,
+    ranks: int,
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """Yield this rank's share of `count` windows, each part's spread evenly over its split.
 
-    Each item is (token ids [batch_size, T + 1], how many of the rows count). Every rank gets the
-    same number of batches, since a sharded forward pass needs all ranks: what is missing is filled
-    with repetitions that do not count. A split with fewer windows than `count` gives all it has.
+    Each item is (token ids [batch_size, T + 1], the parts of those rows that count). Every rank
+    gets the same number of batches, since a sharded forward pass needs all ranks: what is missing
+    is filled with repetitions that do not count. A part with fewer windows than its share of
+    `count` by the `weights` gives all it has.
     """
-    count = min(count, len(windows))
-    chosen = [index * len(windows) // count for index in range(count)]
+    chosen = []
+    for part, wanted in enumerate(shares_from_start(weights).counts(count)):
+        available = windows.lengths[part]
+        taken = min(wanted, available)
+        chosen += [(part, index * available // taken) for index in range(taken)]
     stride = batch_size * ranks
-    for begin in range(0, count, stride):
+    for begin in range(0, len(chosen), stride):
         mine = chosen[begin + rank * batch_size : begin + (rank + 1) * batch_size]
         padded = (mine + [chosen[0]] * batch_size)[:batch_size]
-        yield torch.stack([windows[window] for window in padded]), len(mine)
+        yield torch.stack([windows[place] for place in padded]), [part for part, _ in mine]

@@ -1,24 +1,26 @@
-"""The on-disk format: shards of tokens beside a JSON manifest that says what they hold.
+"""The on-disk format: shards of tokens, and a JSON manifest that says what they hold.
 
-A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files
-`train-00000.bin`, `validation-00000.bin` of little-endian tokens without a header, uint16 or
-uint32 as the manifest says. The manifest is written last of those that a run needs, so a folder
-without one is unfinished.
+A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files such as
+`train-00000-000.bin` of little-endian tokens without a header, uint16 or uint32 as the manifest
+says. The numbers are those of a piece of the corpus, and of a shard of it. The manifest is written
+last of those that a run needs, so a folder without one is unfinished. Where another program made
+the tokens (see foreign.py), the folder has the manifest alone, whose shards are parts of that
+program's files.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 
 from torchmars.config import DataConfig
-from torchmars.core.bounds import Name, Range
+from torchmars.core.bounds import Bounds, Name, Place, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
-from torchmars.data.tokenizer import VocabularySize
+from torchmars.data.tokenizer import TokenDtype, VocabularySize, load_tokenizer
 
 # Version 1 did not know its validation_fraction.
 FORMAT = Format(
@@ -30,19 +32,30 @@ FORMAT = Format(
     added={2: {"dtype": "uint16"}},
     renamed={3: {"corpus": "source"}},
 )
-TokenDtype = Literal["uint16", "uint32"]
 LARGEST_TOKEN = {"uint16": 2**16 - 1, "uint32": 2**32 - 1}
 SPLITS = ("train", "validation")
 Tokens = Annotated[int, Range(0, 10**15)]
 
 
+@dataclass(frozen=True)
+class ShardFile(Bounds):
+    """Bounds of a shard's file: a name within its folder, or the absolute path of any file."""
+
+    def check(self, value: str) -> str:
+        """Return such a name. Raises `ValueError` for another text."""
+        return Place().check(value) if value.startswith("/") else Name("file").check(value)
+
+
 @dataclass
 class Shard:
-    """One file: its name, number of tokens and SHA-256."""
+    """Tokens that lie in one file, which is all that file has unless its path is absolute."""
 
-    file: Annotated[str, Name("file")]
+    file: Annotated[str, ShardFile()]
     tokens: Annotated[int, Range(1, 10**15)]
     sha256: str
+    """Of the bytes of these tokens."""
+    offset: Annotated[int, Range(0, 2**62)] = 0
+    """Bytes of the file before the first token."""
 
 
 @dataclass
@@ -67,17 +80,16 @@ class DataManifest:
     dtype: TokenDtype
     """What the shards' tokens are."""
     validation_fraction: float | None = None
+    tokenizer_sha256: str | None = None
+    """Of the file that the tokenizer was read from; None for one that has a name."""
+    validation_seed: int | None = None
+    """None where documents were not split by their hash, as older versions did."""
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
         return hashlib.sha256(
             "".join(shard.sha256 for shard in self.splits["train"].shards).encode()
         ).hexdigest()
-
-
-def smallest_dtype(vocab_size: int) -> TokenDtype:
-    """Return the dtype of shards of a vocabulary."""
-    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def numpy_dtype(dtype: TokenDtype) -> np.dtype:
@@ -122,12 +134,18 @@ def check_splits(manifest: DataManifest) -> None:
 
 def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` if `folder` was made from something else than the config asks for."""
-    for key in ("tokenizer", "source", "files", "validation_fraction"):
+    for key in ("tokenizer", "source", "files", "validation_fraction", "validation_seed"):
         found, wanted = getattr(manifest, key), getattr(config, key)
-        unknown = key == "files" and not wanted or key == "validation_fraction" and found is None
+        unknown = key == "files" and not wanted or key.startswith("validation") and found is None
         if found != wanted and not unknown:
             raise UserError(
                 f"{folder} was prepared with data.{key} = {json.dumps(found)}, "
                 f"the config says {json.dumps(wanted)}: set it back, set data.path to another "
                 "folder, or remove this one to prepare it anew"
+            )
+    if manifest.tokenizer_sha256 is not None:
+        if load_tokenizer(config.tokenizer).sha256 != manifest.tokenizer_sha256:
+            raise UserError(
+                f"{folder} was prepared with another file {config.tokenizer}: put that one back, "
+                "set data.path to another folder, or remove this one to prepare it anew"
             )

@@ -1,13 +1,19 @@
-"""The global order of the data: sample i of a run is one fixed window, whatever the layout."""
+"""The global order of the data: sample i of a run is one fixed window, whatever the layout.
+
+It is of the part that the weights give it to (see mixture.py), and there it is the next one of that
+part's own order.
+"""
 
 import hashlib
 from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
+from torchmars.data.mixture import Shares
+
 
 def window_of_sample(sample: int, n_windows: int, seed: int) -> int:
-    """Return the window that sample number `sample` of a run reads.
+    """Return the window that sample number `sample` of a corpus reads.
 
     Each epoch is a seeded permutation of all windows. It needs no table: a Feistel network over the
     next power of four permutes more numbers than there are windows, and is applied again until it
@@ -34,16 +40,17 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
-class GlobalOrder(Sampler[list[int]]):
-    """This rank's microbatches of windows, step after step, without end.
+class GlobalOrder(Sampler[list[tuple[int, int]]]):
+    """This rank's microbatches of (part, window), step after step, without end.
 
     They begin at global sample `position`. A step takes the next `global_batch_size` samples. Of R
-    ranks, rank r takes the r-th of R equal runs of them.
+    ranks, rank r takes the r-th of R equal runs of them. `lengths` are the windows of each part.
     """
 
     def __init__(
         self,
-        n_windows: int,
+        lengths: list[int],
+        shares: Shares,
         seed: int,
         position: int,
         global_batch_size: int,
@@ -51,17 +58,21 @@ class GlobalOrder(Sampler[list[int]]):
         rank: int,
         ranks: int,
     ) -> None:
-        self.n_windows, self.seed, self.position = n_windows, seed, position
+        self.lengths, self.shares, self.seed, self.position = lengths, shares, seed, position
         self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
         self.rank, self.ranks = rank, ranks
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         share = self.global_batch_size // self.ranks
         first = self.position + self.rank * share
         while True:
             for begin in range(first, first + share, self.microbatch_size):
                 yield [
-                    window_of_sample(sample, self.n_windows, self.seed)
-                    for sample in range(begin, begin + self.microbatch_size)
+                    self.place_of(sample) for sample in range(begin, begin + self.microbatch_size)
                 ]
             first += self.global_batch_size
+
+    def place_of(self, sample: int) -> tuple[int, int]:
+        """Return the part and the window that a sample of the run reads."""
+        part, number = self.shares.part_of(sample)
+        return part, window_of_sample(number, self.lengths[part], self.seed)

@@ -1,40 +1,52 @@
 """Whether shards are what their manifest says, and fit a run."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
-from torchmars.data.manifest import SPLITS, DataManifest, Shard, TokenDtype, numpy_dtype
+from torchmars.data.manifest import SPLITS, DataManifest, Shard, numpy_dtype
+from torchmars.data.tokenizer import TokenDtype
+
+Level = Literal["full", "size", "off"]
 
 
-def check_shards(manifest: DataManifest, folder: Path, part: int = 0, parts: int = 1) -> None:
+def check_shards(
+    manifest: DataManifest, folder: Path, part: int = 0, parts: int = 1, level: Level = "full"
+) -> None:
     """Raise `UserError` naming the first shard that is missing, truncated or altered.
 
-    Reads every byte. `parts` ranks can share the work: each takes the shards `part`,
-    `part + parts`, ...
+    The level "full" reads every byte, "size" none. `parts` ranks can share the work: each takes the
+    shards `part`, `part + parts`, ...
     """
     shards = [shard for split in manifest.splits.values() for shard in split.shards][part::parts]
+    if level == "off":
+        return
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        list(pool.map(lambda shard: check_shard(shard, manifest.dtype, folder), shards))
+        list(pool.map(lambda shard: check_shard(shard, manifest.dtype, folder, level), shards))
 
 
-def check_shard(shard: Shard, dtype: TokenDtype, folder: Path) -> None:
+def check_shard(shard: Shard, dtype: TokenDtype, folder: Path, level: Level = "full") -> None:
     """Raise `UserError` if a shard is missing, truncated, altered or cannot be read.
 
-    Reads every byte.
+    The level "full" reads every byte, "size" none.
     """
     path = folder / shard.file
     remedy = f"restore it, or remove the folder {folder} to prepare it anew"
+    end = shard.offset + shard.tokens * numpy_dtype(dtype).itemsize
+    own = not os.path.isabs(shard.file)  # else other shards may follow in the same file
     try:
         if not path.is_file():
             raise UserError(f"the shard {path} is missing: {remedy}")
-        size, expected = path.stat().st_size, shard.tokens * numpy_dtype(dtype).itemsize
-        if size != expected:
+        size = path.stat().st_size
+        if size < end or own and size > end:
+            least = "" if own else " at least"
             raise UserError(
-                f"the shard {path} has {size} bytes, its manifest says {expected}: {remedy}"
+                f"the shard {path} has {size} bytes, its manifest says{least} {end}: {remedy}"
             )
-        if sha256(path) != shard.sha256:
+        if level == "full" and sha256(path, shard.offset, end) != shard.sha256:
             raise UserError(
                 f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}"
             )
@@ -52,22 +64,32 @@ def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:
         )
 
 
-def check_size(manifest: DataManifest, seq_len: int, global_batch_size: int) -> None:
+def check_size(
+    manifest: DataManifest, seq_len: int, samples: int, folder: Path, packed: bool
+) -> None:
     """Raise `UserError` if a split is too small.
 
-    The training split must have one global batch of windows, the validation split one window.
+    The training split must have a window for each of the `samples` that it gives to a global batch,
+    the validation split one window. `packed`: each shard has windows of its own.
     """
-    train, validation = (count_windows(manifest.splits[name].tokens, seq_len) for name in SPLITS)
-    if train < global_batch_size:
+    splits = [manifest.splits[name] for name in SPLITS]
+    train, validation = (
+        sum(
+            count_windows(tokens, seq_len)
+            for tokens in ([shard.tokens for shard in split.shards] if packed else [split.tokens])
+        )
+        for split in splits
+    )
+    if train < samples:
         raise UserError(
-            f"the corpus is too small for one global batch: {train} windows of "
-            f"training.seq_len = {seq_len} tokens, training.global_batch_size = "
-            f"{global_batch_size}: lower one of the two or add text"
+            f"the corpus in {folder} is too small for one global batch: {train} windows of "
+            f"training.seq_len = {seq_len} tokens, and its share of training.global_batch_size is "
+            f"{samples}: lower one of the two or add text"
         )
     if validation < 1:
         raise UserError(
             f"the validation split has {manifest.splits['validation'].tokens} tokens, less than "
-            f"one window of training.seq_len = {seq_len}: prepare it anew with a higher "
+            f"one window of training.seq_len = {seq_len}: prepare {folder} anew with a higher "
             "data.validation_fraction"
         )
 

@@ -1,30 +1,54 @@
 """Tokenizers: text to token ids and back."""
 
+import contextlib
+import hashlib
+import os
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import numpy as np
 
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
+from torchmars.core.files import read_bytes, read_text
+from torchmars.core.typed import nearest, parse_json
 
 if TYPE_CHECKING:
     import tiktoken
+    import tokenizers
 
 VocabularySize = Annotated[int, Range(1, 10_000_000)]
+TokenDtype = Literal["uint16", "uint32"]
+# Vocabulary and end of text of an encoding that needs no BPE files where no text is read.
+KNOWN = {"gpt2": (50257, 50256)}
+# What ends a document in tokenizers that do not say it, likeliest first.
+ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer offers. `end_of_text` is the id that ends a document."""
+    """What every tokenizer offers.
+
+    Special tokens are never read out of text. `sha256` is that of the file that the tokenizer was
+    read from, None for one that has a name.
+    """
 
     name: str
-    vocab_size: int
-    end_of_text: int
+    sha256: str | None
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id and 1."""
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends a document."""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, without an end-of-text token.
 
-        Their dtype is an unsigned one that holds `vocab_size`.
+        Their dtype is an unsigned one that holds `vocab_size`. One thread works: a corpus is
+        tokenised by several processes.
         """
 
     def decode(self, tokens: list[int]) -> str:
@@ -38,6 +62,7 @@ class ByteTokenizer:
     """One token per UTF-8 byte, and one that ends a document."""
 
     name = "bytes"
+    sha256: str | None = None
     vocab_size = 257
     end_of_text = 256
 
@@ -50,40 +75,149 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
-class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding, by tiktoken. The special token is never read out of text."""
+class TiktokenTokenizer:
+    """A byte-pair encoding of tiktoken, by its name there."""
 
-    name = "gpt2"
-    vocab_size = 50257
-    end_of_text = 50256
+    sha256: str | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @cached_property
     def _encoding(self) -> "tiktoken.Encoding":
         import tiktoken  # takes a while, and not every run needs it
 
         try:
-            return tiktoken.get_encoding("gpt2")
+            return tiktoken.get_encoding(self.name)
         except Exception as error:  # tiktoken passes on whatever its download raised
             raise UserError(
-                "the gpt2 tokenizer needs its BPE files once from the network, or "
+                f"the {self.name} tokenizer needs its BPE files once from the network, or "
                 f"TIKTOKEN_CACHE_DIR at a folder that has them ({type(error).__name__})"
             ) from None
 
+    @property
+    def vocab_size(self) -> int:
+        return KNOWN[self.name][0] if self.name in KNOWN else self._encoding.n_vocab
+
+    @property
+    def end_of_text(self) -> int:
+        return KNOWN[self.name][1] if self.name in KNOWN else self._encoding.eot_token
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        return [
-            np.array(tokens, dtype=np.uint16)
-            for tokens in self._encoding.encode_ordinary_batch(texts)
-        ]
+        dtype = smallest_dtype(self.vocab_size)
+        return [np.array(self._encoding.encode_ordinary(text), dtype=dtype) for text in texts]
 
     def decode(self, tokens: list[int]) -> str:
-        return self._encoding.decode([token for token in tokens if token < self.end_of_text])
+        parts = []
+        for token in tokens:
+            with contextlib.suppress(KeyError):  # an id without text
+                if not self._encoding.is_special_token(token):
+                    parts.append(self._encoding.decode_single_token_bytes(token))
+        return b"".join(parts).decode("utf-8", errors="replace")
 
 
-TOKENIZERS: dict[str, type[Tokenizer]] = {
-    kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)
-}
+class FileTokenizer:
+    """A tokenizer of Hugging Face, by the path of its tokenizer.json or of the folder with it."""
+
+    def __init__(self, name: str) -> None:
+        """Raises `UserError` if there is no such file."""
+        self.name = name
+        path = Path(os.path.expanduser(name))
+        self.path = path / "tokenizer.json" if os.path.isdir(path) else path
+        try:
+            self._content = read_bytes(self.path)
+        except OSError as error:
+            raise UserError(
+                f"data.tokenizer: cannot read {self.path}: {error.strerror}: "
+                "name a tokenizer.json, or the folder that has it"
+            ) from None
+        self.sha256: str | None = hashlib.sha256(self._content).hexdigest()
+
+    @cached_property
+    def _tokenizer(self) -> "tokenizers.Tokenizer":
+        try:
+            import tokenizers
+        except ImportError:
+            raise UserError(
+                f"the tokenizer {self.path} needs a package: pip install 'torchmars[data]'"
+            ) from None
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
+        except Exception as error:  # tokenizers raises nothing more special
+            raise UserError(
+                f"data.tokenizer: {self.path} is no tokenizer.json ({error}): name another file"
+            ) from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # as the text that they are
+        return tokenizer
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+
+    @cached_property
+    def end_of_text(self) -> int:
+        named = self._named_end()
+        for token in ENDS_OF_TEXT if named is None else [named]:
+            if (number := self._tokenizer.token_to_id(token)) is not None:
+                return number
+        raise UserError(
+            f"data.tokenizer: {self.path} has none of the tokens that end a text "
+            f"({named or ', '.join(ENDS_OF_TEXT)}): put a tokenizer_config.json with its "
+            "eos_token beside it"
+        )
+
+    def _named_end(self) -> str | None:
+        """Return the eos_token of the tokenizer_config.json beside the file; None if it has none.
+
+        Raises `UserError` if that file is damaged.
+        """
+        file = self.path.with_name("tokenizer_config.json")
+        try:
+            token = parse_json(read_text(file)).get("eos_token")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(f"data.tokenizer: cannot read {file} ({error}): restore it") from None
+        if isinstance(token, dict):
+            token = token.get("content")
+        return token if isinstance(token, str) else None
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        dtype = smallest_dtype(self.vocab_size)
+        # Not its encode_batch, which takes all cores.
+        found = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        return [np.array(each.ids, dtype=dtype) for each in found]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def smallest_dtype(vocab_size: int) -> TokenDtype:
+    """Return the dtype of the tokens of a vocabulary."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer that data.tokenizer names."""
-    return TOKENIZERS[name]()
+    """Return the tokenizer that data.tokenizer names. Raises `UserError` if there is none.
+
+    What it needs is read only when it is asked for.
+    """
+    if name == ByteTokenizer.name:
+        return ByteTokenizer()
+    if name in KNOWN:
+        return TiktokenTokenizer(name)
+    if "/" in name or name.endswith(".json"):
+        return FileTokenizer(name)
+    import tiktoken
+
+    known = [ByteTokenizer.name, *tiktoken.list_encoding_names()]
+    if name in known:
+        return TiktokenTokenizer(name)
+    if os.path.exists(name):
+        return FileTokenizer(name)
+    raise UserError(
+        f"data.tokenizer: there is none called {name!r}: did you mean {nearest(name, known)}? "
+        f"It is one of {', '.join(known)}, or the path of a tokenizer.json"
+    )

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchmars.core.errors import UserError
-from torchmars.data.manifest import Split, TokenDtype, numpy_dtype
+from torchmars.data.manifest import Split, numpy_dtype
 from torchmars.data.shards import check_shard, count_windows
+from torchmars.data.tokenizer import TokenDtype
 
 
 class ChangedData(UserError):
@@ -28,7 +29,7 @@ class Windows(Dataset):
 
     def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
         self.folder, self.shards, self.dtype = folder, split.shards, dtype
-        self.stamps = [_stamp(str(folder / shard.file)) for shard in split.shards]
+        self.stamps = [stamp_of(str(folder / shard.file)) for shard in split.shards]
         self.starts = np.cumsum([0] + [shard.tokens for shard in split.shards])
         self.seq_len = seq_len
 
@@ -44,15 +45,16 @@ class Windows(Dataset):
             if first >= end:
                 break
             part = max(begin, first) - first, min(end, last) - first
-            parts.append(self._read(shard, *map(int, part)))
+            parts.append(self.read(shard, *map(int, part)))
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
-    def _read(self, shard: int, begin: int, end: int) -> np.ndarray:
-        """Return tokens [begin, end) of a shard."""
+    def read(self, shard: int, begin: int, end: int) -> np.ndarray:
+        """Return tokens [begin, end) of a shard. Raises `ChangedData`."""
         file, dtype = str(self.folder / self.shards[shard].file), numpy_dtype(self.dtype)
-        first, last = begin * dtype.itemsize, end * dtype.itemsize
+        offset = self.shards[shard].offset
+        first, last = offset + begin * dtype.itemsize, offset + end * dtype.itemsize
         while True:
-            data, stamp = _read_bytes(file, first, last)
+            data, stamp = read_bytes(file, first, last)
             if stamp == self.stamps[shard] and len(data) == last - first:
                 return np.frombuffer(data, dtype)
             try:
@@ -65,7 +67,7 @@ class Windows(Dataset):
 Stamp = tuple[int, int] | None  # a file's size and time of the last write; None: it cannot be read
 
 
-def _stamp(file: str | int) -> Stamp:
+def stamp_of(file: str | int) -> Stamp:
     try:
         stat = os.stat(file)
         return stat.st_size, stat.st_mtime_ns
@@ -73,12 +75,12 @@ def _stamp(file: str | int) -> Stamp:
         return None
 
 
-def _read_bytes(file: str, begin: int, end: int) -> tuple[bytes, Stamp]:
+def read_bytes(file: str, begin: int, end: int) -> tuple[bytes, Stamp]:
     """Return bytes [begin, end) of a file, or as many as there are, and its stamp after that."""
     try:
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            return os.pread(descriptor, end - begin, begin), _stamp(descriptor)
+            return os.pread(descriptor, end - begin, begin), stamp_of(descriptor)
         finally:
             os.close(descriptor)
     except OSError:

@@ -84,9 +84,7 @@ def result(
         plain.append(sums.index(max(sums)) == question.right)
         norm.append(means.index(max(means)) == question.right)
     chance = sum(1 / len(question.answers) for question in questions) / len(questions)
-    return Result(
-        task, len(plain), shots, *accuracy(plain), *accuracy(norm), chance, None
-    )
+    return Result(task, len(plain), shots, *accuracy(plain), *accuracy(norm), chance, None)
 
 
 def accuracy(hits: Sequence[bool]) -> tuple[float, float]:

@@ -73,11 +73,16 @@ class Metrics:
         self._write(step, "train", values)
         self.throughput.restart(step)
 
-    def validation(self, step: int, loss: float) -> None:
-        """Report the validation loss after step number `step`."""
+    def data(self, step: int, values: dict[str, float]) -> None:
+        """Report what has been read of each part of a mixture by step number `step`."""
+        self._write(step, "data", values)
+
+    def validation(self, step: int, loss: float, of_parts: dict[str, float]) -> None:
+        """Report the validation loss after step number `step`, and those of a mixture's parts."""
         if self.journal is not None:
             say(f"{self._progress(step)} | validation loss {loss:.4f}")
-            self._write(step, "validation", {"loss": loss})
+            named = {f"{name}/loss": value for name, value in of_parts.items()}
+            self._write(step, "validation", {"loss": loss} | named)
 
     def stall(self, step: int, seconds: float) -> None:
         """Report how long training waited for the checkpoint of step number `step`."""

@@ -129,11 +129,13 @@ def of_owners(plan: Plan) -> Iterator[str]:
 def of_tokens(plan: Plan) -> Iterator[str]:
     """Yield warnings of too little data, too few tokens and no warmup."""
     steps = plan.config.training.steps
-    if plan.epochs is not None and plan.epochs > EPOCHS:
-        yield (
-            f"the data is read {plan.epochs:.1f} times: beyond about {EPOCHS}, more data helps "
-            "more than more epochs"
-        )
+    for folder, epochs in plan.epochs.items():
+        if epochs > EPOCHS:
+            data = f"the data in {folder}" if len(plan.epochs) > 1 else "the data"
+            yield (
+                f"{data} is read {epochs:.1f} times: beyond about {EPOCHS}, more data helps "
+                "more than more epochs"
+            )
     if plan.tokens < TOKENS_PER_PARAMETER / 2 * plan.parameters:
         yield (
             f"training.steps = {steps} read {plan.tokens / plan.parameters:.1f} tokens for each "

@@ -18,7 +18,7 @@ from torchmars.models import Model, build_meta_model
 from torchmars.parallel.checks import check_layout, check_memory
 from torchmars.parallel.pipeline import even_counts, head_in_blocks, stage_ranks
 from torchmars.parallel.tensor import cut_of
-from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED
+from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED, SPEEDS
 from torchmars.planning.pipeline import computed_again
 
 WEIGHT_BYTES = 20  # float32 weights, gradients, two moments and MARS's last gradient
@@ -204,7 +204,8 @@ def estimate(
     layers = each * 8 * (degrees.tp - 1) / degrees.tp * 2 * tokens * model.width / NVLINK
     keys = each * 4 * (degrees.cp - 1) * 2 * tokens * work.keys / degrees.tp
     sequences = keys / (NVLINK if degrees.tp * degrees.cp <= per_node else NETWORK)
-    seconds = (compute + layers + sequences) * waiting + max(0.0, data - compute)
+    passes = 2 if config.optimizer.mode == "exact" else 1
+    seconds = passes * ((compute + layers + sequences) * waiting + max(0.0, data - compute))
     return Candidate(config, microbatches, 1 - 1 / waiting, memory, seconds)
 
 
@@ -290,7 +291,6 @@ def found_table(found: list[Candidate], config: ResolvedConfig) -> list[str]:
     ]
     return [
         *table([("s/step", "GiB", "waiting", "microbatches", "options"), *rows]),
-        f"estimates, for {FLOPS / 1e12:.0f} TFLOP/s of each GPU, {NVLINK / 1e9:.0f} GB/s within a "
-        f"machine and {NETWORK / 1e9:.0f} GB/s between machines: confirm the one that you take by "
-        "torchmars plan with its options, without --find",
+        f"estimates, for {SPEEDS}: confirm the one that you take by torchmars plan with its "
+        "options, without --find",
     ]

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
 from torchmars.config import ResolvedConfig
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.errors import UserError
-from torchmars.data.manifest import DataManifest, read_manifest
+from torchmars.data.mixture import Mixture, shares_from_start
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.optim import MARS
@@ -21,6 +20,7 @@ from torchmars.parallel.pipeline import blocks_of_stages, head_in_blocks
 from torchmars.planning.pipeline import actions_of_ranks, bubble, computed_again
 from torchmars.planning.simulation import Simulation, simulate_ranks
 from torchmars.training.optimizer import build_optimizer
+from torchmars.training.preparation import prepared_data
 
 
 def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int = 0) -> "Plan":
@@ -37,8 +37,7 @@ def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int 
     layout = Layout.simulate(config.parallelism, world_size, rank, device)
     fast = per_node > 0 or multiplies_bfloat16(device)  # CPUs are taken to be like this one
     config = resolve_dtypes(config, device, fast)
-    folder = Path(config.data.path)
-    data = read_manifest(folder) if (folder / "manifest.json").exists() else None
+    data = prepared_data(config)
     vocab_size = data.vocab_size if data else load_tokenizer(config.data.tokenizer).vocab_size
     whole = build_meta_model(config.model, vocab_size, config.training.seq_len)
     check_layout(config, config.parallelism.degrees(world_size), whole)
@@ -59,7 +58,7 @@ class Plan:
     """The optimizer of the whole model, without memory."""
     ranks: list[Simulation]
     """A step of each rank of a pipeline, or of the only one, at the place of `layout`."""
-    data: DataManifest | None
+    data: Mixture | None
     """None if the data is not prepared yet."""
     per_node: int
     """GPUs on each machine; 0: CPUs."""
@@ -99,9 +98,18 @@ class Plan:
         return self.tokens_per_step * self.config.training.steps
 
     @property
-    def epochs(self) -> float | None:
-        """How often the run reads its data; None if the data is not prepared yet."""
-        return self.tokens / self.data.splits["train"].tokens if self.data else None
+    def epochs(self) -> dict[str, float]:
+        """How often the run reads each corpus, by its folder; none if one is not prepared yet."""
+        if self.data is None:
+            return {}
+        training = self.config.training
+        samples = shares_from_start(self.data.weights).counts(
+            training.steps * training.global_batch_size
+        )
+        return {
+            str(part.folder): count * training.seq_len / part.manifest.splits["train"].tokens
+            for part, count in zip(self.data.parts, samples)
+        }
 
     @property
     def flops_per_token(self) -> int:

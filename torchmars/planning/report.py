@@ -123,9 +123,9 @@ def owners(plan: Plan) -> list[str]:
 
 def tokens(plan: Plan) -> Iterator[str]:
     """Return what the run reads and computes."""
-    path = plan.config.data.path
-    epochs = plan.epochs
-    read = f"{path} is not prepared yet" if epochs is None else f"{epochs:.2f} epochs of {path}"
+    missing = f"{plan.config.data.path} is not prepared yet"
+    epochs = [f"{epochs:.2f} epochs of {path}" for path, epochs in plan.epochs.items()]
+    read = ", ".join(epochs) or missing
     per_parameter = plan.tokens / plan.parameters
     yield (
         f"{plan.tokens_per_step:,} a step, {plan.tokens:,} to the end: "

@@ -1,7 +1,5 @@
 """From a config to the parts of a run, in the order in which they need each other."""
 
-from pathlib import Path
-
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
 from torchmars.checkpoint.saver import Saver
@@ -11,10 +9,8 @@ from torchmars.config import ResolvedConfig
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.files import lock
 from torchmars.data.loader import Loader
-from torchmars.data.manifest import SPLITS, DataManifest
-from torchmars.data.shards import check_shards
+from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.data.windows import Windows
 from torchmars.metrics.metrics import open_metrics
 from torchmars.models import build_meta_model
 from torchmars.optim.precision import multiplies_bfloat16
@@ -47,7 +43,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     whole = build_meta_model(config.model, data.vocab_size, training.seq_len)
     # The launcher has asked already. Plain torchrun starts ranks without it.
     check_layout(config, config.parallelism.degrees(layout.world.size), whole)
-    windows, validation_windows = open_windows(config.data.path, data, training.seq_len, layout)
+    windows, validation_windows = open_windows(config, data, layout)
     microbatch_size, _ = training.microbatches(layout.data.size, config.parallelism.stages)
     loader = Loader(
         windows,
@@ -81,11 +77,12 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     layout.on_first(lambda: lock(lock_file, f"training the run {config.run.path}"))
     checkpointer = Checkpointer(config, layout, model, optimizer, whole_optimizer, saver, data)
     resumed = checkpointer.resume()
-    loader.seek(resumed.state.position)
+    loader.seek(resumed.state.position, resumed.state.shares)
 
     schedule = Schedule(config.schedule, config.optimizer.lr, training.steps, optimizer)
     validation = Validation(
         config.validation,
+        data,
         validation_windows,
         microbatch_size,
         model,
@@ -113,7 +110,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         loader=loader,
         validation=validation,
         checkpointer=checkpointer,
-        progress=Progress(training, layout, optimizer, metrics, lines, loader.epoch),
+        progress=Progress(training, layout, optimizer, metrics, lines, data, loader.epochs),
         metrics=metrics,
         watchdog=Watchdog(config.run.hang, layout, config.guards.hang_seconds, saver.group),
         lock=lock_file,
@@ -122,13 +119,13 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
 
 
 def open_windows(
-    path: str, data: DataManifest, seq_len: int, layout: Layout
-) -> tuple[Windows, Windows]:
-    """Open the training and the validation windows, then verify the shards in `path`.
+    config: ResolvedConfig, data: Mixture, layout: Layout
+) -> tuple[MixedWindows, MixedWindows]:
+    """Open the training and the validation windows, then verify the shards.
 
     The ranks share the reading.
     """
-    folder = Path(path)
-    train, validation = (Windows(folder, data.splits[name], data.dtype, seq_len) for name in SPLITS)
-    layout.on_all(lambda: check_shards(data, folder, layout.world.rank, layout.world.size))
+    seq_len, world = config.training.seq_len, layout.world
+    train, validation = data.windows("train", seq_len), data.windows("validation", seq_len)
+    layout.on_all(lambda: data.verify(config.data.verify, world.rank, world.size))
     return train, validation

@@ -9,11 +9,11 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state as tensors
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import init_from
-from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import ResolvedConfig
-from torchmars.data.manifest import DataManifest
+from torchmars.data.mixture import Mixture, Shares, shares_from_start
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
@@ -25,7 +25,7 @@ from torchmars.training.state import RunState
 class Resumed:
     """Where a run resumes, and from what."""
 
-    state: RunState = field(default_factory=RunState)
+    state: RunState
     origin: str | None = None
     """What the run resumes from, in words; None for a run that starts anew."""
     folder: Path | None = None
@@ -40,7 +40,7 @@ class Checkpointer:
     """Loads a run's checkpoints into its model and optimizer, and saves them.
 
     Every rank makes the same calls. `whole_optimizer` is the optimizer of the whole model, without
-    memory. `saver` writes; `data` is the manifest of the run's tokens.
+    memory. `saver` writes; `data` are the run's corpora.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Checkpointer:
         optimizer: MARS,
         whole_optimizer: MARS,
         saver: Saver,
-        data: DataManifest,
+        data: Mixture,
     ) -> None:
         self.config, self.layout, self.saver = config, layout, saver
         self.model, self.optimizer = model, optimizer
         self.whole_optimizer = whole_optimizer
-        self.fingerprint, self.vocab_size = data.fingerprint(), data.vocab_size
+        self.data, self.fingerprint = data, data.fingerprint()
 
     def resume(self) -> Resumed:
         """Go on from the run's newest good checkpoint, or start from checkpoint.init_from."""
@@ -64,8 +64,9 @@ class Checkpointer:
         resumed = self.load_newest()
         if resumed is not None:
             return resumed
+        start = RunState(shares=shares_from_start(self.data.weights))
         if settings.init_from is None:
-            return Resumed()
+            return Resumed(start)
         source, without = init_from(
             settings.init_from,
             settings.init_optimizer,
@@ -74,7 +75,9 @@ class Checkpointer:
             self.optimizer,
         )
         return Resumed(
-            origin=f"from the {source}", without_last_grad=self.look_ahead_parameters() or without
+            start,
+            f"from the {source}",
+            without_last_grad=self.look_ahead_parameters() or without,
         )
 
     def load_newest(self) -> Resumed | None:
@@ -102,14 +105,21 @@ class Checkpointer:
         tensors.load(folder, manifest, layout, self.model, self.optimizer)
         if manifest.world_size != world.size:
             changes.append(f"ranks {manifest.world_size} -> {world.size}")
+        if len(manifest.shares.weights) != len(self.data.parts):
+            raise DamagedCheckpoint(f"{folder} has the shares of other parts than its data has")
+        shares = manifest.shares.changed(self.data.weights, manifest.position)
+        changes += weight_changes(self.data.names, manifest.shares, shares)
         state = RunState(
             manifest.step,
             manifest.position,
             manifest.validation_loss,
             recent(manifest.recent_losses),
+            shares,
         )
         former_size = manifest.config["training"].get("global_batch_size")
-        other_batch = former_size != config.training.global_batch_size
+        other_batch = (
+            former_size != config.training.global_batch_size or shares is not manifest.shares
+        )
         return Resumed(
             state,
             f"from step {state.step}: {folder}",
@@ -135,12 +145,24 @@ class Checkpointer:
             position=state.position,
             world_size=self.layout.world.size,
             data_fingerprint=self.fingerprint,
-            vocab_size=self.vocab_size,
+            vocab_size=self.data.vocab_size,
             optimizer=tensors.optimizer_state_names(self.whole_optimizer),
             config=asdict(self.config),
             validation_loss=state.validation_loss,
             recent_losses=list(state.recent_losses),
+            shares=state.shares,
         )
         return self.saver.save(
             manifest, tensors.training_state(self.layout, self.model.weights, self.optimizer)
         )
+
+
+def weight_changes(names: list[str], was: Shares, now: Shares) -> list[str]:
+    """Return a line for each part of a mixture whose weight has changed."""
+    if now is was:
+        return []
+    return [
+        f"weight of {name} in data.mixture {old:g} -> {new:g}"
+        for name, old, new in zip(names, was.weights, now.weights)
+        if old != new
+    ]

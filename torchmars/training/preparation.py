@@ -7,12 +7,13 @@ from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import open_source, weights_of
 from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.cluster import process
-from torchmars.config import ResolvedConfig
+from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
-from torchmars.data import manifest, shards
+from torchmars.data.manifest import DataManifest, read_manifest
+from torchmars.data.mixture import Mixture, Part
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.metrics.trackers import check_trackers
@@ -32,31 +33,53 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     model = build_meta_model(config.model, vocab_size, config.training.seq_len)
     check_layout(config, degrees, model)
     check_trackers(config.metrics)
-    manifest = prepare_data(config)
-    shards.check_shards(manifest, Path(config.data.path))
-    check_resume(config, manifest)
-    for name, split in manifest.splits.items():
-        say(
-            f"{config.data.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens "
-            f"in {split.documents:,} documents"
-        )
+    data = prepare_data(config)
+    data.verify(config.data.verify)
+    check_resume(config, data)
+    for part in data.parts:
+        for name, split in part.manifest.splits.items():
+            say(
+                f"{part.folder}: {name} {split.tokens:,} {part.manifest.tokenizer} tokens "
+                f"in {split.documents:,} documents"
+            )
 
 
-def prepare_data(config: ResolvedConfig) -> manifest.DataManifest:
-    """Return the manifest of the run's shards, which are made first where there are none.
+def prepare_data(config: ResolvedConfig) -> Mixture:
+    """Return the run's corpora, whose shards are made first where there are none.
 
     Raises `UserError` if they do not fit the model or the batch.
     """
-    folder, training = Path(config.data.path), config.training
+    training = config.training
     build_meta_model(config.model, 1, training.seq_len)  # mistakes, before minutes of tokenising
-    manifest = prepare_shards(config.data)
-    model = build_meta_model(config.model, manifest.vocab_size, training.seq_len)
-    shards.check_vocabulary(manifest, model.vocab_rows, folder)
-    shards.check_size(manifest, training.seq_len, training.global_batch_size)
-    return manifest
+    data = mixture_of(config.data, [prepare_shards(corpus) for corpus in config.data.corpora()])
+    model = build_meta_model(config.model, data.vocab_size, training.seq_len)
+    data.check(model.vocab_rows, training.seq_len, training.global_batch_size)
+    data.pack(training.seq_len, load_tokenizer(config.data.tokenizer))
+    return data
 
 
-def check_resume(config: ResolvedConfig, manifest: manifest.DataManifest) -> None:
+def prepared_data(config: ResolvedConfig) -> Mixture | None:
+    """Return the run's corpora; None if the shards of one are not made yet."""
+    folders = [Path(corpus.path) for corpus in config.data.corpora()]
+    if not all((folder / "manifest.json").exists() for folder in folders):
+        return None
+    return mixture_of(config.data, [read_manifest(folder) for folder in folders])
+
+
+def mixture_of(config: ResolvedData, manifests: list[DataManifest]) -> Mixture:
+    """Return the corpora that a section names, whose manifests are these."""
+    names = [part.label for part in config.mixture] or [config.source]
+    weights = [part.weight for part in config.mixture] or [1.0]
+    return Mixture(
+        [
+            Part(name, Path(corpus.path), weight, manifest)
+            for name, corpus, weight, manifest in zip(names, config.corpora(), weights, manifests)
+        ],
+        config.packing,
+    )
+
+
+def check_resume(config: ResolvedConfig, data: Mixture) -> None:
     """Raise `UserError` if the run can neither resume from a checkpoint of its own nor start.
 
     The bytes of checkpoints are left to the ranks.
@@ -67,10 +90,10 @@ def check_resume(config: ResolvedConfig, manifest: manifest.DataManifest) -> Non
         lambda path: read_verified(path, level),
         warn=lambda text: None,
     )
-    model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len)
+    model = build_meta_model(config.model, data.vocab_size, config.training.seq_len)
     optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, model)
     if found:
-        check_same_run(*found, config, manifest.fingerprint(), optimizer)
+        check_same_run(*found, config, data.fingerprint(), optimizer)
     elif (source := config.checkpoint.init_from) and weights_of(source, model) is None:
         open_source(Path(source), "size")
 

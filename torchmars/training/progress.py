@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torchmars.config import TrainingConfig
 from torchmars.core.console import labelled
+from torchmars.data.mixture import Mixture
 from torchmars.metrics.metrics import Metrics
 from torchmars.metrics.throughput import Stopwatch
 from torchmars.optim import MARS
@@ -14,8 +15,8 @@ from torchmars.training.state import RunState
 class Progress:
     """Reports a run, on the first rank. Every rank makes the same calls.
 
-    `introduction` are the lines that say what the run is about to do. `epoch` is the one that it
-    starts in.
+    `introduction` are the lines that say what the run is about to do. `data` are its corpora, and
+    `epochs` how often it has read each when it starts.
     """
 
     def __init__(
@@ -25,10 +26,12 @@ class Progress:
         optimizer: MARS,
         metrics: Metrics,
         introduction: list[str],
-        epoch: int,
+        data: Mixture,
+        epochs: list[int],
     ) -> None:
         self.config, self.layout, self.optimizer = config, layout, optimizer
-        self.metrics, self.introduction, self.epoch = metrics, introduction, epoch
+        self.metrics, self.introduction = metrics, introduction
+        self.data, self.epochs = data, epochs
         self.stopwatch = Stopwatch(layout.device)  # of the optimizer's part of a step
 
     def announce(self) -> None:
@@ -52,7 +55,18 @@ class Progress:
         tokens = state.position * self.config.seq_len
         more = {"tokens": tokens, "optimizer_ms": self.stopwatch.milliseconds()}
         self.metrics.train(state.step, loss, lr, telemetry | more)
+        if self.data.names:
+            self.metrics.data(state.step, self._read(state))
         return telemetry
+
+    def _read(self, state: RunState) -> dict[str, float]:
+        """Return the tokens read of each part of the mixture so far, and how often that is all."""
+        values: dict[str, float] = {}
+        for part, count in zip(self.data.parts, state.shares.counts(state.position)):
+            tokens = count * self.config.seq_len
+            values[f"{part.name}/tokens"] = tokens
+            values[f"{part.name}/epochs"] = tokens / part.manifest.splits["train"].tokens
+        return values
 
     def report_spike(self, loss: float, state: RunState, action: str) -> None:
         """Report a loss that stands out, of the step after `state.step`."""
@@ -63,14 +77,16 @@ class Progress:
             f"{state.position - 1}: guards.loss_spike = {action}",
         )
 
-    def report_epoch(self, epoch: int) -> None:
-        """Report the beginning of another epoch, once."""
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self.layout.say(
-                f"epoch {epoch + 1} begins: the data has been read {epoch} times, "
-                "and is read again in another order"
-            )
+    def report_epochs(self, epochs: list[int]) -> None:
+        """Report the beginning of another epoch of a corpus, once."""
+        for part, before, now in zip(self.data.parts, self.epochs, epochs):
+            if now != before:
+                of_part = f" of {part.name}" if self.data.names else ""
+                self.layout.say(
+                    f"epoch {now + 1}{of_part} begins: the data has been read {now} times, "
+                    "and is read again in another order"
+                )
+        self.epochs = epochs
 
     def report_stop(self, step: int, signal: str | None) -> None:
         """Report that a signal ended the run after `step`."""

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+from torchmars.data.mixture import Shares
 from torchmars.training.guards import recent
 
 
@@ -18,3 +19,5 @@ class RunState:
     """The validation loss at this step, if it was measured."""
     recent_losses: deque[float] = field(default_factory=recent)
     """Losses of the last steps that did not stand out, oldest first."""
+    shares: Shares = field(default_factory=Shares)
+    """What deals the samples to the parts of the mixture."""

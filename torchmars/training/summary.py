@@ -9,7 +9,7 @@ from torchmars.config.dtypes import slow_warning
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.data import sources
-from torchmars.data.manifest import DataManifest
+from torchmars.data.mixture import Mixture, Shares
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -21,7 +21,7 @@ def introduction(
     layout: Layout,
     model: Model,
     optimizer: MARS,
-    data: DataManifest,
+    data: Mixture,
     fast: bool,
     resumed: Resumed,
 ) -> list[str]:
@@ -34,9 +34,10 @@ def introduction(
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
     if slow and not fast:
         lines += labelled("warning", slow)
-    lines += labelled("data", data_line(config.data.path, config.training, data))
-    if layout.first and (changed := sources.warning(config.data)):
-        lines += labelled("warning", changed)
+    lines += labelled("data", *data_lines(config.training, data, resumed.state.shares))
+    for corpus in config.data.corpora() if layout.first else []:
+        if changed := sources.warning(corpus):
+            lines += labelled("warning", changed)
     return lines + continuation(config.run.checkpoints, config.training.steps, resumed)
 
 
@@ -73,14 +74,18 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
     ]
 
 
-def data_line(path: str, training: TrainingConfig, data: DataManifest) -> str:
-    """Return what the run reads of its data."""
-    available = data.splits["train"].tokens
-    read = training.steps * training.global_batch_size * training.seq_len
-    return (
-        f"{path}: {available:,} {data.tokenizer} tokens; {training.steps} steps read "
-        f"{read:,} ({read / available:.2f} epochs)"
-    )
+def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[str]:
+    """Return what the run reads of its data: a line, or one for each part of a mixture."""
+    lines = []
+    samples = shares.counts(training.steps * training.global_batch_size)
+    for part, count in zip(data.parts, samples):
+        available, read = part.manifest.splits["train"].tokens, count * training.seq_len
+        weight = f" (weight {part.weight:g})" if data.names else ""
+        lines.append(
+            f"{part.folder}{weight}: {available:,} {part.manifest.tokenizer} tokens; "
+            f"{training.steps} steps read {read:,} ({read / available:.2f} epochs)"
+        )
+    return lines
 
 
 def continuation(checkpoints: Path, steps: int, resumed: Resumed) -> list[str]:

@@ -90,7 +90,7 @@ class Trainer:
             state.step, state.validation_loss = state.step + 1, None
             if due(state.step, config.metrics.log_interval, last) or state.step == 1:
                 self.report(*made)
-            self.progress.report_epoch(self.loader.epoch)
+            self.progress.report_epochs(self.loader.epochs)
             stop = stop and state.step < last
             with self.metrics.throughput.paused():
                 if self.validation_due() and not stop:
@@ -176,8 +176,9 @@ class Trainer:
             )
         self.loss_guard.count_rollback(resumed.state.step, resumed.folder)
         self.state = resumed.state
-        self.state.position = position
-        self.loader.seek(position)
+        # The data go forward only, also past a change of weights that the checkpoint is older than.
+        self.state.position, self.state.shares = position, self.loader.shares
+        self.loader.seek(position, self.loader.shares)
         self.without_last_grad = self.checkpointer.look_ahead_parameters()
         self.progress.rewind(self.state, resumed.folder)
 
@@ -194,8 +195,9 @@ class Trainer:
     def validate(self) -> None:
         """Measure and report the validation loss."""
         self.watchdog.beat(f"the validation after step {self.state.step}")
-        self.state.validation_loss = loss = self.validation.loss()
-        self.metrics.validation(self.state.step, loss)
+        loss, of_parts = self.validation.losses()
+        self.state.validation_loss = loss
+        self.metrics.validation(self.state.step, loss, of_parts)
 
     def save(self) -> None:
         """Save the step just made, or begin to."""

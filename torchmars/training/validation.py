@@ -5,8 +5,8 @@ from torch import Tensor
 
 from torchmars.config import ValidationConfig
 from torchmars.data.loader import validation_batches
+from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import Tokenizer
-from torchmars.data.windows import Windows
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 from torchmars.training.sampling import Draw, predict_anew, stream_text
@@ -20,35 +20,53 @@ class Validation:
     def __init__(
         self,
         config: ValidationConfig,
-        windows: Windows,
+        data: Mixture,
+        windows: MixedWindows,
         batch_size: int,
         model: ParallelModel,
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> None:
-        self.config, self.windows, self.batch_size = config, windows, batch_size
+        self.config, self.data = config, data
+        self.windows, self.batch_size = windows, batch_size
         self.model, self.tokenizer, self.layout = model, tokenizer, layout
 
     @torch.no_grad()
-    def loss(self) -> float:
-        """Return the mean loss over the validation windows."""
-        layout = self.layout
-        total = torch.zeros(2, dtype=torch.float64, device=layout.device)  # of losses, targets
-        batches: list[tuple[Tensor, int]] = []
+    def losses(self) -> tuple[float, dict[str, float]]:
+        """Return the mean loss over the validation windows.
+
+        And that of each part of the mixture that has some of them, by name.
+        """
+        layout, names = self.layout, self.data.names
+        # Of each part: the sum of its losses, and its targets.
+        totals = torch.zeros(len(self.data.parts), 2, dtype=torch.float64, device=layout.device)
+        batches: list[tuple[Tensor, list[int]]] = []
         # Before the first forward pass, which needs all ranks.
         layout.on_all(lambda: batches.extend(self._batches()))
         self.model.train(False)
-        for tokens, count in batches:
-            losses = self.model.losses(tokens)[:count]
-            total += torch.tensor([losses.double().sum(), losses.numel()], device=total.device)
+        for tokens, parts in batches:
+            losses = self.model.losses(tokens)[: len(parts)]
+            sums = losses.double().flatten(1).sum(1)
+            counts = torch.full_like(sums, losses.shape[1])
+            where = torch.tensor(parts, dtype=torch.int64, device=layout.device)
+            totals.index_add_(0, where, torch.stack([sums, counts], dim=1))
         self.model.train()
-        mean_sum, mean_count = (layout.mean_loss(part) for part in total)
-        return mean_sum / mean_count
+        means = [[layout.mean_loss(number) for number in row] for row in totals]
+        of_parts = {name: row[0] / row[1] for name, row in zip(names, means) if row[1]}
+        return sum(row[0] for row in means) / sum(row[1] for row in means), of_parts
 
-    def _batches(self) -> list[tuple[Tensor, int]]:
-        data = self.layout.data
-        count, batch_size = self.config.windows, self.batch_size
-        return list(validation_batches(self.windows, count, batch_size, data.rank, data.size))
+    def _batches(self) -> list[tuple[Tensor, list[int]]]:
+        ranks, config = self.layout.data, self.config
+        return list(
+            validation_batches(
+                self.windows,
+                self.data.weights,
+                config.windows,
+                self.batch_size,
+                ranks.rank,
+                ranks.size,
+            )
+        )
 
     def sample(self) -> str:
         """Return a text by the model as it is now."""

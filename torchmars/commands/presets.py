@@ -1,0 +1,58 @@
+"""List the presets: published settings by name, with what each takes and is to reach."""
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional
+
+from torchmars.config.presets import read_presets
+from torchmars.core.console import say
+from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.options import parse
+from torchmars.core.typed import nearest
+
+
+@dataclass
+class Presets:
+    """List the presets: published settings by name, with what each takes and is to reach.
+
+    A preset is called FAMILY-SIZE-RULE-DATA. Its name goes where a config file goes:
+    `CONFIG_FILE=gpt2-small-mars-m-openwebtext ./run_train.sh`, or
+    `torchmars train gpt2-small-mars-m-openwebtext my.toml --training.steps 10000`.
+    """
+
+    name: Positional[Annotated[str | None, tyro.conf.arg(metavar="[NAME]")]] = None
+    """A preset to say everything about: its settings, their source, and what sources disagree on.
+    Default: a table of all."""
+    family: Annotated[str | None, tyro.conf.arg(metavar="FAMILY")] = None
+    """Only the presets of this family: gpt2, llama or qwen3."""
+
+
+def main() -> None:
+    """Print the presets that the command line asks for."""
+    with exit_on_user_error():
+        options = parse(Presets, sys.argv[1:], "torchmars presets")
+        presets = read_presets()
+        families = list(dict.fromkeys(preset.family for preset in presets.values()))
+        if options.name is not None and options.name not in presets:
+            raise UserError(
+                f"there is no preset {options.name}: did you mean "
+                f"{nearest(options.name, list(presets))}?"
+            )
+        if options.family is not None and options.family not in families:
+            raise UserError(f"--family must be one of {', '.join(families)}, got {options.family}")
+        # Here, since it imports torch: a mistake is said without the seconds that takes.
+        from torchmars.planning.presets import preset_page, preset_table
+
+        if options.name is not None:
+            lines = preset_page(presets[options.name])
+        else:
+            shown = families if options.family is None else [options.family]
+            lines = preset_table(each for each in presets.values() if each.family in shown)
+        say("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Config files: where they are, which others they extend, and their tables merged."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from torchmars.core.errors import UserError
+from torchmars.core.files import read_text
+
+# A link to the folder at the top of the repository; an installed package has a copy.
+SHIPPED = Path(__file__).parents[1] / "train_configs"
+EXTENDS = "extends"  # the key of the files that a file builds on
+
+Tables = dict[str, Any]
+# Tables, and where they are from, as errors say it.
+Source = tuple[str, Tables]
+
+
+def find_config(name: str) -> Path:
+    """Return the file that `name` is, or else the one of that name in train_configs."""
+    shipped = SHIPPED / name
+    return shipped if not os.path.lexists(name) and os.path.isfile(shipped) else Path(name)
+
+
+def read_sources(name: str, extending: tuple[str, ...] = ()) -> list[Source]:
+    """Return the tables of a config file, after those of the files that it extends.
+
+    `extending` are the files that lead to this one. Raises `UserError`.
+    """
+    if name in extending:
+        raise UserError(f"{name} extends itself ({' -> '.join([*extending, name])}): remove one")
+    tables = read_toml(find_config(name))
+    extended = tables.pop(EXTENDS, [])
+    if not (isinstance(extended, list) and all(isinstance(each, str) for each in extended)):
+        raise UserError(f"{EXTENDS} must be a list of config files, got {extended!r} (in {name})")
+    found = [source for each in extended for source in read_sources(each, (*extending, name))]
+    return [*found, (f"in {name}", tables)]
+
+
+def read_toml(path: Path) -> Tables:
+    """Return the tables of a TOML file, with or without a byte order mark.
+
+    Raises `UserError` if it is missing or no TOML.
+    """
+    try:
+        return tomli.loads(read_text(path).removeprefix("\ufeff"))
+    except OSError as error:
+        raise UserError(
+            f"cannot read the config {path}: {error.strerror}: name a TOML file "
+            "(CONFIG_FILE, or the first argument)"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{path} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number of more digits than Python reads
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+
+
+def merge(base: Tables, other: Tables) -> Tables:
+    """Return `base` with what `other` has in its place; tables within are merged too."""
+    merged = dict(base)
+    for key, value in other.items():
+        both = isinstance(merged.get(key), dict) and isinstance(value, dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged

@@ -1,0 +1,319 @@
+"""Tokens that other programs have written, read where they lie.
+
+Nothing is copied. Each file is read once: a manifest in data.path then names parts of the files as
+its shards, so that checks, fingerprints, windows and resumes work as they do for our own.
+
+- nanoGPT, `nanogpt:FOLDER`: train.bin and val.bin, uint16 without a header.
+- llm.c and modded-nanogpt, `llmc:FOLDER`: *_train_*.bin and *_val_*.bin. They have a header of
+  256 int32, of which the first three are a magic number, a version and the number of tokens; then
+  the tokens (dev/data/data_common.py).
+- Megatron, `megatron:PREFIX`: PREFIX.bin has the tokens without a header, PREFIX.idx says what they
+  are (megatron/core/datasets/indexed_dataset.py).
+
+Both may be globs of files, and PREFIX a folder. Files whose names have "val" or "validation" are
+the validation split. Where none has, the end of the training tokens is.
+"""
+
+import glob
+import hashlib
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from torchmars.config import ResolvedData
+from torchmars.core.errors import UserError
+from torchmars.core.files import PARTIAL, path_problem, read_pieces, write_durably
+from torchmars.data.manifest import FORMAT, DataManifest, Shard, Split, numpy_dtype
+from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
+
+SHARD_TOKENS = 100_000_000  # a large file is several shards, which ranks check side by side
+VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
+# Of llm.c's files, by magic number: the version that is read, and the tokens' dtype.
+LLMC_HEADER = 256 * 4
+LLMC_KINDS: dict[int, tuple[int, TokenDtype]] = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+# Of Megatron's indices: magic number, version, code of the dtype, sequences, documents and 1.
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_DTYPES: dict[int, TokenDtype] = {4: "uint32", 8: "uint16"}  # 4 is int32, of ids above 0
+MEGATRON_OTHERS = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 7: "float32"}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Consecutive tokens of one file."""
+
+    file: Path
+    offset: int
+    """Bytes before the first one."""
+    count: int
+    dtype: TokenDtype
+    ends: np.ndarray | None = None
+    """How many tokens of the file each document ends after; None: end-of-text tokens tell."""
+
+    @property
+    def end(self) -> int:
+        """Bytes of the file up to the end of the last one."""
+        return self.offset + self.count * numpy_dtype(self.dtype).itemsize
+
+    def part(self, begin: int, end: int) -> "Tokens":
+        """Return tokens [begin, end) of these."""
+        offset = self.offset + begin * numpy_dtype(self.dtype).itemsize
+        return replace(self, offset=offset, count=end - begin)
+
+
+def index(config: ResolvedData, folder: Path) -> DataManifest:
+    """Read the files that data.source names, and leave their manifest in `folder`.
+
+    Raises `UserError`, naming the file, for one that is not what its format says.
+    """
+    kind, _, place = config.source.partition(":")
+    found = [READERS[kind](file) for file in find_files(config.source, kind, place)]
+    for each in found:
+        if each.dtype != found[0].dtype:
+            raise UserError(
+                f"{each.file} has {each.dtype} tokens, {found[0].file} {found[0].dtype}: "
+                "make them a data.mixture of two parts"
+            )
+    tokenizer = load_tokenizer(config.tokenizer)
+    train = [each for each in found if not VALIDATION.search(each.file.name)]
+    validation = [each for each in found if VALIDATION.search(each.file.name)]
+    if not train:
+        raise UserError(f"{found[0].file.parent} has validation tokens only: add training tokens")
+    if not validation:
+        train, validation = cut(train, config.validation_fraction)
+    with tqdm(
+        total=sum(each.count for each in train + validation),
+        unit="tokens",
+        unit_scale=True,
+        desc=f"reading {config.source}",
+    ) as bar:
+        splits = {
+            name: scan(tokens, tokenizer, bar.update)
+            for name, tokens in (("train", train), ("validation", validation))
+        }
+    manifest = DataManifest(
+        tokenizer.name,
+        tokenizer.vocab_size,
+        config.source,
+        config.files,
+        splits,
+        found[0].dtype,
+        config.validation_fraction,
+        tokenizer.sha256,
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(not file.name.endswith(PARTIAL) for file in folder.iterdir()):
+            raise UserError(
+                f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
+            )
+        write_durably(folder / "manifest.json", FORMAT.text(asdict(manifest)))
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}: set data.path to a folder you can write"
+        ) from None
+    return manifest
+
+
+def find_files(source: str, kind: str, place: str) -> list[Path]:
+    """Return the files of tokens that a source names, sorted, as absolute paths."""
+    path = os.path.expanduser(place)
+    if os.path.isdir(path):
+        # Beside nanoGPT's and llm.c's tokens there may be other files, such as tests.
+        names = ["*.bin"] if kind == "megatron" else ["*train*.bin", "*val*.bin"]
+        patterns = [os.path.join(path, name) for name in names]
+    elif kind == "megatron":
+        patterns = [path.removesuffix(".idx").removesuffix(".bin") + ".bin"]
+    else:
+        patterns = [path]
+    found = {os.path.abspath(name) for each in patterns for name in glob.glob(each, recursive=True)}
+    if not found:
+        raise UserError(
+            f'data.source = "{source}" finds no file {" or ".join(patterns)}: correct the path'
+        )
+    return sorted(map(Path, found))
+
+
+def nanogpt_tokens(file: Path) -> Tokens:
+    """Return the tokens of a file without a header."""
+    size = size_of(file)
+    if size % 2 or not size:
+        raise UserError(
+            f"{file} has {size} bytes, which are no uint16 tokens as nanoGPT writes them: "
+            "copy it again, or set another data.source"
+        )
+    return Tokens(file, 0, size // 2, "uint16")
+
+
+def llmc_tokens(file: Path) -> Tokens:
+    """Return the tokens of a file with llm.c's header."""
+    size, header = size_of(file), read_start(file, LLMC_HEADER)
+    if len(header) < LLMC_HEADER:
+        raise UserError(f"{file} ends within its header, after {size} bytes: copy it again")
+    magic, version, count = struct.unpack_from("<3i", header)
+    if magic not in LLMC_KINDS:
+        known = " or ".join(map(str, LLMC_KINDS))
+        raise UserError(
+            f"{file} has the magic number {magic}, llm.c's tokens have {known}: "
+            "set another data.source, or make the file anew with today's llm.c"
+        )
+    known_version, dtype = LLMC_KINDS[magic]
+    if version != known_version:
+        raise UserError(
+            f"{file} has version {version}, {known_version} is read: "
+            "make the file anew with today's llm.c"
+        )
+    tokens = Tokens(file, LLMC_HEADER, count, dtype)
+    if size != tokens.end or count < 1:
+        raise UserError(
+            f"{file} has {size - LLMC_HEADER} bytes after its header, which says {count} {dtype} "
+            "tokens: copy it again"
+        )
+    return tokens
+
+
+def megatron_tokens(file: Path) -> Tokens:
+    """Return the tokens of a file that an index beside it describes."""
+    index_file = file.with_suffix(".idx")
+    size, index_size = size_of(file), size_of(index_file)
+    header = read_start(index_file, MEGATRON_HEADER.size)
+    remedy = "copy it again, or make it anew with Megatron's preprocess_data.py"
+    if not header.startswith(MEGATRON_MAGIC):
+        raise UserError(f"{index_file} does not begin as Megatron's indices do: {remedy}")
+    if len(header) < MEGATRON_HEADER.size:
+        raise UserError(f"{index_file} ends within its header: {remedy}")
+    _, version, code, sequences, documents = MEGATRON_HEADER.unpack(header)
+    if version != 1:
+        raise UserError(f"{index_file} has version {version}, 1 is read: {remedy}")
+    if code not in MEGATRON_DTYPES:
+        name = MEGATRON_OTHERS.get(code, f"code {code}")
+        raise UserError(f"{index_file} says that tokens are {name}: uint16 and int32 are read")
+    dtype = MEGATRON_DTYPES[code]
+    itemsize = numpy_dtype(dtype).itemsize
+    needed = MEGATRON_HEADER.size + sequences * (4 + 8) + documents * 8
+    if index_size < needed:
+        raise UserError(f"{index_file} has {index_size} bytes instead of {needed}: {remedy}")
+    lengths, pointers, of_documents = read_index(index_file, sequences, documents)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if sequences else 0
+    gapless = np.array_equal(pointers, (ends - lengths) * itemsize)
+    ordered = bool((of_documents[1:] >= of_documents[:-1]).all())
+    whole = documents > 0 and of_documents[0] == 0 and of_documents[-1] == sequences and ordered
+    if total * itemsize != size or total < 1 or not gapless or not whole:
+        raise UserError(
+            f"{index_file} does not fit {file}, which has {size} bytes: the index says "
+            f"{total} {dtype} tokens: {remedy}"
+        )
+    before = np.concatenate([[0], ends])  # tokens before each sequence
+    return Tokens(file, 0, total, dtype, before[of_documents[1:]])
+
+
+READERS: dict[str, Callable[[Path], Tokens]] = {
+    "nanogpt": nanogpt_tokens,
+    "llmc": llmc_tokens,
+    "megatron": megatron_tokens,
+}
+
+
+def read_index(file: Path, sequences: int, documents: int) -> tuple[np.ndarray, ...]:
+    """Return what follows the header of Megatron's index.
+
+    These are the length of each sequence in tokens, its byte offset, and the number of the sequence
+    after each document, with a 0 before. What may follow is of other models.
+    """
+    arrays = []
+    with file.open("rb") as stream:
+        stream.seek(MEGATRON_HEADER.size)
+        for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", documents)):
+            arrays.append(np.frombuffer(stream.read(count * np.dtype(dtype).itemsize), dtype))
+    return tuple(arrays)
+
+
+def cut(found: list[Tokens], fraction: float) -> tuple[list[Tokens], list[Tokens]]:
+    """Return all tokens but the last of them, a `fraction` of all, and these last."""
+    total = sum(each.count for each in found)
+    left = total - max(1, int(total * fraction))
+    first, last = [], []
+    for each in found:
+        at = min(max(left, 0), each.count)
+        first += [each.part(0, at)] if at else []
+        last += [each.part(at, each.count)] if at < each.count else []
+        left -= each.count
+    return first, last
+
+
+def scan(found: list[Tokens], tokenizer: Tokenizer, report: Callable[[int], object]) -> Split:
+    """Return the split that has these tokens, which are all read.
+
+    Calls `report` with the numbers of tokens read. Raises `UserError` for a token that the
+    tokenizer does not have.
+    """
+    pieces = [piece for each in found for piece in in_shards(each)]
+    end_of_text, vocab_size = tokenizer.end_of_text, tokenizer.vocab_size
+
+    def read(piece: Tokens) -> tuple[Shard, int, int]:
+        """Return a shard, its largest token and its end-of-text tokens."""
+        digest, largest, ends = hashlib.sha256(), 0, 0
+        try:
+            for data in read_pieces(piece.file, piece.offset, piece.end):
+                digest.update(data)
+                tokens = np.frombuffer(data, numpy_dtype(piece.dtype))
+                largest = max(largest, int(tokens.max()))
+                ends += int(np.count_nonzero(tokens == end_of_text))
+                report(len(tokens))
+        except OSError as error:
+            raise UserError(f"{piece.file} cannot be read ({error.strerror}): restore it") from None
+        if largest >= vocab_size:
+            raise UserError(
+                f"{piece.file} has token id {largest}, beyond the {vocab_size} of data.tokenizer = "
+                f'"{tokenizer.name}": set the tokenizer that the tokens were made with'
+            )
+        return Shard(str(piece.file), piece.count, digest.hexdigest(), piece.offset), largest, ends
+
+    with ThreadPoolExecutor() as pool:  # hashing and counting release the interpreter lock
+        shards, largest, ends = zip(*pool.map(read, pieces))
+    counted = sum(
+        count if piece.ends is None else documents_ending_in(piece)
+        for piece, count in zip(pieces, ends)
+    )
+    return Split(sum(piece.count for piece in pieces), counted, max(largest), list(shards))
+
+
+def in_shards(tokens: Tokens) -> Iterator[Tokens]:
+    """Yield tokens in pieces that are not too large for a shard."""
+    for begin in range(0, tokens.count, SHARD_TOKENS):
+        yield tokens.part(begin, min(begin + SHARD_TOKENS, tokens.count))
+
+
+def documents_ending_in(piece: Tokens) -> int:
+    """Return how many documents of a file that has an index end in a piece of it."""
+    assert piece.ends is not None
+    itemsize = numpy_dtype(piece.dtype).itemsize
+    bounds = [piece.offset // itemsize, piece.end // itemsize]
+    begin, end = np.searchsorted(piece.ends, bounds, side="right")
+    return int(end - begin)
+
+
+def size_of(file: Path) -> int:
+    """Return the size of a regular file in bytes. Raises `UserError` for anything else."""
+    try:
+        if wrong := path_problem(file, "file"):
+            raise UserError(f"{file} cannot be read ({wrong}): name files of tokens")
+        return file.stat().st_size
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): restore it") from None
+
+
+def read_start(file: Path, size: int) -> bytes:
+    """Return the first `size` bytes of a file, or as many as there are. Raises `UserError`."""
+    try:
+        return b"".join(read_pieces(file, 0, size))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): restore it") from None

@@ -1,0 +1,146 @@
+"""Packed windows: which pieces of shards make each, kept in a file beside the shards.
+
+`best_fit-T/` has, for each shard, a file that is named after the shard's SHA-256. It begins with
+the SHA-256 of what it was made from and of its content. Its content are int64, little-endian: for
+each window the number of its first piece, and the number of all pieces; then, for each piece, its
+first token in the shard, and how many inputs it has. See packing.py.
+"""
+
+import hashlib
+import os
+import socket
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from torchmars.core.errors import UserError
+from torchmars.core.files import PARTIAL, sync_folder
+from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, TokenDtype
+from torchmars.data.packing import pack
+from torchmars.data.shards import check_shard, count_windows
+from torchmars.data.windows import ChangedData, Windows, read_bytes, stamp_of
+
+# The order of windows follows from it, so whatever changes them makes another method.
+METHOD = "best_fit"
+DIGEST = hashlib.sha256().digest_size
+NUMBER = np.dtype("<i8")
+CHUNK = 2**24  # tokens that are searched for ends of documents at once
+
+
+class PackedWindows(Windows):
+    """The windows of a split whose shards `pack_shards` has packed.
+
+    Each shard has windows of its own.
+    """
+
+    def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
+        super().__init__(folder, split, dtype, seq_len)
+        self.files = [str(packing_file(folder, shard, seq_len)) for shard in split.shards]
+        self.file_stamps = [stamp_of(file) for file in self.files]
+        self.counts = [count_windows(shard.tokens, seq_len) for shard in split.shards]
+        self.firsts = np.cumsum([0, *self.counts])
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def __getitem__(self, window: int) -> Tensor:
+        """Return token ids [T + 1], int64. Raises `ChangedData`."""
+        shard = int(np.searchsorted(self.firsts, window, side="right")) - 1
+        number = window - int(self.firsts[shard])
+        begin, end = self._numbers(shard, number, 2).tolist()
+        numbers = self._numbers(shard, self.counts[shard] + 1 + 2 * begin, 2 * (end - begin))
+        pieces = numbers.reshape(-1, 2).tolist()
+        pieces[-1][1] += 1  # the last target
+        parts = [self.read(shard, start, start + size) for start, size in pieces]
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+    def _numbers(self, shard: int, first: int, count: int) -> np.ndarray:
+        """Return numbers of the packing of a shard. Raises `ChangedData`."""
+        begin, size = DIGEST + first * NUMBER.itemsize, count * NUMBER.itemsize
+        data, stamp = read_bytes(self.files[shard], begin, begin + size)
+        if stamp != self.file_stamps[shard] or len(data) != size:
+            raise ChangedData(
+                f"the data changed while the run read them: {self.files[shard]} is not what it was "
+                "when the run began: start the run again, which makes it anew if it is damaged"
+            )
+        return np.frombuffer(data, NUMBER)
+
+
+def pack_shards(folder: Path, manifest: DataManifest, seq_len: int, end_of_text: int) -> None:
+    """Pack the shards of all splits, those whose packing is missing or damaged.
+
+    Raises `UserError` for a shard that is damaged, and where the folder cannot be written to.
+    """
+    splits = [Windows(folder, manifest.splits[name], manifest.dtype, seq_len) for name in SPLITS]
+    found = [(windows, number) for windows in splits for number in range(len(windows.shards))]
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        good = pool.map(
+            lambda each: is_good(folder, each[0].shards[each[1]], seq_len, end_of_text), found
+        )
+        missing = [each for each, done in zip(found, good) if not done]
+    for windows, number in tqdm(missing, "packing", unit=" shards", disable=not missing):
+        shard = windows.shards[number]
+        check_shard(shard, manifest.dtype, folder)
+        content = packing(windows, number, end_of_text)
+        data = digest(content, shard, seq_len, end_of_text) + content
+        file = packing_file(folder, shard, seq_len)
+        try:
+            file.parent.mkdir(exist_ok=True)
+            write_apart(file, data)
+        except OSError as error:
+            raise UserError(
+                f'cannot write {file}: {error.strerror}: data.packing = "best_fit" needs a '
+                "data.path that you can write to, once for each training.seq_len"
+            ) from None
+
+
+def packing_file(folder: Path, shard: Shard, seq_len: int) -> Path:
+    """Return where the packing of a shard is."""
+    return folder / f"{METHOD}-{seq_len}" / f"{shard.sha256}.bin"
+
+
+def is_good(folder: Path, shard: Shard, seq_len: int, end_of_text: int) -> bool:
+    """Return whether the packing of a shard is there, whole, and of that shard."""
+    try:
+        data = packing_file(folder, shard, seq_len).read_bytes()
+    except OSError:
+        return False
+    return data[:DIGEST] == digest(data[DIGEST:], shard, seq_len, end_of_text)
+
+
+def digest(content: bytes, shard: Shard, seq_len: int, end_of_text: int) -> bytes:
+    """Return the SHA-256 of a packing and of what it was made from."""
+    origin = f"{METHOD} {shard.sha256} {shard.tokens} {seq_len} {end_of_text}\n"
+    return hashlib.sha256(origin.encode() + content).digest()
+
+
+def packing(windows: Windows, number: int, end_of_text: int) -> bytes:
+    """Return the packing of a shard, found by reading all of it."""
+    tokens = windows.shards[number].tokens
+    ends = [
+        first
+        + np.flatnonzero(windows.read(number, first, min(first + CHUNK, tokens)) == end_of_text)
+        for first in range(0, tokens, CHUNK)
+    ]
+    firsts, pieces = array("q", [0]), array("q")
+    for window in pack(np.concatenate(ends), tokens, windows.seq_len):
+        for piece in window:
+            pieces.extend(piece)
+        firsts.append(len(pieces) // 2)
+    return np.concatenate([firsts, pieces]).astype(NUMBER).tobytes()
+
+
+def write_apart(file: Path, data: bytes) -> None:
+    """Write a file durably, whole or not at all, while other machines may write the same one."""
+    partial = file.with_name(f"{file.name}.{socket.gethostname()}-{os.getpid()}{PARTIAL}")
+    with partial.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.rename(file)
+    sync_folder(file.parent)

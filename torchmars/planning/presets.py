@@ -1,0 +1,150 @@
+"""What presets take, by the formulas of `find.py`: a plan of each would take minutes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from torchmars.config import MARS_RULES, ModelConfig, ResolvedConfig
+from torchmars.config.load import config_from_sources
+from torchmars.config.presets import Preset
+from torchmars.core.console import labelled
+from torchmars.core.tables import table
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.models import Model, build_meta_model
+from torchmars.planning.assumptions import GPU, SPEEDS
+from torchmars.planning.find import Work, estimate
+
+PER_NODE = 8
+HEADINGS = ("preset", "parameters", "tokens", "GPUs", "hours", "settings", "result to expect")
+RIGHT = (1, 2, 3, 4)
+# The settings of the optimizer that a preset shows.
+SHOWN = ("lr", "lr_1d", "betas", "betas_1d", "weight_decay", "weight_decay_1d", "gamma", "clip")
+
+
+@dataclass(frozen=True)
+class PresetFigures:
+    """A preset with what it takes."""
+
+    preset: Preset
+    config: ResolvedConfig
+    model: Model
+    """Without memory."""
+    seconds: float
+    """Of a step, as estimated."""
+
+    @classmethod
+    def of(cls, preset: Preset) -> "PresetFigures":
+        """Return the figures of a preset on its GPUs."""
+        config = config_from_sources(preset.sources())
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        model, work = measured_model(config.model, tokenizer.vocab_size, config.training.seq_len)
+        found = estimate(config, model, work, preset.gpus, PER_NODE)
+        return cls(preset, config, model, found.seconds)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        training = self.config.training
+        return training.steps * training.global_batch_size * training.seq_len
+
+    @property
+    def hours(self) -> float:
+        """Hours of the whole run, as estimated."""
+        return self.config.training.steps * self.seconds / 3600
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of the preset in a table of all."""
+        assumed = "" if self.preset.layout_published else "*"
+        return (
+            self.preset.name,
+            short(self.parameters),
+            short(self.tokens),
+            f"{self.preset.gpus}{assumed}",
+            f"{self.hours:,.0f}",
+            self.preset.origin,
+            self.preset.result or "none published",
+        )
+
+
+@cache
+def measured_model(config: ModelConfig, vocab_size: int, seq_len: int) -> tuple[Model, Work]:
+    """Return the model of a config without memory, and its work. Presets share their models."""
+    model = build_meta_model(config, vocab_size, seq_len)
+    return model, Work.of(model)
+
+
+def preset_table(presets: Iterable[Preset]) -> list[str]:
+    """Return presets in lines, one for each."""
+    rows = [PresetFigures.of(preset).row() for preset in presets]
+    return [
+        *table([HEADINGS, *rows], RIGHT),
+        "* GPUs: what we assume; the others are those of the published runs",
+        "settings: published in all that matters, or partly; ours are a starting point that the "
+        "authors of the rule or model have not run",
+        assumption(),
+    ]
+
+
+def preset_page(preset: Preset) -> list[str]:
+    """Return all that is known of a preset, in lines."""
+    figures = PresetFigures.of(preset)
+    config, training = figures.config, figures.config.training
+    schedule, optimizer = config.schedule, config.optimizer
+    shown = [(name, getattr(optimizer, name)) for name in SHOWN]
+    mode = f", {optimizer.mode}" if optimizer.name in MARS_RULES else ""
+    size, accumulated = training.microbatches(
+        config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
+    )
+    sections = {
+        "preset": [preset.name],
+        "files": [" ".join(preset.files)],
+        "model": [f"{figures.parameters:,} parameters: {figures.model.describe()}"],
+        "batch": [
+            f"{training.global_batch_size} x {training.seq_len} tokens a step, {training.steps:,} "
+            f"steps, {short(figures.tokens)} tokens of {config.data.source}"
+        ],
+        "optimizer": [
+            f"{optimizer.name}{mode}: "
+            + ", ".join(f"{name} {words(value)}" for name, value in shown if value is not None)
+        ],
+        "schedule": [
+            f"{schedule.name}, {schedule.warmup_steps:,} steps of warmup, min_lr {schedule.min_lr}"
+        ],
+        "settings": [f"{preset.origin}: {preset.origin_text}"],
+        "result": [preset.result or "none published"],
+        "GPUs": [
+            f"{preset.gpus}, {preset.layout}",
+            f"here {accumulated} x {size} sequences on each data-parallel rank",
+        ],
+        "time": [f"about {figures.hours:,.0f} hours, {figures.seconds:.2f} s a step", assumption()],
+        "notes": list(preset.notes),
+        "sources": [f"[{number}] {text}" for number, text in enumerate(preset.references, 1)],
+        "start": [f"CONFIG_FILE={preset.name} ./run_train.sh"],
+    }
+    return [line for name, section in sections.items() for line in labelled(name, *section)]
+
+
+def assumption() -> str:
+    """Return what the hours are estimated for."""
+    return (
+        f"hours: estimated for {PER_NODE} H100 of {GPU.memory_gib} GiB on each machine, {SPEEDS}. "
+        "Small models reach less. The optimizer's own time is not in it"
+    )
+
+
+def short(number: float) -> str:
+    """Return a number with three digits and the letter of its thousands: 49.2B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
+
+
+def words(value: object) -> str:
+    """Return a setting as the command line takes it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
