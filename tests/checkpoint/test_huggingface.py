@@ -8,7 +8,8 @@ import torch
 from tests.support.commands import ROOT, run_command
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.inference import load_model
-from torchmars.config.load import config_from_tables, read_toml
+from torchmars.config.load import config_from_tables
+from torchmars.config.toml_files import read_toml
 from torchmars.data.manifest import read_manifest
 from torchmars.data.order import window_of_sample
 from torchmars.data.windows import Windows

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from torchmars.checkpoint.folder import checkpoints, step_folder, step_of
+from torchmars.checkpoint.huggingface import TOKENIZER, is_folder_of_transformers, open_folder
 from torchmars.checkpoint.manifest import NAME, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
+from torchmars.checkpoint.weights import load_weights
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
@@ -85,11 +87,19 @@ def checkpoint_of(run: Path, step: int) -> Path:
 
 
 def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
-    """Load the model of a checkpoint or a run on the CPU. Return it, its tokenizer and its config.
+    """Load a model on the CPU. Return it, its tokenizer and its config.
 
-    Raises `UserError` if there is none, and `DamagedCheckpoint`.
+    `folder` is a checkpoint, a run, or a folder of transformers with a tokenizer.json. Raises
+    `UserError` if there is none, and `DamagedCheckpoint`.
     """
-    saved = open_model(folder)
-    model = saved.model.to_empty(device="cpu")
-    read_tensors(saved.folder, model_state(model.state_dict()), group=None)
-    return model, load_tokenizer(saved.config.data.tokenizer), saved.config
+    if is_folder_of_transformers(folder):
+        found = open_folder(folder)
+        if "data" not in found.tables:
+            raise UserError(f"{folder} has no {TOKENIZER}: put that of the model there")
+        model, config = found.model.to_empty(device="cpu"), found.config
+        load_weights(found.weights, dict(model.named_parameters()))
+    else:
+        saved = open_model(folder)
+        model, config = saved.model.to_empty(device="cpu"), saved.config
+        read_tensors(saved.folder, model_state(model.state_dict()), group=None)
+    return model, load_tokenizer(config.data.tokenizer), config

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, sync_folder
+from torchmars.core.files import PARTIAL, path_problem, sync_folder
 from torchmars.optim.tensors import local_intervals, local_part
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -25,6 +25,8 @@ class SavedWeight:
     file: Path
     name: str
     shape_there: tuple[int, ...]
+    dtype: str
+    """As the format calls it."""
     transposed: bool = False
 
     @property
@@ -34,49 +36,52 @@ class SavedWeight:
 
 
 def weights_of_file(file: Path) -> dict[str, SavedWeight]:
-    """Return where the weights in a .safetensors file lie, by name. Raises `UserError`."""
+    """Return where the weights in a .safetensors file lie, by name. Raises `UserError`.
+
+    The library checks that the header describes the whole file, each byte once.
+    """
+    if wrong := path_problem(file, "file"):
+        raise UserError(f"cannot read {file}: {wrong}")
+    found = {}
     try:
         with safe_open(file, framework="pt") as saved:
-            return {
-                name: SavedWeight(file, name, tuple(saved.get_slice(name).get_shape()))
-                for name in saved.keys()
-            }
+            for name in saved.keys():
+                place = saved.get_slice(name)
+                found[name] = SavedWeight(file, name, tuple(place.get_shape()), place.get_dtype())
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {file}: {error}") from None
+    return found
 
 
-def check_shapes(
-    source: Path | str, saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]
-) -> None:
-    """Raise `UserError` for one of `weights` that `source` lacks or has in another shape.
+def weights_problem(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]) -> str:
+    """Return which of `weights` cannot be read from `saved`, and why; "" if all can be."""
+    for name, place in saved.items():
+        if name in weights and place.dtype not in DTYPES.values():
+            return f"has {name} as {place.dtype}, where {', '.join(DTYPES.values())} can be read"
+    return shape_problem({name: place.shape for name, place in saved.items()}, weights)
 
-    `saved` are the shapes of the weights in `source`, by name.
-    """
+
+def shape_problem(saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str:
+    """Return which of `weights` is not among the shapes `saved`, or another; "" if none is."""
     for name, value in weights.items():
         if saved.get(name) != tuple(value.shape):
             found = f"in shape {list(saved[name])}" if name in saved else "not at all"
-            raise UserError(
-                f"checkpoint.init_from: {source} has {name} {found}, the config's model in "
-                f"{list(value.shape)}: set [model], data.tokenizer and training.seq_len "
-                "as they were there"
-            )
+            return f"has {name} {found}, the config's model in {list(value.shape)}"
+    return ""
 
 
 @torch.no_grad()
-def load_weights(
-    source: str, saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]
-) -> None:
+def load_weights(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]) -> None:
     """Fill `weights`, sharded or not, with those that `saved` names. Raises `UserError`.
 
-    Every rank reads its own part only. `source` is what the user named.
+    Every rank reads its own part only.
     """
-    check_shapes(source, {name: place.shape for name, place in saved.items()}, weights)
-    try:
-        for name, target in weights.items():
-            if local_part(target).numel():
+    for name, target in weights.items():
+        if local_part(target).numel():
+            try:
                 local_part(target).copy_(read_part(saved[name], local_intervals(target)))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"checkpoint.init_from: cannot read {source}: {error}") from None
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"cannot read {saved[name].file}: {error}") from None
 
 
 def read_part(place: SavedWeight, part: Sequence[tuple[int, int]]) -> Tensor:
