@@ -15,6 +15,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem, sync_folder
 from torchmars.optim.tensors import local_intervals, local_part
 
+PIECE = 2**25  # bytes that are converted at a time
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -101,8 +102,8 @@ def write_weights(
     """Write a .safetensors file, durably, whole or not at all.
 
     `entries` are dtype and shape by name. `values` are the tensors in the same order. They are
-    asked for one by one, so a file needs no more memory than its largest tensor. The library
-    writes a file from all of its tensors at once. Raises `OSError`.
+    asked for one by one, and converted in pieces: a file needs no more memory than its largest
+    tensor and a piece. The library writes a file from all of its tensors at once. Raises `OSError`.
     """
     partial = file.with_name(file.name + PARTIAL)
     try:
@@ -110,9 +111,11 @@ def write_weights(
             stream.write(header(entries))
             for (dtype, shape), value in zip(entries.values(), values, strict=True):
                 assert value.shape == torch.Size(shape)
-                value.detach().to(dtype).contiguous().view(-1).view(torch.uint8).numpy().tofile(
-                    stream
-                )
+                rows = max(1, PIECE // max(1, value[:1].nbytes))
+                for piece in value.detach().split(rows):
+                    flat = piece.to(dtype).contiguous().view(-1)
+                    flat.view(torch.uint8).numpy().tofile(stream)
+                del value  # before the next one
             stream.flush()
             os.fsync(stream.fileno())
         partial.rename(file)
