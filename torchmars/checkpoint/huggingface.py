@@ -80,10 +80,11 @@ def open_folder(folder: Path) -> FolderModel:
         weights = weights_of_folder(folder, model)
         if wrong := weights_problem(weights, dict(model.named_parameters())):
             raise UserError(f"it {wrong}")
-        vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
-        if vocab_size > model.vocab_rows:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokens = max(tokenizer.vocab_size, tokenizer.end_of_text + 1)
+        if tokens > model.vocab_rows:
             raise UserError(
-                f"its tokenizer has {vocab_size:,} tokens, its model {model.vocab_rows:,} rows for "
+                f"its tokenizer has {tokens:,} tokens, its model {model.vocab_rows:,} rows for "
                 "them: it is the tokenizer of another model"
             )
     except UserError as error:
