@@ -10,7 +10,12 @@ from torchmars.checkpoint.folder import checkpoints, step_folder, step_of
 from torchmars.checkpoint.huggingface import TOKENIZER, is_folder_of_transformers, open_folder
 from torchmars.checkpoint.manifest import NAME, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import find_checkpoint
-from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
+from torchmars.checkpoint.state import (
+    average_state,
+    model_state,
+    read_tensors,
+    saved_shapes,
+)
 from torchmars.checkpoint.weights import load_weights
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
@@ -29,6 +34,8 @@ class SavedModel:
     config: ResolvedConfig
     model: Model
     """Without memory."""
+    average: bool = False
+    """Whether its weights are the moving average of the run's."""
 
     @property
     def step(self) -> int:
@@ -38,14 +45,16 @@ class SavedModel:
     def read(self, name: str) -> Tensor:
         """Return a weight. Raises `DamagedCheckpoint`."""
         value = torch.empty(self.model.get_parameter(name).shape)
-        read_tensors(self.folder, model_state({name: value}), group=None)
+        state = average_state if self.average else model_state
+        read_tensors(self.folder, state({name: value}), group=None)
         return value
 
 
-def open_model(folder: Path, step: int | None = None) -> SavedModel:
+def open_model(folder: Path, step: int | None = None, average: bool = False) -> SavedModel:
     """Open the model of a checkpoint, or of a run: its newest good one, or that of `step`.
 
-    Raises `UserError` if there is none, and `DamagedCheckpoint`.
+    With `average`, its weights are the moving average of the run's. Raises `UserError` if there is
+    none, and `DamagedCheckpoint`.
     """
     if step is not None:
         folder = checkpoint_of(folder, step)
@@ -58,15 +67,21 @@ def open_model(folder: Path, step: int | None = None) -> SavedModel:
                 f"{folder} does not have the model that its {NAME} describes: "
                 f"{name} is not of shape {list(value.shape)}"
             )
-    return SavedModel(folder, manifest, config, model)
+    if average and not any(name.startswith("ema.") for name in saved):
+        raise UserError(
+            f"{folder} has no moving average of its weights: the run had no training.ema_decay"
+        )
+    return SavedModel(folder, manifest, config, model, average)
 
 
-def open_last(folder: Path, step: int | None, count: int) -> list[SavedModel]:
+def open_last(
+    folder: Path, step: int | None, count: int, average: bool = False
+) -> list[SavedModel]:
     """Open the models of the last `count` checkpoints of a run, up to that of `step`, newest first.
 
-    Raises `UserError` if there are fewer, and `DamagedCheckpoint`.
+    `average` is as in `open_model`. Raises `UserError` if there are fewer, and `DamagedCheckpoint`.
     """
-    newest = open_model(folder, step)
+    newest = open_model(folder, step, average)
     if count == 1:
         return [newest]
     found = [path for path in checkpoints(folder / "checkpoints") if step_of(path) <= newest.step]
@@ -74,7 +89,8 @@ def open_last(folder: Path, step: int | None, count: int) -> list[SavedModel]:
         raise UserError(
             f"{folder} has {len(found)} checkpoints up to step {newest.step}: lower --average"
         )
-    return [newest, *(open_model(path) for path in reversed(found[-count:-1]))]
+    earlier = reversed(found[-count:-1])
+    return [newest, *(open_model(path, average=average) for path in earlier)]
 
 
 def checkpoint_of(run: Path, step: int) -> Path:
