@@ -45,6 +45,22 @@ def activations(tables, per_node):
     return make_plan(config_from_tables(tables, "in a test"), 1, per_node).simulation.activations
 
 
+def stored(tables, world_size):
+    """The bytes of one rank's weights, of the whole checkpoint, and of the whole weights."""
+    dist.destroy_process_group()
+    plan = make_plan(config_from_tables(tables, "in a test"), world_size, 0).simulation
+    return plan.weights, plan.checkpoint, 4 * sum(p.numel() for p in plan.model.whole.parameters())
+
+
+def test_a_moving_average_is_counted(tmp_path):
+    without, with_average = (
+        run_ranks(stored, 1, tiny_tables(tmp_path, training={"ema_decay": decay}), 2)[0]
+        for decay in (0.0, 0.9)
+    )
+    assert with_average[0] == 2 * without[0] == without[2]
+    assert with_average[1] == without[1] + without[2]
+
+
 def test_documents_apart_take_a_mask_where_no_kernel_serves(tmp_path):
     found = {}
     for apart in (False, True):

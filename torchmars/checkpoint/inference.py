@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchmars.checkpoint.folder import checkpoints, step_folder, step_of
@@ -13,8 +14,9 @@ from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state import (
     average_state,
     model_state,
+    read_index,
     read_tensors,
-    saved_shapes,
+    shapes_in,
 )
 from torchmars.checkpoint.weights import load_weights
 from torchmars.config import ResolvedConfig
@@ -34,6 +36,8 @@ class SavedModel:
     config: ResolvedConfig
     model: Model
     """Without memory."""
+    index: dcp.Metadata
+    """Where its tensors lie."""
     average: bool = False
     """Whether its weights are the moving average of the run's."""
 
@@ -46,7 +50,7 @@ class SavedModel:
         """Return a weight. Raises `DamagedCheckpoint`."""
         value = torch.empty(self.model.get_parameter(name).shape)
         state = average_state if self.average else model_state
-        read_tensors(self.folder, state({name: value}), group=None)
+        read_tensors(self.folder, state({name: value}), group=None, index=self.index)
         return value
 
 
@@ -59,7 +63,8 @@ def open_model(folder: Path, step: int | None = None, average: bool = False) -> 
     if step is not None:
         folder = checkpoint_of(folder, step)
     folder, manifest = find_checkpoint(folder, warn=lambda text: say(text, error=True))
-    config, saved = config_from_tables(manifest.config, f"in {folder}/{NAME}"), saved_shapes(folder)
+    config, index = config_from_tables(manifest.config, f"in {folder}/{NAME}"), read_index(folder)
+    saved = shapes_in(index, folder)
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
     for name, value in model_state(dict(model.named_parameters())).items():
         if saved.get(name) != tuple(value.shape):
@@ -71,7 +76,7 @@ def open_model(folder: Path, step: int | None = None, average: bool = False) -> 
         raise UserError(
             f"{folder} has no moving average of its weights: the run had no training.ema_decay"
         )
-    return SavedModel(folder, manifest, config, model, average)
+    return SavedModel(folder, manifest, config, model, index, average)
 
 
 def open_last(

@@ -160,10 +160,16 @@ def read_state(
         state[name].mul_(factor)
 
 
-def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def read_tensors(
+    folder: Path,
+    state: dict[str, Tensor],
+    group: dist.ProcessGroup | None,
+    index: dcp.Metadata | None = None,
+) -> None:
     """Fill `state` in place from the checkpoint `folder`.
 
-    Called by all ranks of `group`, or for None by this process alone. Raises `DamagedCheckpoint`,
+    Called by all ranks of `group`, or for None by this process alone. `index` is the checkpoint's,
+    where it was read before: that of many ranks takes seconds. Raises `DamagedCheckpoint`,
     on every rank, where a tensor is missing, of another shape or cannot be read.
     """
     try:
@@ -172,7 +178,7 @@ def read_tensors(folder: Path, state: dict[str, Tensor], group: dist.ProcessGrou
             warnings.filterwarnings("ignore", message="torch.distributed is")
             dcp.load(
                 state,
-                storage_reader=_TensorReader(folder),
+                storage_reader=_TensorReader(folder, index),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -252,9 +258,17 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
     Raises `DamagedCheckpoint`.
     """
+    return shapes_in(read_index(folder), folder)
+
+
+def shapes_in(index: dcp.Metadata, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the index of the checkpoint `folder`, by name.
+
+    Raises `DamagedCheckpoint`.
+    """
     shapes = {}
     try:
-        for name, tensor in read_index(folder).state_dict_metadata.items():
+        for name, tensor in index.state_dict_metadata.items():
             if not isinstance(tensor, TensorStorageMetadata):
                 raise TypeError
             shapes[name] = tuple(tensor.size)
@@ -266,8 +280,12 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 class _TensorReader(dcp.FileSystemReader):
     """DCP's reader with its unrestricted unpickling of the index replaced (torch 2.11 to 2.13)."""
 
+    def __init__(self, folder: Path, index: dcp.Metadata | None) -> None:
+        super().__init__(folder)
+        self.index = index
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        metadata = read_index(Path(self.path))
+        metadata = self.index or read_index(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -22,6 +22,7 @@ from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED, SPE
 from torchmars.planning.pipeline import computed_again
 
 WEIGHT_BYTES = 20  # float32 weights, gradients, two moments and MARS's last gradient
+AVERAGE_BYTES = 4  # the moving average of the weights
 SHORTEST = 1024  # tokens of a sequence on a rank, below which kernels are slow
 SHOWN = 8
 # The options that are tried, beside what the config says.
@@ -187,7 +188,8 @@ def estimate(
     buffers = 2 * stages * microbatches * hidden if ranks > 1 else 0
     backward = 6 * unit + (one if again else 0)
     passes = max(flight * kept + backward, (flight if ranks == 1 else 1) * kept + logits)
-    memory = WEIGHT_BYTES * weights / shards + gathered + gradient + buffers + passes
+    stored = WEIGHT_BYTES + (AVERAGE_BYTES if training.ema_decay else 0)
+    memory = stored * weights / shards + gathered + gradient + buffers + passes
 
     # Time.
     compute = work.flops * training.global_batch_size * training.seq_len / world_size / FLOPS
