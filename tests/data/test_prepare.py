@@ -17,7 +17,7 @@ from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
 from torchmars.data import writer
-from torchmars.data.corpus import Sizes
+from torchmars.data.corpus import Sizes, load_dataset
 from torchmars.data.manifest import read_manifest
 from torchmars.data.prepare import prepare_task
 from torchmars.data.shards import check_shards
@@ -150,6 +150,23 @@ def test_a_kill_at_any_durable_call_loses_and_doubles_nothing(config, fraction):
         assert kills >= 3 and files_of(killed) == one
 
 
+def test_processes_that_are_started_on_the_same_pieces_take_turns(config):
+    one = made(config, "one")
+    both = replace(config, path=config.path + "-both")
+    parts = [(0, 1), (0, 3), (1, 3)]
+    children = []
+    for task, tasks in parts:
+        children.append(os.fork())
+        if not children[-1]:
+            try:
+                prepare_task(both, task, tasks, SIZES)
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 3
+    assert files_of(both) == one
+
+
 def test_what_is_done_is_not_done_again(config, monkeypatch):
     """After a kill only the blocks under way are tokenised anew."""
     from torchmars.data.documents import Encoder
@@ -253,6 +270,7 @@ def test_a_data_set_in_memory_goes_through_the_same_code(tmp_path, monkeypatch):
         asked.append((args, options))
         return Rows(shards)
 
+    load_dataset.cache_clear()
     monkeypatch.setattr(datasets, "load_dataset", load)
     config = DataConfig("hf:some/data:part:test:body", path=str(tmp_path / "one"), processes=1)
     config = replace(config, validation_fraction=0.2).resolve()
@@ -272,6 +290,7 @@ def test_a_data_set_in_memory_goes_through_the_same_code(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ConnectionError("no network\nand more")
 
+    load_dataset.cache_clear()
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match=r"the data set some/data \(ConnectionError: no network\)"):
         prepare_task(replace(config, path=str(tmp_path / "new")), 0, 1, SIZES)
