@@ -71,7 +71,7 @@ def watch(pid: int, peaks: dict[int, float]) -> None:
                 peaks[each.pid] = max(peak, peaks.get(each.pid, 0.0))
         except (psutil.NoSuchProcess, OSError, IndexError):
             pass
-        time.sleep(0.05)
+        time.sleep(0.5)  # the system keeps the peak
 
 
 def make_corpus(file: Path, size: int) -> None:
