@@ -81,7 +81,7 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
 
 
 def altered(tmp_path):
-    shard = tmp_path / "shards" / "train-00000.bin"
+    shard = tmp_path / "shards" / "train-00000-000.bin"
     shard.write_bytes(shard.read_bytes()[:-4])
 
 
@@ -95,7 +95,7 @@ def altered(tmp_path):
             "training.global_batch_size = 7 does not divide over 2",
         ),
         (["--parallelism.dp_shard", "3"], None, "does not make 2 ranks"),
-        ([], altered, "train-00000.bin has"),
+        ([], altered, "train-00000-000.bin has"),
         (
             ["--optimizer.matrix.rule", "mars-m", "--optimizer.matrix.split", "5"],
             None,

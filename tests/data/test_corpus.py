@@ -1,45 +1,117 @@
-"""Which files a corpus has, and where documents end."""
+"""Which files a corpus has, how it is cut into pieces, and what data.source may name."""
+
+import sys
 
 import pytest
 
 from torchmars.config import DataConfig
+from torchmars.config.source import Source, parse_source
 from torchmars.core.errors import UserError
-from torchmars.data.corpus import documents, source_files
+from torchmars.data.corpus import Sizes, corpus_pieces, source_files
+
+
+@pytest.mark.parametrize(
+    "text,expected",
+    [
+        ("stdlib", Source("stdlib")),
+        ("text", Source("text")),
+        ("text:/a:b/*.txt", Source("text", glob="/a:b/*.txt")),
+        ("jsonl:a/*.jsonl.zst", Source("jsonl", glob="a/*.jsonl.zst")),
+        ("jsonl::content", Source("jsonl", field="content")),
+        ("parquet:a.parquet:body", Source("parquet", glob="a.parquet", field="body")),
+        ("hf:a/b", Source("hf", dataset="a/b")),
+        ("hf:a/b::test:body", Source("hf", dataset="a/b", split="test", field="body")),
+        ("openwebtext", Source("hf", dataset="Skylion007/openwebtext")),
+        (
+            "fineweb-edu:sample-10BT",
+            Source("hf", dataset="HuggingFaceFW/fineweb-edu", config="sample-10BT"),
+        ),
+    ],
+)
+def test_sources(text, expected):
+    assert parse_source(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("jsnl:a", "of no known kind: .* did you mean jsonl?"),
+        ("", "of no known kind"),
+        ("stdlib:a", "too many parts: it must look like stdlib"),
+        ("jsonl:a:b:c", "too many parts: it must look like jsonl:GLOB:FIELD"),
+        ("hf:", "names no data set"),
+    ],
+)
+def test_sources_of_another_form(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_source(text)
+
+
+def test_the_folder_of_the_shards_names_their_source():
+    assert DataConfig().resolve().path == "data/stdlib-bytes"
+    config = DataConfig("jsonl:/pile/*.jsonl.zst:body", tokenizer="gpt2").resolve()
+    assert config.path == "data/jsonl-pile-jsonl.zst-body-gpt2"
 
 
 def test_files_folders_and_globs(tmp_path):
-    for name in ("a.txt", "b.md", "c.py", "deep/d.txt", "e.log"):
+    for name in ("a.txt", "b.md", "c.py", "deep/d.txt", "e.log", "f.txt.zst", "g.jsonl", "h.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
 
-    def found(*patterns):
+    def found(*patterns, source="text"):
         files = source_files(
-            DataConfig(source="text", files=[str(tmp_path / pattern) for pattern in patterns])
+            DataConfig(source=source, files=[str(tmp_path / pattern) for pattern in patterns])
         )
         return [str(file.relative_to(tmp_path)) for file in files]
 
     assert found("c.py") == ["c.py"]
-    assert found(".") == ["a.txt", "b.md", "deep/d.txt"]
+    assert found(".") == ["a.txt", "b.md", "deep/d.txt", "f.txt.zst"]
     assert found("*.txt", "a.txt", "**/*.log") == ["a.txt", "e.log"]
+    assert found("a.txt", source=f"text:{tmp_path}/*.md") == ["a.txt", "b.md"]
+    assert found(".", source="jsonl") == ["g.jsonl"]
     with pytest.raises(UserError, match="missing.txt' names no text file"):
         found("a.txt", "missing.txt")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="a folder gives its .txt and .md files"):
         found("empty")
+    with pytest.raises(UserError, match="data.source: .* names no parquet file"):
+        found("a.txt", source=f"parquet:{tmp_path}/*.parquet")
 
 
-def test_a_separator_line_ends_a_document(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_text("one\ntwo <|endoftext|> still\n<|endoftext|>\nthree\n")
-    config = DataConfig(source="text", files=[str(file)])
-    assert list(documents(config, file)) == ["one\ntwo <|endoftext|> still\n", "three\n"]
+def test_pieces_hold_every_byte_once(tmp_path):
+    sizes = {"a.txt": 10, "b.txt": 20, "c.txt": 250, "d.txt.gz": 250, "e.txt": 100, "f.txt": 0}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    config = DataConfig(source="text", files=[str(tmp_path)])
+    pieces = [
+        [(each.name.rpartition("/")[2], each.begin, each.end, each.size) for each in piece]
+        for piece in corpus_pieces(config, Sizes(piece=100))
+    ]
+    assert pieces == [
+        [("a.txt", 0, None, 10), ("b.txt", 0, None, 20)],
+        [("c.txt", 0, 83, 83)],
+        [("c.txt", 83, 166, 83)],
+        [("c.txt", 166, 250, 84)],
+        [("d.txt.gz", 0, None, 250)],  # which cannot be cut
+        [("e.txt", 0, None, 100), ("f.txt", 0, None, 0)],
+    ]
 
 
 def test_stdlib_has_text_everywhere():
-    config = DataConfig(source="stdlib")
-    files = source_files(config)
+    files = source_files(DataConfig(source="stdlib"))
     assert files == sorted(files) and len(files) > 300
     assert not any("site-packages" in file.parts or "test" in file.parts for file in files)
     assert sum(file.stat().st_size for file in files) > 5e6
-    text = next(documents(config, next(file for file in files if file.name == "argparse.py")))
+    text = next(file for file in files if file.name == "argparse.py").read_text()
     assert "class ArgumentParser" in text
+
+
+@pytest.mark.parametrize("package,source", [("datasets", "hf:a"), ("pyarrow", "parquet:{}")])
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, package, source):
+    from torchmars.data.prepare import prepare_shards
+
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    source = source.format(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'torchmars\["):
+        prepare_shards(DataConfig(source, path=str(tmp_path / "shards")).resolve())

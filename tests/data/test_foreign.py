@@ -1,9 +1,12 @@
 """Token files of nanoGPT, llm.c and Megatron, written here by the definitions of those formats."""
 
+import contextlib
 import struct
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.tiny import tiny_config
 from torchmars.core.errors import UserError
@@ -287,6 +290,24 @@ def test_a_mistake_is_one_line_that_names_the_file(tmp_path, name):
     assert not (tmp_path / "shards").exists()
 
 
+@pytest.mark.parametrize("kind", ["llmc", "megatron"])
+def test_a_header_that_says_anything_is_read_or_refused(tmp_path, kind):
+    file = tmp_path / "x_train.bin"
+    FORMATS[kind][0](file, TRAIN[:3])
+    header = file if kind == "llmc" else file.with_suffix(".idx")
+    whole = header.read_bytes()
+
+    @settings(derandomize=True, database=None, deadline=None, max_examples=200)
+    @given(st.integers(0, 120), st.binary(min_size=1, max_size=9), st.integers(0, len(whole)))
+    def check(place, other, size):
+        header.write_bytes((whole[:place] + other + whole[place + len(other) :])[-size:])
+        with contextlib.suppress(UserError):
+            tokens = foreign.READERS[kind](file)
+            assert tokens.end == file.stat().st_size
+
+    check()
+
+
 def test_nothing_found_other_dtypes_and_only_validation_are_told(tmp_path):
     config = config_of(tmp_path, "llmc:{}")
     with pytest.raises(UserError, match=r'"llmc:\S+" finds no file \S+tokens/\*train\*.bin or'):
@@ -304,3 +325,17 @@ def test_tokens_beyond_the_model_are_told(tmp_path):
     data = {"source": f"nanogpt:{tmp_path}", "files": []}
     with pytest.raises(UserError, match="token id 256, beyond model.vocab_size = 200"):
         prepare_data(tiny_config(tmp_path, data=data, model={"vocab_size": 200}))
+
+
+def test_token_files_can_be_packed(tmp_path):
+    config = config_of(tmp_path, "nanogpt:{}", packing="best_fit")
+    write_nanogpt(tmp_path / "tokens" / "train.bin", TRAIN)
+    data = prepare_data(config)
+    windows = data.windows("train", 32)
+    read = [windows[0, number].tolist() for number in range(windows.lengths[0])]
+    stream = data.parts[0].manifest.splits["train"].tokens
+    assert len(read) == (stream - 1) // 32
+    ends = sum(window.count(END) for window in (each[:-1] for each in read))
+    assert ends > 40  # of 50 documents, as inputs
+    pairs = set(map(tuple, expected_windows(TRAIN, 1)))
+    assert all(pair in pairs for each in read for pair in zip(each, each[1:]) if END not in pair)

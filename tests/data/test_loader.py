@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.data.loader import Loader, validation_batches
 from torchmars.data.mixture import MixedWindows, Shares
 from torchmars.data.order import window_of_sample
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import ChangedData, Windows
-from torchmars.data.writer import write_shards
 
 T = 16
 

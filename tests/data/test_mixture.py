@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.data.loader import Loader, validation_batches
 from torchmars.data.mixture import MixedWindows, Shares, shares_from_start
 from torchmars.data.order import GlobalOrder, window_of_sample
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import Windows
-from torchmars.data.writer import write_shards
 
 T = 16
 SAMPLES = 10_000

@@ -6,9 +6,10 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.shards import write_shards
 from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
-from torchmars.data import shards, writer
+from torchmars.data import shards
 from torchmars.data.manifest import SPLITS, read_manifest
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.training.preparation import prepare_data
@@ -44,8 +45,8 @@ def test_shards_hold_the_documents_split_whole(prepared, tmp_path):
 def test_many_shards_hold_the_same_stream(prepared, tmp_path):
     config, folder, manifest = prepared
     documents = [str(n) * 50 for n in range(100)]
-    one = writer.write_shards(config.data, ByteTokenizer(), iter(documents), tmp_path / "one")
-    many = writer.write_shards(
+    one = write_shards(config.data, ByteTokenizer(), iter(documents), tmp_path / "one")
+    many = write_shards(
         config.data, ByteTokenizer(), iter(documents), tmp_path / "many", shard_tokens=333
     )
     assert len(one.splits["train"].shards) == 1 and len(many.splits["train"].shards) > 5
@@ -76,30 +77,30 @@ def flipped(data):
 @pytest.mark.parametrize(
     "change,message",
     [
-        (lambda data: data[:-2], r"train-00000.bin has \d+ bytes, its manifest says \d+"),
-        (lambda data: data + b"xx", r"train-00000.bin has \d+ bytes"),
-        (flipped, "train-00000.bin was altered"),
+        (lambda data: data[:-2], r"train-00000-000.bin has \d+ bytes, its manifest says \d+"),
+        (lambda data: data + b"xx", r"train-00000-000.bin has \d+ bytes"),
+        (flipped, "train-00000-000.bin was altered"),
     ],
 )
 def test_damaged_shards_are_named(prepared, change, message):
     _, folder, manifest = prepared
-    break_file(folder / "train-00000.bin", change)
+    break_file(folder / "train-00000-000.bin", change)
     with pytest.raises(UserError, match=message):
         shards.check_shards(manifest, folder)
 
 
 def test_missing_shard_is_named(prepared):
     _, folder, manifest = prepared
-    (folder / "validation-00000.bin").unlink()
-    with pytest.raises(UserError, match="validation-00000.bin is missing"):
+    (folder / "validation-00000-000.bin").unlink()
+    with pytest.raises(UserError, match="validation-00000-000.bin is missing"):
         shards.check_shards(manifest, folder)
 
 
 def test_ranks_share_the_check(prepared):
     _, folder, manifest = prepared
-    break_file(folder / "validation-00000.bin", flipped)
+    break_file(folder / "validation-00000-000.bin", flipped)
     shards.check_shards(manifest, folder, part=0, parts=2)
-    with pytest.raises(UserError, match="validation-00000.bin was altered"):
+    with pytest.raises(UserError, match="validation-00000-000.bin was altered"):
         shards.check_shards(manifest, folder, part=1, parts=2)
 
 
@@ -166,7 +167,7 @@ def test_a_wrong_model_is_refused_before_data_are_tokenised(tmp_path):
 
 def test_text_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"good\n\xff\xfe bad")
-    with pytest.raises(UserError, match="text.txt is not UTF-8"):
+    with pytest.raises(UserError, match="no text.*text.txt, line 1: it is not UTF-8 .byte 5"):
         prepare_data(tiny_config(tmp_path))
     assert not (tmp_path / "shards").exists()
     (tmp_path / "text.txt").write_text(" \n")

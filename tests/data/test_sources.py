@@ -123,17 +123,17 @@ def disturbed_by_all(tables):
     """Train once for each disturbance in turn."""
     said = []
     for disturb, run in tables.items():
-        read = Windows._read
+        read = Windows.read
         said.append(disturbed(run, 4, disturb, int(disturb == "seen by one")))
-        Windows._read = read
+        Windows.read = read
     return said
 
 
 def seen_by_one(folder):
     def refuse(self, shard, begin, end):
-        raise ChangedData("the data changed: train-00000.bin was altered, one rank says")
+        raise ChangedData("the data changed: train-00000-000.bin was altered, one rank says")
 
-    Windows._read = refuse
+    Windows.read = refuse
 
 
 def zeroed(name):
@@ -145,11 +145,11 @@ def zeroed(name):
 
 
 DISTURBANCES = {
-    "zeros": zeroed("train-00000.bin"),
-    "cut": lambda folder: os.truncate(folder / "train-00000.bin", 10),
+    "zeros": zeroed("train-00000-000.bin"),
+    "cut": lambda folder: os.truncate(folder / "train-00000-000.bin", 10),
     "gone": shutil.rmtree,
     "seen by one": seen_by_one,
-    "validation": zeroed("validation-00000.bin"),
+    "validation": zeroed("validation-00000-000.bin"),
 }
 
 
@@ -170,7 +170,7 @@ def test_a_run_ends_with_one_line_on_every_rank_when_its_shards_change(tmp_path)
     for rank in run_ranks(disturbed_by_all, 2, runs):
         for name, said in zip(runs, rank):
             assert said.count("error: the data changed") == said.count("error") == 1, (name, said)
-            assert f"{'validation' if name == 'validation' else 'train'}-00000.bin" in said
+            assert f"{'validation' if name == 'validation' else 'train'}-00000-000.bin" in said
     for name, tables in runs.items():
         losses = metrics(tables)
         assert list(losses) == list(range(1, 7 if name == "validation" else 4))

@@ -144,7 +144,7 @@ def test_without_the_package_the_line_says_what_to_install(tmp_path, monkeypatch
         load_tokenizer(str(file)).vocab_size  # noqa: B018
 
 
-def test_another_encoding_of_tiktoken_by_its_name(monkeypatch):
+def test_another_encoding_of_tiktoken_by_its_name(tmp_path, monkeypatch):
     """One whose end of text is not its last id, as in p50k_base, and with ids of no text."""
     ranks = {bytes([code]): code for code in range(256)} | {b"  ": 300}
     encoding = tiktoken.Encoding(
@@ -154,6 +154,8 @@ def test_another_encoding_of_tiktoken_by_its_name(monkeypatch):
         special_tokens={"<|endoftext|>": 256, "<|end|>": 70_000},
     )
     monkeypatch.setattr(tiktoken, "get_encoding", {"p50k_base": encoding}.get)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p50k_base").mkdir()  # the name comes first
     tokenizer = load_tokenizer("p50k_base")
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (70_001, 256)
     text = "a  <|endoftext|>"

@@ -18,7 +18,8 @@ def tables(folder, name, data=DATA, **overrides):
     training = {"steps": 6, "seq_len": 64, "dtype": "float32"}
     validation = {"interval": 3, "windows": 4, "sample_tokens": 4}
     settings = {"training": training, "validation": validation, "run": {"name": name}}
-    return tiny_tables(folder, data=data, optimizer={"lr": 2e-3}, **settings | overrides)
+    optimizer = {"mode": "exact", "lr": 2e-3}
+    return tiny_tables(folder, data=data, optimizer=optimizer, **settings | overrides)
 
 
 def write_documents(folder):

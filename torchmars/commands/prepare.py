@@ -1,44 +1,133 @@
-"""Do all of a run that needs no ranks: its checks, and the tokenising of its text."""
+"""Do all of a run that needs no ranks, or prepare a corpus alone: tokenise it into shards."""
 
+import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Annotated
 
+from torchmars.cluster.environment import whole_number
+from torchmars.config import DataConfig, ResolvedData
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.options import take_options
 from torchmars.data import sources
-from torchmars.training.preparation import prepare_run
+from torchmars.data.prepare import prepare_task
 
 
 @dataclass
 class Prepare:
-    """Do all of a run that needs no ranks.
+    """Do all of a run that needs no ranks, or prepare a corpus alone.
 
-    Checks the config, tokenises its corpus into shards once, verifies the shards, and checks that
-    the run can go on from the checkpoints it has.
+    With a config: checks it, tokenises its corpus into shards once, verifies the shards, and checks
+    that the run can go on from the checkpoints it has. With --source and without a config: only
+    tokenises that corpus. --source, --files, --tokenizer, --path, --validation_fraction,
+    --validation_seed, --max_damaged and --processes are short for --data.source and so on.
     """
 
     ranks: Annotated[int, Range(1, 100_000)] = 1
     """Ranks that the batch must divide over."""
     nodes: Annotated[int, Range(1, 100_000)] = 1
     """Machines that the ranks run on."""
+    task: Annotated[int, Range(0, 100_000)] | None = None
+    """Number of this task, from 0, of several that tokenise the corpus side by side."""
+    tasks: Annotated[int, Range(1, 100_000)] | None = None
+    """How many tasks there are. With --source, the default of both is what SLURM says of the array
+    or step that this is a task of."""
 
 
 def main() -> None:
-    """Prepare the run of the config that the command line names."""
+    """Prepare the corpus that the command line names, and the run of its config, if it has one."""
     with exit_on_user_error():
-        options, config = load_command(Prepare, sys.argv[1:], "torchmars prepare")
-        if options.ranks % options.nodes:
-            raise UserError(
-                f"--ranks {options.ranks} does not divide over --nodes {options.nodes}: "
-                f"choose a multiple of {options.nodes}"
-            )
-        prepare_run(config, options.ranks, options.nodes)
-        for corpus in config.data.corpora():
+        args = [long_form(arg) for arg in sys.argv[1:]]
+        options, config = load_command(Prepare, args, "torchmars prepare")
+        _, settings = take_options(Prepare, args)
+        given = {arg.partition("=")[0] for arg in sys.argv[1:]}
+        corpus_alone = "--source" in given and settings[0].startswith("--")
+        task, tasks = task_of(options, os.environ if corpus_alone else {})
+        check_ranks(options)
+        corpora = config.data.corpora()
+        if corpus_alone or tasks > 1:
+            done = [prepare_corpus(corpus, task, tasks) for corpus in corpora]
+            if not all(done):
+                return
+        if not corpus_alone:
+            # Not at the top: torch takes seconds to import, and a corpus alone needs none.
+            from torchmars.training.preparation import prepare_run
+
+            prepare_run(config, options.ranks, options.nodes)
+        for corpus in corpora:
             if warning := sources.warning(corpus):
                 say("\n".join(labelled("warning", warning)))
+
+
+def long_form(arg: str) -> str:
+    """Return `--data.NAME` for the short form `--NAME` of a setting of [data]."""
+    name = arg.partition("=")[0].removeprefix("--").replace("-", "_")
+    short = arg.startswith("--") and name in {each.name for each in fields(DataConfig)}
+    return f"--data.{arg.removeprefix('--')}" if short else arg
+
+
+def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of this task and how many there are. Raises `UserError`.
+
+    SLURM's `variables` say so where the options do not.
+    """
+    task, tasks = options.task, options.tasks
+    if (task is None) != (tasks is None):
+        raise UserError("--task and --tasks need each other: --task 0 --tasks 8 is the first of 8")
+    if task is None or tasks is None:
+        task, tasks = slurm_task(variables)
+    if task >= tasks:
+        raise UserError(
+            f"task {task} is none of {tasks} tasks: they are numbered from 0 to {tasks - 1}, "
+            "without gaps"
+        )
+    return task, tasks
+
+
+def slurm_task(variables: Mapping[str, str]) -> tuple[int, int]:
+    """Return the same for a task of a SLURM array, or else of a step; for another process 0 of 1.
+
+    A batch script outside a step is one process, however many tasks its job has.
+    """
+
+    def number(name: str, default: int) -> int:
+        value = whole_number(variables.get(name, ""))
+        return value if isinstance(value, int) else default
+
+    if count := number("SLURM_ARRAY_TASK_COUNT", 0):
+        first, step = number("SLURM_ARRAY_TASK_MIN", 0), number("SLURM_ARRAY_TASK_STEP", 1)
+        return (number("SLURM_ARRAY_TASK_ID", 0) - first) // max(1, step), count
+    return number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", 1)
+
+
+def prepare_corpus(config: ResolvedData, task: int, tasks: int) -> bool:
+    """Do this task's part of a corpus, and print what there is.
+
+    Returns whether the shards are complete. Raises `UserError`.
+    """
+    manifest = prepare_task(config, task, tasks)
+    if manifest is None:
+        say(f"task {task} of {tasks} is done: the one that ends last completes {config.path}")
+        return False
+    for name, split in manifest.splits.items():
+        say(
+            f"{config.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens "
+            f"in {split.documents:,} documents, {len(split.shards):,} shards"
+        )
+    return True
+
+
+def check_ranks(options: Prepare) -> None:
+    """Raise `UserError` if the ranks do not divide over the machines."""
+    if options.ranks % options.nodes:
+        raise UserError(
+            f"--ranks {options.ranks} does not divide over --nodes {options.nodes}: "
+            f"choose a multiple of {options.nodes}"
+        )
 
 
 if __name__ == "__main__":

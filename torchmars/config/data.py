@@ -4,12 +4,10 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from torchmars.config.fields import Amount, Mark, require
+from torchmars.config.fields import Amount, Count, Mark, Positive, require
+from torchmars.config.source import OF_FILES, OF_TOKENS, parse_source
 from torchmars.core.bounds import Name, Place, Range
-
-TEXT_SOURCES = ("stdlib", "text")
-PUBLIC_SOURCES = ("openwebtext", "fineweb-edu:sample-100BT")  # of the presets
-TOKEN_SOURCES = ("nanogpt", "llmc", "megatron")  # files of tokens by other programs, see foreign.py
+from torchmars.core.errors import UserError
 
 Packing = Literal["stream", "best_fit"]
 
@@ -40,11 +38,13 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str = "stdlib"
-    """Text to train on. stdlib: the Python standard library's sources. text: your own files.
-    nanogpt:FOLDER, llmc:FOLDER, megatron:PREFIX: tokens that another program has made."""
+    """Text to train on. stdlib: the Python standard library's sources. text:GLOB,
+    jsonl:GLOB[:FIELD], parquet:GLOB[:FIELD]: files. hf:DATASET[:CONFIG[:SPLIT[:FIELD]]]: a data
+    set of Hugging Face. openwebtext, fineweb-edu[:CONFIG]: names of two of these. nanogpt:FOLDER,
+    llmc:FOLDER, megatron:PREFIX: tokens that another program has made."""
     files: list[Annotated[str, Place()]] = field(default_factory=list)
-    """For source "text": files, folders (every .txt and .md below) and globs. A line
-    `<|endoftext|>` ends a document."""
+    """For text, jsonl and parquet: files, folders and globs beside the source's own glob. A line
+    `<|endoftext|>` of a text file ends a document."""
     tokenizer: Annotated[str, Mark.IDENTITY] = "bytes"
     """bytes (256 values and an end-of-text token), gpt2 or another encoding of tiktoken, or the
     path of a Hugging Face tokenizer.json."""
@@ -54,7 +54,14 @@ class DataConfig:
     mixture: list[PartConfig] = field(default_factory=list)
     """[[data.mixture]] tables: several corpora, with weights. In TOML only."""
     validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
-    """Share of the tokens kept for validation, by whole documents."""
+    """Share of the documents kept for validation: those whose hash falls below it."""
+    validation_seed: Count = 0
+    """Key of that hash."""
+    max_damaged: Count = 100
+    """Damaged records that are left out. One more ends the preparation."""
+    processes: Positive | None = None
+    """Processes that tokenise. The shards do not depend on it. Default: the cores that this
+    process may use."""
     separate_documents: Annotated[bool, Mark.IDENTITY] = False
     """Compute each document of a window as if it were alone: attention inside it only, positions
     from 0. An end-of-text token begins a document."""
@@ -120,26 +127,24 @@ class ResolvedData(DataConfig):
         ]
 
 
-def check_source(source: str, files: list[str], path: str | None, where: str = "") -> None:
+def check_source(text: str, files: list[str], path: str | None, where: str = "") -> None:
     """Raise `UserError`, which begins with `where`, if a corpus cannot be read from there."""
-    kind, _, place = source.partition(":")
+    try:
+        source = parse_source(text)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
     require(
-        source in (*TEXT_SOURCES, *PUBLIC_SOURCES) or kind in TOKEN_SOURCES,
-        f"{where}data.source must be one of {', '.join(TEXT_SOURCES)}, "
-        f"{', '.join(f'{each}:PATH' for each in TOKEN_SOURCES)}, got {source!r}",
+        source.kind not in OF_TOKENS or bool(source.glob),
+        f'{where}data.source = "{text}" names no files: write {source.kind}:PATH',
     )
     require(
-        kind not in TOKEN_SOURCES or bool(place),
-        f'{where}data.source = "{source}" names no files: write {kind}:PATH',
+        source.kind not in OF_FILES or bool(files or source.glob) or path is not None,
+        f"{where}data.files is empty: name the files, folders or globs that data.source = "
+        f'"{text}" reads',
     )
     require(
-        source != "text" or bool(files) or path is not None,
-        f"{where}data.files is empty: name the files, folders or globs that "
-        'data.source = "text" reads',
-    )
-    require(
-        source == "text" or not files,
-        f'{where}data.files has no meaning for data.source = "{source}": set data.source = "text"',
+        source.kind in OF_FILES or not files,
+        f'{where}data.files has no meaning for data.source = "{text}": set data.source = "text"',
     )
 
 
@@ -149,4 +154,5 @@ def folder_name(source: str, tokenizer: str) -> str:
     Of a source or a tokenizer that is a path, it has what a file name can have.
     """
     name = f"{source}-{tokenizer.removesuffix('.json').removesuffix('/tokenizer')}"
-    return re.sub(r"[^\w.-]+", "-", name)[-150:].strip("-.") or "data"
+    name = re.sub(r"[^\w.-]+", "-", name)
+    return re.sub(r"[-.]*-[-.]*", "-", name)[-150:].strip("-.") or "data"

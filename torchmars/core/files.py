@@ -79,10 +79,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file's content. Raises `OSError`."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def sha256(file: Path, begin: int = 0, end: int = 2**63) -> str:
+    """Return the SHA-256 of bytes [begin, end) of a file. Raises `OSError`."""
+    result = hashlib.sha256()
+    for piece in read_pieces(file, begin, end):
+        result.update(piece)
+    return result.hexdigest()
 
 
 def read_pieces(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator[bytes]:
@@ -105,8 +107,10 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def lock(file: Path, doing: str, patience: float = 60.0) -> None:
+def lock(file: Path, doing: str, patience: float = 60.0) -> int | None:
     """Keep other processes from what this one is `doing` for as long as it lives.
+
+    Or until it closes the descriptor that is returned; None where there are no locks.
 
     It waits `patience` seconds for one that is about to end. Raises `UserError` if that one does
     not. The file names the process that has the lock.
@@ -135,7 +139,19 @@ def lock(file: Path, doing: str, patience: float = 60.0) -> None:
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             me = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
             os.pwrite(descriptor, me.encode(), 0)
-            return
+            return descriptor
+    return None
+
+
+@contextlib.contextmanager
+def locked(file: Path, doing: str, patience: float = 60.0) -> Iterator[None]:
+    """Hold a `lock` in the body. Raises `UserError` as it does."""
+    descriptor = lock(file, doing, patience)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def is_gone(file: Path) -> bool:

@@ -1,68 +1,178 @@
-"""The corpus: documents of the standard library or of the user's files, in a fixed order."""
+"""The corpus: its files or shards in a fixed order, and the pieces that tasks share."""
 
 import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchmars.config import DataConfig
+from torchmars.config.source import OF_FILES, Source, parse_source
 from torchmars.core.errors import UserError
 
-SEPARATOR = "<|endoftext|>"  # alone on a line, it ends a document of a text file
-SUFFIXES = (".txt", ".md")  # what is read below a folder
+# What is read below a folder. Files of a text or jsonl source may also be compressed.
+SUFFIXES = {"text": (".txt", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
+COMPRESSED = (".gz", ".zst", ".xz")
+PIECES = 2048  # about how many pieces a large corpus has
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a corpus is cut. Other sizes give the same tokens in other files.
+
+    All are in bytes, but `shard_tokens`.
+    """
+
+    piece: int = 2**24
+    """The least of a piece."""
+    block: int = 2**21
+    """Text that is tokenised at once."""
+    document: int = 2**25
+    """A longer document is cut, a longer record of a file of records is damaged."""
+    shard_tokens: int = 100_000_000
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file of the corpus, or a range of its bytes, or a shard of a data set."""
+
+    name: str
+    """The file, as the config gave it, or the data set."""
+    size: int
+    """Bytes, of the range for one. A shard of a data set counts as 1."""
+    mtime_ns: int | None = None
+    """When the file was last written."""
+    begin: int = 0
+    end: int | None = None
+    """The range: what begins from byte `begin` on and before byte `end`. None: a whole file."""
+    shard: int = 0
+    shards: int = 1
+    """Which shard of how many of a data set."""
+
+
+Piece = list[Input]
+
+
+def corpus_pieces(config: DataConfig, sizes: Sizes) -> list[Piece]:
+    """Return the pieces of the corpus.
+
+    They depend on the corpus alone: consecutive files make one piece up to its size, and a file of
+    plain text beyond it is cut into ranges. Raises `UserError`.
+    """
+    source = parse_source(config.source)
+    if source.kind == "hf":
+        count = load_dataset(source).num_shards
+        return [[Input(source.dataset, 1, shard=number, shards=count)] for number in range(count)]
+    files = [describe(file) for file in source_files(config)]
+    size = max(sizes.piece, sum(file.size for file in files) // PIECES)
+    pieces: list[Piece] = []
+    room = 0
+    for file in files:
+        if file.size > size and is_plain(source.kind, file.name):
+            pieces += [[part] for part in ranges(file, size)]
+            room = 0
+        elif pieces and file.size <= room:
+            pieces[-1].append(file)
+            room -= file.size
+        else:
+            pieces.append([file])
+            room = size - file.size
+    return pieces
+
+
+def ranges(file: Input, size: int) -> list[Input]:
+    """Return a file as ranges of at most `size` bytes, all of about the same size."""
+    count = -(-file.size // size)
+    cuts = [file.size * number // count for number in range(count + 1)]
+    return [
+        Input(file.name, end - begin, file.mtime_ns, begin, end)
+        for begin, end in zip(cuts, cuts[1:])
+    ]
+
+
+def is_plain(kind: str, name: str) -> bool:
+    """Return whether a file can be read from any of its bytes on."""
+    return kind != "parquet" and not name.endswith(COMPRESSED)
+
+
+def describe(file: Path) -> Input:
+    """Return a file as it is now. Raises `UserError` if it cannot be read."""
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise UserError(f"cannot read {file} of the corpus: {error.strerror}") from None
+    return Input(str(file), stat.st_size, stat.st_mtime_ns)
 
 
 def source_files(config: DataConfig) -> list[Path]:
-    """Return the files of the corpus, sorted.
+    """Return the files of the corpus, sorted. A data set of Hugging Face has none.
 
-    Raises `UserError` if a pattern of data.files matches none.
+    Raises `UserError` if a pattern matches none.
     """
-    if config.source == "stdlib":
+    source = parse_source(config.source)
+    if source.kind == "stdlib":
         return _stdlib_files()
+    if source.kind not in OF_FILES:
+        return []
     files: set[Path] = set()
+    if source.glob:
+        files.update(matches(source.glob, source.kind, "data.source"))
     for pattern in config.files:
-        path = Path(os.path.expanduser(pattern))
-        if os.path.isdir(path):
-            found = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
-        else:
-            found = [
-                Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()
-            ]
-        if not found:
-            read = f" (a folder gives its {' and '.join(SUFFIXES)} files)"
-            raise UserError(
-                f"data.files: {pattern!r} names no text file{read * os.path.isdir(path)}"
-            )
-        files.update(found)
+        files.update(matches(pattern, source.kind, "data.files"))
+    if not files:
+        raise UserError("data.files is empty: name the files, folders or globs of the corpus")
     return sorted(files)
 
 
-def documents(config: DataConfig, file: Path) -> Iterator[str]:
-    """Yield the documents of one file of the corpus.
-
-    Raises `UserError` for a text file that is not UTF-8.
-    """
-    lines: list[str] = []
+def matches(pattern: str, kind: str, option: str) -> list[Path]:
+    """Return the files that a path, a folder or a glob names. Raises `UserError` for none."""
+    path = Path(os.path.expanduser(pattern))
+    suffixes = SUFFIXES[kind]
+    if kind != "parquet":
+        suffixes += tuple(plain + packed for plain in suffixes for packed in COMPRESSED)
     try:
-        if config.source == "stdlib":
-            yield file.read_text(encoding="utf-8", errors="replace")
-            return
-        with file.open(encoding="utf-8") as stream:
-            for line in stream:
-                if line.strip() == SEPARATOR:
-                    yield "".join(lines)
-                    lines = []
-                else:
-                    lines.append(line)
-    except UnicodeDecodeError as error:
+        if os.path.isdir(path):
+            found = [file for file in path.rglob("*") if file.name.endswith(suffixes)]
+        else:
+            found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        found = [file for file in found if file.is_file()]
+    except (OSError, ValueError):  # no characters of a path
+        found = []
+    if not found:
+        read = ""
+        if os.path.isdir(path):
+            packed = "" if kind == "parquet" else ", also compressed"
+            read = f" (a folder gives its {' and '.join(SUFFIXES[kind])} files{packed})"
+        raise UserError(f"{option}: {pattern!r} names no {kind} file{read}")
+    return found
+
+
+def load_dataset(source: Source) -> Any:
+    """Return a data set of Hugging Face, streamed.
+
+    It comes from the hub, or from a local folder. Raises `UserError`.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise missing_package("datasets", "a source of Hugging Face") from None
+    try:
+        return datasets.load_dataset(
+            source.dataset, source.config or None, split=source.split, streaming=True
+        )
+    except Exception as error:  # whatever its loader, its network or its files have raised
+        reason = next(iter(str(error).splitlines()), "")
         raise UserError(
-            f"data.files: {file} is not UTF-8 text (byte {error.start}): convert it or leave it out"
+            f"data.source: cannot open the data set {source.dataset} "
+            f"({type(error).__name__}: {reason}): check its name, config and split, and the network"
         ) from None
-    except OSError as error:
-        raise UserError(f"cannot read {file} of the corpus: {error.strerror}") from None
-    yield "".join(lines)
+
+
+def missing_package(package: str, purpose: str) -> UserError:
+    """Return the error of an optional package that is not installed."""
+    return UserError(f"{purpose} needs the package {package}: pip install 'torchmars[data]'")
 
 
 def _stdlib_files() -> list[Path]:

@@ -68,11 +68,6 @@ class Tokens:
         return replace(self, offset=offset, count=end - begin)
 
 
-def is_foreign(source: str) -> bool:
-    """Return whether data.source names files of tokens."""
-    return source.partition(":")[0] in READERS
-
-
 def index(config: ResolvedData, folder: Path) -> DataManifest:
     """Read the files that data.source names, and leave their manifest in `folder`.
 

@@ -45,14 +45,10 @@ class Loader:
         self._peeked: list[Tensor] | None = None
 
     @property
-    def samples(self) -> list[int]:
-        """How many samples of each part have been consumed."""
-        return self.shares.counts(self.position)
-
-    @property
     def epochs(self) -> list[int]:
         """How many times all windows of each part have been read."""
-        return [count // n for count, n in zip(self.samples, self.windows.lengths)]
+        read = self.shares.counts(self.position)
+        return [count // windows for count, windows in zip(read, self.windows.lengths)]
 
     def seek(self, position: int, shares: Shares) -> None:
         """Go on from global sample number `position`, as a run on any layout left it."""

@@ -1,10 +1,11 @@
 """The on-disk format: shards of tokens, and a JSON manifest that says what they hold.
 
-A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files
-`train-00000.bin`, `validation-00000.bin` of little-endian tokens without a header, uint16 or
-uint32 as the manifest says. The manifest is written last of those that a run needs, so a folder
-without one is unfinished. Where another program made the tokens (see foreign.py), the folder has
-the manifest alone, whose shards are parts of that program's files.
+A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files such as
+`train-00000-000.bin` of little-endian tokens without a header, uint16 or uint32 as the manifest
+says. The numbers are those of a piece of the corpus, and of a shard of it. The manifest is written
+last of those that a run needs, so a folder without one is unfinished. Where another program made
+the tokens (see foreign.py), the folder has the manifest alone, whose shards are parts of that
+program's files.
 """
 
 import hashlib
@@ -81,6 +82,8 @@ class DataManifest:
     validation_fraction: float | None = None
     tokenizer_sha256: str | None = None
     """Of the file that the tokenizer was read from; None for one that has a name."""
+    validation_seed: int | None = None
+    """None where documents were not split by their hash, as older versions did."""
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
@@ -131,9 +134,9 @@ def check_splits(manifest: DataManifest) -> None:
 
 def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` if `folder` was made from something else than the config asks for."""
-    for key in ("tokenizer", "source", "files", "validation_fraction"):
+    for key in ("tokenizer", "source", "files", "validation_fraction", "validation_seed"):
         found, wanted = getattr(manifest, key), getattr(config, key)
-        unknown = key == "files" and not wanted or key == "validation_fraction" and found is None
+        unknown = key == "files" and not wanted or key.startswith("validation") and found is None
         if found != wanted and not unknown:
             raise UserError(
                 f"{folder} was prepared with data.{key} = {json.dumps(found)}, "

@@ -17,6 +17,7 @@ from torchmars.data.manifest import DataManifest
 from torchmars.data.packed import METHOD as PACKED
 from torchmars.data.packed import PackedWindows, pack_shards
 from torchmars.data.shards import Level, check_shards, check_size, check_vocabulary
+from torchmars.data.tokenizer import Tokenizer
 from torchmars.data.windows import Windows
 
 
@@ -157,11 +158,11 @@ class Mixture:
             packed = self.packing == PACKED
             check_size(part.manifest, seq_len, max(count, 1), part.folder, packed)
 
-    def pack(self, seq_len: int, end_of_text: int) -> None:
+    def pack(self, seq_len: int, tokenizer: Tokenizer) -> None:
         """Pack the shards of all parts, if they are to be packed. Raises `UserError`."""
         if self.packing == PACKED:
             for part in self.parts:
-                pack_shards(part.folder, part.manifest, seq_len, end_of_text)
+                pack_shards(part.folder, part.manifest, seq_len, tokenizer.end_of_text)
 
     def verify(self, level: Level, rank: int = 0, ranks: int = 1) -> None:
         """Raise `UserError` naming the first shard that is missing, truncated or altered.

@@ -10,6 +10,7 @@ import hashlib
 import os
 import socket
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -75,12 +76,13 @@ def pack_shards(folder: Path, manifest: DataManifest, seq_len: int, end_of_text:
 
     Raises `UserError` for a shard that is damaged, and where the folder cannot be written to.
     """
-    missing = [
-        (Windows(folder, manifest.splits[name], manifest.dtype, seq_len), number)
-        for name in SPLITS
-        for number, shard in enumerate(manifest.splits[name].shards)
-        if not is_good(packing_file(folder, shard, seq_len), shard, seq_len, end_of_text)
-    ]
+    splits = [Windows(folder, manifest.splits[name], manifest.dtype, seq_len) for name in SPLITS]
+    found = [(windows, number) for windows in splits for number in range(len(windows.shards))]
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        good = pool.map(
+            lambda each: is_good(folder, each[0].shards[each[1]], seq_len, end_of_text), found
+        )
+        missing = [each for each, done in zip(found, good) if not done]
     for windows, number in tqdm(missing, "packing", unit=" shards", disable=not missing):
         shard = windows.shards[number]
         check_shard(shard, manifest.dtype, folder)
@@ -102,10 +104,10 @@ def packing_file(folder: Path, shard: Shard, seq_len: int) -> Path:
     return folder / f"{METHOD}-{seq_len}" / f"{shard.sha256}.bin"
 
 
-def is_good(file: Path, shard: Shard, seq_len: int, end_of_text: int) -> bool:
-    """Return whether a file is there, whole, and the packing of a shard."""
+def is_good(folder: Path, shard: Shard, seq_len: int, end_of_text: int) -> bool:
+    """Return whether the packing of a shard is there, whole, and of that shard."""
     try:
-        data = file.read_bytes()
+        data = packing_file(folder, shard, seq_len).read_bytes()
     except OSError:
         return False
     return data[:DIGEST] == digest(data[DIGEST:], shard, seq_len, end_of_text)

@@ -1,21 +1,34 @@
-"""From a corpus to shards: tokenised once, under a lock."""
+"""From a corpus to shards: tokenised once, by one process or by tasks side by side."""
 
-import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tqdm import tqdm
-
-from torchmars.config import DataConfig, ResolvedData
+from torchmars.config import ResolvedData
+from torchmars.config.source import OF_TOKENS, parse_source
+from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import lock
-from torchmars.data import corpus, foreign, sources
+from torchmars.core.files import PARTIAL, locked, remove
+from torchmars.data import foreign
+from torchmars.data import plan as plans
+from torchmars.data.corpus import Sizes
+from torchmars.data.documents import Block, Encoded, Encoder
+from torchmars.data.finish import check_damage, finish_folder, rename_folder
 from torchmars.data.manifest import DataManifest, check_manifest, read_manifest
-from torchmars.data.tokenizer import load_tokenizer
-from torchmars.data.writer import write_shards
+from torchmars.data.plan import Plan, begin_plan, make_plan
+from torchmars.data.progress import Progress
+from torchmars.data.reading import read_piece
+from torchmars.data.tokenizer import TokenDtype, load_tokenizer, smallest_dtype
+from torchmars.data.workers import Submit, start_workers
+from torchmars.data.writer import PieceWriter, read_record
 
-LOCK_SECONDS = 7 * 86400.0  # how long one machine may prepare while the others wait
+LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
+SIZES = Sizes()
+AHEAD = 2  # blocks that are read ahead for each process that tokenises
 
 
 def prepare_shards(config: ResolvedData) -> DataManifest:
@@ -24,49 +37,191 @@ def prepare_shards(config: ResolvedData) -> DataManifest:
     Raises `UserError` if they were made from something else than `config` asks for. Their bytes
     are left to `check_shards`.
     """
+    manifest = prepare_task(config, 0, 1)
+    assert manifest is not None  # there are no other tasks
+    return manifest
+
+
+def prepare_task(
+    config: ResolvedData, task: int, tasks: int, sizes: Sizes = SIZES
+) -> DataManifest | None:
+    """Make the shards of pieces `task`, `task + tasks`, ... of the corpus.
+
+    Whoever finds that all pieces are done makes the folder complete. Returns its manifest, or None
+    where other tasks are not done yet. Raises `UserError`.
+    """
     folder = Path(config.path)
-    if not os.path.exists(folder / "manifest.json"):
-        named = Path(os.path.realpath(folder))  # also where it is "."
-        # On several machines all begin with this.
-        lock(named.with_name(named.name + ".lock"), f"preparing {folder}", LOCK_SECONDS)
-    if not os.path.exists(folder / "manifest.json"):
-        (foreign.index if foreign.is_foreign(config.source) else tokenise)(config, folder)
+    if not has_manifest(folder) and parse_source(config.source).kind in OF_TOKENS:
+        with turn(folder):
+            if not has_manifest(folder):
+                foreign.index(config, folder)
+    if not has_manifest(folder):
+        plan = make_plan(config, sizes)
+        try:
+            # On several machines all begin with this; the others find it done.
+            with turn(folder):
+                begin_folder(plan, folder)
+                if tasks == 1:
+                    make_pieces(config, plan, folder, 0, 1, sizes)
+            make_pieces(config, plan, folder, task, tasks, sizes)
+            with turn(folder):
+                finish(config, plan, folder)
+        except OSError as error:
+            raise UserError(
+                f"cannot write the shards to {folder}: {error}: set data.path to a folder you can "
+                "write"
+            ) from None
+    if not has_manifest(folder):
+        return None
     found = read_manifest(folder)
     check_manifest(found, config, folder)
     return found
 
 
-def tokenise(config: ResolvedData, folder: Path) -> None:
-    """Write the shards of the corpus, and what they were made from, to `folder`."""
-    files = corpus.source_files(config)
-    tokenizer = load_tokenizer(config.tokenizer)
-    made_from: dict[Path, sources.Source] = {}
-    try:
-        write_shards(config, tokenizer, read(config, files, made_from), folder)
-        sources.write(folder, made_from)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the shards to {folder}: {error}: set data.path to a folder you can write"
-        ) from None
+def has_manifest(folder: Path) -> bool:
+    """Return whether a folder is complete."""
+    return os.path.exists(folder / "manifest.json")
 
 
-def read(
-    config: DataConfig, files: list[Path], made_from: dict[Path, sources.Source]
-) -> Iterator[str]:
-    """Yield all documents of `files`, with a progress bar.
+def partial_of(folder: Path) -> Path:
+    """Return where a folder is made."""
+    real = Path(os.path.realpath(folder))  # also where it is "."
+    return real.with_name(real.name + PARTIAL)
 
-    `made_from` gets size, time and checksum of each file.
+
+def turn(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock of a folder in the body, as soon as no other process holds it."""
+    real = Path(os.path.realpath(folder))
+    return locked(real.with_name(real.name + ".lock"), f"preparing {folder}", LOCK_SECONDS)
+
+
+def begin_folder(plan: Plan, folder: Path) -> None:
+    """Make the folder in which the pieces are made, or see that it was begun with the same plan.
+
+    Raises `UserError` for another plan, and for a `folder` that holds other files.
     """
-    with tqdm(
-        total=sum(file.stat().st_size for file in files),
-        unit="B",
-        unit_scale=True,
-        desc=f"tokenising {config.source} ({config.tokenizer})",
-    ) as bar:
-        for file in files:
-            with contextlib.suppress(OSError):  # `documents` names a file that cannot be read
-                made_from[file] = sources.describe(file)
-            for document in corpus.documents(config, file):
-                yield document
-                bar.update(len(document))
-        bar.update(bar.total - bar.n)
+    partial = partial_of(folder)
+    if has_manifest(folder) or has_manifest(partial):
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(
+            f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
+        )
+    if os.path.lexists(partial) and not (partial / plans.NAME).exists():
+        remove(partial)  # an older version has left it
+    begin_plan(plan, partial)
+
+
+def make_pieces(
+    config: ResolvedData, plan: Plan, folder: Path, task: int, tasks: int, sizes: Sizes
+) -> None:
+    """Make those of the task's pieces that are not done.
+
+    Raises `UserError` for more damaged records than the config allows.
+    """
+    partial = partial_of(folder)
+    if has_manifest(folder) or has_manifest(partial):
+        return
+    records = [read_record(partial, number) for number in range(len(plan.pieces))]
+    damaged = sum(record.damaged for record in records)
+    check_damage(config, damaged, partial)
+    mine = [number for number in range(task, len(plan.pieces), tasks) if not records[number].done]
+    if not mine:
+        return
+    began, text, tokens = time.monotonic(), 0, 0
+    encoder = make_encoder(config, sizes)
+    total = sum(plan.piece_size(number) for number in mine)
+    read = sum(records[number].read for number in mine)
+    processes = config.processes or len(os.sched_getaffinity(0))
+    if encoder.kind != "hf":  # no more than there are blocks
+        processes = max(1, min(processes, -(-(total - read) // sizes.block)))
+    what = f"tokenising {config.source} ({config.tokenizer})"
+    unit = " shards" if encoder.kind == "hf" else "B"
+    with Progress(what, total, read, unit) as progress, start_workers(encoder, processes) as submit:
+        blocks = read_pieces(config, plan, partial, mine, encoder.dtype, sizes)
+        for writer, block, encoded in in_order(blocks, submit, AHEAD * processes):
+            before = writer.record.read
+            if block is None or encoded is None:
+                writer.close(plan.piece_size(writer.number))
+                progress.add(writer.record.read - before)
+                continue
+            writer.add(block, encoded)
+            progress.add(block.read - before, encoded)
+            text += encoded.text
+            tokens += sum(len(each) for each in encoded.tokens.values())
+            damaged += len(encoded.damaged)
+            if damaged > config.max_damaged:
+                writer.save()
+                check_damage(config, damaged, partial)
+    seconds = time.monotonic() - began
+    say(
+        f"tokenised {text / 1e6:,.1f} MB to {tokens:,} tokens in {seconds:,.1f} s: "
+        f"{text / 1e6 / seconds:,.2f} MB/s with {processes} process{'es' * (processes > 1)}"
+    )
+
+
+def make_encoder(config: ResolvedData, sizes: Sizes) -> Encoder:
+    """Return what parses, splits and tokenises the corpus."""
+    source = parse_source(config.source)
+    return Encoder(
+        source.kind,
+        source.field,
+        config.tokenizer,
+        config.validation_fraction,
+        config.validation_seed,
+        smallest_dtype(load_tokenizer(config.tokenizer).vocab_size),
+        sizes.document,
+    )
+
+
+def read_pieces(
+    config: ResolvedData,
+    plan: Plan,
+    partial: Path,
+    numbers: list[int],
+    dtype: TokenDtype,
+    sizes: Sizes,
+) -> Iterator[tuple[PieceWriter, Block | None]]:
+    """Yield the blocks that are left of pieces, each with its writer; None ends a piece."""
+    source = parse_source(config.source)
+    for number in numbers:
+        # A piece has one writer: another process may have been started on it too.
+        writer = PieceWriter(partial, number, dtype, sizes.shard_tokens, LOCK_SECONDS)
+        if not (partial / plans.NAME).exists():  # that one has made the folder complete
+            return
+        if not writer.record.done:
+            for block in read_piece(plan.pieces[number], source, writer.position, sizes):
+                yield writer, block
+        yield writer, None
+
+
+def in_order(
+    blocks: Iterable[tuple[PieceWriter, Block | None]], submit: Submit, ahead: int
+) -> Iterator[tuple[PieceWriter, Block | None, Encoded | None]]:
+    """Yield blocks in their order with what became of them; at most `ahead` are under way."""
+    pending: deque[tuple[PieceWriter, Block | None, Future[Encoded] | None]] = deque()
+    for writer, block in blocks:
+        pending.append((writer, block, submit(block) if block else None))
+        while len(pending) > ahead:
+            yield settled(*pending.popleft())
+    while pending:
+        yield settled(*pending.popleft())
+
+
+def settled(
+    writer: PieceWriter, block: Block | None, future: "Future[Encoded] | None"
+) -> tuple[PieceWriter, Block | None, Encoded | None]:
+    """Return the same, with the result of the future."""
+    return writer, block, future.result() if future else None
+
+
+def finish(config: ResolvedData, plan: Plan, folder: Path) -> None:
+    """Make the folder complete if all pieces are done, and no other process has done so."""
+    partial = partial_of(folder)
+    if has_manifest(folder):
+        return
+    if not has_manifest(partial):
+        if not all(read_record(partial, number).done for number in range(len(plan.pieces))):
+            return
+        finish_folder(config, plan, partial)
+    rename_folder(partial, Path(os.path.realpath(folder)))

@@ -1,13 +1,12 @@
 """Whether shards are what their manifest says, and fit a run."""
 
-import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import read_pieces
+from torchmars.core.files import sha256
 from torchmars.data.manifest import SPLITS, DataManifest, Shard, numpy_dtype
 from torchmars.data.tokenizer import TokenDtype
 
@@ -47,20 +46,12 @@ def check_shard(shard: Shard, dtype: TokenDtype, folder: Path, level: Level = "f
             raise UserError(
                 f"the shard {path} has {size} bytes, its manifest says{least} {end}: {remedy}"
             )
-        if level == "full" and digest(path, shard.offset, end) != shard.sha256:
+        if level == "full" and sha256(path, shard.offset, end) != shard.sha256:
             raise UserError(
                 f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}"
             )
     except OSError as error:
         raise UserError(f"the shard {path} cannot be read ({error.strerror}): {remedy}") from None
-
-
-def digest(file: Path, begin: int, end: int) -> str:
-    """Return the SHA-256 of bytes [begin, end) of a file. Raises `OSError`."""
-    result = hashlib.sha256()
-    for piece in read_pieces(file, begin, end):
-        result.update(piece)
-    return result.hexdigest()
 
 
 def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:

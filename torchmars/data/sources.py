@@ -1,6 +1,7 @@
 """The files that a corpus was tokenised from, and whether they are still the same.
 
-`sources.json` beside the shards has their names, as the config gave them, sizes, times and SHA-256.
+`sources.json` beside the shards has their names, as the config gave them, sizes and times, and the
+SHA-256 of each file where the corpus is not too large to be read once more for it.
 """
 
 import contextlib
@@ -9,12 +10,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchmars.config import ResolvedData
+from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, sha256, write_durably
 from torchmars.core.typed import make, parse_json
 from torchmars.data.corpus import source_files
+from torchmars.data.plan import Plan
 
 NAME = "sources.json"
+LARGEST_HASHED = 2**30  # bytes of a corpus whose files are hashed
 
 
 @dataclass
@@ -23,18 +27,22 @@ class Source:
 
     size: int
     mtime_ns: int
-    sha256: str
+    sha256: str | None = None
+    """None for a file of a large corpus."""
 
 
-def describe(file: Path) -> Source:
-    """Return a file as it is now. Raises `OSError`."""
-    stat = file.stat()
-    return Source(stat.st_size, stat.st_mtime_ns, sha256(file))
-
-
-def write(folder: Path, sources: dict[Path, Source]) -> None:
+def write(folder: Path, plan: Plan) -> None:
     """Write beside the shards in `folder` what they were made from."""
-    entries = {str(file): asdict(source) for file, source in sources.items()}
+    sources: dict[str, Source] = {}
+    for each in (each for piece in plan.pieces for each in piece):
+        if each.mtime_ns is None:
+            continue
+        source = sources.setdefault(each.name, Source(0, each.mtime_ns))
+        source.size += each.size  # of all its ranges
+    for name, source in sources.items():
+        if plan.size <= LARGEST_HASHED and change(Path(name), source) is None:
+            source.sha256 = sha256(Path(name))
+    entries = {name: asdict(source) for name, source in sources.items()}
     write_durably(folder / NAME, json.dumps(entries, indent=1) + "\n")
 
 
@@ -61,7 +69,8 @@ def warning(config: ResolvedData) -> str | None:
         f"{file} {what}" for file, source in sources.items() if (what := change(file, source))
     ]
     with contextlib.suppress(UserError):  # a pattern that matches nothing: its files are gone
-        added = set(source_files(config)) - set(sources) if config.files else set()
+        named = config.files or parse_source(config.source).glob
+        added = set(source_files(config)) - set(sources) if named else set()
         changes += [f"{file} is new" for file in sorted(added)]
     if not changes:
         return None
@@ -82,7 +91,10 @@ def change(file: Path, source: Source) -> str | None:
         stat = file.stat()
         if stat.st_size != source.size:
             return "has changed"
-        same = stat.st_mtime_ns == source.mtime_ns or sha256(file) == source.sha256
-        return None if same else "has changed"
+        if stat.st_mtime_ns == source.mtime_ns:
+            return None
+        if source.sha256 is None:
+            return "was written to"
+        return None if sha256(file) == source.sha256 else "has changed"
     except OSError:
         return "is gone"

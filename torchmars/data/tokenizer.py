@@ -208,13 +208,15 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if name in KNOWN:
         return TiktokenTokenizer(name)
-    if "/" in name or name.endswith(".json") or os.path.exists(name):
+    if "/" in name or name.endswith(".json"):
         return FileTokenizer(name)
     import tiktoken
 
     known = [ByteTokenizer.name, *tiktoken.list_encoding_names()]
     if name in known:
         return TiktokenTokenizer(name)
+    if os.path.exists(name):
+        return FileTokenizer(name)
     raise UserError(
         f"data.tokenizer: there is none called {name!r}: did you mean {nearest(name, known)}? "
         f"It is one of {', '.join(known)}, or the path of a tokenizer.json"

@@ -1,147 +1,200 @@
-"""Writes tokenised documents into shards."""
+"""Writes the tokens of a piece of the corpus, so that a kill at any moment loses and doubles none.
 
-import hashlib
+A piece has shards of its own for each split, and a record of how far its input has come and how
+long its files were then. A start from the record cuts the files to these lengths and goes on.
+"""
+
+import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, remove
-from torchmars.data.manifest import (
-    FORMAT,
-    SPLITS,
-    DataManifest,
-    Shard,
-    Split,
-    numpy_dtype,
-)
-from torchmars.data.tokenizer import TokenDtype, Tokenizer, smallest_dtype
+from torchmars.core.files import lock, read_text, sha256, sync_folder, write_durably
+from torchmars.core.typed import make, parse_json
+from torchmars.data.documents import Block, Encoded, Position
+from torchmars.data.manifest import SPLITS, Shard, Split, numpy_dtype
+from torchmars.data.tokenizer import TokenDtype
 
-SHARD_TOKENS = 100_000_000
+SAVE_SECONDS = 1.0  # at most so often a piece is made durable
 
 
-class ShardWriter:
-    """Writes the documents of one split into shards; `close` returns the split."""
+@dataclass
+class Record:
+    """How far a piece has come: what its files hold, and where its input goes on."""
+
+    position: list[int] = field(default_factory=lambda: [0, 0, 0])
+    read: int = 0
+    """Bytes of the input up to there."""
+    text: int = 0
+    """Bytes of the documents."""
+    damaged: int = 0
+    """Damaged records."""
+    damaged_bytes: int = 0
+    """Length of the file that lists them."""
+    splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
+    """The shards are listed when the piece is done."""
+    done: bool = False
+
+
+def record_file(folder: Path, number: int) -> Path:
+    """Return where the record of a piece is."""
+    return folder / f"piece-{number:05d}.json"
+
+
+def damaged_file(folder: Path, number: int) -> Path:
+    """Return where the damaged records of a piece are listed."""
+    return folder / f"damaged-{number:05d}.jsonl"
+
+
+def read_record(folder: Path, number: int) -> Record:
+    """Return the record of a piece; an empty one for one not begun. Raises `UserError`."""
+    file = record_file(folder, number)
+    try:
+        return make(Record, parse_json(read_text(file)))
+    except FileNotFoundError:
+        return Record()
+    except (OSError, ValueError, UserError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}): remove the folder {folder} to begin anew"
+        ) from None
+
+
+class PieceWriter:
+    """Writes the shards of one piece, from where its record says on."""
 
     def __init__(
-        self, folder: Path, name: str, dtype: TokenDtype, shard_tokens: int = SHARD_TOKENS
+        self,
+        folder: Path,
+        number: int,
+        dtype: TokenDtype,
+        shard_tokens: int,
+        patience: float = 60.0,
     ) -> None:
-        self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
+        """Begin a piece, or go on with it.
+
+        Waits `patience` seconds for another process that writes it. Raises `UserError`.
+        """
+        self.folder, self.number, self.shard_tokens = folder, number, shard_tokens
         self.dtype = numpy_dtype(dtype)
-        self.split = Split()
-        self.tokens = 0
-        self._buffer: list[np.ndarray] = []
-        self._buffered = 0
+        file = folder / f"piece-{number:05d}.lock"
+        self.lock = lock(file, f"writing piece {number} of {folder}", patience)
+        self.record = read_record(folder, number)
+        self.saved = time.monotonic()
+        self.unsaved: set[Path] = set()
+        """Files with bytes that are not durable yet."""
+        if not self.record.done:
+            self.cut_files()
 
-    def add(self, tokens: np.ndarray) -> None:
-        """Append one document, its end-of-text token included."""
-        self.split.documents += 1
-        self.split.max_token = max(self.split.max_token, int(tokens.max()))
-        self.tokens += len(tokens)
-        self._buffer.append(tokens)
-        self._buffered += len(tokens)
-        while self._buffered >= self.shard_tokens:
-            self._write(self.shard_tokens)
+    @property
+    def position(self) -> Position:
+        """Where the input goes on."""
+        number, offset, lines = self.record.position
+        return number, offset, lines
 
-    def close(self) -> Split:
-        if self._buffered:
-            self._write(self._buffered)
-        return self.split
+    def cut_files(self) -> None:
+        """Cut the files to what the record says of them. Raises `UserError` if they have less."""
+        lengths = {
+            self.folder / self.shard_name(name, index): count * self.dtype.itemsize
+            for name, split in self.record.splits.items()
+            for index, count in enumerate(self.shard_lengths(split.tokens))
+        }
+        if self.record.damaged_bytes:
+            lengths[damaged_file(self.folder, self.number)] = self.record.damaged_bytes
+        for file in self.files():
+            if file not in lengths:
+                file.unlink()
+        for file, length in lengths.items():
+            if not file.exists() or file.stat().st_size < length:
+                raise UserError(
+                    f"{file} is shorter than its record says: remove the folder {self.folder} to "
+                    "begin anew"
+                )
+            os.truncate(file, length)
 
-    def _write(self, count: int) -> None:
-        tokens = np.concatenate(self._buffer)
-        data = tokens[:count].astype(self.dtype).tobytes()
-        file = f"{self.name}-{len(self.split.shards):05d}.bin"
-        (self.folder / file).write_bytes(data)
-        self.split.shards.append(Shard(file, count, hashlib.sha256(data).hexdigest()))
-        self.split.tokens += count
-        self._buffer, self._buffered = [tokens[count:]], len(tokens) - count
+    def files(self) -> list[Path]:
+        """Return the files of this piece that exist, but the record."""
+        shards = [file for name in SPLITS for file in self.folder.glob(self.shard_name(name))]
+        listed = damaged_file(self.folder, self.number)
+        return [*shards, *([listed] if listed.exists() else [])]
+
+    def shard_name(self, split: str, index: int | None = None) -> str:
+        """Return the name of a shard of this piece, or the pattern of all of a split."""
+        return f"{split}-{self.number:05d}-{'*' if index is None else f'{index:03d}'}.bin"
+
+    def shard_lengths(self, tokens: int) -> list[int]:
+        """Return the tokens of each shard of a split of `tokens` tokens."""
+        full, rest = divmod(tokens, self.shard_tokens)
+        return [self.shard_tokens] * full + [rest] * (rest > 0)
+
+    def add(self, block: Block, encoded: Encoded) -> None:
+        """Append what a block holds. Makes it durable if the last time was a while ago."""
+        record = self.record
+        for name, tokens in encoded.tokens.items():
+            split = record.splits[name]
+            self.append_tokens(name, split.tokens, tokens)
+            split.tokens += len(tokens)
+            split.documents += encoded.documents[name]
+            split.max_token = max(split.max_token, int(tokens.max(initial=0)))
+        if encoded.damaged:
+            lines = "".join(json.dumps(each) + "\n" for each in encoded.damaged).encode()
+            self.append(damaged_file(self.folder, self.number), lines)
+            record.damaged += len(encoded.damaged)
+            record.damaged_bytes += len(lines)
+        record.text += encoded.text
+        record.position, record.read = list(block.end), block.read
+        if time.monotonic() - self.saved >= SAVE_SECONDS:
+            self.save()
+
+    def append_tokens(self, split: str, before: int, tokens: np.ndarray) -> None:
+        """Append tokens to a split that has `before` tokens, shard by shard."""
+        while len(tokens):
+            index, used = divmod(before, self.shard_tokens)
+            some = tokens[: self.shard_tokens - used]
+            data = some.astype(self.dtype, copy=False).tobytes()
+            self.append(self.folder / self.shard_name(split, index), data)
+            before, tokens = before + len(some), tokens[len(some) :]
+
+    def append(self, file: Path, data: bytes) -> None:
+        """Append to a file; `save` makes it durable."""
+        with file.open("ab") as stream:
+            stream.write(data)
+        self.unsaved.add(file)
+
+    def save(self) -> None:
+        """Make the piece durable as it is: first its files, then the record of their lengths."""
+        for file in sorted(self.unsaved):
+            sync_file(file)
+        if self.unsaved:
+            sync_folder(self.folder)
+        self.unsaved.clear()
+        write_durably(record_file(self.folder, self.number), json.dumps(asdict(self.record)))
+        self.saved = time.monotonic()
+
+    def close(self, size: int) -> None:
+        """Make the piece, of `size` bytes of input, durable and done, and let go of it."""
+        if not self.record.done:
+            self.end(size)
+        if self.lock is not None:
+            os.close(self.lock)
+
+    def end(self, size: int) -> None:
+        """List the shards of the piece, and make it durable."""
+        self.record.read = size
+        for name, split in self.record.splits.items():
+            split.shards = [
+                Shard(file, count, sha256(self.folder / file))
+                for index, count in enumerate(self.shard_lengths(split.tokens))
+                for file in [self.shard_name(name, index)]
+            ]
+        self.record.done = True
+        self.save()
 
 
-def write_shards(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    documents: Iterator[str],
-    folder: Path,
-    shard_tokens: int = SHARD_TOKENS,
-) -> DataManifest:
-    """Tokenise `documents` into `folder`, which appears only once it is complete.
-
-    Returns the manifest. Raises `UserError` for a corpus without text and for a `folder` that holds
-    other files.
-    """
-    folder = folder.resolve()
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(
-            f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
-        )
-    partial = folder.with_name(folder.name + PARTIAL)
-    if os.path.lexists(partial):
-        remove(partial)
-    partial.mkdir(parents=True)
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    train, validation = (ShardWriter(partial, name, dtype, shard_tokens) for name in SPLITS)
-    split_documents(_tokenised(tokenizer, documents), train, validation, config.validation_fraction)
-    if not train.tokens:
-        raise UserError("the corpus has no text: check data.files")
-
-    manifest = DataManifest(
-        tokenizer.name,
-        tokenizer.vocab_size,
-        config.source,
-        config.files,
-        {"train": train.close(), "validation": validation.close()},
-        dtype,
-        config.validation_fraction,
-        tokenizer.sha256,
-    )
-    (partial / "manifest.json").write_text(FORMAT.text(asdict(manifest)))
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
-    return manifest
-
-
-def split_documents(
-    documents: Iterator[np.ndarray], train: ShardWriter, validation: ShardWriter, fraction: float
-) -> None:
-    """Write each of the tokenised `documents` to one of two splits.
-
-    A document goes to validation whenever its share of the tokens has fallen below `fraction`. A
-    corpus of a single document is cut near its end instead.
-    """
-    first: np.ndarray | None = next(documents, None)
-    if first is None:
-        return
-    for tokens in documents:
-        if first is not None:  # there is a second one, so it need not be cut
-            train.add(first)
-            first = None
-        share = validation.tokens / (train.tokens + validation.tokens)
-        (validation if share < fraction else train).add(tokens)
-    if first is not None:
-        cut = len(first) - max(1, int(len(first) * fraction))
-        train.add(first[:cut])
-        validation.add(first[cut:])
-
-
-def _tokenised(
-    tokenizer: Tokenizer, documents: Iterator[str], batch_characters: int = 4_000_000
-) -> Iterator[np.ndarray]:
-    """Yield each non-empty document's tokens with end-of-text. Batches are for speed."""
-    end = np.array([tokenizer.end_of_text], dtype=smallest_dtype(tokenizer.vocab_size))
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        if not document.strip():
-            continue
-        batch.append(document)
-        size += len(document)
-        if size >= batch_characters:
-            yield from (np.concatenate([tokens, end]) for tokens in tokenizer.encode_batch(batch))
-            batch, size = [], 0
-    yield from (np.concatenate([tokens, end]) for tokens in tokenizer.encode_batch(batch))
+def sync_file(file: Path) -> None:
+    """Make the bytes of a file durable."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())

@@ -54,7 +54,7 @@ def prepare_data(config: ResolvedConfig) -> Mixture:
     data = mixture_of(config.data, [prepare_shards(corpus) for corpus in config.data.corpora()])
     model = build_meta_model(config.model, data.vocab_size, training.seq_len)
     data.check(model.vocab_rows, training.seq_len, training.global_batch_size)
-    data.pack(training.seq_len, load_tokenizer(config.data.tokenizer).end_of_text)
+    data.pack(training.seq_len, load_tokenizer(config.data.tokenizer))
     return data
 
 

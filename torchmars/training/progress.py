@@ -48,26 +48,21 @@ class Progress:
             f"to step {state.step}: {checkpoint}; the data goes on at sample {state.position}",
         )
 
-    def report(
-        self, state: RunState, loss: float, lr: float, samples: list[int]
-    ) -> dict[str, float]:
-        """Report a step; return the optimizer's telemetry. Waits for the device.
-
-        `samples` are those read of each part of the mixture.
-        """
+    def report(self, state: RunState, loss: float, lr: float) -> dict[str, float]:
+        """Report a step; return the optimizer's telemetry. Waits for the device."""
         telemetry = self.optimizer.telemetry()
         self.optimizer.start_interval()
         tokens = state.position * self.config.seq_len
         more = {"tokens": tokens, "optimizer_ms": self.stopwatch.milliseconds()}
         self.metrics.train(state.step, loss, lr, telemetry | more)
         if self.data.names:
-            self.metrics.data(state.step, self._read(samples))
+            self.metrics.data(state.step, self._read(state))
         return telemetry
 
-    def _read(self, samples: list[int]) -> dict[str, float]:
+    def _read(self, state: RunState) -> dict[str, float]:
         """Return the tokens read of each part of the mixture so far, and how often that is all."""
         values: dict[str, float] = {}
-        for part, count in zip(self.data.parts, samples):
+        for part, count in zip(self.data.parts, state.shares.counts(state.position)):
             tokens = count * self.config.seq_len
             values[f"{part.name}/tokens"] = tokens
             values[f"{part.name}/epochs"] = tokens / part.manifest.splits["train"].tokens

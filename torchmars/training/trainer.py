@@ -184,8 +184,7 @@ class Trainer:
 
     def report(self, loss: Tensor, lr: float) -> None:
         """Report the step just made. Waits for the device."""
-        mean, samples = self.layout.mean_loss(loss), self.loader.samples
-        telemetry = self.progress.report(self.state, mean, lr, samples)
+        telemetry = self.progress.report(self.state, self.layout.mean_loss(loss), lr)
         self.loss_guard.check_skipped(telemetry, self.state.step)
 
     def validation_due(self) -> bool:

@@ -1,0 +1,371 @@
+"""The same shards however they are made: any processes and tasks, and after any kill."""
+
+import json
+import os
+import random
+import signal
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchmars.commands import prepare as command
+from torchmars.config import DataConfig
+from torchmars.core.errors import UserError
+from torchmars.core.files import sha256
+from torchmars.data import writer
+from torchmars.data.corpus import Sizes
+from torchmars.data.manifest import read_manifest
+from torchmars.data.prepare import prepare_task
+from torchmars.data.shards import check_shards
+
+SIZES = Sizes(piece=3000, block=700, document=2000, shard_tokens=1000)
+
+
+@pytest.fixture(autouse=True)
+def always_durable(monkeypatch):
+    monkeypatch.setattr(writer, "SAVE_SECONDS", 0.0)
+
+
+def texts(count, seed=0):
+    rng = random.Random(seed)
+    return [
+        " ".join(rng.choice(["fox", "hill", "river", "é"]) for _ in range(rng.randrange(1, 60)))
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A corpus of two files of JSON lines, of which one is compressed, and two bad lines."""
+    import gzip
+
+    lines = [json.dumps({"text": text}) for text in texts(100)]
+    lines[7] = lines[70] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:60]))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[60:]).encode()))
+    source = f"jsonl:{tmp_path}/*.jsonl*"
+    shards = str(tmp_path / "one")
+    return DataConfig(source, path=shards, validation_fraction=0.2, processes=1).resolve()
+
+
+def made(config, name, tasks=1, **changes):
+    """The name and SHA-256 of each file that is made, but what names the corpus."""
+    config = replace(config, path=str(Path(config.path).parent / name), **changes)
+    for task in range(tasks):
+        prepare_task(config, task, tasks, SIZES)
+    return files_of(config)
+
+
+def files_of(config):
+    folder = Path(config.path)
+    check_shards(read_manifest(folder), folder)
+    assert not list(folder.parent.glob("*.partial"))
+    return {file.name: sha256(file) for file in folder.iterdir()}
+
+
+def documents_of(config, name):
+    folder = Path(config.path)
+    shards = [folder / shard.file for shard in read_manifest(folder).splits[name].shards]
+    tokens = np.concatenate([np.fromfile(file, "<u2") for file in shards])
+    ends = np.flatnonzero(tokens == 256)
+    assert ends[-1] == len(tokens) - 1
+    return [bytes(part[part < 256].tolist()).decode() for part in np.split(tokens, ends + 1)[:-1]]
+
+
+def test_shards_hold_every_document_once_in_its_split(config):
+    names = made(config, "one")
+    expected = [text for number, text in enumerate(texts(100)) if number not in (7, 70)]
+    train, validation = (documents_of(config, name) for name in ("train", "validation"))
+    assert sorted(train + validation) == sorted(expected)
+    assert train == [text for text in expected if text in set(train)]  # in the corpus's order
+    assert not set(train) & set(validation) and 5 < len(validation) < 40
+    assert len([name for name in names if name.startswith("train-00000")]) > 1
+    damaged = (Path(config.path) / "damaged.jsonl").read_text().splitlines()
+    assert [(Path(each["file"]).name, each["place"]) for each in map(json.loads, damaged)] == [
+        ("a.jsonl", "line 8"),
+        ("b.jsonl.gz", "line 11"),
+    ]
+
+
+@pytest.mark.parametrize("processes,tasks", [(2, 1), (3, 1), (1, 3), (1, 50)])
+def test_any_number_of_processes_and_tasks_makes_the_same(config, processes, tasks):
+    assert made(config, "one") == made(config, "other", tasks, processes=processes)
+
+
+def test_tasks_in_any_order_and_finished_by_one(config, capsys):
+    one = made(config, "one")
+    some = replace(config, path=config.path + "-some")
+    for task in (2, 0):
+        assert prepare_task(some, task, 3, SIZES) is None
+    assert prepare_task(some, 0, 1, SIZES) is not None
+    assert files_of(some) == one
+    assert prepare_task(some, 1, 3, SIZES) == read_manifest(Path(some.path))
+
+
+DURABLE = ("fsync", "rename", "truncate", "unlink", "rmdir")
+
+
+def in_a_fork(work, kill_at):
+    """Do `work` in a child that is killed before its `kill_at`-th durable call; its status."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    calls = 0
+
+    def counting(original):
+        def call(*args, **options):
+            nonlocal calls
+            calls += 1
+            if calls == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **options)
+
+        return call
+
+    try:
+        for name in DURABLE:
+            setattr(os, name, counting(getattr(os, name)))
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("fraction", [0.2, 1e-9])
+def test_a_kill_at_any_durable_call_loses_and_doubles_nothing(config, fraction):
+    """Each start is killed one call later than the one before it, or after few calls again."""
+    config = replace(config, validation_fraction=fraction)
+    one = made(config, "one")
+    for step in (1, 2, 5, 11):
+        killed = replace(config, path=f"{config.path}-{step}")
+        kills, at = 0, step
+        while status := in_a_fork(lambda c=killed: prepare_task(c, 0, 1, SIZES), at):
+            assert status == -signal.SIGKILL
+            kills, at = kills + 1, at + step
+            assert kills < 300
+        assert kills >= 3 and files_of(killed) == one
+
+
+def test_what_is_done_is_not_done_again(config, monkeypatch):
+    """After a kill only the blocks under way are tokenised anew."""
+    from torchmars.data.documents import Encoder
+
+    one = made(config, "one")
+    encode, blocks = Encoder.encode, []
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, block: blocks.append(block.end) or encode(self, block)
+    )
+    made(config, "again")
+    whole = len(blocks)
+    killed = replace(config, path=config.path + "-killed")
+    assert in_a_fork(lambda: prepare_task(killed, 0, 1, SIZES), 40) == -signal.SIGKILL
+    blocks.clear()
+    prepare_task(killed, 0, 1, SIZES)
+    assert 0 < len(blocks) < whole and files_of(killed) == one
+
+
+def test_a_start_with_another_plan_is_one_line(config, tmp_path):
+    for task in range(2):
+        prepare_task(config, task, 3, SIZES)
+    for changes, message in (
+        ({"validation_fraction": 0.1}, "was begun with data.validation_fraction = 0.2, now it is"),
+        ({"tokenizer": "gpt2"}, 'was begun with data.tokenizer = "bytes"'),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare_task(replace(config, **changes), 2, 3, SIZES)
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"changed since .*a.jsonl: put it back, or remove the"):
+        prepare_task(config, 2, 3, SIZES)
+
+
+def test_damage_beyond_the_limit_is_one_line_and_a_higher_limit_goes_on(config):
+    one = made(config, "one")
+    strict = replace(config, path=config.path + "-strict", max_damaged=1)
+    for _ in range(2):
+        with pytest.raises(UserError, match="has 2 damaged records .* data.max_damaged = 1"):
+            prepare_task(strict, 0, 1, SIZES)
+    assert prepare_task(replace(strict, max_damaged=2), 0, 1, SIZES)
+    assert files_of(strict) == one
+
+
+def test_long_documents_are_cut_at_line_ends(tmp_path):
+    lines = [f"line {number} of a long book\n" for number in range(500)]
+    (tmp_path / "book.txt").write_text("".join(lines))
+    config = DataConfig(f"text:{tmp_path}/book.txt", path=str(tmp_path / "shards"), processes=1)
+    config = replace(config, validation_fraction=0.3).resolve()
+    prepare_task(config, 0, 1, SIZES)
+    both = documents_of(config, "train") + documents_of(config, "validation")
+    assert len(both) > 5 and all(len(each) <= SIZES.document for each in both)
+    assert sorted(each for text in both for each in text.splitlines(True)) == sorted(lines)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("fraction", [1e-9, 0.5])
+def test_a_split_that_gets_no_document_gets_the_end_of_the_stream(
+    tmp_path, capsys, count, fraction
+):
+    """Also where all documents fall into validation, as some seed has it."""
+    (tmp_path / "a.txt").write_text(
+        "\n<|endoftext|>\n".join(["abcde" * 100, "fghij" * 100][:count])
+    )
+    empty = set()
+    for seed in range(6):
+        path = str(tmp_path / f"{seed}")
+        config = DataConfig(f"text:{tmp_path}/a.txt", path=path, validation_fraction=fraction)
+        config = replace(config, validation_seed=seed).resolve()
+        manifest = prepare_task(config, 0, 1, SIZES)
+        check_shards(manifest, Path(path))
+        train, validation = manifest.splits["train"], manifest.splits["validation"]
+        assert train.tokens + validation.tokens == 501 * count + (count - 1)
+        assert train.documents >= 1 and validation.documents >= 1
+        if "the hash puts all" in capsys.readouterr().out:
+            empty.add(seed)
+            assert validation.tokens == max(1, int((502 * count - 1) * fraction))
+    assert len(empty) == 6 if count == 1 or fraction < 0.5 else 0 < len(empty) < 6
+
+
+class Rows:
+    """What `datasets.load_dataset(..., streaming=True)` returns, in memory."""
+
+    def __init__(self, shards):
+        self.shards = shards
+        self.num_shards = len(shards)
+
+    def shard(self, num_shards, index):
+        assert num_shards == self.num_shards
+        return Rows([self.shards[index]])
+
+    def __iter__(self):
+        return ({"body": text} for shard in self.shards for text in shard)
+
+
+def test_a_data_set_in_memory_goes_through_the_same_code(tmp_path, monkeypatch):
+    import datasets
+
+    asked = []
+    shards = [texts(40, 0), [], texts(30, 1) + [None, 5], texts(20, 2)]
+
+    def load(*args, **options):
+        asked.append((args, options))
+        return Rows(shards)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    config = DataConfig("hf:some/data:part:test:body", path=str(tmp_path / "one"), processes=1)
+    config = replace(config, validation_fraction=0.2).resolve()
+    one = made(config, "one")
+    assert asked[0] == (("some/data", "part"), {"split": "test", "streaming": True})
+    both = documents_of(config, "train") + documents_of(config, "validation")
+    assert sorted(both) == sorted(text for shard in shards for text in shard if type(text) is str)
+    damaged = [json.loads(line) for line in (tmp_path / "one" / "damaged.jsonl").open()]
+    assert [each["place"] for each in damaged] == ["row 31", "row 32"]
+    assert made(config, "tasks", tasks=3) == one
+    killed = replace(config, path=config.path + "-killed")
+    for at in (8, 20):
+        assert in_a_fork(lambda: prepare_task(killed, 0, 1, SIZES), at) == -signal.SIGKILL
+    prepare_task(killed, 0, 1, SIZES)
+    assert files_of(killed) == one
+
+    def fail(*_, **__):
+        raise ConnectionError("no network\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UserError, match=r"the data set some/data \(ConnectionError: no network\)"):
+        prepare_task(replace(config, path=str(tmp_path / "new")), 0, 1, SIZES)
+
+
+def test_a_local_folder_of_parquet_and_as_a_data_set(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(2):
+        table = pyarrow.table({"id": range(50), "text": texts(50, number)})
+        file = folder / f"train-{number:05d}-of-00002.parquet"
+        pyarrow.parquet.write_table(table, file, row_group_size=17)
+    config = DataConfig(f"parquet:{folder}/*.parquet", path=str(tmp_path / "files"), processes=1)
+    config = replace(config, validation_fraction=0.2).resolve()
+    files = made(config, "files")
+    one = {name: documents_of(config, name) for name in ("train", "validation")}
+    assert sorted(one["train"] + one["validation"]) == sorted(texts(50, 0) + texts(50, 1))
+    assert made(config, "tasks", tasks=2) == files
+    config = replace(config, source=f"hf:{folder}", path=str(tmp_path / "hub"))
+    prepare_task(config, 0, 1, SIZES)
+    assert {name: documents_of(config, name) for name in ("train", "validation")} == one
+    for source, message in (
+        (f"parquet:{folder}:body", "has no column 'body': name one of id, text"),
+        (f"parquet:{folder}:id", "the column 'id' of .* is int64, not text"),
+    ):
+        with pytest.raises(UserError, match=message):
+            path = str(tmp_path / message[:10])
+            prepare_task(replace(config, source=source, path=path), 0, 1, SIZES)
+
+
+def test_a_parquet_file_that_is_cut_short_is_one_damaged_record(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts(20)}), tmp_path / "a.parquet")
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(content[: len(content) // 2])
+    config = DataConfig(f"parquet:{tmp_path}", path=str(tmp_path / "shards"), processes=1)
+    config = replace(config, validation_fraction=0.3).resolve()
+    made(config, "shards")
+    [damaged] = [json.loads(line) for line in (tmp_path / "shards" / "damaged.jsonl").open()]
+    assert damaged["place"] == "row 1" and "cannot be read" in damaged["reason"]
+    assert len(documents_of(config, "train") + documents_of(config, "validation")) >= 20
+
+
+def prepare(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["prepare", *args])
+    command.main()
+
+
+def test_the_command_prepares_a_corpus_alone_and_as_an_array(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "prepare_task", partial(prepare_task, sizes=Sizes(piece=500)))
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("\n<|endoftext|>\n".join(texts(5, number)))
+    source = ["--source", "text:*.txt", "--validation_fraction=0.3"]
+    prepare(monkeypatch, *source)
+    assert "data/text-txt-bytes: train " in capsys.readouterr().out
+    for task in (4, 6, 8):
+        variables = {"ID": task, "MIN": 4, "STEP": 2, "COUNT": 3}
+        for name, value in variables.items():
+            monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(value))
+        prepare(monkeypatch, *source, "--path", "array")
+        said = capsys.readouterr().out
+        assert ("array: train" in said) == (task == 8)
+    assert files_of(DataConfig(path="array").resolve()) == files_of(
+        DataConfig(path="data/text-txt-bytes").resolve()
+    )
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--task", "1"], "--task and --tasks need each other"),
+        (["--task", "3", "--tasks", "3"], "task 3 is none of 3 tasks"),
+        (["--source", "nothing"], "of no known kind"),
+        (["--source", "text:*.text"], "names no text file"),
+        (["--source", "stdlib", "--processes", "0"], "data.processes must be at least 1"),
+    ],
+)
+def test_mistakes_of_the_command(tmp_path, monkeypatch, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        prepare(monkeypatch, *args)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_slurm_says_which_task_this_is():
+    array = {"SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "1"}
+    assert command.slurm_task(array) == (2, 4)
+    assert command.slurm_task({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}) == (5, 8)
+    script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+    assert command.slurm_task(script) == (0, 1)

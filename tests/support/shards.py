@@ -1,0 +1,49 @@
+"""Shards of documents that a test makes up, with any tokenizer."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from torchmars.config import DataConfig
+from torchmars.data.documents import Block, Encoded
+from torchmars.data.manifest import FORMAT, SPLITS, DataManifest
+from torchmars.data.tokenizer import Tokenizer, smallest_dtype
+from torchmars.data.writer import PieceWriter
+
+
+def write_shards(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    documents: Iterable[str],
+    folder: Path,
+    shard_tokens: int = 100_000_000,
+) -> DataManifest:
+    """Write a folder of shards and return its manifest.
+
+    The second of each three documents belongs to the validation split.
+    """
+    folder.mkdir(parents=True)
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    writer = PieceWriter(folder, 0, dtype, shard_tokens)
+    for number, text in enumerate(documents):
+        tokens = np.append(*tokenizer.encode_batch([text]), tokenizer.end_of_text).astype(dtype)
+        split = SPLITS[number % 3 == 1]
+        arrays = {name: tokens[: len(tokens) * (name == split)] for name in SPLITS}
+        encoded = Encoded(arrays, {name: int(name == split) for name in SPLITS}, [])
+        writer.add(Block([], (0, 0, 0), 0), encoded)
+    writer.close(0)
+    manifest = DataManifest(
+        tokenizer.name,
+        tokenizer.vocab_size,
+        config.source,
+        config.files,
+        writer.record.splits,
+        dtype,
+        config.validation_fraction,
+        tokenizer.sha256,
+        config.validation_seed,
+    )
+    (folder / "manifest.json").write_text(FORMAT.text(asdict(manifest)))
+    return manifest

@@ -1,0 +1,58 @@
+"""What `data.source` names: a kind of source, and its parts after colons."""
+
+from dataclasses import dataclass
+
+from torchmars.core.errors import UserError
+from torchmars.core.typed import nearest
+
+# The parts that may follow the name of each kind. A glob may hold colons where it is the last one.
+KINDS: dict[str, tuple[str, ...]] = {
+    "stdlib": (),
+    "text": ("glob",),
+    "jsonl": ("glob", "field"),
+    "parquet": ("glob", "field"),
+    "hf": ("dataset", "config", "split", "field"),
+    "nanogpt": ("glob",),
+    "llmc": ("glob",),
+    "megatron": ("glob",),
+}
+# The kinds whose files are named by a glob, by data.files, or by both.
+OF_FILES = ("text", "jsonl", "parquet")
+# The kinds whose files are tokens that another program has made.
+OF_TOKENS = ("nanogpt", "llmc", "megatron")
+# Names of data sets, each with the source that it stands for. What follows the name is appended.
+NAMES = {"openwebtext": "hf:Skylion007/openwebtext", "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The parts of a `data.source`; those that were not given are empty, or have their default."""
+
+    kind: str
+    glob: str = ""
+    dataset: str = ""
+    config: str = ""
+    split: str = "train"
+    field: str = "text"
+
+
+def parse_source(text: str) -> Source:
+    """Return what a `data.source` names. Raises `UserError` for a text of another form."""
+    name, _, rest = text.partition(":")
+    if name in NAMES:
+        return parse_source(f"{NAMES[name]}:{rest}" if rest else NAMES[name])
+    if name not in KINDS:
+        known = [*KINDS, *NAMES]
+        raise UserError(
+            f"data.source = {text!r} is of no known kind: it must begin with one of "
+            f"{', '.join(known)}; did you mean {nearest(name, known)}?"
+        )
+    parts = KINDS[name]
+    values = rest.split(":", len(parts) - 1) if len(parts) > 1 else [rest] if rest else []
+    if len(values) > len(parts) or any(":" in value for value in values) and len(parts) != 1:
+        form = ":".join([name, *(part.upper() for part in parts)])
+        raise UserError(f"data.source = {text!r} has too many parts: it must look like {form}")
+    given = {part: value for part, value in zip(parts, values) if value}
+    if "dataset" in parts and "dataset" not in given:
+        raise UserError(f"data.source = {text!r} names no data set: it must look like hf:DATASET")
+    return Source(name, **given)

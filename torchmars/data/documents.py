@@ -1,0 +1,242 @@
+"""From blocks of raw text to tokens: what the processes that tokenise do.
+
+A process imports this file and a tokenizer, and nothing heavy.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from torchmars.data.tokenizer import Tokenizer, load_tokenizer
+
+SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
+Position = tuple[int, int, int]
+"""Number of an input of a piece, offset in it (bytes, or rows of a table), and lines before it."""
+
+
+@dataclass
+class Part:
+    """Consecutive documents of one input, as they were read."""
+
+    file: str
+    content: bytes | list[bytes | str | None]
+    """Text, lines of JSON, or the values of rows."""
+    first: int
+    """Number of the first line or row, from 0, or the offset of the first byte."""
+    unit: str = "line"
+    """What `first` counts: line, byte or row."""
+    reason: str = ""
+    """Why what is here cannot be read; there is no content then."""
+
+    @property
+    def size(self) -> int:
+        """Bytes or characters of its content; at least one for each row."""
+        if isinstance(self.content, bytes):
+            return len(self.content)
+        return sum(len(value or b"") + 1 for value in self.content)
+
+
+@dataclass
+class Step:
+    """A part of an input, and where the next one begins."""
+
+    part: Part
+    offset: int
+    lines: int = 0
+    """Lines before it."""
+    read: int = 0
+    """Bytes of the input that were read up to there."""
+    last: bool = False
+    """Whether nothing of the input is left."""
+
+
+@dataclass
+class Block:
+    """Parts that are tokenised at once, and where the next block begins."""
+
+    parts: list[Part]
+    end: Position
+    read: int
+    """Bytes of the piece that were read up to there."""
+
+
+@dataclass
+class Encoded:
+    """What became of a block."""
+
+    tokens: dict[str, np.ndarray]
+    """Of each split, with an end-of-text token after each document."""
+    documents: dict[str, int]
+    damaged: list[dict[str, str]]
+    """File, place and reason of each record that cannot be read."""
+    text: int = 0
+    """Bytes of the documents in UTF-8."""
+
+
+@dataclass
+class Encoder:
+    """Parses, splits and tokenises blocks."""
+
+    kind: str
+    """Kind of the source."""
+    field: str
+    tokenizer_name: str
+    validation_fraction: float
+    validation_seed: int
+    dtype: Literal["uint16", "uint32"]
+    longest: int
+    """Bytes of the longest document."""
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer_name)
+
+    def encode(self, block: Block) -> Encoded:
+        """Return the tokens of a block. Raises `UserError` where the tokenizer cannot be had."""
+        texts: dict[str, list[str]] = {"train": [], "validation": []}
+        damaged: list[dict[str, str]] = []
+        size = 0
+        for part in block.parts:
+            for at, raw in self.records(part):
+                try:
+                    text = self.read(raw)
+                    content = text.strip().encode()
+                except Damage as damage:
+                    reason = str(damage)
+                except UnicodeEncodeError:  # JSON can name one
+                    reason = "its text has half of a surrogate pair"
+                else:
+                    if content:
+                        size += len(content)
+                        texts[self.split_of(content)].append(text)
+                    continue
+                damaged.append({"file": part.file, "place": place(part, at), "reason": reason})
+        return Encoded(
+            {name: self.tokens_of(each) for name, each in texts.items()},
+            {name: len(each) for name, each in texts.items()},
+            damaged,
+            size,
+        )
+
+    def tokens_of(self, texts: list[str]) -> np.ndarray:
+        """Return the tokens of documents, each with an end-of-text token after it."""
+        end = np.array([self.tokenizer.end_of_text], self.dtype)
+        arrays = [np.empty(0, self.dtype)]
+        for tokens in self.tokenizer.encode_batch(texts) if texts else []:
+            arrays += [tokens, end]
+        return np.concatenate(arrays, dtype=self.dtype, casting="same_kind")
+
+    def split_of(self, content: bytes) -> str:
+        """Return the split that a document belongs to, by a hash that its copies share."""
+        key = self.validation_seed.to_bytes(8, "little")
+        digest = hashlib.blake2b(content, digest_size=8, key=key).digest()
+        share = int.from_bytes(digest, "little") / 2**64
+        return "validation" if share < self.validation_fraction else "train"
+
+    def records(self, part: Part) -> Iterator[tuple[int, "Record"]]:
+        """Yield the records of a part as they were read, each with its offset, or its row."""
+        if part.reason:
+            yield 0, Damage(part.reason)
+        elif isinstance(part.content, list):
+            yield from enumerate(part.content)
+        elif self.kind == "jsonl":
+            yield from lines_of(part.content)
+        else:
+            yield from texts_of(part.content, self.longest)
+
+    def read(self, record: "Record") -> str:
+        """Return the text of a record. Raises `Damage`."""
+        if isinstance(record, Damage):
+            raise record
+        if record is None:
+            raise Damage(f"it has no text in its field {self.field!r}")
+        if len(record) > self.longest:
+            raise Damage(f"it is longer than {self.longest:,} bytes")
+        text = decode(record) if isinstance(record, bytes) else record
+        if self.kind == "jsonl":
+            return self.field_of(text)
+        if self.kind in ("stdlib", "text") and "\r" in text:
+            return text.replace("\r\n", "\n").replace("\r", "\n")
+        return text
+
+    def field_of(self, line: str) -> str:
+        """Return the text in a line of JSON. Raises `Damage`."""
+        try:
+            entries = json.loads(line)
+        except RecursionError:
+            raise Damage("it is nested too deeply") from None
+        except ValueError as error:
+            raise Damage(f"it is no JSON ({error})") from None
+        text = entries.get(self.field) if isinstance(entries, dict) else None
+        if not isinstance(text, str):
+            raise Damage(f"it has no text in its field {self.field!r}")
+        return text
+
+
+class Damage(Exception):
+    """Why a record cannot be read."""
+
+
+Record = bytes | str | Damage | None
+"""The bytes of a document or line, or the value of a row, or why there is none."""
+
+
+def decode(content: bytes) -> str:
+    """Return the text of UTF-8. Raises `Damage`."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise Damage(f"it is not UTF-8 (byte {error.start} of it)") from None
+
+
+def lines_of(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank, each with its offset."""
+    begin = 0
+    for line in content.split(b"\n"):
+        if line.strip():
+            yield begin, line
+        begin += len(line) + 1
+
+
+def texts_of(content: bytes, longest: int) -> Iterator[tuple[int, bytes | Damage]]:
+    """Yield the documents of a text, each with its offset.
+
+    One of more than `longest` bytes is cut at line ends into several. A line beyond that is damage.
+    """
+    begin = 0
+    for end, following in [*separators(content), (len(content), 0)]:
+        while end - begin > longest:
+            cut = content.rfind(b"\n", begin, begin + longest) + 1
+            if cut:
+                yield begin, content[begin:cut]
+            else:
+                yield begin, Damage(f"its line is longer than {longest:,} bytes")
+                cut = content.find(b"\n", begin, end) + 1 or end
+            begin = cut
+        yield begin, content[begin:end]
+        begin = following
+
+
+def separators(content: bytes) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each line that ends a document; the end is after its newline."""
+    at = content.find(SEPARATOR)
+    while at >= 0:
+        begin = content.rfind(b"\n", 0, at) + 1
+        end = content.find(b"\n", at) + 1 or len(content)
+        if content[begin:end].strip() == SEPARATOR:
+            yield begin, end
+        at = content.find(SEPARATOR, end)
+
+
+def place(part: Part, at: int) -> str:
+    """Return where in its file a record is, as a person counts."""
+    if part.unit == "byte":
+        return f"byte {part.first + at}"
+    if isinstance(part.content, bytes):
+        at = part.content.count(b"\n", 0, at)
+    return f"{part.unit} {part.first + at + 1}"

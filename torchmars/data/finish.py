@@ -1,0 +1,167 @@
+"""From finished pieces to a folder of shards: its manifest, and its name."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from torchmars.config import ResolvedData
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
+from torchmars.core.files import PARTIAL, remove, sha256, sync_folder, write_durably
+from torchmars.data import sources
+from torchmars.data.manifest import (
+    FORMAT,
+    SPLITS,
+    DataManifest,
+    Shard,
+    Split,
+    numpy_dtype,
+)
+from torchmars.data.plan import Plan
+from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
+from torchmars.data.writer import Record, damaged_file, read_record, sync_file
+
+DAMAGED = "damaged.jsonl"
+TAIL = "validation-tail.bin"
+
+
+def finish_folder(config: ResolvedData, plan: Plan, partial: Path) -> None:
+    """Write the manifest of a folder whose pieces are all done.
+
+    Raises `UserError` for a corpus without text, and for one of more damage than is allowed. It can
+    be called again after a kill.
+    """
+    records = [read_record(partial, number) for number in range(len(plan.pieces))]
+    splits = {name: joined(record.splits[name] for record in records) for name in SPLITS}
+    damaged = damaged_records(records, partial)
+    if not any(split.tokens for split in splits.values()):
+        remove(partial)
+        why = f", but {named(damaged)}" if damaged else ""
+        raise UserError(f"the corpus has no text{why}: check data.source and data.files")
+    check_damage(config, len(damaged), partial)
+    tokenizer = load_tokenizer(config.tokenizer)
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    if not all(split.tokens for split in splits.values()):
+        fraction, end = config.validation_fraction, tokenizer.end_of_text
+        cut_tail(splits, fraction, partial, numpy_dtype(dtype), end)
+    if damaged:
+        write_durably(partial / DAMAGED, "".join(damaged))
+        say(f"left out {named(damaged)}; all are in {DAMAGED} of {config.path}")
+    sources.write(partial, plan)
+    manifest = DataManifest(
+        tokenizer.name,
+        tokenizer.vocab_size,
+        config.source,
+        config.files,
+        splits,
+        dtype,
+        config.validation_fraction,
+        tokenizer.sha256,
+        config.validation_seed,
+    )
+    write_durably(partial / "manifest.json", FORMAT.text(asdict(manifest)))
+
+
+def rename_folder(partial: Path, folder: Path) -> None:
+    """Give a folder that has its manifest its final name, without what only its making needed."""
+    for pattern in ("piece-*", "damaged-*", "plan.json*"):
+        for file in partial.glob(pattern):
+            file.unlink()
+    if folder.exists():  # it is empty
+        folder.rmdir()
+    sync_folder(partial)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+
+
+def joined(splits: Iterable[Split]) -> Split:
+    """Return the splits of consecutive pieces as one."""
+    whole = Split()
+    for split in splits:
+        whole.tokens += split.tokens
+        whole.documents += split.documents
+        whole.max_token = max(whole.max_token, split.max_token)
+        whole.shards += split.shards
+    return whole
+
+
+def check_damage(config: ResolvedData, damaged: int, partial: Path) -> None:
+    """Raise `UserError` for more damaged records than the config allows."""
+    if damaged > config.max_damaged:
+        raise UserError(
+            f"the corpus has {damaged:,} damaged records so far, more than data.max_damaged = "
+            f"{config.max_damaged:,}: see damaged-*.jsonl in {partial}; raise the limit to go on "
+            "without them, or repair the corpus and remove that folder"
+        )
+
+
+def damaged_records(records: list[Record], partial: Path) -> list[str]:
+    """Return a line of JSON for each damaged record."""
+    return [
+        line
+        for number, record in enumerate(records)
+        if record.damaged
+        for line in damaged_file(partial, number).read_text().splitlines(keepends=True)
+    ]
+
+
+def named(damaged: list[str]) -> str:
+    """Return how many damaged records there are, and where the first is."""
+    first = json.loads(damaged[0])
+    where = f"{first['file']}, {first['place']}: {first['reason']}"
+    return f"{len(damaged):,} damaged records (the first: {where})"
+
+
+def cut_tail(
+    splits: dict[str, Split], fraction: float, folder: Path, dtype: np.dtype, end_of_text: int
+) -> None:
+    """Give the end of the only split that has tokens to validation, and the rest to training.
+
+    Each step finds out whether it was done already, since a kill may come between any two.
+    """
+    whole = next(split for split in splits.values() if split.tokens)
+    say(
+        f"the hash puts all {whole.documents:,} documents into one split: the last "
+        f"{fraction:.2%} of the tokens become the validation split instead"
+    )
+    length = max(1, int(whole.tokens * fraction))
+    kept, cut = [], []  # shards with the tokens that stay in each
+    left = whole.tokens - length
+    for shard in whole.shards:
+        name = shard.file.replace("validation", "train")
+        if name != shard.file and (folder / shard.file).exists():
+            (folder / shard.file).rename(folder / name)
+        count = min(shard.tokens, left)
+        left -= count
+        if count:
+            kept.append(Shard(name, count, shard.sha256))
+        if count < shard.tokens:
+            cut.append((folder / name, count))
+    if not (folder / TAIL).exists():
+        partial = folder / (TAIL + PARTIAL)
+        parts = [np.fromfile(file, dtype, offset=count * dtype.itemsize) for file, count in cut]
+        np.concatenate(parts).tofile(partial)
+        sync_file(partial)
+        partial.rename(folder / TAIL)
+        sync_folder(folder)
+    for file, count in cut:
+        if count:
+            os.truncate(file, count * dtype.itemsize)
+            sync_file(file)
+            kept[-1].sha256 = sha256(file)
+        else:
+            file.unlink(missing_ok=True)
+    tail = np.fromfile(folder / TAIL, dtype)
+    ends = int((tail == end_of_text).sum())
+    last = np.fromfile(folder / kept[-1].file, dtype)[-1]
+    shared = int(last != end_of_text)  # a document that is cut has a part in both
+    splits["train"] = Split(
+        whole.tokens - length, whole.documents - ends + shared, whole.max_token, kept
+    )
+    splits["validation"] = Split(
+        length, ends, int(tail.max()), [Shard(TAIL, length, sha256(folder / TAIL))]
+    )

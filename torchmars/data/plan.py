@@ -1,0 +1,77 @@
+"""What a corpus is prepared with: settings and pieces, kept beside the shards while they are made.
+
+Tasks that work side by side, and a start that goes on, must agree on it.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchmars.config import ResolvedData
+from torchmars.core.errors import UserError
+from torchmars.core.files import read_text, write_durably
+from torchmars.core.typed import make, parse_json
+from torchmars.data.corpus import Piece, Sizes, corpus_pieces
+
+NAME = "plan.json"
+SETTINGS = ("source", "files", "tokenizer", "validation_fraction", "validation_seed")
+
+
+@dataclass
+class Plan:
+    """Settings by name, and the pieces of the corpus."""
+
+    settings: dict[str, Any]
+    pieces: list[Piece]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the corpus, or shards of a data set."""
+        return sum(self.piece_size(number) for number in range(len(self.pieces)))
+
+    def piece_size(self, number: int) -> int:
+        """Return the bytes of a piece; 1 for a shard of a data set."""
+        return sum(each.size for each in self.pieces[number])
+
+
+def make_plan(config: ResolvedData, sizes: Sizes) -> Plan:
+    """Return the plan for the corpus as it is now. Raises `UserError`."""
+    settings = {f"data.{name}": getattr(config, name) for name in SETTINGS}
+    return Plan(settings | asdict(sizes), corpus_pieces(config, sizes))
+
+
+def begin_plan(plan: Plan, folder: Path) -> None:
+    """Write the plan to a folder that has none.
+
+    Raises `UserError` if the folder was begun with another one.
+    """
+    file = folder / NAME
+    remedy = f"set it back, or remove the folder {folder} to begin anew"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(file, json.dumps(asdict(plan)))
+        return
+    try:
+        begun = make(Plan, parse_json(read_text(file)))
+    except (OSError, ValueError, UserError) as error:
+        raise UserError(f"{file} cannot be read ({error}): {remedy}") from None
+    for name, wanted in plan.settings.items():
+        found = begun.settings.get(name)
+        if found != wanted:
+            raise UserError(
+                f"{folder} was begun with {name} = {json.dumps(found)}, now it is "
+                f"{json.dumps(wanted)}: {remedy}"
+            )
+    if changed := changed_inputs(begun.pieces, plan.pieces):
+        some = f"{changed[0]} and {len(changed) - 1} more" if changed[1:] else changed[0]
+        raise UserError(
+            f"the corpus has changed since {folder} was begun: {some}: put it back, or remove the "
+            "folder to begin anew"
+        )
+
+
+def changed_inputs(before: list[Piece], now: list[Piece]) -> list[str]:
+    """Return the files that are new, gone or changed."""
+    old, new = ({each for piece in pieces for each in piece} for pieces in (before, now))
+    return sorted({each.name for each in old ^ new})

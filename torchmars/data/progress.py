@@ -1,0 +1,60 @@
+"""How far the tokenising of a corpus is: a bar on a terminal, lines in a log."""
+
+import sys
+from typing import TextIO, cast
+
+from tqdm import tqdm
+
+from torchmars.core.console import say
+from torchmars.data.documents import Encoded
+
+LOG_SECONDS = 30.0  # between two lines of a log
+
+
+class LogLines:
+    """A stream that makes lines of a bar that is drawn over itself."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip("\r\n "):
+            say(text, error=True)
+
+    def flush(self) -> None:
+        """Do nothing: a line is written at once."""
+
+
+class Progress:
+    """A bar of the corpus with its documents, tokens, rate, and the time that is left."""
+
+    def __init__(self, what: str, total: int, done: int, unit: str) -> None:
+        """Show `done` of `total`, in bytes or in shards, which is the `unit`."""
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self.documents = self.tokens = 0
+        self.bar = tqdm(
+            total=total,
+            initial=done,
+            unit=unit,
+            unit_scale=True,
+            desc=what,
+            file=sys.stderr if terminal else cast(TextIO, LogLines()),
+            mininterval=0.1 if terminal else LOG_SECONDS,
+            ncols=None if terminal else 120,
+            ascii=not terminal,
+        )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def add(self, amount: int, encoded: Encoded | None = None) -> None:
+        """Show `amount` more of the corpus, and what became of it."""
+        if encoded:
+            self.documents += sum(encoded.documents.values())
+            self.tokens += sum(len(tokens) for tokens in encoded.tokens.values())
+            self.bar.set_postfix_str(
+                f"{tqdm.format_sizeof(self.documents)} documents, "
+                f"{tqdm.format_sizeof(self.tokens)} tokens",
+                refresh=False,
+            )
+        self.bar.update(amount)

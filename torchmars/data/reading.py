@@ -1,0 +1,255 @@
+"""From a piece of the corpus to blocks of whole documents.
+
+This runs in one process, so it does no more than it must: it decompresses, and finds where lines
+and documents end. What they hold is left to `documents`.
+"""
+
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+from torchmars.config.source import Source
+from torchmars.core.errors import UserError
+from torchmars.data.corpus import Input, Piece, Sizes, is_plain, missing_package
+from torchmars.data.documents import SEPARATOR, Block, Damage, Part, Position, Step
+from torchmars.data.rows import dataset_steps, parquet_steps
+
+CHUNK = 2**20  # bytes read at once of a plain file
+COMPRESSED_CHUNK = 2**16  # of a compressed one, which may become many times as long
+
+
+def read_piece(piece: Piece, source: Source, start: Position, sizes: Sizes) -> Iterator[Block]:
+    """Yield the blocks of a piece from `start` on. Raises `UserError`."""
+    number, offset, lines = start
+    before = sum(each.size for each in piece[:number])
+    parts: list[Part] = []
+    size = 0
+    for each in piece[number:]:
+        number += 1
+        for step in steps(each, source, offset, lines, sizes):
+            parts.append(step.part)
+            size += step.part.size
+            if size >= sizes.block:
+                end = (number, 0, 0) if step.last else (number - 1, step.offset, step.lines)
+                yield Block(parts, end, before + step.read)
+                parts, size = [], 0
+        before += each.size
+        offset = lines = 0
+    if parts:
+        yield Block(parts, (number, 0, 0), before)
+
+
+def steps(each: Input, source: Source, offset: int, lines: int, sizes: Sizes) -> Iterator[Step]:
+    """Yield an input part by part, from an offset on. Raises `UserError`."""
+    if source.kind == "hf":
+        yield from dataset_steps(each, source, offset, sizes.block)
+        return
+    try:
+        if source.kind == "parquet":
+            yield from parquet_steps(each, source.field, offset, sizes.block)
+            return
+        with open(each.name, "rb") as file:
+            stream = Stream(file, each, source.kind, offset)
+            yield from stream.steps(lines, sizes)
+    except OSError as error:
+        raise UserError(
+            f"cannot read {each.name} of the corpus: {error.strerror or error}: start again when "
+            "it can be read; what is done is kept"
+        ) from None
+
+
+class Stream:
+    """What is left of a file of text or of lines, or of a range of it.
+
+    A line belongs to the range that has the newline before it, and a document to the one in which
+    the separator before it begins. So ranges need not know of each other.
+    """
+
+    def __init__(self, file: BinaryIO, source: Input, kind: str, offset: int) -> None:
+        self.file, self.input = file, source
+        self.plain = is_plain(kind, source.name)
+        self.mark = self.next_separator if kind != "jsonl" else self.next_line
+        self.stop = source.end or 2**62
+        self.entered = offset > 0 or source.begin == 0
+        self.begin = offset if self.entered else source.begin - 1
+        """Where `data` begins in the file, or in what a compressed file holds."""
+        self.data = bytearray()
+        self.chunks = (read_plain if self.plain else read_compressed)(file, self.begin)
+        self.ended = False
+        self.damage = ""
+        """Why the file cannot be read to its end."""
+
+    def steps(self, lines: int, sizes: Sizes) -> Iterator[Step]:
+        """Yield what is left part by part; `lines` lines are before it."""
+        unit = "byte" if self.input.begin else "line"
+        of_lines = self.mark == self.next_line
+        last = not (self.entered or self.enter())
+        while not last:
+            want = min(sizes.block, max(0, self.stop - self.begin))
+            size, last = self.documents(want, sizes.document)
+            first = self.begin if unit == "byte" else lines
+            content, reason = bytes(self.data[:size]), ""
+            self.drop(size)
+            if not size and not last:
+                reason = f"its line is longer than {sizes.document:,} bytes"
+                last = not self.drop_line() or of_lines and self.begin > self.stop
+            lines += content.count(b"\n") + bool(reason)
+            if content or reason:
+                part = Part(self.input.name, content, first, unit, reason)
+                done = last and not self.damage
+                yield Step(part, self.begin, lines, self.read(), done)
+        if self.damage:
+            first = self.begin if unit == "byte" else lines
+            part = Part(self.input.name, b"", first, unit, self.damage)
+            yield Step(part, self.begin, lines, self.input.size, True)
+
+    def documents(self, want: int, longest: int) -> tuple[int, bool]:
+        """Return the length of documents at the begin of the data, and whether they are the last.
+
+        They have at least `want` bytes if there are as many. They have none where a line of more
+        than `longest` bytes comes first. A longer document is cut at a line end.
+        """
+        if found := self.mark(want, want + longest):
+            return found[1], self.begin + found[0] >= self.stop
+        if self.ended and not self.damage:
+            return len(self.data), True
+        whole = 0  # of what was read, only whole documents
+        seen = len(self.data) if self.ended else want
+        while (found := self.mark(whole, 0)) and found[1] <= seen:
+            whole = found[1]
+        if self.ended:
+            return whole, True
+        return whole or self.data.rfind(b"\n", 0, longest) + 1, False
+
+    def next_line(self, start: int, limit: int) -> tuple[int, int] | None:
+        """Return begin and end of the first newline at or after `start`.
+
+        None if there is none in `limit` bytes. All is relative to the data's begin.
+        """
+        at = self.find(b"\n", start, limit)
+        return None if at < 0 else (at, at + 1)
+
+    def next_separator(self, start: int, limit: int) -> tuple[int, int] | None:
+        """Return begin and end of the first separator line that begins at or after `start`.
+
+        None if there is none in `limit` bytes. All is relative to the data's begin.
+        """
+        at = self.find(SEPARATOR, start, limit)
+        while at >= 0:
+            begin = self.data.rfind(b"\n", 0, at) + 1
+            end = self.find(b"\n", at, limit) + 1
+            if not end:
+                if not self.ended or self.damage:
+                    return None
+                end = len(self.data)
+            if begin >= start and self.data[begin:end].strip() == SEPARATOR:
+                return begin, end
+            at = self.find(SEPARATOR, end, limit)
+        return None
+
+    def find(self, what: bytes, start: int, limit: int) -> int:
+        """Return where `what` is next in the data; -1 if it is not there.
+
+        Reads more of the file for it while there are no more than `limit` bytes.
+        """
+        while (at := self.data.find(what, start)) < 0:
+            start = max(start, len(self.data) - len(what) + 1)
+            if len(self.data) > limit or not self.grow():
+                return -1
+        return at
+
+    def grow(self) -> bool:
+        """Read more. Return whether there was more. Raises `OSError`."""
+        try:
+            self.data += next(self.chunks)
+        except StopIteration:
+            self.ended = True
+        except Damage as damage:
+            self.ended, self.damage = True, str(damage)
+        return not self.ended
+
+    def enter(self) -> bool:
+        """Go to where the first line or document of a range begins. Return whether there is one."""
+        while self.begin < self.stop:
+            if found := self.mark(1, CHUNK):
+                mine = self.begin + found[0] < self.stop
+                self.drop(found[1])
+                return mine
+            if self.ended:
+                return False
+            newline = self.data.rfind(b"\n")  # it stays: a line begins after it
+            self.drop(newline if newline > 0 else len(self.data) - 1)
+        return False
+
+    def drop(self, count: int) -> None:
+        """Forget the first bytes of the data."""
+        del self.data[:count]
+        self.begin += count
+
+    def drop_line(self) -> bool:
+        """Forget a line, however long it is. Return whether there is something after it."""
+        while (at := self.data.find(b"\n")) < 0:
+            self.drop(len(self.data))
+            if not self.grow():
+                return False
+        self.drop(at + 1)
+        return True
+
+    def read(self) -> int:
+        """Return how many bytes of the file, or of the range, have been read."""
+        at = self.begin - self.input.begin if self.plain else self.file.tell()
+        return min(self.input.size, at)
+
+
+def read_plain(file: BinaryIO, offset: int) -> Iterator[bytes]:
+    """Yield a file from an offset on."""
+    file.seek(offset)
+    while chunk := file.read(CHUNK):
+        yield chunk
+
+
+def read_compressed(file: BinaryIO, offset: int) -> Iterator[bytes]:
+    """Yield what a compressed file holds from an offset on.
+
+    Raises `Damage` where it is damaged or cut short.
+    """
+    for chunk in decompressed(file, decompressor_of(file.name)):
+        skipped = min(offset, len(chunk))
+        offset -= skipped
+        if skipped < len(chunk):
+            yield chunk[skipped:]
+
+
+def decompressed(file: BinaryIO, new: Callable[[], Any]) -> Iterator[bytes]:
+    """Yield what a file holds, which may have been compressed in several streams.
+
+    Raises `Damage`.
+    """
+    decoder = None
+    while chunk := file.read(COMPRESSED_CHUNK):
+        while chunk:
+            decoder = decoder or new()
+            try:
+                yield decoder.decompress(chunk)
+            except Exception as error:  # each of the libraries has its own
+                raise Damage(f"from here on it cannot be decompressed ({error})") from None
+            if not decoder.eof:
+                break
+            chunk = decoder.unused_data.lstrip(b"\0")  # padding between streams
+            decoder = None
+    if decoder:
+        raise Damage("it is cut short here")
+
+
+def decompressor_of(name: str) -> Callable[[], Any]:
+    """Return what makes a decompressor for a file of this name. Raises `UserError`."""
+    if name.endswith(".gz"):
+        return lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    if name.endswith(".xz"):
+        return lzma.LZMADecompressor
+    try:
+        import zstandard
+    except ImportError:
+        raise missing_package("zstandard", f"reading {name}") from None
+    return lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()

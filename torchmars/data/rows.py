@@ -1,0 +1,125 @@
+"""Rows of tables: Parquet files, and data sets of Hugging Face."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from torchmars.config.source import Source
+from torchmars.core.errors import UserError
+from torchmars.data.corpus import Input, load_dataset, missing_package
+from torchmars.data.documents import Damage, Part, Step
+
+ROWS = 256  # read at once of a Parquet file
+
+
+def parquet_steps(file: Input, field: str, offset: int, size: int) -> Iterator[Step]:
+    """Yield a Parquet file from row `offset` on, in parts of about `size` bytes.
+
+    Raises `UserError` if it has no column of text named `field`.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing_package("pyarrow", f"reading {file.name}") from None
+    damaged = (pyarrow.ArrowException, OSError)
+    try:
+        # pre_buffer would hold all row groups in memory.
+        table = pyarrow.parquet.ParquetFile(file.name, pre_buffer=False, buffer_size=2**20)
+    except damaged as error:
+        yield from row_steps(file, failed(error), offset, size)
+        return
+    with table:
+        check_column(table.schema_arrow, field, file.name)
+        rows = column_values(table, field, offset, damaged)
+        yield from row_steps(file, rows, offset, size, table.metadata.num_rows)
+
+
+def column_values(table: Any, field: str, offset: int, damaged: Any) -> Iterator[bytes | None]:
+    """Yield a column's values in UTF-8 from row `offset` on. Raises `Damage`."""
+    import pyarrow
+
+    for group in range(table.num_row_groups):
+        count = table.metadata.row_group(group).num_rows
+        if offset >= count:
+            offset -= count
+            continue
+        try:
+            for batch in table.iter_batches(ROWS, row_groups=[group], columns=[field]):
+                column = batch.column(0)
+                if pyarrow.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                # As bytes, so that a value that is not UTF-8 is one damaged record.
+                yield from column.cast(pyarrow.large_binary()).to_pylist()[offset:]
+                offset = max(0, offset - len(column))
+        except damaged as error:
+            yield from failed(error)
+
+
+def failed(error: Exception) -> Iterator[bytes | None]:
+    """Raise `Damage` for what Arrow says of a file's content; anything else is raised as it is."""
+    if isinstance(error, OSError) and error.errno is not None:  # of the disk, not the content
+        raise error
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    raise Damage(f"from here on it cannot be read ({reason})")
+    yield  # as an iterator of values does
+
+
+def check_column(schema: Any, field: str, name: str) -> None:
+    """Raise `UserError` if a Parquet file has no column of text of this name."""
+    import pyarrow
+
+    if field not in schema.names:
+        raise UserError(
+            f"data.source: {name} has no column {field!r}: name one of "
+            f"{', '.join(schema.names)} (parquet:GLOB:FIELD)"
+        )
+    kind = schema.field(field).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    types = pyarrow.types
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise UserError(f"data.source: the column {field!r} of {name} is {kind}, not text")
+
+
+def dataset_steps(shard: Input, source: Source, offset: int, size: int) -> Iterator[Step]:
+    """Yield a shard of a data set of Hugging Face from row `offset` on.
+
+    Raises `UserError` for whatever its files or its network raise.
+    """
+    data = load_dataset(source).shard(num_shards=shard.shards, index=shard.shard)
+    rows = (row.get(source.field) for row in islice(data, offset, None))
+    try:
+        yield from row_steps(shard, rows, offset, size)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise UserError(
+            f"cannot read shard {shard.shard} of the data set {shard.name} "
+            f"({type(error).__name__}: {reason}): start again to go on; what is done is kept"
+        ) from None
+
+
+def row_steps(
+    source: Input, rows: Iterable[Any], first: int, size: int, count: int = 0
+) -> Iterator[Step]:
+    """Yield values of rows in parts of about `size` bytes; `count` is the number of all rows."""
+    values: list[bytes | str | None] = []
+    length, reason = 0, ""
+    try:
+        for value in rows:
+            values.append(value if isinstance(value, (bytes, str)) else None)
+            length += len(values[-1] or b"") + 1
+            if length >= size:
+                part = Part(source.name, values, first, "row")
+                first += len(values)
+                yield Step(part, first, read=source.size * first // count if count else 0)
+                values, length = [], 0
+    except Damage as damage:
+        reason = str(damage)
+    if values:
+        part = Part(source.name, values, first, "row")
+        first += len(values)
+        yield Step(part, first, read=source.size, last=not reason)
+    if reason:
+        yield Step(Part(source.name, [], first, "row", reason), first, 0, source.size, True)

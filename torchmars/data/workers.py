@@ -1,0 +1,133 @@
+"""Processes that tokenise.
+
+Each reads blocks from its stdin and writes what becomes of them to its stdout, so it ends when the
+process that started it ends, however that comes. `multiprocessing` would import that one's main
+module again, and torch with it, and would leave its processes behind where that one is killed.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import BinaryIO, Protocol, cast
+
+from torchmars.core.errors import UserError
+from torchmars.data.documents import Block, Encoded, Encoder
+
+ROOT = Path(__file__).parents[2]  # the folder that torchmars is imported from
+
+
+class Submit(Protocol):
+    """Takes a block, and says later what became of it."""
+
+    def __call__(self, block: Block) -> "Future[Encoded]": ...
+
+
+@contextlib.contextmanager
+def start_workers(encoder: Encoder, count: int) -> Iterator[Submit]:
+    """Start `count` processes, which end with the context. One is this process itself.
+
+    What was submitted and not begun by then is dropped.
+    """
+    if count == 1:
+        yield lambda block: finished(encoder, block)
+        return
+    idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
+    processes = [start_worker(encoder) for _ in range(count)]
+    for process in processes:
+        idle.put(process)
+
+    def encode(block: Block) -> Encoded:
+        process = idle.get()
+        try:
+            return exchange(process, block)
+        finally:
+            idle.put(process)
+
+    with ThreadPoolExecutor(count) as threads:  # one for each process waits for it
+        try:
+            yield lambda block: threads.submit(encode, block)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.kill()
+    for process in processes:
+        with contextlib.suppress(OSError):  # what could not be sent any more
+            process.__exit__(None, None, None)
+
+
+def finished(encoder: Encoder, block: Block) -> "Future[Encoded]":
+    """Return what becomes of a block, tokenised in this process."""
+    future: Future[Encoded] = Future()
+    future.set_result(encoder.encode(block))
+    return future
+
+
+def start_worker(encoder: Encoder) -> subprocess.Popen:
+    """Start a process and give it what it needs."""
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    found_as_here = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchmars.data.workers"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | found_as_here,
+    )
+    with contextlib.suppress(OSError):  # `exchange` says that it is gone
+        send(encoder, cast(BinaryIO, process.stdin))
+    return process
+
+
+def exchange(process: subprocess.Popen, block: Block) -> Encoded:
+    """Return what a process makes of a block. Raises `UserError` if it fails, or is gone."""
+    try:
+        send(block, cast(BinaryIO, process.stdin))
+        result = pickle.load(cast(BinaryIO, process.stdout))
+    except (EOFError, OSError, pickle.UnpicklingError):
+        code = process.wait()
+        raise UserError(
+            f"a process that tokenises has died (exit code {code}): start again to go on; with "
+            "less memory, set data.processes lower"
+        ) from None
+    if isinstance(result, Exception):
+        raise result
+    return cast(Encoded, result)
+
+
+def send(thing: object, stream: BinaryIO) -> None:
+    """Write a thing for the process at the other end."""
+    pickle.dump(thing, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+def main() -> None:
+    """Tokenise the blocks on stdin until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started this
+    # Whatever prints must not print between the results.
+    results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    blocks = sys.stdin.buffer
+    encoder: Encoder = pickle.load(blocks)
+    while True:
+        try:
+            block = pickle.load(blocks)
+        except EOFError:
+            return
+        try:
+            result: object = encoder.encode(block)
+        except UserError as error:
+            result = error
+        try:
+            send(result, results)
+        except BrokenPipeError:
+            return
+
+
+if __name__ == "__main__":
+    main()
