@@ -80,10 +80,11 @@ def test_an_installed_package_has_the_command_and_the_configs(tmp_path):
     source.mkdir()
     for name in ("torchmars", "train_configs", "pyproject.toml", "README.md", "LICENSE"):
         subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+    configs = ["quickstart.toml", "gpt2-small-mars-m-openwebtext"]
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--no-index", "-q", "--target", target, source], check=True)
     ended = subprocess.run(
-        [sys.executable, target / "bin" / "torchmars", "train", "quickstart.toml", "--a.b", "1"],
+        [sys.executable, target / "bin" / "torchmars", "train", *configs, "--a.b", "1"],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -86,7 +86,12 @@ def test_published_rules(name):
 def test_which_were_published():
     gpt2 = {name for name in PRESETS if PRESETS[name].family == "gpt2"}
     assert gpt2 == {f"gpt2-{s}-{r}-{d}" for s in SHAPES for r in RULES for d in SOURCES}
-    assert {name for name in gpt2 if PRESETS[name].published} == set(PUBLISHED)
+    assert {name for name in gpt2 if PRESETS[name].origin == "published"} == set(PUBLISHED)
+    partly = {f"llama-{size}-adamw-fineweb-edu" for size in ("8b", "70b", "405b")}
+    assert {name for name in PRESETS if PRESETS[name].origin == "partly"} == partly
+    assert {each.origin for name, each in PRESETS.items() if name not in {*PUBLISHED, *partly}} == {
+        "ours"
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("gpt2")])
@@ -153,7 +158,7 @@ def test_every_preset_fits_its_ranks_and_says_where_it_is_from(name):
     preset, config = PRESETS[name], load_config([name], "test")
     model = build_meta_model(config.model, 50257, config.training.seq_len)
     check_layout(config, config.parallelism.degrees(preset.gpus), model)
-    assert (preset.published is None) != (preset.ours is None)
+    assert preset.origin_text and preset.notes
     rule = f"-{config.optimizer.name}-"
     assert rule in name.replace("-exact", "") and ("mars" in name) == ("mars" in rule)
     assert preset.layout.startswith("published") or preset.layout == "assumed"
@@ -165,6 +170,20 @@ def test_a_preset_is_merged_with_what_comes_after_it(tmp_path):
     config = load_config(["gpt2-medium-mars-m-openwebtext", *args], "test")
     assert (config.optimizer.name, config.optimizer.lr) == ("mars-m", 1e-3)
     assert (config.run.name, config.training.steps, config.model.size) == ("mine", 7, "medium")
+
+
+def test_other_data_takes_the_place_of_the_presets(tmp_path):
+    mixture = '[[data.mixture]]\nsource = "stdlib"\nweight = 1.0\n'
+    (tmp_path / "mixture.toml").write_text(mixture)
+    name, file = "gpt2-small-adamw-openwebtext", str(tmp_path / "mixture.toml")
+    data = load_config([name, file], "test").data
+    assert [part.source for part in data.mixture] == ["stdlib"] and data.source == "stdlib"
+    data = load_config([name, file, "--data.source", "text", "--data.files", "a.txt"], "test").data
+    assert (data.source, data.files, data.mixture) == ("text", ["a.txt"], [])
+    assert data.path == "data/text-gpt2"
+    (tmp_path / "both.toml").write_text('[data]\nsource = "text"\nfiles = ["a"]\n' + mixture)
+    with pytest.raises(UserError, match="data.source and data.files have no meaning beside"):
+        load_config([name, str(tmp_path / "both.toml")], "test")
 
 
 def test_a_file_comes_before_a_preset_of_its_name(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
+import tyro
 from tyro.conf import Positional
 
 from torchmars.config.presets import read_presets
@@ -21,10 +23,10 @@ class Presets:
     `torchmars train gpt2-small-mars-m-openwebtext my.toml --training.steps 10000`.
     """
 
-    name: Positional[str | None] = None
+    name: Positional[Annotated[str | None, tyro.conf.arg(metavar="[NAME]")]] = None
     """A preset to say everything about: its settings, their source, and what sources disagree on.
     Default: a table of all."""
-    family: str | None = None
+    family: Annotated[str | None, tyro.conf.arg(metavar="FAMILY")] = None
     """Only the presets of this family: gpt2, llama or qwen3."""
 
 

@@ -28,6 +28,9 @@ SETTINGS = tyro.conf.FlagConversionOff[Config]  # true and false are values, not
 
 T = TypeVar("T")
 
+# The keys of [data] that name a corpus, in one way or the other.
+SINGLE, MIXTURE = {"source", "files"}, {"mixture"}
+
 
 def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, ResolvedConfig]:
     """Return a command's own options, the dataclass `kind`, and the config of its other arguments.
@@ -70,12 +73,26 @@ def config_from_sources(sources: list[Source]) -> ResolvedConfig:
     """
     merged: Tables = {}
     for _, tables in sources:
-        merged = merge(merged, tables)
+        merged = merge(without_other_corpus(merged, tables), tables)
 
     def source_of(key: str) -> str:
         return next((name for name, tables in reversed(sources) if has(tables, key)), "")
 
     return make(Config, merged, source_of).resolve()
+
+
+def without_other_corpus(base: Tables, later: Tables) -> Tables:
+    """Return `base` without what it says of the corpus where `later` says it in the other way.
+
+    A corpus is either data.source with data.files, or data.mixture.
+    """
+    data, now = base.get("data"), later.get("data")
+    if not (isinstance(data, dict) and isinstance(now, dict)):
+        return base
+    for one, other in ((SINGLE, MIXTURE), (MIXTURE, SINGLE)):
+        if one & set(now) and not other & set(now):
+            data = {key: value for key, value in data.items() if key not in other}
+    return base | {"data": data}
 
 
 def has(tables: Tables, key: str) -> bool:

@@ -14,8 +14,8 @@ from torchmars.core.typed import nearest
 
 # The settings of a row are those of [optimizer], but for these.
 SECTIONS = {"min_lr": "schedule"}
-# What a row says beside settings.
-ABOUT = ("published", "ours", "result")
+# Where settings are from: all that matter were published, some of them, or none.
+ORIGINS = ("published", "partly", "ours")
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Preset:
     gpus: int
     layout: str
     """Whose layout `gpus` is: "published: ..." or "assumed: ..."."""
-    published: str | None
-    """Where the settings were published. None: they are a starting point of ours."""
-    ours: str | None
-    """What settings that were never published are taken from."""
+    origin: str
+    """One of ORIGINS."""
+    origin_text: str
+    """Where the settings were published, or what a starting point of ours is taken from."""
     result: str | None
     """The result to expect; None if none was published."""
     notes: tuple[str, ...]
@@ -92,11 +92,12 @@ def make_preset(family: str, table: Tables, size: str, rule: str, data: str) -> 
     layout, own = table["sizes"][size], table["rules"][rule]
     base: Tables = table["rules"][own["like"]] if "like" in own else {}
     row: Tables = base.get(size, {}) | own.get(size, {}) | own.get(data, {}).get(size, {})
-    origin = row if {"published", "ours"} & set(row) else own
+    said = row if set(ORIGINS) & set(row) else own
+    [origin] = set(ORIGINS) & set(said)
     name = f"{family}-{size}-{rule}-{data}"
     settings: Tables = {"run": {"name": name}, "optimizer": dict(own.get("set", {}))}
     for key, value in row.items():
-        if key not in ABOUT:
+        if key not in (*ORIGINS, "result"):
             settings.setdefault(SECTIONS.get(key, "optimizer"), {})[key] = value
     notes = [
         note["text"]
@@ -114,8 +115,8 @@ def make_preset(family: str, table: Tables, size: str, rule: str, data: str) -> 
         settings,
         layout["gpus"],
         layout["layout"],
-        origin.get("published"),
-        origin.get("ours"),
+        origin,
+        said[origin],
         row.get("result"),
         tuple(notes),
         tuple(table["sources"]),

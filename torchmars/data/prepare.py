@@ -155,8 +155,9 @@ def make_pieces(
                 check_damage(config, damaged, partial)
     seconds = time.monotonic() - began
     say(
-        f"tokenised {text / 1e6:,.1f} MB to {tokens:,} tokens in {seconds:,.1f} s: "
-        f"{text / 1e6 / seconds:,.2f} MB/s with {processes} process{'es' * (processes > 1)}"
+        f"tokenising took {seconds:,.1f} s: {text / 1e6:,.1f} MB to {tokens:,} tokens, "
+        f"{text / 1e6 / seconds:,.2f} MB/s with {processes} process{'es' * (processes > 1)}",
+        error=True,  # as the progress bar
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from torchmars.config import ModelConfig, ResolvedConfig
+from torchmars.config import MARS_RULES, ModelConfig, ResolvedConfig
 from torchmars.config.load import config_from_sources
 from torchmars.config.presets import Preset
 from torchmars.core.console import labelled
@@ -66,7 +66,7 @@ class PresetFigures:
             short(self.tokens),
             f"{self.preset.gpus}{assumed}",
             f"{self.hours:,.0f}",
-            "published" if self.preset.published else "ours",
+            self.preset.origin,
             self.preset.result or "none published",
         )
 
@@ -84,7 +84,8 @@ def preset_table(presets: Iterable[Preset]) -> list[str]:
     return [
         *table([HEADINGS, *rows], RIGHT),
         "* GPUs: what we assume; the others are those of the published runs",
-        "settings: ours are a starting point that the authors of the rule or model have not run",
+        "settings: published in all that matters, or partly; ours are a starting point that the "
+        "authors of the rule or model have not run",
         assumption(),
     ]
 
@@ -95,10 +96,10 @@ def preset_page(preset: Preset) -> list[str]:
     config, training = figures.config, figures.config.training
     schedule, optimizer = config.schedule, config.optimizer
     shown = [(name, getattr(optimizer, name)) for name in SHOWN]
+    mode = f", {optimizer.mode}" if optimizer.name in MARS_RULES else ""
     size, accumulated = training.microbatches(
         config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
     )
-    origin = [preset.published] if preset.published else [f"ours, taken from: {preset.ours}"]
     sections = {
         "preset": [preset.name],
         "files": [" ".join(preset.files)],
@@ -108,13 +109,13 @@ def preset_page(preset: Preset) -> list[str]:
             f"steps, {short(figures.tokens)} tokens of {config.data.source}"
         ],
         "optimizer": [
-            f"{optimizer.name}, {optimizer.mode}: "
+            f"{optimizer.name}{mode}: "
             + ", ".join(f"{name} {words(value)}" for name, value in shown if value is not None)
         ],
         "schedule": [
             f"{schedule.name}, {schedule.warmup_steps:,} steps of warmup, min_lr {schedule.min_lr}"
         ],
-        "settings": origin,
+        "settings": [f"{preset.origin}: {preset.origin_text}"],
         "result": [preset.result or "none published"],
         "GPUs": [
             f"{preset.gpus}, {preset.layout}",
