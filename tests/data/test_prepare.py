@@ -140,7 +140,7 @@ def test_a_kill_at_any_durable_call_loses_and_doubles_nothing(config, fraction):
     """Each start is killed one call later than the one before it, or after few calls again."""
     config = replace(config, validation_fraction=fraction)
     one = made(config, "one")
-    for step in (1, 2, 5, 11):
+    for step in (1, 3, 11):
         killed = replace(config, path=f"{config.path}-{step}")
         kills, at = 0, step
         while status := in_a_fork(lambda c=killed: prepare_task(c, 0, 1, SIZES), at):
@@ -230,7 +230,7 @@ def test_a_split_that_gets_no_document_gets_the_end_of_the_stream(
         "\n<|endoftext|>\n".join(["abcde" * 100, "fghij" * 100][:count])
     )
     empty = set()
-    for seed in range(6):
+    for seed in range(4):
         path = str(tmp_path / f"{seed}")
         config = DataConfig(f"text:{tmp_path}/a.txt", path=path, validation_fraction=fraction)
         config = replace(config, validation_seed=seed).resolve()
@@ -242,7 +242,7 @@ def test_a_split_that_gets_no_document_gets_the_end_of_the_stream(
         if "the hash puts every document" in capsys.readouterr().out:
             empty.add(seed)
             assert validation.tokens == max(1, int((502 * count - 1) * fraction))
-    assert len(empty) == 6 if count == 1 or fraction < 0.5 else 0 < len(empty) < 6
+    assert len(empty) == 4 if count == 1 or fraction < 0.5 else 0 < len(empty) < 4
 
 
 class Rows:
