@@ -47,17 +47,21 @@ def prepare(source: str, folder: Path, tokenizer: str) -> tuple[float, float, fl
     """
     options = ["--source", source, "--tokenizer", tokenizer, "--path", str(folder)]
     command = subprocess.Popen(
-        [sys.executable, "-m", "torchmars", "prepare", *options], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "torchmars", "prepare", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     peaks: dict[int, float] = {}
     watcher = threading.Thread(target=watch, args=(command.pid, peaks))
     watcher.start()
-    said = command.communicate()[0]
+    found, progress = command.communicate()
     watcher.join()
-    assert command.returncode == 0
-    seconds = float(said.partition(" tokens in ")[2].partition(" s")[0].replace(",", ""))
+    assert command.returncode == 0, progress
+    took = progress[progress.index("tokenising took") :]
+    seconds = float(took.split()[2].replace(",", ""))
     workers = [peak for pid, peak in peaks.items() if pid != command.pid]
-    return seconds, peaks[command.pid], max(workers, default=0.0), said
+    return seconds, peaks[command.pid], max(workers, default=0.0), took + found
 
 
 def watch(pid: int, peaks: dict[int, float]) -> None:
