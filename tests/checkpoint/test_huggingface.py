@@ -1,20 +1,30 @@
 """Runs to folders of transformers and back, against transformers itself."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.commands import ROOT, run_command
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
-from torchmars.checkpoint.inference import load_model
-from torchmars.config.load import config_from_tables, read_toml
+from torchmars.checkpoint.export import export_folder
+from torchmars.checkpoint.inference import load_model, open_model
+from torchmars.config.load import config_from_tables
+from torchmars.config.toml_files import read_toml
 from torchmars.data.manifest import read_manifest
 from torchmars.data.order import window_of_sample
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.data.windows import Windows
+from torchmars.models import build_model
+from torchmars.training.sampling import Draw, predict_with_cache, sample
 
 transformers = pytest.importorskip("transformers")
 LLAMA = {"name": "llama", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 48}
+# A prompt and 50 tokens fit, and no token that is drawn is nearly as likely as another.
+LENGTH, SPREAD = 64, 0.2
 MODELS = {
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "openai": {"bias": True, "activation": "gelu_tanh"},
@@ -24,15 +34,35 @@ MODELS = {
 }
 
 
+def write_random_weights(tables):
+    """Write weights for the run of `tables` to start from."""
+    model = build_model(config_from_tables(tables, "in a test").model, 257, LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: SPREAD * torch.randn(parameter.shape, generator=generator)
+        + float("norm" in name and name.endswith("weight"))
+        for name, parameter in model.named_parameters()
+    }
+    save_file(weights, tables["checkpoint"]["init_from"])
+
+
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
     """Runs of one model of each kind, trained on two ranks, and what was exported of them."""
     folder = tmp_path_factory.mktemp("exports")
     write_text(folder)
     runs = {
-        name: tiny_tables(folder, run={"name": name}, training={"steps": 2}, model=model)
+        name: tiny_tables(
+            folder,
+            run={"name": name},
+            training={"steps": 2, "seq_len": LENGTH},
+            model=model,
+            checkpoint={"interval": 1, "init_from": str(folder / f"{name}.safetensors")},
+        )
         for name, model in MODELS.items()
     }
+    for tables in runs.values():
+        write_random_weights(tables)
     train(2, *runs.values())
     for name, tables in runs.items():
         places = [str(run_folder_of(tables)), str(folder / name)]
@@ -42,20 +72,76 @@ def exports(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_an_export_and_has_the_same_logits(exports, name):
+def test_transformers_loads_an_export_and_has_the_same_logits_and_tokens(exports, name):
     run, folder = exports[name]
-    ours, _, config = load_model(run)
+    ours, tokenizer, _ = load_model(run)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    tokens = torch.randint(257, (2, config.training.seq_len))
+    tokens = torch.randint(257, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(
             ours.head(ours(tokens)), theirs(tokens).logits, rtol=1e-5, atol=1e-5
         )
+    there = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = there("The old fox", return_tensors="pt").input_ids
+    assert prompt.tolist() == [each.tolist() for each in tokenizer.encode_batch(["The old fox"])]
+    assert theirs.generation_config.eos_token_id == there.eos_token_id == tokenizer.end_of_text
+    theirs.generation_config.eos_token_id = None  # 50 tokens in any case
+    predict = predict_with_cache(ours, LENGTH)
+    drawn = sample(predict, prompt.tolist(), 50, vocab_size=257, draw=Draw(temperature=0))
+    expected = theirs.generate(prompt, max_new_tokens=50, do_sample=False)[0, prompt.shape[1] :]
+    assert [token for (token,) in drawn] == expected.tolist()
     card = (folder / "README.md").read_text()
-    assert f"# {name}" in card and "1,024" in card and "seed = 0" in card
+    assert f"# {name}" in card and "2,048" in card and "seed = 0" in card
+
+
+def export(run, target, *options):
+    """What `torchmars export` writes."""
+    code, _, err = run_command("export", [str(run), str(target), *options], ROOT)
+    assert code == 0, err
+    return transformers.AutoModelForCausalLM.from_pretrained(target, dtype="auto").state_dict()
+
+
+def test_the_mean_and_a_step_are_those_of_the_checkpoints(exports, tmp_path):
+    run, _ = exports["qwen3"]
+    first = export(run, tmp_path / "first", "--step", "1")
+    last = export(run / "checkpoints" / "step-00000002", tmp_path / "last")
+    mean = export(run, tmp_path / "mean", "--average", "2")
+    assert "mean of 2 checkpoints from step 1" in (tmp_path / "mean" / "README.md").read_text()
+    for name, value in mean.items():
+        assert not torch.equal(first[name], last[name])
+        torch.testing.assert_close(value, (first[name] + last[name]) / 2, rtol=0, atol=1e-7)
+    code, _, err = run_command("export", [str(run), "no", "--average", "3"], tmp_path)
+    assert code == 2 and "has 2 checkpoints up to step 2: lower --average" in err
+    code, _, err = run_command("export", [str(run), "no", "--step", "3"], tmp_path)
+    assert code == 2 and "has no checkpoint of step 3: there are 1, 2" in err
+    assert not list(tmp_path.glob("no*"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_files_of_a_size_hold_all_weights_in_a_dtype(exports, name, tmp_path):
+    run, folder = exports[name]
+    export_folder([open_model(run)], tmp_path / "parts", torch.bfloat16, file_bytes=20_000)
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "parts").glob("*.safetensors"))
+    assert len(files) > 3 and {file.name for file in files} == set(index["weight_map"].values())
+    total = 0
+    for file in files:
+        tensors = load_file(file)
+        assert all(index["weight_map"][each] == file.name for each in tensors)
+        sizes = [value.nbytes for value in tensors.values()]
+        assert sum(sizes) <= 20_000 or len(sizes) == 1
+        total += sum(sizes)
+    assert total == index["metadata"]["total_size"]
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "parts", dtype="auto", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    for key, value in model.state_dict().items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, whole[key].bfloat16())
 
 
 STEP = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.0}
@@ -86,6 +172,8 @@ def their_model(kind, folder):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder, max_shard_size="40KB")
     assert (folder / "model.safetensors.index.json").exists()
+    for name, text in tokenizer_files(load_tokenizer("bytes"), 32).items():
+        (folder / name).write_text(text)
     return model
 
 
@@ -97,6 +185,7 @@ def imported(folder, tmp_path, name, **overrides):
     more = {
         "run": {"name": name},
         "model": tables["model"],
+        "data": tables["data"],
         "checkpoint": tables["checkpoint"] | {"interval": 0},
         "training": {"steps": 1},
         "optimizer": STEP,
@@ -121,6 +210,20 @@ def step_of_theirs(model, tables):
 
 
 LAYOUTS = {"fsdp": {}, "tp": {"tp": 2}}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_of_theirs_has_the_same_logits_and_generates(kind, tmp_path):
+    theirs = their_model(kind, tmp_path / "theirs")
+    ours, tokenizer, _ = load_model(tmp_path / "theirs")
+    tokens = torch.randint(257, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours.head(ours(tokens)), theirs(tokens).logits, rtol=1e-5, atol=1e-5
+        )
+    args = [str(tmp_path / "theirs"), "--prompt", "The", "--max_tokens", "5"]
+    code, out, err = run_command("generate", args, ROOT)
+    assert code == 0 and out.startswith("The") and len(out) > 4, err
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -102,7 +102,7 @@ def former_buffer(rule, betas):
 
 def give_former_names(folder, trainer):
     """Write the state of a trainer of Lion and Muon as version 0.1 did."""
-    written = state.training_state(trainer.layout, trainer.model.weights, trainer.optimizer)
+    written = state.training_state(trainer.layout, trainer.model.weights, trainer.optimizer, {})
     for group in trainer.optimizer.param_groups:
         key, scale = former_buffer(group["rule"], group["betas"])
         for name in group["param_names"]:
@@ -137,7 +137,7 @@ def read_former_names(tables):
         )
 
     def init():
-        return init_from(folder, True, trainer.layout, trainer.model, trainer.optimizer)[0]
+        return init_from(str(folder), True, trainer.layout, trainer.model, trainer.optimizer)[0]
 
     return (
         same(lambda: trainer.checkpointer.load(folder)),

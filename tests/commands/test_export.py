@@ -1,6 +1,7 @@
 """Exported weights: the same bytes for the same weights, and nothing else harmed."""
 
 import os
+import signal
 import stat
 import sys
 
@@ -8,7 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.commands import Command, run_command
+from tests.support.mistakes import make_checkpoint, make_place
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
+from torchmars.checkpoint.export import export_folder
+from torchmars.checkpoint.inference import SavedModel, open_model
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.weights import write_weights
 from torchmars.commands import export
@@ -75,7 +80,8 @@ def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, c
             code = ended.code
         return code, *capsys.readouterr()
 
-    for file in (checkpoint / "weights.safetensors", tmp_path / "link" / "w.safetensors"):
+    inside = checkpoint / "hf"
+    for file in (checkpoint / "weights.safetensors", tmp_path / "link" / "w.safetensors", inside):
         code, _, err = command(run, file)
         assert code == 2 and "would lie in the checkpoint" in err and err.count("\n") == 1
         assert not file.exists()
@@ -90,3 +96,92 @@ def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, c
     again = run / "checkpoints" / "again.safetensors"
     code, _, _ = command(checkpoint, again)
     assert code == 0 and again.read_bytes() == file.read_bytes()
+    (tmp_path / "mine").mkdir()
+    for options in ((), ("--force",)):
+        code, _, err = command(run, tmp_path / "mine", *options)
+        assert code == 2 and "mine exists: name another folder" in err
+    assert not list((tmp_path / "mine").iterdir())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of weights alone."""
+    folder = tmp_path_factory.mktemp("place")
+    make_place(folder)
+    return make_checkpoint(folder)
+
+
+def test_what_no_class_can_hold_is_refused_before_anything_is_written(tmp_path):
+    write_text(tmp_path)
+    shape = {"name": "llama", "n_head": 2, "n_kv_head": 1, "qk_norm": True, "qkv_bias": True}
+    tables = tiny_tables(tmp_path, model=shape, training={"steps": 1})
+    train(1, tables)
+    run = str(run_folder_of(tables))
+    code, _, err = run_command("export", [run, "hf"], tmp_path)
+    assert code == 2 and "both model.qk_norm and model.qkv_bias" in err and err.count("\n") == 1
+    assert not list(tmp_path.glob("hf*"))
+    code, _, err = run_command("export", [run, "bare.safetensors"], tmp_path)
+    assert code == 0, err
+
+
+def test_an_error_in_the_middle_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    model, reads = open_model(checkpoint), []
+
+    def read(self, name):
+        reads.append(name)
+        if len(reads) == 7:
+            raise OSError(28, "No space left on device")
+        return torch.zeros(self.model.get_parameter(name).shape)
+
+    monkeypatch.setattr(SavedModel, "read", read)
+    with pytest.raises(OSError):
+        export_folder([model], tmp_path / "hf", torch.float32)
+    assert len(reads) == 7 and not list(tmp_path.iterdir())
+
+
+KILLER = """
+import os
+import signal
+
+calls = 0
+
+
+def counted(original):
+    def call(*args, **options):
+        global calls
+        calls += 1
+        if calls == int(os.environ["KILL_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **options)
+    return call
+
+
+for name in ("fsync", "rename", "unlink", "rmdir"):
+    setattr(os, name, counted(getattr(os, name)))
+"""
+
+
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_at_any_durable_call_leaves_no_half_export(checkpoint, tmp_path, stride):
+    """Each export is killed some calls later than the one before it, over what that one left."""
+    (tmp_path / "sitecustomize.py").write_text(KILLER)
+    target, kills = tmp_path / "hf", 0
+    while True:
+        env = os.environ | {"PYTHONPATH": str(tmp_path), "KILL_AT": str(1 + stride * kills)}
+        command = Command("export", [str(checkpoint), str(target)], tmp_path, env)
+        _, err = command.communicate()
+        if command.returncode == 0 or target.exists():
+            break
+        assert command.returncode == -signal.SIGKILL, err
+        kills += 1
+    assert kills >= 20 // stride
+    assert {file.name for file in target.iterdir()} == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert len(load_file(target / "model.safetensors")) == 28
+    assert not list(tmp_path.glob("*.partial"))

@@ -1,17 +1,21 @@
 """Weights of checkpoints, written for other programs."""
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchmars.checkpoint.card import model_card
-from torchmars.checkpoint.huggingface import CONFIG, write_weight_files
+from torchmars.checkpoint.huggingface import CONFIG, FILE_BYTES, write_weight_files
 from torchmars.checkpoint.inference import SavedModel
 from torchmars.checkpoint.weights import write_weights
+from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, remove, sync_folder, write_durably
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.models.huggingface import to_config
 
 
@@ -41,21 +45,56 @@ def export_file(models: Sequence[SavedModel], file: Path, dtype: torch.dtype) ->
     write_weights(file, entries, map(read, names))
 
 
-def export_folder(models: Sequence[SavedModel], folder: Path, dtype: torch.dtype) -> None:
-    """Write the mean weights of `models` to a folder that transformers loads.
+def export_folder(
+    models: Sequence[SavedModel], folder: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+) -> None:
+    """Write the mean weights of `models`, and their tokenizer, to a folder that transformers loads.
 
-    It appears when it is complete. Raises `OSError`, `DamagedCheckpoint`, and `UserError` for a
-    shape that no class of transformers has.
+    It appears when it is complete. `file_bytes` is the size of its files of weights at most. Raises
+    `OSError`, `DamagedCheckpoint`, and `UserError` for a shape that no class of transformers has,
+    and for a tokenizer that is not to be had.
     """
     newest = models[0]
-    config = to_config(newest.model) | {"dtype": str(dtype).removeprefix("torch.")}
+    texts = texts_of(models, dtype)
     partial = folder.with_name(folder.name + PARTIAL)
-    if partial.exists():
+    if os.path.lexists(partial):  # of an export that was cut off
         remove(partial)
     partial.mkdir(parents=True)
-    write_durably(partial / CONFIG, json.dumps(config, indent=2) + "\n")
-    write_durably(partial / "README.md", model_card(models))
-    write_weight_files(partial, newest.model, dtype, mean_weight(models))
-    sync_folder(partial)
-    partial.rename(folder)
+    try:
+        for name, text in texts.items():
+            write_durably(partial / name, text)
+        write_weight_files(partial, newest.model, dtype, mean_weight(models), file_bytes)
+        sync_folder(partial)
+        partial.rename(folder)
+    except BaseException:
+        remove(partial)  # it may be large
+        raise
     sync_folder(folder.parent)
+
+
+def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]:
+    """Return the texts of all files but the weights, by name. Raises `UserError`."""
+    newest = models[0]
+    model, config = newest.model, newest.config
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size != newest.manifest.vocab_size:
+        raise UserError(
+            f"data.tokenizer: {config.data.tokenizer} has {tokenizer.vocab_size:,} tokens, that "
+            f"of the run had {newest.manifest.vocab_size:,}: put it back"
+        )
+    end = tokenizer.end_of_text
+    ends = {"bos_token_id": end, "eos_token_id": end}
+    # Rows past the vocabulary are padding.
+    padding = list(range(tokenizer.vocab_size, model.vocab_rows))
+    generation = {**ends, "pad_token_id": end, "suppress_tokens": padding or None}
+    return {
+        CONFIG: to_json(to_config(model) | ends | {"dtype": str(dtype).removeprefix("torch.")}),
+        "generation_config.json": to_json(generation),
+        "README.md": model_card(models),
+        **tokenizer_files(tokenizer, config.training.seq_len),
+    }
+
+
+def to_json(value: Mapping[str, object]) -> str:
+    """Return the text of a JSON file."""
+    return json.dumps(value, indent=2) + "\n"

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,25 @@ from torch import Tensor
 
 from torchmars.checkpoint.weights import (
     SavedWeight,
-    check_shapes,
     weights_of_file,
+    weights_problem,
     write_weights,
 )
+from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
+from torchmars.config.toml_files import Tables
 from torchmars.core.bounds import Name
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, write_durably
 from torchmars.core.typed import parse_json
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.models.huggingface import counterparts, from_config, with_their_parameters
 
 HF = "hf:"  # begins the name of such a folder in checkpoint.init_from
 TOKENIZER = "tokenizer.json"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+LONGEST = 8192  # of the sequences to train on, where a model takes any
 FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
 # Buffers that older versions saved beside the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -39,36 +43,70 @@ def read_config(folder: Path) -> dict[str, Any]:
         return parse_json(read_text(path))
     except OSError as error:
         raise UserError(
-            f"{folder} is no folder of Hugging Face's: {CONFIG} cannot be read ({error.strerror})"
+            f"it is no folder of Hugging Face's: {CONFIG} cannot be read ({error.strerror})"
         ) from None
     except ValueError as error:
-        raise UserError(f"{path} is no JSON object: {error}") from None
+        raise UserError(f"its {CONFIG} is no JSON object: {error}") from None
 
 
-def config_tables(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return the tables of a config that trains on from a folder, and what it holds in words.
+@dataclass(frozen=True)
+class FolderModel:
+    """A model in a folder of transformers, whose weights are still on the disk."""
 
-    Checks that the weights which the model needs are there. Raises `UserError`.
+    tables: Tables
+    """Of a config that trains on from it."""
+    config: ResolvedConfig
+    model: Model
+    """Without memory."""
+    weights: dict[str, SavedWeight]
+    """Where each weight of `model` lies."""
+
+
+def is_folder_of_transformers(path: Path) -> bool:
+    """Return whether `path` is a folder of transformers. A run and a checkpoint are none."""
+    return os.path.isfile(path / CONFIG)
+
+
+def open_folder(folder: Path) -> FolderModel:
+    """Open a model in a folder of transformers, for inference or to train on from it.
+
+    Raises `UserError` for a model that is none of ours, for weights other than its config.json
+    asks for, and for a tokenizer with more tokens than the model has rows.
     """
     try:
-        model_table = from_config(read_config(folder))
+        tables = tables_of(folder)
+        config = config_from_tables(tables, f"from {folder / CONFIG}")
+        model = build_meta_model(config.model, 1, config.training.seq_len).eval()
+        weights = weights_of_folder(folder, model)
+        if wrong := weights_problem(weights, dict(model.named_parameters())):
+            raise UserError(f"it {wrong}")
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokens = max(tokenizer.vocab_size, tokenizer.end_of_text + 1)
+        if tokens > model.vocab_rows:
+            raise UserError(
+                f"its tokenizer has {tokens:,} tokens, its model {model.vocab_rows:,} rows for "
+                "them: it is the tokenizer of another model"
+            )
     except UserError as error:
-        raise UserError(f"{folder} cannot be imported: {error}") from None
+        raise UserError(f"{folder} cannot be opened: {error}") from None
+    return FolderModel(tables, config, model, weights)
+
+
+def tables_of(folder: Path) -> Tables:
+    """Return the tables of a config that trains on from a folder. Raises `UserError`."""
+    model_table = from_config(read_config(folder))
     seq_len = model_table.pop("seq_len")
-    tables: dict[str, dict[str, Any]] = {
+    if model_table["name"] != "gpt2":  # rotary positions take any length
+        seq_len = min(seq_len, LONGEST)
+    tables: Tables = {
         "run": {"name": folder.resolve().name},
         "model": model_table,
-        # A table of positions has its own length. Rotary positions take any.
-        "training": {"seq_len": seq_len if model_table["name"] == "gpt2" else min(seq_len, 8192)},
+        "training": {"seq_len": seq_len},
         "checkpoint": {"init_from": f"{HF}{folder.resolve()}"},
     }
     if (folder / TOKENIZER).exists():
         tables["data"] = {"tokenizer": str((folder / TOKENIZER).resolve())}
-    config = config_from_tables(tables, f"from {folder / CONFIG}")
-    model = build_meta_model(config.model, 1, config.training.seq_len)
-    shapes = {name: saved.shape for name, saved in weights_of_folder(folder, model).items()}
-    check_shapes(folder, shapes, dict(model.named_parameters()))
-    return tables, model.describe()
+    return tables
 
 
 def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
@@ -85,13 +123,13 @@ def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
     for ours, there in counterparts(model).items():
         name = there.name.removeprefix("transformer.") if bare else there.name
         if name not in files:
-            raise UserError(f"{folder} has no {name}, which its {CONFIG} asks for")
+            raise UserError(f"it has no {name}, which its {CONFIG} asks for")
         saved[ours] = replace(files.pop(name), transposed=there.transposed)
     if model.output is None:
         files.pop("lm_head.weight", None)  # the token table once more
     for name in files:
         if not name.endswith(BUFFERS):
-            raise UserError(f"{folder} has {name}, which no model of its {CONFIG} has")
+            raise UserError(f"it has {name}, which no model of its {CONFIG} has")
     return saved
 
 
@@ -102,7 +140,7 @@ def weight_files(folder: Path) -> list[Path]:
         if os.path.lexists(folder / WEIGHTS):
             return [folder / WEIGHTS]
         raise UserError(
-            f"{folder} has no {WEIGHTS}: files of another kind, such as .bin, may run code when "
+            f"it has no {WEIGHTS}: files of another kind, such as .bin, may run code when "
             "they are read: save the model with safe_serialization"
         )
     try:
@@ -110,7 +148,7 @@ def weight_files(folder: Path) -> list[Path]:
         for name in names:
             Name("file").check(name)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{index} is no index of files beside it ({error})") from None
+        raise UserError(f"its {INDEX} is no index of files beside it ({error})") from None
     return [folder / name for name in names]
 
 

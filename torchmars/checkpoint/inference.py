@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 
 from torchmars.checkpoint.folder import checkpoints, step_folder, step_of
+from torchmars.checkpoint.huggingface import TOKENIZER, is_folder_of_transformers, open_folder
 from torchmars.checkpoint.manifest import NAME, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import find_checkpoint
-from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
+from torchmars.checkpoint.state import (
+    average_state,
+    model_state,
+    read_tensors,
+    saved_shapes,
+)
+from torchmars.checkpoint.weights import load_weights
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
@@ -27,6 +34,8 @@ class SavedModel:
     config: ResolvedConfig
     model: Model
     """Without memory."""
+    average: bool = False
+    """Whether its weights are the moving average of the run's."""
 
     @property
     def step(self) -> int:
@@ -36,14 +45,16 @@ class SavedModel:
     def read(self, name: str) -> Tensor:
         """Return a weight. Raises `DamagedCheckpoint`."""
         value = torch.empty(self.model.get_parameter(name).shape)
-        read_tensors(self.folder, model_state({name: value}), group=None)
+        state = average_state if self.average else model_state
+        read_tensors(self.folder, state({name: value}), group=None)
         return value
 
 
-def open_model(folder: Path, step: int | None = None) -> SavedModel:
+def open_model(folder: Path, step: int | None = None, average: bool = False) -> SavedModel:
     """Open the model of a checkpoint, or of a run: its newest good one, or that of `step`.
 
-    Raises `UserError` if there is none, and `DamagedCheckpoint`.
+    With `average`, its weights are the moving average of the run's. Raises `UserError` if there is
+    none, and `DamagedCheckpoint`.
     """
     if step is not None:
         folder = checkpoint_of(folder, step)
@@ -56,15 +67,21 @@ def open_model(folder: Path, step: int | None = None) -> SavedModel:
                 f"{folder} does not have the model that its {NAME} describes: "
                 f"{name} is not of shape {list(value.shape)}"
             )
-    return SavedModel(folder, manifest, config, model)
+    if average and not any(name.startswith("ema.") for name in saved):
+        raise UserError(
+            f"{folder} has no moving average of its weights: the run had no training.ema_decay"
+        )
+    return SavedModel(folder, manifest, config, model, average)
 
 
-def open_last(folder: Path, step: int | None, count: int) -> list[SavedModel]:
+def open_last(
+    folder: Path, step: int | None, count: int, average: bool = False
+) -> list[SavedModel]:
     """Open the models of the last `count` checkpoints of a run, up to that of `step`, newest first.
 
-    Raises `UserError` if there are fewer, and `DamagedCheckpoint`.
+    `average` is as in `open_model`. Raises `UserError` if there are fewer, and `DamagedCheckpoint`.
     """
-    newest = open_model(folder, step)
+    newest = open_model(folder, step, average)
     if count == 1:
         return [newest]
     found = [path for path in checkpoints(folder / "checkpoints") if step_of(path) <= newest.step]
@@ -72,7 +89,8 @@ def open_last(folder: Path, step: int | None, count: int) -> list[SavedModel]:
         raise UserError(
             f"{folder} has {len(found)} checkpoints up to step {newest.step}: lower --average"
         )
-    return [newest, *(open_model(path) for path in reversed(found[-count:-1]))]
+    earlier = reversed(found[-count:-1])
+    return [newest, *(open_model(path, average=average) for path in earlier)]
 
 
 def checkpoint_of(run: Path, step: int) -> Path:
@@ -85,11 +103,19 @@ def checkpoint_of(run: Path, step: int) -> Path:
 
 
 def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
-    """Load the model of a checkpoint or a run on the CPU. Return it, its tokenizer and its config.
+    """Load a model on the CPU. Return it, its tokenizer and its config.
 
-    Raises `UserError` if there is none, and `DamagedCheckpoint`.
+    `folder` is a checkpoint, a run, or a folder of transformers with a tokenizer.json. Raises
+    `UserError` if there is none, and `DamagedCheckpoint`.
     """
-    saved = open_model(folder)
-    model = saved.model.to_empty(device="cpu")
-    read_tensors(saved.folder, model_state(model.state_dict()), group=None)
-    return model, load_tokenizer(saved.config.data.tokenizer), saved.config
+    if is_folder_of_transformers(folder):
+        found = open_folder(folder)
+        if "data" not in found.tables:
+            raise UserError(f"{folder} has no {TOKENIZER}: put that of the model there")
+        model, config = found.model.to_empty(device="cpu"), found.config
+        load_weights(found.weights, dict(model.named_parameters()))
+    else:
+        saved = open_model(folder)
+        model, config = saved.model.to_empty(device="cpu"), saved.config
+        read_tensors(saved.folder, model_state(model.state_dict()), group=None)
+    return model, load_tokenizer(config.data.tokenizer), config

@@ -19,9 +19,10 @@ from torchmars.checkpoint.state import (
 )
 from torchmars.checkpoint.weights import (
     SavedWeight,
-    check_shapes,
     load_weights,
+    shape_problem,
     weights_of_file,
+    weights_problem,
 )
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
@@ -30,6 +31,8 @@ from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
+
+REMEDY = "set [model], data.tokenizer and training.seq_len as they were there"
 
 
 def init_from(
@@ -49,21 +52,19 @@ def init_from(
                 f"checkpoint.init_optimizer: {source} holds weights only: "
                 "name a run or a checkpoint in checkpoint.init_from"
             )
-        layout.on_all(lambda: load_weights(source, saved_weights, model.weights))
+        layout.on_all(lambda: load_weights(saved_weights, model.weights))
         model.copy_tied_weights()
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(Path(source), "full"))
     saved = layout.on_first(lambda: saved_shapes(folder))
     state = model_state(model.weights)
-    check_shapes(
-        folder,
-        {
-            name.removeprefix("model."): size
-            for name, size in saved.items()
-            if name.startswith("model.")
-        },
-        model.weights,
-    )
+    sizes = {
+        name.removeprefix("model."): size
+        for name, size in saved.items()
+        if name.startswith("model.")
+    }
+    if wrong := shape_problem(sizes, model.weights):
+        raise UserError(f"checkpoint.init_from: {folder} {wrong}: {REMEDY}")
     taken: list[str] = []
     without: list[str] = []
     if with_optimizer:
@@ -88,14 +89,20 @@ def init_from(
 def weights_of(source: str, model: Model) -> dict[str, SavedWeight] | None:
     """Return where the weights of `model` lie in files of weights alone; None for a checkpoint.
 
-    `source` is as in checkpoint.init_from. Raises `UserError`.
+    `source` is as in checkpoint.init_from. Raises `UserError` if they are not all there.
     """
     try:
         if source.startswith(HF):
-            return weights_of_folder(Path(source.removeprefix(HF)), model)
-        return weights_of_file(Path(source)) if source.endswith(".safetensors") else None
+            saved = weights_of_folder(Path(source.removeprefix(HF)), model)
+        elif source.endswith(".safetensors"):
+            saved = weights_of_file(Path(source))
+        else:
+            return None
     except UserError as error:
-        raise UserError(f"checkpoint.init_from: {error}") from None
+        raise UserError(f"checkpoint.init_from: {source}: {error}") from None
+    if wrong := weights_problem(saved, dict(model.named_parameters())):
+        raise UserError(f"checkpoint.init_from: {source} {wrong}: {REMEDY}")
+    return saved
 
 
 def open_source(source: Path, level: Literal["full", "size"]) -> tuple[Path, CheckpointManifest]:

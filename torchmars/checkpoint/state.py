@@ -28,16 +28,21 @@ from torchmars.parallel.model import ParallelModel
 
 
 def training_state(
-    layout: Layout, weights: Mapping[str, Tensor], optimizer: MARS
+    layout: Layout,
+    weights: Mapping[str, Tensor],
+    optimizer: MARS,
+    average: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the tensors of a run that this rank has a part of, by name.
 
-    They are weights, optimizer state and this rank's RNG state.
+    They are weights, their moving average if there is one, optimizer state and this rank's RNG
+    state.
 
     A flat dict can be read on another layout. Hyperparameters are not in it: they are the config's.
     """
     return (
         model_state(weights)
+        | average_state(average)
         | optimizer_state(optimizer)
         | {"skipped_steps": optimizer.skipped}
         | rng_state(layout.world.rank)
@@ -47,6 +52,11 @@ def training_state(
 def model_state(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights by their names in a checkpoint."""
     return {f"model.{name}": value.detach() for name, value in weights.items()}
+
+
+def average_state(average: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the moving average of weights by its names in a checkpoint."""
+    return {f"ema.{name}": value for name, value in average.items()}
 
 
 def optimizer_state(optimizer: MARS) -> dict[str, Tensor]:
@@ -104,14 +114,16 @@ def load(
     layout: Layout,
     model: ParallelModel,
     optimizer: MARS,
-) -> None:
-    """Load the checkpoint `folder` into `model` and `optimizer` in place, from any layout.
+    average: Mapping[str, Tensor],
+) -> bool:
+    """Load the checkpoint `folder` into `model`, `optimizer` and `average` in place.
 
-    Called by every rank. The random number generators continue where the number of ranks is still
-    the same, and are seeded anew otherwise. Raises `DamagedCheckpoint` on every rank. Weights and
-    state are then of no use until another load.
+    Called by every rank, on any layout. The random number generators continue where the number of
+    ranks is still the same, and are seeded anew otherwise. Returns whether the checkpoint has an
+    average; `average` is left as it is if not. Raises `DamagedCheckpoint` on every rank. Weights
+    and state are then of no use until another load.
     """
-    state = training_state(layout, model.weights, optimizer)
+    state = training_state(layout, model.weights, optimizer, average)
     random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
     # Not left to DCP: its own error is a page of tracebacks.
     saved = set(layout.on_first(lambda: read_index(folder)).state_dict_metadata)
@@ -119,10 +131,14 @@ def load(
         random = {name: value for name, value in random.items() if name in saved}
     else:
         random = {}
+    has_average = any(name.startswith("ema.") for name in saved)
+    if not has_average:
+        state = {name: value for name, value in state.items() if not name.startswith("ema.")}
     read_state(folder, manifest, model.whole, state | random, saved, layout.control)
     model.copy_tied_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     set_rng_state(random)
+    return has_average
 
 
 def read_state(

@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, sync_folder
+from torchmars.core.files import PARTIAL, path_problem, sync_folder
 from torchmars.optim.tensors import local_intervals, local_part
 
+PIECE = 2**25  # bytes that are converted at a time
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -25,6 +26,8 @@ class SavedWeight:
     file: Path
     name: str
     shape_there: tuple[int, ...]
+    dtype: str
+    """As the format calls it."""
     transposed: bool = False
 
     @property
@@ -34,49 +37,52 @@ class SavedWeight:
 
 
 def weights_of_file(file: Path) -> dict[str, SavedWeight]:
-    """Return where the weights in a .safetensors file lie, by name. Raises `UserError`."""
+    """Return where the weights in a .safetensors file lie, by name. Raises `UserError`.
+
+    The library checks that the header describes the whole file, each byte once.
+    """
+    if wrong := path_problem(file, "file"):
+        raise UserError(f"cannot read {file}: {wrong}")
+    found = {}
     try:
         with safe_open(file, framework="pt") as saved:
-            return {
-                name: SavedWeight(file, name, tuple(saved.get_slice(name).get_shape()))
-                for name in saved.keys()
-            }
+            for name in saved.keys():
+                place = saved.get_slice(name)
+                found[name] = SavedWeight(file, name, tuple(place.get_shape()), place.get_dtype())
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {file}: {error}") from None
+    return found
 
 
-def check_shapes(
-    source: Path | str, saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]
-) -> None:
-    """Raise `UserError` for one of `weights` that `source` lacks or has in another shape.
+def weights_problem(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]) -> str:
+    """Return which of `weights` cannot be read from `saved`, and why; "" if all can be."""
+    for name, place in saved.items():
+        if name in weights and place.dtype not in DTYPES.values():
+            return f"has {name} as {place.dtype}, where {', '.join(DTYPES.values())} can be read"
+    return shape_problem({name: place.shape for name, place in saved.items()}, weights)
 
-    `saved` are the shapes of the weights in `source`, by name.
-    """
+
+def shape_problem(saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str:
+    """Return which of `weights` is not among the shapes `saved`, or another; "" if none is."""
     for name, value in weights.items():
         if saved.get(name) != tuple(value.shape):
             found = f"in shape {list(saved[name])}" if name in saved else "not at all"
-            raise UserError(
-                f"checkpoint.init_from: {source} has {name} {found}, the config's model in "
-                f"{list(value.shape)}: set [model], data.tokenizer and training.seq_len "
-                "as they were there"
-            )
+            return f"has {name} {found}, the config's model in {list(value.shape)}"
+    return ""
 
 
 @torch.no_grad()
-def load_weights(
-    source: str, saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]
-) -> None:
+def load_weights(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]) -> None:
     """Fill `weights`, sharded or not, with those that `saved` names. Raises `UserError`.
 
-    Every rank reads its own part only. `source` is what the user named.
+    Every rank reads its own part only.
     """
-    check_shapes(source, {name: place.shape for name, place in saved.items()}, weights)
-    try:
-        for name, target in weights.items():
-            if local_part(target).numel():
+    for name, target in weights.items():
+        if local_part(target).numel():
+            try:
                 local_part(target).copy_(read_part(saved[name], local_intervals(target)))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"checkpoint.init_from: cannot read {source}: {error}") from None
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"cannot read {saved[name].file}: {error}") from None
 
 
 def read_part(place: SavedWeight, part: Sequence[tuple[int, int]]) -> Tensor:
@@ -96,8 +102,8 @@ def write_weights(
     """Write a .safetensors file, durably, whole or not at all.
 
     `entries` are dtype and shape by name. `values` are the tensors in the same order. They are
-    asked for one by one, so a file needs no more memory than its largest tensor. The library
-    writes a file from all of its tensors at once. Raises `OSError`.
+    asked for one by one, and converted in pieces: a file needs no more memory than its largest
+    tensor and a piece. The library writes a file from all of its tensors at once. Raises `OSError`.
     """
     partial = file.with_name(file.name + PARTIAL)
     try:
@@ -105,9 +111,11 @@ def write_weights(
             stream.write(header(entries))
             for (dtype, shape), value in zip(entries.values(), values, strict=True):
                 assert value.shape == torch.Size(shape)
-                value.detach().to(dtype).contiguous().view(-1).view(torch.uint8).numpy().tofile(
-                    stream
-                )
+                rows = max(1, PIECE // max(1, value[:1].nbytes))
+                for piece in value.detach().split(rows):
+                    flat = piece.to(dtype).contiguous().view(-1)
+                    flat.view(torch.uint8).numpy().tofile(stream)
+                del value  # before the next one
             stream.flush()
             os.fsync(stream.fileno())
         partial.rename(file)

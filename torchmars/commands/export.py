@@ -39,6 +39,8 @@ class Export:
     """Of a run, take the checkpoint of this step."""
     average: Positive = 1
     """Of a run, take the mean of the last so many checkpoints."""
+    ema: bool = False
+    """Take the moving average of the weights, of a run with training.ema_decay."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What the weights are written in."""
     force: bool = False
@@ -51,7 +53,7 @@ def main() -> None:
         options = parse(Export, sys.argv[1:], "torchmars export")
         kind = options.to or ("safetensors" if options.target.suffix == ".safetensors" else "hf")
         check_target(options.target, kind, options.force)
-        models = open_last(options.run, options.step, options.average)
+        models = open_last(options.run, options.step, options.average, options.ema)
         write: Callable[[list[SavedModel], Path, torch.dtype], None] = (
             export_folder if kind == "hf" else export_file
         )

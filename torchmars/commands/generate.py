@@ -1,4 +1,4 @@
-"""Sample text from a checkpoint."""
+"""Sample text from a model."""
 
 import json
 import sys
@@ -26,13 +26,13 @@ from torchmars.training.sampling import (
 
 @dataclass
 class Generate:
-    """Sample text from a checkpoint.
+    """Sample text from a model.
 
     It is printed as it is drawn, to the end of a document.
     """
 
     folder: Positional[Path]
-    """A checkpoint, or a run, whose newest good checkpoint is taken."""
+    """A checkpoint, a run, whose newest good checkpoint is taken, or a folder of transformers."""
     prompt: str = "\n"
     """Text to continue."""
     prompts: Path | None = None
@@ -51,7 +51,7 @@ class Generate:
 
 
 def main() -> None:
-    """Print what the model of a checkpoint continues prompts with."""
+    """Print what a model continues prompts with."""
     with exit_on_user_error():
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)

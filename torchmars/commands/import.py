@@ -7,7 +7,7 @@ from pathlib import Path
 import tomli_w
 from tyro.conf import Positional
 
-from torchmars.checkpoint.huggingface import config_tables
+from torchmars.checkpoint.huggingface import open_folder
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem, write_durably
@@ -42,12 +42,12 @@ def main() -> None:
             raise UserError(
                 f"{options.config} exists: name another file, or replace it with --force"
             )
-        tables, description = config_tables(options.folder)
+        found = open_folder(options.folder)
         try:
-            write_durably(options.config, tomli_w.dumps(tables))
+            write_durably(options.config, tomli_w.dumps(found.tables))
         except OSError as error:
             raise UserError(f"cannot write {options.config}: {error.strerror}") from None
-        say(f"{options.config}: {description}")
+        say(f"{options.config}: {found.model.describe()}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ class TrainingConfig:
     agree between layouts to 1e-5 in float32, to 1e-3 in bfloat16. bfloat16 is faster on CPUs that
     have instructions for it, and many times slower on others. auto: bfloat16 on GPU, float32 on
     CPU. A run keeps what it began with unless this names another."""
+    ema_decay: Annotated[float, Range(0, 0.999_999)] = 0.0
+    """Also keep an exponential moving average of the weights, in float32. Each step leaves this
+    part of it: 0.999 averages about the last 1,000 steps. torchmars export --ema writes it. 0: no
+    average."""
     compile: bool = False
     """Compile each block with torch.compile."""
 

@@ -5,7 +5,7 @@ import hashlib
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
 
@@ -103,6 +103,23 @@ class TiktokenTokenizer:
     def end_of_text(self) -> int:
         return KNOWN[self.name][1] if self.name in KNOWN else self._encoding.eot_token
 
+    # tiktoken keeps these to itself, under the same names since its first version.
+
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        """The id of each token that is not special. Of two pairs, the lower one is merged first."""
+        return self._encoding._mergeable_ranks
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression of the pieces of text that are encoded apart."""
+        return self._encoding._pat_str
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of tokens that are not read out of text."""
+        return self._encoding._special_tokens
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
         return [self._encode(text).astype(dtype) for text in texts]
@@ -167,6 +184,15 @@ class FileTokenizer:
     def vocab_size(self) -> int:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
+    @property
+    def text(self) -> str:
+        """The content of the tokenizer.json."""
+        return self._content.decode()
+
+    def token(self, number: int) -> str:
+        """Return the token of an id that there is."""
+        return str(self._tokenizer.id_to_token(number))
+
     @cached_property
     def end_of_text(self) -> int:
         named = self._named_end()
@@ -179,18 +205,20 @@ class FileTokenizer:
             "eos_token beside it"
         )
 
-    def _named_end(self) -> str | None:
-        """Return the eos_token of the tokenizer_config.json beside the file; None if it has none.
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the tokenizer_config.json beside the file says; nothing if there is none.
 
-        Raises `UserError` if that file is damaged.
+        Raises `UserError` if it is damaged.
         """
         file = self.path.with_name("tokenizer_config.json")
         try:
-            token = parse_json(read_text(file)).get("eos_token")
-        except FileNotFoundError:
-            return None
+            return parse_json(read_text(file)) if os.path.lexists(file) else {}
         except (OSError, ValueError) as error:
             raise UserError(f"data.tokenizer: cannot read {file} ({error}): restore it") from None
+
+    def _named_end(self) -> str | None:
+        token = self.settings.get("eos_token")
         if isinstance(token, dict):
             token = token.get("content")
         return token if isinstance(token, str) else None

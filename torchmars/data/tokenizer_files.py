@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenTokenizer, Tokenizer
@@ -16,11 +16,13 @@ END = "<|endoftext|>"
 def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     """Return the texts of the files that AutoTokenizer loads, by name.
 
-    `seq_len` is the length of the model's sequences. Raises `UserError` where the package that
-    writes them is missing.
+    `seq_len` is the length of the model's sequences. Settings beside a tokenizer.json are kept, but
+    not those that name code. Raises `UserError` where the package that writes the files is missing.
     """
+    kept: dict[str, Any] = {}
     if isinstance(tokenizer, FileTokenizer):
-        text, end = tokenizer.text, tokenizer.end_token
+        text, end = tokenizer.text, tokenizer.token(tokenizer.end_of_text)
+        kept = {key: value for key, value in tokenizer.settings.items() if key != "auto_map"}
     else:
         if isinstance(tokenizer, TiktokenTokenizer):
             ranks, pattern = tokenizer.ranks, tokenizer.pattern
@@ -32,11 +34,13 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
         text = byte_pair_tokenizer(ranks, pattern, special).to_str(pretty=True)
         end = next(name for name, number in special.items() if number == tokenizer.end_of_text)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end,
         "bos_token": end,
-        "model_max_length": seq_len,
+        "eos_token": end,
+        "pad_token": end,
         "clean_up_tokenization_spaces": False,
+        **kept,
+        "tokenizer_class": "PreTrainedTokenizerFast",  # of tokenizer.json alone, and no code
+        "model_max_length": seq_len,
     }
     return {
         "tokenizer.json": text,
@@ -71,7 +75,9 @@ def byte_pair_tokenizer(
     if pattern is None:
         tokenizer.pre_tokenizer = to_bytes
     else:
-        pieces = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        # There "{1,3}+" repeats once more. tiktoken means "and give back none", and has it only
+        # where no more follows.
+        pieces = pre_tokenizers.Split(Regex(pattern.replace("}+", "}")), behavior="isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])

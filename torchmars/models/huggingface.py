@@ -161,7 +161,7 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     readers = {"gpt2": from_gpt2, "llama": from_llama, "qwen2": from_llama, "qwen3": from_llama}
     kind = config.get("model_type")
-    if kind not in readers:
+    if not isinstance(kind, str) or kind not in readers:
         raise UserError(
             f"its model_type is {kind!r}: models of {', '.join(readers)} can be imported"
         )
@@ -174,7 +174,7 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     activations = {theirs: ours for ours, theirs in GPT2_ACTIVATIONS.items()}
     activation = config.get("activation_function", "gelu_new")
-    width = config["n_embd"]
+    width = whole_number(config, "n_embd")
     require_all(
         config,
         activation_function=[*activations, None],
@@ -193,7 +193,7 @@ def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
         "bias": True,
         "activation": activations[activation],
         "scale_attn_by_inverse_layer_idx": config.get("scale_attn_by_inverse_layer_idx", False),
-        "seq_len": config["n_positions"],
+        "seq_len": whole_number(config, "n_positions"),
     }
 
 
@@ -206,7 +206,7 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
         mlp_bias=[False, None],
         use_sliding_window=[False, None],
     )
-    heads, width = config["num_attention_heads"], config["hidden_size"]
+    heads, width = (whole_number(config, name) for name in ("num_attention_heads", "hidden_size"))
     return {
         "name": "llama",
         "n_layer": config["num_hidden_layers"],
@@ -216,13 +216,13 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
         "n_embd": width,
         "n_inner": config["intermediate_size"],
         "vocab_size": config["vocab_size"],
-        "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling_factor": float(rope.get("factor", 1.0)),
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling_factor": rope.get("factor", 1.0),
         "norm_eps": config["rms_norm_eps"],
         "qk_norm": config["model_type"] == "qwen3",
         "qkv_bias": config["model_type"] == "qwen2",
         "tied": config.get("tie_word_embeddings", False),
-        "seq_len": config["max_position_embeddings"],
+        "seq_len": whole_number(config, "max_position_embeddings"),
     }
 
 
@@ -232,8 +232,10 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     transformers 5 writes both as `rope_parameters`, older versions as `rope_theta` and
     `rope_scaling`. Raises `UserError` for another scaling.
     """
-    rope = {"rope_theta": config.get("rope_theta", 10_000.0)}
-    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    more = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(more, dict):
+        raise UserError(f"its rotary positions are {more!r}, which is no table")
+    rope = {"rope_theta": config.get("rope_theta", 10_000.0), **more}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rope_theta": rope["rope_theta"]}
@@ -255,3 +257,11 @@ def require_all(config: Mapping[str, Any], **allowed: list[Any]) -> None:
             raise UserError(
                 f"its {name} is {config.get(name)!r}: only models with {known} can be imported"
             )
+
+
+def whole_number(config: Mapping[str, Any], name: str) -> int:
+    """Return a setting that is reckoned with. Raises `UserError` if it is no number above 0."""
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"its {name} is {value!r}: it must be a whole number above 0")
+    return value

@@ -22,6 +22,7 @@ from torchmars.planning.memory import MemoryCounter, bytes_of
 from torchmars.planning.passes import simulate_passes, simulate_stages
 from torchmars.planning.pipeline import Action, Effects, actions_of_ranks, peak_of
 from torchmars.planning.traffic import TrafficCounter
+from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer
 
 
@@ -33,6 +34,7 @@ class Simulation:
     optimizer: MARS
     traffic: TrafficCounter
     weights: int
+    """And of their moving average, if the run keeps one."""
     gradients: int
     optimizer_state: int
     received: int
@@ -119,7 +121,11 @@ def simulate_step(
         config.optimizer, training.max_grad_norm, model.whole, model.weights, layout
     )
     optimizer.compile = False
-    state = training_state(layout, model.weights, optimizer)
+    average: dict[str, Tensor] = {}
+    if training.ema_decay:
+        with fake:
+            average = MovingAverage(model.weights, training.ema_decay).values
+    state = training_state(layout, model.weights, optimizer, average)
     passes = 2 if optimizer.exact else 1
 
     device = layout.device.type
@@ -150,7 +156,7 @@ def simulate_step(
         model=model,
         optimizer=optimizer,
         traffic=traffic,
-        weights=bytes_of(parameters),
+        weights=bytes_of(parameters) + bytes_of(average.values()),
         gradients=gradients,
         optimizer_state=bytes_of(
             tensor for each in optimizer.state.values() for tensor in each.values()

@@ -19,6 +19,7 @@ from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer
+from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepare_data, write_resolved_config
 from torchmars.training.progress import Progress
@@ -70,12 +71,17 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     optimizer = build_optimizer(config.optimizer, max_grad_norm, whole, model.weights, layout)
     whole_optimizer = build_optimizer(config.optimizer, max_grad_norm, whole)
     optimizer.register_step_post_hook(lambda *_: model.copy_tied_weights())
+    average = MovingAverage(model.weights, training.ema_decay) if training.ema_decay else None
+    if average is not None:
+        optimizer.register_step_post_hook(lambda *_: average.update())
 
     saver = Saver(config.checkpoint, config.run.checkpoints, layout)
     seed_rng(seed, 0, layout.world.rank)
     lock_file = config.run.path / "lock"
     layout.on_first(lambda: lock(lock_file, f"training the run {config.run.path}"))
-    checkpointer = Checkpointer(config, layout, model, optimizer, whole_optimizer, saver, data)
+    checkpointer = Checkpointer(
+        config, layout, model, optimizer, average, whole_optimizer, saver, data
+    )
     resumed = checkpointer.resume()
     loader.seek(resumed.state.position, resumed.state.shares)
 

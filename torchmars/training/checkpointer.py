@@ -17,6 +17,7 @@ from torchmars.data.mixture import Mixture, Shares, shares_from_start
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
+from torchmars.training.ema import MovingAverage
 from torchmars.training.guards import recent
 from torchmars.training.state import RunState
 
@@ -39,8 +40,9 @@ class Resumed:
 class Checkpointer:
     """Loads a run's checkpoints into its model and optimizer, and saves them.
 
-    Every rank makes the same calls. `whole_optimizer` is the optimizer of the whole model, without
-    memory. `saver` writes; `data` are the run's corpora.
+    Every rank makes the same calls. `average` is that of the weights, if the run has one.
+    `whole_optimizer` is the optimizer of the whole model, without memory. `saver` writes; `data`
+    are the run's corpora.
     """
 
     def __init__(
@@ -49,12 +51,13 @@ class Checkpointer:
         layout: Layout,
         model: ParallelModel,
         optimizer: MARS,
+        average: MovingAverage | None,
         whole_optimizer: MARS,
         saver: Saver,
         data: Mixture,
     ) -> None:
         self.config, self.layout, self.saver = config, layout, saver
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.average = model, optimizer, average
         self.whole_optimizer = whole_optimizer
         self.data, self.fingerprint = data, data.fingerprint()
 
@@ -74,6 +77,8 @@ class Checkpointer:
             self.model,
             self.optimizer,
         )
+        if self.average:
+            self.average.begin()
         return Resumed(
             start,
             f"from the {source}",
@@ -102,7 +107,10 @@ class Checkpointer:
         changes = layout.on_first(
             lambda: check_same_run(folder, manifest, config, self.fingerprint, self.whole_optimizer)
         )
-        tensors.load(folder, manifest, layout, self.model, self.optimizer)
+        values = self.average.values if self.average else {}
+        if not tensors.load(folder, manifest, layout, self.model, self.optimizer, values):
+            if self.average:  # training.ema_decay is new
+                self.average.begin()
         if manifest.world_size != world.size:
             changes.append(f"ranks {manifest.world_size} -> {world.size}")
         if len(manifest.shares.weights) != len(self.data.parts):
@@ -152,8 +160,10 @@ class Checkpointer:
             recent_losses=list(state.recent_losses),
             shares=state.shares,
         )
+        average = self.average.values if self.average else {}
         return self.saver.save(
-            manifest, tensors.training_state(self.layout, self.model.weights, self.optimizer)
+            manifest,
+            tensors.training_state(self.layout, self.model.weights, self.optimizer, average),
         )
 
 

@@ -1,0 +1,204 @@
+"""Folders of transformers that are not what they should be: one line each, and no code is run."""
+
+import json
+import os
+import re
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.commands.test_forged_manifests import altered
+from tests.data.test_tokenizer import letters
+from tests.support.commands import run_command
+from tests.support.mistakes import fuzz, mistake, sizes
+from tests.support.tiny import tiny_config, write_text
+from torchmars.checkpoint.huggingface import CONFIG, INDEX, TOKENIZER, WEIGHTS, open_folder
+from torchmars.models.gpt2 import GPT2, GPT2Args
+from torchmars.models.huggingface import counterparts, to_config
+from torchmars.models.llama import Llama, LlamaArgs
+from torchmars.training.preparation import prepare_run
+
+KEY = "model.norm.weight"
+MODELS = {
+    "llama": Llama(
+        LlamaArgs(1, 2, 1, 8, n_inner=8, vocab_size=260, seq_len=16, rope_scaling_factor=8.0)
+    ),
+    "gpt2": GPT2(GPT2Args(1, 2, 8, vocab_size=260, seq_len=16, bias=True)),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A good folder."""
+    return make_folder(tmp_path / "model", MODELS["llama"])
+
+
+def make_folder(folder, model):
+    weights = model.state_dict()
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(to_config(model)))
+    theirs = {
+        there.name: (weights[ours].T if there.transposed else weights[ours]).contiguous()
+        for ours, there in counterparts(model).items()
+    }
+    save_file(theirs, folder / WEIGHTS)
+    return folder
+
+
+def config(**changes):
+    def change(folder):
+        file = folder / CONFIG
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def weights(change_tensors):
+    def change(folder):
+        tensors = load_file(folder / WEIGHTS)
+        change_tensors(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return change
+
+
+def header(text, length=None):
+    def change(folder):
+        size = struct.pack("<Q", len(text) if length is None else length)
+        (folder / WEIGHTS).write_bytes(size + text.encode() + bytes(64))
+
+    return change
+
+
+def entries(**places):
+    return header(
+        json.dumps(
+            {
+                name: {"dtype": "F32", "shape": shape, "data_offsets": place}
+                for name, (shape, place) in places.items()
+            }
+        )
+    )
+
+
+def index(text):
+    return lambda folder: (folder / INDEX).write_text(text)
+
+
+def pickle_only(folder):
+    """Leave weights that would create the file `ran` if they were unpickled."""
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(folder / "ran"),)
+
+    (folder / WEIGHTS).unlink()
+    torch.save({KEY: Bomb()}, folder / "pytorch_model.bin")
+
+
+def as_fifo(name):
+    def change(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def rope(**changes):
+    table = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    return config(
+        rope_scaling=table
+        | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        | changes
+    )
+
+
+WRONG = {
+    "no config": (lambda folder: (folder / CONFIG).unlink(), "config.json cannot be read"),
+    "config fifo": (as_fifo(CONFIG), "config.json cannot be read"),
+    "config no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "is no JSON object"),
+    "config nested": (lambda folder: (folder / CONFIG).write_text("[" * 10**5), "no JSON object"),
+    "negative": (config(hidden_size=-8), "hidden_size is -8: it must be a whole number"),
+    "text": (config(num_attention_heads="2"), "num_attention_heads is '2'"),
+    "zero": (config(num_attention_heads=0), "num_attention_heads is 0"),
+    "absurd": (config(num_hidden_layers=10**12), "model.n_layer must be .* at most 1,000"),
+    "absurd rows": (config(vocab_size=10**15), "model.vocab_size must be .* at most 10,000,000"),
+    "list": (config(model_type=["llama"]), "model_type is ..llama.."),
+    "rope NaN": (rope(factor=float("nan")), "rope_scaling_factor must be at least 1, got nan"),
+    "rope factors": (rope(low_freq_factor=float("nan")), "only Llama 3.1's scaling"),
+    "theta NaN": (config(rope_theta=float("nan")), "rope_theta must be at least 1, got nan"),
+    "rope list": (config(rope_scaling=[8.0]), "which is no table"),
+    "pickle only": (pickle_only, "no model.safetensors: .* may run code"),
+    "weights fifo": (as_fifo(WEIGHTS), "Not a regular file"),
+    "weights empty": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "header too small"),
+    "beyond the file": (entries(a=([1000], [0, 4000])), "not fully covered"),
+    "overlapping": (entries(a=([4], [0, 16]), b=([4], [8, 24])), "invalid offset"),
+    "huge header": (header("{}", 2**63), "header too large"),
+    "long header": (header("{}", 90_000_000), "invalid header length"),
+    "header no JSON": (header("hello"), "invalid JSON"),
+    "shape of others": (entries(a=([1000], [0, 64])), "invalid shape"),
+    "overflow": (entries(a=([2**62, 2**62], [0, 64])), "overflow"),
+    "missing": (weights(lambda tensors: tensors.pop(KEY)), f"has no {KEY}, which its config"),
+    "extra": (weights(lambda tensors: tensors.update(x=torch.ones(1))), "has x, which no model"),
+    "shape": (weights(lambda tensors: tensors.update({KEY: torch.ones(9)})), "in shape .9."),
+    "int": (weights(lambda tensors: tensors.update({KEY: torch.ones(8).int()})), "as I32, where"),
+    "fp8": (
+        weights(lambda tensors: tensors.update({KEY: torch.ones(8).to(torch.float8_e4m3fn)})),
+        "as F8_E4M3, where",
+    ),
+    "index no JSON": (index("x"), "is no index of files beside it"),
+    "index a list": (index("[]"), "is no index of files beside it"),
+    "index above": (index(f'{{"weight_map": {{"{KEY}": "../x.safetensors"}}}}'), "no index of"),
+    "index absolute": (index(f'{{"weight_map": {{"{KEY}": "/etc/passwd"}}}}'), "no index of"),
+    "index of numbers": (index(f'{{"weight_map": {{"{KEY}": 5}}}}'), "no index of files"),
+    "index of no weights": (index(f'{{"weight_map": {{"{KEY}": "{CONFIG}"}}}}'), "cannot read"),
+    "tokenizer no JSON": (lambda folder: (folder / TOKENIZER).write_text("x"), "no tokenizer.json"),
+    "tokenizer of another": (
+        lambda folder: letters(lambda letter: ord(letter) + 1000).save(str(folder / TOKENIZER)),
+        "1,128 tokens, its model 260 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_line(folder, case):
+    change, message = WRONG[case]
+    change(folder)
+    files = sorted(folder.parent.rglob("*"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "load", None)
+        said = mistake(open_folder, folder)
+    assert f"{folder} cannot be opened: " in said
+    assert re.search(message, said), said
+    assert sorted(folder.parent.rglob("*")) == files
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@sizes
+def test_any_config_is_read_or_refused_in_one_line(tmp_path, kind, examples):
+    folder = make_folder(tmp_path / "model", MODELS[kind])
+    text = (folder / CONFIG).read_text()
+    assert mistake(open_folder, folder) == ""
+
+    def check(value):
+        (folder / CONFIG).write_text(json.dumps(value))
+        mistake(open_folder, folder)
+
+    fuzz(examples, altered(json.loads(text)), check)
+
+
+@pytest.mark.parametrize("case", ["pickle only", "overlapping", "extra", "index above"])
+def test_commands_and_runs_end_in_that_line(folder, tmp_path, case):
+    change, _ = WRONG[case]
+    write_text(tmp_path)
+    found = open_folder(folder).tables
+    config = tiny_config(tmp_path, model=found["model"], checkpoint=found["checkpoint"])
+    assert mistake(prepare_run, config, 1, 1) == ""
+    change(folder)
+    assert "error: checkpoint.init_from: " in mistake(prepare_run, config, 1, 1)
+    for command, args in (("import", ["new.toml"]), ("generate", [])):
+        code, out, err = run_command(command, [str(folder), *args], tmp_path)
+        assert code == 2 and err.count("\n") == 1 and err.startswith("error: ") and not out, err
+    assert not (tmp_path / "new.toml").exists() and not (folder / "ran").exists()

@@ -1,0 +1,86 @@
+"""Tokenizer files, against what transformers makes of them: the ids that the tokenizer gives."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import regex
+import tiktoken_ext.openai_public
+
+from tests.data.test_tokenizer import letters
+from tests.support.real_data import FOLDER, needs_data
+from torchmars.core.errors import UserError
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.tokenizer_files import byte_pair_tokenizer, tokenizer_files
+
+TEXTS = [
+    "The quick brown fox's 12345 jumps,  over\n\n  the lazy\tdog.  ",
+    "naïve — 北京 🙂\r\n\x00 e\u0301 ⅷ²",
+    " ",
+    "",
+]
+
+
+def written(tokenizer, folder):
+    """The tokenizer that transformers makes of the files of `tokenizer`."""
+    transformers = pytest.importorskip("transformers")
+    folder.mkdir()
+    for name, text in tokenizer_files(tokenizer, 128).items():
+        (folder / name).write_text(text)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def check_same(tokenizer, folder, texts=TEXTS):
+    theirs = written(tokenizer, folder)
+    for text, tokens in zip(texts, tokenizer.encode_batch(texts)):
+        assert theirs.encode(text, add_special_tokens=False) == tokens.tolist(), text
+        assert theirs.decode(tokens.tolist()) == tokenizer.decode(tokens.tolist())
+    assert theirs.eos_token_id == theirs.pad_token_id == tokenizer.end_of_text
+    assert theirs.model_max_length == 128
+    assert theirs.decode([tokenizer.end_of_text], skip_special_tokens=True) == ""
+
+
+def test_files_of_bytes_give_the_same_ids(tmp_path):
+    check_same(load_tokenizer("bytes"), tmp_path / "files")
+
+
+@needs_data("tiktoken_cache")
+def test_files_of_gpt2_give_the_same_ids(tmp_path, monkeypatch):
+    shutil.copytree(FOLDER / "tiktoken_cache", tmp_path / "bpe")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
+    check_same(load_tokenizer("gpt2"), tmp_path / "files")
+
+
+def test_files_of_a_file_are_that_file_and_the_settings_beside_it_without_code(tmp_path):
+    letters(special="</s>").save(str(tmp_path / "tokenizer.json"))
+    settings = {
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+        "auto_map": {"AutoTokenizer": ["a.B", ""]},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(str(tmp_path))
+    check_same(tokenizer, tmp_path / "files", ["The fox", "a b"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (tmp_path / "files" / name).read_text()
+        assert (text == (tmp_path / name).read_text()) == (name == "tokenizer.json")
+    assert "auto_map" not in text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
+def test_texts_are_cut_as_tiktoken_cuts_them(name, monkeypatch):
+    for load in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(tiktoken_ext.openai_public, load, lambda *_, **__: {})
+    pattern = tiktoken_ext.openai_public.ENCODING_CONSTRUCTORS[name]()["pat_str"]
+    monkeypatch.undo()
+    cut = byte_pair_tokenizer({b"a": 0}, pattern, {}).pre_tokenizer
+    for text in TEXTS:
+        spans = [span for _, span in cut.pre_tokenize_str(text)]
+        assert spans == [each.span() for each in regex.finditer(pattern, text)]
+
+
+def test_without_the_package_it_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"pip install 'torchmars\[data\]'"):
+        tokenizer_files(load_tokenizer("bytes"), 128)
