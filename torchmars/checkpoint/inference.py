@@ -1,21 +1,32 @@
-"""A model of a checkpoint for use without training: in one process, without an optimizer."""
+"""A model of a checkpoint for use without training, that is without an optimizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchmars.checkpoint.folder import checkpoints, step_folder, step_of
+from torchmars.checkpoint.huggingface import (
+    CONFIG,
+    HF,
+    TOKENIZER,
+    config_tables,
+    weights_of_folder,
+)
 from torchmars.checkpoint.manifest import NAME, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state import model_state, read_tensors, saved_shapes
-from torchmars.config import ResolvedConfig
+from torchmars.checkpoint.weights import load_weights
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.models import Model, build_meta_model
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.model import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -93,3 +104,45 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
     model = saved.model.to_empty(device="cpu")
     read_tensors(saved.folder, model_state(model.state_dict()), group=None)
     return model, load_tokenizer(saved.config.data.tokenizer), saved.config
+
+
+def load_sharded_model(
+    folder: Path, layout: Layout, dtype: Literal["float32", "bfloat16"], step: int | None = None
+) -> tuple[ParallelModel, Tokenizer]:
+    """Load a model onto ranks that share its weights by FSDP. Return it and its tokenizer.
+
+    `folder` is a checkpoint or a run, as `open_model` takes them, or a folder that transformers
+    wrote. Called by every rank; each reads its own part only. `dtype` is what the model computes
+    in. Raises `UserError` and `DamagedCheckpoint`, on every rank.
+    """
+    if (folder / CONFIG).is_file():
+        tables, _ = layout.on_first(lambda: config_tables(folder))
+        if "data" not in tables:
+            raise UserError(f"{folder} has no {TOKENIZER}: put that of its tokenizer there")
+        config = config_from_tables(tables, f"from {folder / CONFIG}")
+        whole = build_meta_model(config.model, 1, config.training.seq_len)
+        saved = None
+    else:
+        saved = layout.on_first(lambda: open_model(folder, step))
+        config, whole = saved.config, saved.model
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > whole.vocab_rows:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} tokens, and the model in "
+            f"{folder} knows {whole.vocab_rows:,}: put its own tokenizer there"
+        )
+    model = ParallelModel(
+        whole,
+        ParallelismConfig(),
+        replace(config.training, dtype=dtype, compile=False),
+        ActivationCheckpointConfig(),
+        layout,
+        layout.device,
+        end_of_text=tokenizer.end_of_text if config.data.separate_documents else None,
+    )
+    if saved is not None:
+        read_tensors(saved.folder, model_state(model.weights), layout.control)
+    else:
+        weights = layout.on_first(lambda: weights_of_folder(folder, whole))
+        layout.on_all(lambda: load_weights(f"{HF}{folder}", weights, model.weights))
+    return model, tokenizer
