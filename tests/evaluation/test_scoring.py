@@ -8,9 +8,12 @@ import torch
 
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
+from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config
 from torchmars.cluster import connection
 from torchmars.data.tokenizer import ByteTokenizer
+from torchmars.evaluation.results import Evaluation
+from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.scoring import Scorer, Tokens
 from torchmars.evaluation.texts import measure
 from torchmars.models import build_meta_model, build_model
@@ -37,13 +40,12 @@ def config_of(layout):
     )
 
 
-def scores_on(layout, texts):
-    """Return the scores of PAIRS and of `texts` on the ranks of this process group."""
+def scorer_on(layout, seq_len=SEQ_LEN, batch_size=2):
+    """Return a scorer by a model with random weights on the ranks of this process group."""
     config = config_of(layout)
     ranks = connection.start(config.parallelism)
-    whole = build_meta_model(config.model, VOCABULARY, SEQ_LEN)
     model = ParallelModel(
-        whole,
+        build_meta_model(config.model, VOCABULARY, seq_len),
         config.parallelism,
         config.training,
         config.activation_checkpoint,
@@ -52,7 +54,12 @@ def scores_on(layout, texts):
     )
     model.init_weights(0)
     model.copy_tied_weights()
-    scorer = Scorer(model, ranks, ByteTokenizer(), batch_size=2)
+    return Scorer(model, ranks, ByteTokenizer(), batch_size)
+
+
+def scores_on(layout, texts):
+    """Return the scores of PAIRS and of `texts`, and how well a text is predicted."""
+    scorer = scorer_on(layout)
     counts = []
     scores = scorer.score(PAIRS, counts.append)
     assert sum(counts) == len(PAIRS)
@@ -143,3 +150,19 @@ def test_a_text_that_begins_in_the_last_token_of_its_context_has_that_token():
     seen = Seen()
     seen.tokenizer = Pairs()
     assert seen.tokens("abc", "d") == Tokens([*b"ac"], 1)
+
+
+def results_by_random_weights(names):
+    scorer = scorer_on("FSDP 2", seq_len=128, batch_size=64)
+    return Evaluation(scorer, read_tasks(names)).results()
+
+
+@pytest.mark.slow
+@needs_data("hellaswag", "multiple_choice")
+def test_random_weights_have_the_accuracy_of_chance():
+    files = {"hellaswag": "hellaswag", "arc_easy": "multiple_choice", "piqa": "multiple_choice"}
+    names = [f"{task}={FOLDER / folder / f'{task}_val.jsonl'}" for task, folder in files.items()]
+    for result in run_ranks(results_by_random_weights, 2, names)[0]:
+        print(result.describe())
+        assert abs(result.accuracy - result.chance) < 3 * result.accuracy_stderr
+        assert abs(result.accuracy_norm - result.chance) < 3 * result.accuracy_norm_stderr
