@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torchmars.training.sampling import Draw, predict_with_cache, sample
 
 from tests.support.commands import ROOT, run_command
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
@@ -19,7 +20,6 @@ from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.data.windows import Windows
 from torchmars.models import build_model
-from torchmars.training.sampling import Draw, predict_with_cache, sample
 
 transformers = pytest.importorskip("transformers")
 LLAMA = {"name": "llama", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 48}
