@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torchmars.training.sampling import Draw, predict_with_cache, sample
 
 from tests.support.commands import ROOT, run_command
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
@@ -19,6 +18,7 @@ from torchmars.data.order import window_of_sample
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.data.windows import Windows
+from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
 from torchmars.models import build_model
 
 transformers = pytest.importorskip("transformers")
