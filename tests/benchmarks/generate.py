@@ -14,11 +14,11 @@ import time
 from copy import deepcopy
 
 import torch
+from torchmars.training.sampling import Draw, predict_anew, predict_with_cache, sample
 
 from torchmars.config import ModelConfig
 from torchmars.models import build_model
 from torchmars.models.initialize import init_weights
-from torchmars.training.sampling import Draw, predict_anew, predict_with_cache, sample
 
 PROMPT = 64
 

@@ -39,25 +39,29 @@ def bare_loop(file: Path) -> float:
     return time.perf_counter() - began
 
 
-def prepare(source: str, folder: Path) -> tuple[float, float, float, str]:
+def prepare(source: str, folder: Path, tokenizer: str) -> tuple[float, float, float, str]:
     """Prepare a corpus in a process of its own.
 
     Returns the seconds that it says it took to tokenise, the peaks of memory in MiB of it and of
     the largest process that it starts, and what it printed.
     """
-    options = ["--source", source, "--tokenizer", "gpt2", "--path", str(folder)]
+    options = ["--source", source, "--tokenizer", tokenizer, "--path", str(folder)]
     command = subprocess.Popen(
-        [sys.executable, "-m", "torchmars", "prepare", *options], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "torchmars", "prepare", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     peaks: dict[int, float] = {}
     watcher = threading.Thread(target=watch, args=(command.pid, peaks))
     watcher.start()
-    said = command.communicate()[0]
+    found, progress = command.communicate()
     watcher.join()
-    assert command.returncode == 0
-    seconds = float(said.partition(" tokens in ")[2].partition(" s")[0].replace(",", ""))
+    assert command.returncode == 0, progress
+    took = progress[progress.index("tokenising took") :]
+    seconds = float(took.split()[2].replace(",", ""))
     workers = [peak for pid, peak in peaks.items() if pid != command.pid]
-    return seconds, peaks[command.pid], max(workers, default=0.0), said
+    return seconds, peaks[command.pid], max(workers, default=0.0), took + found
 
 
 def watch(pid: int, peaks: dict[int, float]) -> None:
@@ -71,7 +75,7 @@ def watch(pid: int, peaks: dict[int, float]) -> None:
                 peaks[each.pid] = max(peak, peaks.get(each.pid, 0.0))
         except (psutil.NoSuchProcess, OSError, IndexError):
             pass
-        time.sleep(0.05)
+        time.sleep(0.5)  # the system keeps the peak
 
 
 def make_corpus(file: Path, size: int) -> None:
@@ -99,13 +103,15 @@ def main() -> None:
         if options.synthetic:
             file = folder / "corpus.jsonl.zst"
             make_corpus(file, int(options.synthetic * 1e9))
-            _, peak, largest, said = prepare(f"jsonl:{file}", folder / "shards")
+            _, peak, largest, said = prepare(f"jsonl:{file}", folder / "shards", "gpt2")
             print(f"{said}peak memory: {peak:.0f} MiB, largest worker {largest:.0f} MiB")
             return
         loops, ours = [], []
         for number in range(ROUNDS):
             loops.append(bare_loop(options.file))
-            seconds, peak, largest, _ = prepare(f"text:{options.file}", folder / f"{number}")
+            seconds, peak, largest, _ = prepare(
+                f"text:{options.file}", folder / f"{number}", "gpt2"
+            )
             ours.append(seconds)
             print(f"loop {loops[-1]:.2f} s, prepare {seconds:.2f} s", flush=True)
         size = options.file.stat().st_size / 1e6

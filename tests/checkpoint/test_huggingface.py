@@ -18,8 +18,8 @@ from torchmars.data.order import window_of_sample
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.data.windows import Windows
+from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
 from torchmars.models import build_model
-from torchmars.training.sampling import Draw, predict_with_cache, sample
 
 transformers = pytest.importorskip("transformers")
 LLAMA = {"name": "llama", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 48}

@@ -10,8 +10,8 @@ from tests.support.tiny import tiny_tables, train, write_text
 from torchmars.commands import generate
 from torchmars.config import ModelConfig
 from torchmars.data.tokenizer import ByteTokenizer
+from torchmars.evaluation import sampling
 from torchmars.models import build_model
-from torchmars.training import sampling
 
 
 def fixed(contexts):

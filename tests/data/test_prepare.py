@@ -17,7 +17,7 @@ from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
 from torchmars.data import writer
-from torchmars.data.corpus import Sizes
+from torchmars.data.corpus import Sizes, load_dataset
 from torchmars.data.manifest import read_manifest
 from torchmars.data.prepare import prepare_task
 from torchmars.data.shards import check_shards
@@ -140,7 +140,7 @@ def test_a_kill_at_any_durable_call_loses_and_doubles_nothing(config, fraction):
     """Each start is killed one call later than the one before it, or after few calls again."""
     config = replace(config, validation_fraction=fraction)
     one = made(config, "one")
-    for step in (1, 2, 5, 11):
+    for step in (1, 3, 11):
         killed = replace(config, path=f"{config.path}-{step}")
         kills, at = 0, step
         while status := in_a_fork(lambda c=killed: prepare_task(c, 0, 1, SIZES), at):
@@ -148,6 +148,23 @@ def test_a_kill_at_any_durable_call_loses_and_doubles_nothing(config, fraction):
             kills, at = kills + 1, at + step
             assert kills < 300
         assert kills >= 3 and files_of(killed) == one
+
+
+def test_processes_that_are_started_on_the_same_pieces_take_turns(config):
+    one = made(config, "one")
+    both = replace(config, path=config.path + "-both")
+    parts = [(0, 1), (0, 3), (1, 3)]
+    children = []
+    for task, tasks in parts:
+        children.append(os.fork())
+        if not children[-1]:
+            try:
+                prepare_task(both, task, tasks, SIZES)
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 3
+    assert files_of(both) == one
 
 
 def test_what_is_done_is_not_done_again(config, monkeypatch):
@@ -213,7 +230,7 @@ def test_a_split_that_gets_no_document_gets_the_end_of_the_stream(
         "\n<|endoftext|>\n".join(["abcde" * 100, "fghij" * 100][:count])
     )
     empty = set()
-    for seed in range(6):
+    for seed in range(4):
         path = str(tmp_path / f"{seed}")
         config = DataConfig(f"text:{tmp_path}/a.txt", path=path, validation_fraction=fraction)
         config = replace(config, validation_seed=seed).resolve()
@@ -222,10 +239,10 @@ def test_a_split_that_gets_no_document_gets_the_end_of_the_stream(
         train, validation = manifest.splits["train"], manifest.splits["validation"]
         assert train.tokens + validation.tokens == 501 * count + (count - 1)
         assert train.documents >= 1 and validation.documents >= 1
-        if "the hash puts all" in capsys.readouterr().out:
+        if "the hash puts every document" in capsys.readouterr().out:
             empty.add(seed)
             assert validation.tokens == max(1, int((502 * count - 1) * fraction))
-    assert len(empty) == 6 if count == 1 or fraction < 0.5 else 0 < len(empty) < 6
+    assert len(empty) == 4 if count == 1 or fraction < 0.5 else 0 < len(empty) < 4
 
 
 class Rows:
@@ -253,6 +270,7 @@ def test_a_data_set_in_memory_goes_through_the_same_code(tmp_path, monkeypatch):
         asked.append((args, options))
         return Rows(shards)
 
+    load_dataset.cache_clear()
     monkeypatch.setattr(datasets, "load_dataset", load)
     config = DataConfig("hf:some/data:part:test:body", path=str(tmp_path / "one"), processes=1)
     config = replace(config, validation_fraction=0.2).resolve()
@@ -272,6 +290,7 @@ def test_a_data_set_in_memory_goes_through_the_same_code(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ConnectionError("no network\nand more")
 
+    load_dataset.cache_clear()
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match=r"the data set some/data \(ConnectionError: no network\)"):
         prepare_task(replace(config, path=str(tmp_path / "new")), 0, 1, SIZES)

@@ -66,7 +66,7 @@ def found_in(inputs, kind, block, resume=True):
     return [each for each in found if each is None or each.strip()]
 
 
-@settings(max_examples=150, derandomize=True, database=None, deadline=None)
+@settings(max_examples=80, derandomize=True, database=None, deadline=None)
 @given(texts, st.integers(1, 40), st.integers(1, 100), st.sampled_from(list(PACKED)))
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_a_file_is_read_alike_however_it_is_cut(tmp_path_factory, kind, content, block, size, pack):

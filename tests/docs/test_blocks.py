@@ -89,10 +89,13 @@ def check_words(words, config):
     elif program == "torchmars":
         check_arguments(*split_subcommand(args))
     elif program == "torchrun":
-        check_arguments("train", args[args.index("torchmars.train") + 1 :])
+        module, *args = args[args.index("-m") + 1 :]
+        check_words(["python", "-m", module, *args], config)
     elif program == "python" and args[0] == "-m":
         package, _, command = args[1].partition(".")
-        if package == "torchmars":
+        if "." in command:
+            assert importlib.util.find_spec(args[1])
+        elif package == "torchmars":
             check_arguments(*split_subcommand([*([command] if command else []), *args[2:]]))
         else:
             assert importlib.util.find_spec(args[1])

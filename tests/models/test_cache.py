@@ -1,5 +1,6 @@
 """Logits with a cache against those of a model that sees all tokens anew."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -11,7 +12,7 @@ from torchmars.models.cache import Cache
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_without_a_cache(name):
-    model = randomised(MODELS[name])
+    model = copy.deepcopy(randomised(MODELS[name]))
     plain = type(model)(dataclasses.replace(model.args)).eval()
     plain.load_state_dict(model.state_dict())
     contexts = [[5, 9, 2, 7, 1, 1, 8], [3], [4, 4, 6]]

@@ -41,6 +41,7 @@ MODULES = {
             "presets",
             "generate",
             "export",
+            "evaluate",
             "import",
             "checkpoint",
             "launch",

@@ -35,6 +35,7 @@ context.set_forkserver_preload(
         "torchmars.commands.launch",
         "torchmars.commands.train",
         "torchmars.commands.prepare",
+        "torchmars.commands.evaluate",
         "torchmars.commands.export",
         "tests.support.commands",
         "tests.support.tiny",

@@ -1,14 +1,20 @@
-"""A model of a checkpoint for use without training: in one process, without an optimizer."""
+"""A model of a checkpoint for use without training, that is without an optimizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchmars.checkpoint.folder import checkpoints, step_folder, step_of
-from torchmars.checkpoint.huggingface import TOKENIZER, is_folder_of_transformers, open_folder
+from torchmars.checkpoint.huggingface import (
+    TOKENIZER,
+    FolderModel,
+    is_folder_of_transformers,
+    open_folder,
+)
 from torchmars.checkpoint.manifest import NAME, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state import (
@@ -19,12 +25,14 @@ from torchmars.checkpoint.state import (
     shapes_in,
 )
 from torchmars.checkpoint.weights import load_weights
-from torchmars.config import ResolvedConfig
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.models import Model, build_meta_model
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.model import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -113,14 +121,51 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
     `folder` is a checkpoint, a run, or a folder of transformers with a tokenizer.json. Raises
     `UserError` if there is none, and `DamagedCheckpoint`.
     """
-    if is_folder_of_transformers(folder):
-        found = open_folder(folder)
-        if "data" not in found.tables:
-            raise UserError(f"{folder} has no {TOKENIZER}: put that of the model there")
-        model, config = found.model.to_empty(device="cpu"), found.config
+    found = open_any(folder)
+    model = found.model.to_empty(device="cpu")
+    if isinstance(found, FolderModel):
         load_weights(found.weights, dict(model.named_parameters()))
     else:
-        saved = open_model(folder)
-        model, config = saved.model.to_empty(device="cpu"), saved.config
-        read_tensors(saved.folder, model_state(model.state_dict()), group=None)
-    return model, load_tokenizer(config.data.tokenizer), config
+        read_tensors(found.folder, model_state(model.state_dict()), group=None)
+    return model, load_tokenizer(found.config.data.tokenizer), found.config
+
+
+def load_sharded_model(
+    folder: Path, layout: Layout, dtype: Literal["float32", "bfloat16"], step: int | None = None
+) -> tuple[ParallelModel, Tokenizer]:
+    """Load a model onto ranks that share its weights by FSDP. Return it and its tokenizer.
+
+    `folder` and `step` are as in `open_any`. Called by every rank; each reads its own part only.
+    `dtype` is what the model computes in. Raises `UserError` and `DamagedCheckpoint`, on every
+    rank.
+    """
+    found = layout.on_first(lambda: open_any(folder, step))
+    config = found.config
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    model = ParallelModel(
+        found.model,
+        ParallelismConfig(),
+        replace(config.training, dtype=dtype, compile=False),
+        ActivationCheckpointConfig(),
+        layout,
+        layout.device,
+        end_of_text=tokenizer.end_of_text if config.data.separate_documents else None,
+    )
+    if isinstance(found, FolderModel):
+        layout.on_all(lambda: load_weights(found.weights, model.weights))
+    else:
+        read_tensors(found.folder, model_state(model.weights), layout.control)
+    return model, tokenizer
+
+
+def open_any(folder: Path, step: int | None = None) -> SavedModel | FolderModel:
+    """Open a model: of a checkpoint or a run, as `open_model` does, or of transformers.
+
+    A folder of transformers needs a tokenizer.json. Raises `UserError` and `DamagedCheckpoint`.
+    """
+    if not is_folder_of_transformers(folder):
+        return open_model(folder, step)
+    found = open_folder(folder)
+    if "data" not in found.tables:
+        raise UserError(f"{folder} has no {TOKENIZER}: put that of the model there")
+    return found

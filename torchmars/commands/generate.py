@@ -15,7 +15,7 @@ from torchmars.core.console import say, write
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import read_text
 from torchmars.core.options import parse
-from torchmars.training.sampling import (
+from torchmars.evaluation.sampling import (
     Draw,
     continuations,
     encode,

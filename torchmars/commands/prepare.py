@@ -54,7 +54,7 @@ def main() -> None:
             if not all(done):
                 return
         if not corpus_alone:
-            # Not at the top: torch takes seconds to import, and a corpus alone needs none.
+            # Not at the top: it imports much, and mistakes are said before.
             from torchmars.training.preparation import prepare_run
 
             prepare_run(config, options.ranks, options.nodes)

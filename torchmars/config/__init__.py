@@ -4,6 +4,7 @@ from torchmars.config.activations import ActivationCheckpointConfig
 from torchmars.config.checkpoint import CheckpointConfig
 from torchmars.config.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.data import DataConfig, PartConfig, ResolvedData
+from torchmars.config.evaluation import EvaluationConfig
 from torchmars.config.guards import GuardsConfig
 from torchmars.config.metrics import MetricsConfig
 from torchmars.config.model import ModelConfig
@@ -28,6 +29,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "Degrees",
+    "EvaluationConfig",
     "GroupConfig",
     "GuardsConfig",
     "MetricsConfig",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from torchmars.config.activations import ActivationCheckpointConfig
 from torchmars.config.checkpoint import CheckpointConfig
 from torchmars.config.data import DataConfig, ResolvedData
+from torchmars.config.evaluation import EvaluationConfig
 from torchmars.config.fields import Mark, require
 from torchmars.config.guards import GuardsConfig
 from torchmars.config.metrics import MetricsConfig
@@ -40,6 +41,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guards: Annotated[GuardsConfig, Mark.REPORTED] = field(default_factory=GuardsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def resolve(self) -> "ResolvedConfig":

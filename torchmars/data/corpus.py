@@ -1,5 +1,6 @@
 """The corpus: its files or shards in a fixed order, and the pieces that tasks share."""
 
+import functools
 import glob
 import hashlib
 import os
@@ -149,6 +150,7 @@ def matches(pattern: str, kind: str, option: str) -> list[Path]:
     return found
 
 
+@functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
 def load_dataset(source: Source) -> Any:
     """Return a data set of Hugging Face, streamed.
 

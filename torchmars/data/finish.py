@@ -125,7 +125,7 @@ def cut_tail(
     """
     whole = next(split for split in splits.values() if split.tokens)
     say(
-        f"the hash puts all {whole.documents:,} documents into one split: the last "
+        f"the hash puts every document ({whole.documents:,}) into one split: the last "
         f"{fraction:.2%} of the tokens become the validation split instead"
     )
     length = max(1, int(whole.tokens * fraction))

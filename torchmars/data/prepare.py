@@ -185,10 +185,13 @@ def read_pieces(
 ) -> Iterator[tuple[PieceWriter, Block | None]]:
     """Yield the blocks that are left of pieces, each with its writer; None ends a piece."""
     source = parse_source(config.source)
+    begun = partial / plans.NAME  # gone once another process has made the folder complete
     for number in numbers:
+        if not begun.exists():
+            return
         # A piece has one writer: another process may have been started on it too.
         writer = PieceWriter(partial, number, dtype, sizes.shard_tokens, LOCK_SECONDS)
-        if not (partial / plans.NAME).exists():  # that one has made the folder complete
+        if not begun.exists():
             return
         if not writer.record.done:
             for block in read_piece(plan.pieces[number], source, writer.position, sizes):

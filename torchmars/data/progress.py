@@ -9,6 +9,7 @@ from torchmars.core.console import say
 from torchmars.data.documents import Encoded
 
 LOG_SECONDS = 30.0  # between two lines of a log
+LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 class LogLines:
@@ -37,8 +38,7 @@ class Progress:
             desc=what,
             file=sys.stderr if terminal else cast(TextIO, LogLines()),
             mininterval=0.1 if terminal else LOG_SECONDS,
-            ncols=None if terminal else 120,
-            ascii=not terminal,
+            bar_format=None if terminal else LINE,
         )
 
     def __enter__(self) -> "Progress":
@@ -53,8 +53,7 @@ class Progress:
             self.documents += sum(encoded.documents.values())
             self.tokens += sum(len(tokens) for tokens in encoded.tokens.values())
             self.bar.set_postfix_str(
-                f"{tqdm.format_sizeof(self.documents)} documents, "
-                f"{tqdm.format_sizeof(self.tokens)} tokens",
+                f"{self.documents:,} documents, {tqdm.format_sizeof(self.tokens)} tokens",
                 refresh=False,
             )
         self.bar.update(amount)

@@ -12,7 +12,7 @@ import numpy as np
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_bytes, read_text
-from torchmars.core.typed import nearest, parse_json
+from torchmars.core.typed import is_text, nearest, parse_json
 
 if TYPE_CHECKING:
     import tiktoken
@@ -122,7 +122,18 @@ class TiktokenTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
-        return [np.array(self._encoding.encode_ordinary(text), dtype=dtype) for text in texts]
+        return [self._encode(text).astype(dtype) for text in texts]
+
+    def _encode(self, text: str) -> np.ndarray:
+        """Return the token ids of a text.
+
+        `encode_to_numpy` spares a list of Python's numbers, a fifth of the time. But it reads
+        special tokens out of a text, and refuses half of a surrogate pair.
+        """
+        special = any(token in text for token in self._encoding.special_tokens_set)
+        if special or not text or not is_text(text):
+            return np.array(self._encoding.encode_ordinary(text), dtype=np.uint32)
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, tokens: list[int]) -> str:
         parts = []

@@ -1,5 +1,5 @@
-"""What a model can do: its log-likelihoods of answers to the questions of public tasks.
+"""What a model can do: its answers to public tasks, its loss on texts, and text that it writes.
 
 Read these in order: questions (`tasks`), where they come from (`rows`), log-likelihoods of texts
-(`scoring`), and what is made of them (`results`).
+(`scoring`), and what is made of them (`results`, `texts`).
 """

@@ -1,7 +1,6 @@
 """Accuracies of answers, with standard errors."""
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -16,8 +15,6 @@ class Result:
 
     task: str
     questions: int
-    shots: int
-    """Examples before each question."""
     accuracy: float
     """Share of the questions whose right answer is the likeliest; of last words, share of those
     whose tokens all are the likeliest."""
@@ -32,59 +29,73 @@ class Result:
     perplexity: float | None
     """Of last words: exp of the mean negative log-likelihood of a word."""
 
+    def measures(self) -> dict[str, float]:
+        """Return what was measured, by name."""
+        values = {name: value for name, value in asdict(self).items() if name != "task"}
+        return {name: value for name, value in values.items() if value is not None}
 
-def evaluate(
-    scorer: Scorer,
-    task: str,
-    questions: Sequence[Question],
-    examples: Sequence[Question],
-    shots: int,
-    seed: int,
-    report: Callable[[int], None] = lambda count: None,
-) -> Result:
-    """Ask a model the questions of a task, each after `shots` of the solved `examples`.
-
-    `report` is told how many answers were scored.
-    """
-    prompts = [prompt(question, examples, shots, seed + n) for n, question in enumerate(questions)]
-    pairs = [
-        (before + context, answer)
-        for before, question in zip(prompts, questions)
-        for context, answer in zip(question.contexts, question.answers)
-    ]
-    found = iter(scorer.score(pairs, report))
-    scores = [[next(found) for _ in question.answers] for question in questions]
-    return result(task, questions, scores, shots)
+    def describe(self) -> str:
+        """Return the result in a few words."""
+        text = f"{self.task} accuracy {with_error(self.accuracy, self.accuracy_stderr)}"
+        if self.perplexity is not None:
+            return f"{text}, perplexity {self.perplexity:.2f}"
+        norm = with_error(self.accuracy_norm, self.accuracy_norm_stderr)
+        return f"{text}, by characters {norm}, chance {self.chance:.4f}"
 
 
-def prompt(question: Question, examples: Sequence[Question], shots: int, seed: int) -> str:
-    """Return `shots` solved examples, drawn by `seed`, none of which is the question."""
-    if not shots:
-        return ""
-    others = random.Random(seed).sample(range(len(examples)), min(shots + 1, len(examples)))
-    chosen = [examples[number] for number in others if examples[number] is not question][:shots]
-    return "".join(f"{example.solved}\n\n" for example in chosen)
+class Evaluation:
+    """Asks a model the questions of tasks, by name. Every rank makes the same calls."""
+
+    def __init__(self, scorer: Scorer, tasks: dict[str, list[Question]]) -> None:
+        self.scorer, self.tasks = scorer, tasks
+
+    @property
+    def answers(self) -> int:
+        """How many answers are scored."""
+        return sum(len(question.answers) for task in self.tasks.values() for question in task)
+
+    def results(self, report: Callable[[int], None] = lambda count: None) -> list[Result]:
+        """Return the result of each task. `report` is told how many answers were scored."""
+        return [
+            result(task, questions, self.scores(questions, report))
+            for task, questions in self.tasks.items()
+        ]
+
+    def scores(
+        self, questions: Sequence[Question], report: Callable[[int], None] = lambda count: None
+    ) -> list[list[Score]]:
+        """Return the score of each answer to each question."""
+        pairs = [
+            (context, f" {answer}")
+            for question in questions
+            for context, answer in zip(question.contexts, question.answers)
+        ]
+        found = iter(self.scorer.score(pairs, report))
+        return [[next(found) for _ in question.answers] for question in questions]
 
 
-def result(
-    task: str, questions: Sequence[Question], scores: Sequence[Sequence[Score]], shots: int
-) -> Result:
+def result(task: str, questions: Sequence[Question], scores: Sequence[Sequence[Score]]) -> Result:
     """Return the accuracies of answers with these scores."""
-    if len(questions[0].answers) == 1:
-        hits = [answers[0].likeliest for answers in scores]
-        mean = sum(answers[0].log_likelihood for answers in scores) / len(scores)
-        return Result(
-            task, len(hits), shots, *accuracy(hits), None, None, 0.0, math.exp(min(-mean, 700.0))
-        )
+    if all(len(question.answers) == 1 for question in questions):
+        hits = [answer.likeliest for (answer,) in scores]
+        mean = sum(answer.log_likelihood for (answer,) in scores) / len(scores)
+        perplexity = math.exp(min(-mean, 700.0))
+        return Result(task, len(hits), *accuracy(hits), None, None, 0.0, perplexity)
     plain, norm = [], []
     for question, answers in zip(questions, scores):
         sums = [answer.log_likelihood for answer in answers]
-        # The blank before an answer does not count.
-        means = [one / (len(text) - 1) for one, text in zip(sums, question.answers)]
-        plain.append(sums.index(max(sums)) == question.right)
-        norm.append(means.index(max(means)) == question.right)
+        means = [one / len(text) for one, text in zip(sums, question.answers)]
+        plain.append(place_of_largest(sums) == question.right)
+        norm.append(place_of_largest(means) == question.right)
     chance = sum(1 / len(question.answers) for question in questions) / len(questions)
-    return Result(task, len(plain), shots, *accuracy(plain), *accuracy(norm), chance, None)
+    return Result(task, len(plain), *accuracy(plain), *accuracy(norm), chance, None)
+
+
+def place_of_largest(values: Sequence[float]) -> int | None:
+    """Return where the largest value is, the first of equal ones; None if one is no number."""
+    if any(math.isnan(value) for value in values):
+        return None
+    return values.index(max(values))
 
 
 def accuracy(hits: Sequence[bool]) -> tuple[float, float]:
@@ -95,32 +106,23 @@ def accuracy(hits: Sequence[bool]) -> tuple[float, float]:
     return share, math.sqrt(share * (1 - share) / (len(hits) - 1))
 
 
+def with_error(value: float | None, stderr: float | None) -> str:
+    """Return a value and its standard error as text; "-" where there is none."""
+    return "-" if value is None else f"{value:.4f} ± {stderr:.4f}"
+
+
 def results_table(results: Sequence[Result]) -> list[str]:
     """Return the lines of a table of results."""
-    rows = [("task", "questions", "shots", "accuracy", "by characters", "chance", "perplexity")]
+    rows = [("task", "questions", "accuracy", "by characters", "chance", "perplexity")]
     for each in results:
-        norm = (
-            "-"
-            if each.accuracy_norm is None
-            else f"{each.accuracy_norm:.4f} ± {each.accuracy_norm_stderr:.4f}"
-        )
         rows.append(
             (
                 each.task,
                 f"{each.questions:,}",
-                str(each.shots),
-                f"{each.accuracy:.4f} ± {each.accuracy_stderr:.4f}",
-                norm,
+                with_error(each.accuracy, each.accuracy_stderr),
+                with_error(each.accuracy_norm, each.accuracy_norm_stderr),
                 f"{each.chance:.4f}",
                 "-" if each.perplexity is None else f"{each.perplexity:.2f}",
             )
         )
     return table(rows)
-
-
-def results_json(results: Sequence[Result]) -> list[dict[str, object]]:
-    """Return results as JSON has them. What a task does not have is left out."""
-    return [
-        {name: value for name, value in asdict(each).items() if value is not None}
-        for each in results
-    ]

@@ -1,44 +1,80 @@
-"""The rows of tasks: from the hub, or from files of JSON lines."""
+"""The questions of tasks from their rows: those of the hub, or of files of JSON lines."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text
-from torchmars.core.typed import nearest
-from torchmars.evaluation.tasks import TASKS, Question, Task, last_word, multiple_choice
+from torchmars.core.typed import nearest, parse_json
+from torchmars.data.corpus import missing_package
+from torchmars.evaluation.tasks import (
+    TASKS,
+    Question,
+    Row,
+    Task,
+    last_word,
+    multiple_choice,
+    with_examples,
+)
 
-Row = Mapping[str, Any]
+SUFFIXES = (".jsonl", ".json")
 
 
-def read_questions(name: str) -> tuple[list[Question], list[Question]]:
-    """Return the questions of a task, and those that examples are taken from.
+def read_tasks(
+    names: Sequence[str], shots: int = 0, limit: int | None = None, seed: int = 0
+) -> dict[str, list[Question]]:
+    """Return the first `limit` questions of each task, after `shots` examples, by its label.
 
-    `name` is that of one of TASKS, which the hub has, "TASK=FILE" for a task whose rows a file has,
-    or a file of JSON lines alone: `context`, `choices` and `answer`, or `text`. The two are the
-    same list where a task has no examples of its own. Raises `UserError`.
+    A name is that of one of TASKS, whose rows the hub has, "TASK=FILE" for a task whose rows a file
+    has, or a file of JSON lines alone: `context`, `choices` and `answer`, or `text`. `seed` draws
+    the examples: from the task's rows for training on the hub, or from the same file. Raises
+    `UserError`.
+    """
+    tasks: dict[str, list[Question]] = {}
+    for name in names:
+        label = label_of(name)
+        if label in tasks:
+            raise UserError(f"two tasks are called {label}: rename the file of one")
+        questions, examples = read_questions(name, shots)
+        if shots >= len(examples) > 0:
+            raise UserError(
+                f"the task {label} has {len(examples)} rows to take examples from: lower shots"
+            )
+        tasks[label] = [
+            with_examples(question, examples, shots, seed + number)
+            for number, question in enumerate(questions[:limit])
+        ]
+    return tasks
+
+
+def label_of(name: str) -> str:
+    """Return what a task is called in results."""
+    task, _, _ = name.partition("=")
+    return task if task in TASKS else Path(name).stem
+
+
+def read_questions(name: str, shots: int) -> tuple[list[Question], list[Question]]:
+    """Return the questions of a task, and for `shots` above 0 those that examples come from.
+
+    The latter are all different. Raises `UserError`.
     """
     task_name, equals, file = name.partition("=")
     if task_name in TASKS:
         task = TASKS[task_name]
-        if equals:
-            questions = ask_all(task, read_file(Path(file)), file)
-            return questions, questions
-        questions = ask_all(task, download(task, task.split), task.dataset)
-        if task.examples is None:
-            return questions, questions
-        return questions, ask_all(task, download(task, task.examples), task.dataset)
-    if not name.endswith((".jsonl", ".json")):
+        source = file if equals else task.dataset
+        rows = read_file(Path(file)) if equals else download(task, task.split)
+    elif name.endswith(SUFFIXES):
+        source, rows = name, read_file(Path(name))
+        task = Task(last_word if "text" in rows[0] else multiple_choice, name, None, "", None)
+    else:
         raise UserError(
-            f"--tasks: there is no task called {task_name!r}: did you mean "
-            f"{nearest(task_name, list(TASKS))}? A file of your own must be named *.jsonl"
+            f"there is no task {task_name!r}: did you mean {nearest(task_name, list(TASKS))}? "
+            f"A file of questions is named *{SUFFIXES[0]}"
         )
-    rows = read_file(Path(name))
-    ask = last_word if "text" in rows[0] else multiple_choice
-    questions = ask_all(Task(ask, name, None, "", None), rows, name)
-    return questions, questions
+    questions = examples = ask_all(task, rows, source)
+    if shots and task.examples and not equals:
+        examples = ask_all(task, download(task, task.examples), source)
+    return questions, list(dict.fromkeys(examples)) if shots else []
 
 
 def ask_all(task: Task, rows: list[Row], source: str) -> list[Question]:
@@ -46,35 +82,35 @@ def ask_all(task: Task, rows: list[Row], source: str) -> list[Question]:
     questions = []
     for number, row in enumerate(rows, start=1):
         try:
-            question = task.ask(row)
-            if not 0 <= question.right < len(question.answers):
-                raise ValueError(f"its answer is number {question.right}")
-            if not all(isinstance(text, str) and text for text in question.answers):
-                raise ValueError("an answer is no text")
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            what = f"lacks {error}" if isinstance(error, KeyError) else f"is none: {error}"
-            raise UserError(f"--tasks: row {number} of {source} {what}") from None
-        questions.append(question)
+            questions.append(task.ask(row))
+        except KeyError as error:
+            raise UserError(f"row {number} of the task {source} lacks {error}") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"row {number} of the task {source} is no question of its kind: {error}"
+            ) from None
     return questions
 
 
 def read_file(file: Path) -> list[Row]:
     """Return the rows of a file of JSON lines. Raises `UserError`."""
-    rows: list[Row] = []
     try:
-        for number, line in enumerate(read_text(file).splitlines(), start=1):
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise UserError(f"--tasks: line {number} of {file} is no JSON object")
-            rows.append(row)
+        # Not splitlines: a text may have other characters that end a line.
+        lines = read_text(file).split("\n")
     except OSError as error:
-        raise UserError(f"--tasks: cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"--tasks: line {len(rows) + 1} of {file} is no JSON in UTF-8: {error}"
-        ) from None
+        raise UserError(f"cannot read the task {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the task {file} is no text in UTF-8") from None
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows += [parse_json(line)] if line.strip() else []
+        except ValueError as error:
+            raise UserError(
+                f"line {number} of the task {file} is no JSON object: {error}"
+            ) from None
     if not rows:
-        raise UserError(f"--tasks: {file} has no rows")
+        raise UserError(f"the task {file} has no rows")
     return rows
 
 
@@ -83,11 +119,12 @@ def download(task: Task, split: str) -> list[Row]:
     try:
         import datasets
     except ImportError:
-        raise UserError("tasks of the hub need a package: pip install 'torchmars[data]'") from None
+        raise missing_package("datasets", "a task of the hub") from None
     try:
         return list(datasets.load_dataset(task.dataset, task.config, split=split))
     except Exception as error:  # whatever the network and the hub make of it
+        reason = next(iter(str(error).splitlines()), "")
         raise UserError(
-            f"cannot load {task.dataset} from the hub ({type(error).__name__}: {error}): name a "
-            "file that has its rows, TASK=FILE.jsonl"
+            f"cannot load the task {task.dataset} from the hub ({type(error).__name__}: {reason}): "
+            "name a file that has its rows, TASK=FILE.jsonl"
         ) from None

@@ -52,7 +52,12 @@ class Scorer:
 
         `report` is told of each batch how many texts of all ranks it had.
         """
-        texts = [self.tokens(context, text) for context, text in pairs]
+        return self.score_tokens([self.tokens(*pair) for pair in pairs], report)
+
+    def score_tokens(
+        self, texts: Sequence[Tokens], report: Callable[[int], None] = lambda count: None
+    ) -> list[Score]:
+        """Return the scores of texts that are tokens, as `score` does."""
         # Texts of a batch are of about one length. The longest come first: if memory is short,
         # that shows at once.
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
@@ -62,15 +67,16 @@ class Scorer:
         # Every length would be compiled anew.
         with torch.compiler.set_stance("force_eager"):
             for begin in range(0, len(order), stride):
-                # A sharded forward pass needs all ranks: one without texts repeats the first.
                 group = order[begin : begin + stride]
                 length = self.padded_length(len(texts[group[0]].ids) - 1)
                 mine = group[data.rank * self.batch_size :][: self.batch_size]
+                # A sharded forward pass needs all ranks: one without texts repeats the first.
                 found = self.batch([texts[number] for number in mine or group[:1]], length)
-                sums[mine] += found[: len(mine)]
+                for number, score in zip(mine, found):
+                    sums[number] = score
                 report(len(group))
         self.model.train()
-        # The ranks of a tp group have the same sums, and those of other groups have others.
+        # The ranks of a tp group have the same sums. Other ranks have other parts, or zeros.
         dist.all_reduce(sums, group=self.layout.world.process_group)
         sums /= self.layout.group("tp").size
         return [
@@ -84,16 +90,28 @@ class Scorer:
         Blanks at the end of the context count as the text's: tokens begin with them. An empty
         context is the token that begins a document. Both as in EleutherAI's harness.
         """
-        blanks = len(context) - len(context.rstrip())
-        if blanks:
-            context, text = context[:-blanks], context[-blanks:] + text
-        whole, before = (
-            each.tolist() for each in self.tokenizer.encode_batch([context + text, context])
+        kept = context.rstrip()
+        before, whole = (
+            each.tolist() for each in self.tokenizer.encode_batch([kept, context + text])
         )
-        count = len(whole) - len(before)
+        # The first token of a text may also have the end of its context.
+        count = max(1, len(whole) - len(before))
         ids = whole if before else [self.tokenizer.end_of_text, *whole]
         ids = ids[-(self.seq_len + 1) :]
         return Tokens(ids, min(count, len(ids) - 1))
+
+    def windows(self, text: str) -> list[Tokens]:
+        """Return windows of a document in which each of its tokens is scored once.
+
+        The model sees as many tokens as it can before them. The first token comes after the one
+        that begins a document. As EleutherAI's harness does.
+        """
+        ids = [self.tokenizer.end_of_text, *self.tokenizer.encode_batch([text])[0].tolist()]
+        windows = []
+        for begin in range(1, len(ids), self.seq_len):
+            end = min(begin + self.seq_len, len(ids))
+            windows.append(Tokens(ids[max(0, end - self.seq_len - 1) : end], end - begin))
+        return windows
 
     def padded_length(self, length: int) -> int:
         """Return the next length that the ranks of a sequence can share."""

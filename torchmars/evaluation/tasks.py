@@ -4,9 +4,10 @@ Source: the definitions of the tasks in lm-evaluation-harness 0.4 (Gao et al. 20
 10.5281/zenodo.12608602), so that results can be compared with published ones.
 """
 
+import random
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -15,19 +16,46 @@ BRACKETS = re.compile(r"\[.*?\]")
 
 @dataclass(frozen=True)
 class Question:
-    """A context, and what may follow it: one of several answers, or the last word of a text."""
+    """A context, and what may follow it: one of several answers, or the last word of a text.
+
+    Raises `ValueError` if the right answer is none of them, or a part is no text.
+    """
 
     contexts: tuple[str, ...]
     """What comes before each answer. It is the same for all but in Winogrande."""
     answers: tuple[str, ...]
-    """Each with the blank before it."""
+    """They follow after a blank."""
     right: int
     """The number of the right answer."""
+
+    def __post_init__(self) -> None:
+        count = len(self.answers)
+        if not (isinstance(self.right, int) and 0 <= self.right < count):
+            raise ValueError(f"its answer is number {self.right!r}, and it has {count}")
+        if not all(isinstance(text, str) for text in self.contexts):
+            raise ValueError("its context is no text")
+        if not all(isinstance(text, str) and text for text in self.answers):
+            raise ValueError("an answer is no text, or empty")
 
     @property
     def solved(self) -> str:
         """The question with its right answer, as an example for others."""
-        return self.contexts[self.right] + self.answers[self.right]
+        return f"{self.contexts[self.right]} {self.answers[self.right]}"
+
+
+def with_examples(
+    question: Question, examples: Sequence[Question], shots: int, seed: int
+) -> Question:
+    """Return a question after `shots` solved examples, none of which is the question.
+
+    The examples are drawn by `seed` from more than `shots` that are all different.
+    """
+    if not shots:
+        return question
+    drawn = random.Random(seed).sample(examples, shots + 1)
+    others = [example for example in drawn if example != question][:shots]
+    before = "".join(f"{example.solved}\n\n" for example in others)
+    return replace(question, contexts=tuple(before + context for context in question.contexts))
 
 
 @dataclass(frozen=True)
@@ -42,9 +70,9 @@ class Task:
     """The split that examples for few-shot prompts are taken from. None: `split` itself."""
 
 
-def choice(context: str, answers: list[str], right: int) -> Question:
-    """Return a question whose answers follow a context after a blank."""
-    return Question((context,) * len(answers), tuple(f" {each}" for each in answers), right)
+def choice(context: str, answers: Sequence[str], right: int) -> Question:
+    """Return a question whose answers all follow the same context."""
+    return Question((context,) * len(answers), tuple(answers), right)
 
 
 def hellaswag(row: Row) -> Question:
@@ -82,7 +110,7 @@ def winogrande(row: Row) -> Question:
     """Sakaguchi et al. 2020, arXiv 1907.10641. The end of the sentence is the answer."""
     before, _, after = row["sentence"].partition("_")
     contexts = tuple(before + row[option] for option in ("option1", "option2"))
-    return Question(contexts, (f" {after.strip()}",) * 2, int(row["answer"]) - 1)
+    return Question(contexts, (after.strip(),) * 2, int(row["answer"]) - 1)
 
 
 def openbookqa(row: Row) -> Question:
@@ -94,14 +122,14 @@ def openbookqa(row: Row) -> Question:
 
 def sciq(row: Row) -> Question:
     """Welbl et al. 2017, arXiv 1707.06209."""
-    answers = [row[name] for name in ("distractor1", "distractor2", "distractor3")]
+    names = ("distractor1", "distractor2", "distractor3", "correct_answer")
     context = f"{row['support'].lstrip()}\nQuestion: {row['question']}\nAnswer:"
-    return choice(context, [*answers, row["correct_answer"]], 3)
+    return choice(context, [row[name] for name in names], 3)
 
 
 def last_word(row: Row) -> Question:
     """LAMBADA (Paperno et al. 2016, arXiv 1606.06031), and any text: its last word."""
-    context, _, word = row["text"].rpartition(" ")
+    context, _, word = row["text"].rstrip().rpartition(" ")
     return choice(context, [word], 0)
 
 

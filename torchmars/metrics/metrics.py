@@ -84,6 +84,13 @@ class Metrics:
             named = {f"{name}/loss": value for name, value in of_parts.items()}
             self._write(step, "validation", {"loss": loss} | named)
 
+    def evaluation(self, step: int, task: str, values: dict[str, float], line: str) -> None:
+        """Report how the model answered a task after step number `step`, in words a `line`."""
+        if self.journal is not None:
+            say(f"{self._progress(step)} | {line}")
+            named = {f"{task}/{name}": value for name, value in values.items()}
+            self._write(step, "evaluation", named)
+
     def stall(self, step: int, seconds: float) -> None:
         """Report how long training waited for the checkpoint of step number `step`."""
         self._write(step, "checkpoint", {"stall_ms": 1e3 * seconds})

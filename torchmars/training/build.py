@@ -11,6 +11,8 @@ from torchmars.core.files import lock
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import load_tokenizer
+from torchmars.evaluation.results import Evaluation
+from torchmars.evaluation.scoring import Scorer
 from torchmars.metrics.metrics import open_metrics
 from torchmars.models import build_meta_model
 from torchmars.optim.precision import multiplies_bfloat16
@@ -21,7 +23,7 @@ from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer
 from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer
-from torchmars.training.preparation import prepare_data, write_resolved_config
+from torchmars.training.preparation import evaluation_tasks, prepare_data, write_resolved_config
 from torchmars.training.progress import Progress
 from torchmars.training.schedule import Schedule
 from torchmars.training.summary import introduction
@@ -95,6 +97,10 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         tokenizer,
         layout,
     )
+    evaluation = Evaluation(
+        Scorer(model, layout, tokenizer, config.evaluation.batch_size),
+        layout.on_first(lambda: evaluation_tasks(config)),
+    )
     complete = resumed.state.step >= training.steps
     if not complete:
         layout.on_first(lambda: write_resolved_config(config))
@@ -115,6 +121,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         schedule=schedule,
         loader=loader,
         validation=validation,
+        evaluation=evaluation,
         checkpointer=checkpointer,
         progress=Progress(training, layout, optimizer, metrics, lines, data, loader.epochs),
         metrics=metrics,

@@ -16,6 +16,8 @@ from torchmars.data.manifest import DataManifest, read_manifest
 from torchmars.data.mixture import Mixture, Part
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.tokenizer import load_tokenizer
+from torchmars.evaluation.rows import read_tasks
+from torchmars.evaluation.tasks import Question
 from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
@@ -33,6 +35,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     model = build_meta_model(config.model, vocab_size, config.training.seq_len)
     check_layout(config, degrees, model)
     check_trackers(config.metrics)
+    evaluation_tasks(config)
     data = prepare_data(config)
     data.verify(config.data.verify)
     check_resume(config, data)
@@ -42,6 +45,20 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
                 f"{part.folder}: {name} {split.tokens:,} {part.manifest.tokenizer} tokens "
                 f"in {split.documents:,} documents"
             )
+
+
+def evaluation_tasks(config: ResolvedConfig) -> dict[str, list[Question]]:
+    """Return the questions that the model is asked while it trains, by task.
+
+    Raises `UserError` for a task that cannot be read.
+    """
+    section = config.evaluation
+    if not section.interval:
+        return {}
+    try:
+        return read_tasks(section.tasks, section.shots, section.limit, config.run.seed)
+    except UserError as error:
+        raise UserError(f"evaluation.tasks: {error}") from None
 
 
 def prepare_data(config: ResolvedConfig) -> Mixture:

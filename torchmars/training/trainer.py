@@ -10,6 +10,7 @@ from torchmars.config import ResolvedConfig
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.files import is_gone
 from torchmars.data.loader import Loader
+from torchmars.evaluation.results import Evaluation
 from torchmars.metrics.metrics import Metrics
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -37,6 +38,7 @@ class Trainer:
         schedule: Schedule,
         loader: Loader,
         validation: Validation,
+        evaluation: Evaluation,
         checkpointer: Checkpointer,
         progress: Progress,
         metrics: Metrics,
@@ -46,7 +48,8 @@ class Trainer:
     ) -> None:
         self.config, self.layout = config, layout
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.loader, self.validation, self.checkpointer = loader, validation, checkpointer
+        self.loader, self.checkpointer = loader, checkpointer
+        self.validation, self.evaluation = validation, evaluation
         self.progress, self.metrics = progress, metrics
         self.watchdog, self.lock = watchdog, lock
         self.signals = StopSignals()
@@ -95,6 +98,8 @@ class Trainer:
             with self.metrics.throughput.paused():
                 if self.validation_due() and not stop:
                     self.validate()
+                if self.evaluation_due() and not stop:
+                    self.evaluate()
                 if stop or overdue or due(state.step, config.checkpoint.interval, last):
                     self.save()
             self.watchdog.beat(f"step {state.step + 1}")
@@ -198,6 +203,22 @@ class Trainer:
         loss, of_parts = self.validation.losses()
         self.state.validation_loss = loss
         self.metrics.validation(self.state.step, loss, of_parts)
+
+    def evaluation_due(self) -> bool:
+        """Return whether the model is to be asked tasks at this step."""
+        interval = self.config.evaluation.interval
+        return interval > 0 and due(self.state.step, interval, self.config.training.steps)
+
+    def evaluate(self) -> None:
+        """Ask the model the tasks, and report how it answered."""
+        step = self.state.step
+
+        def beat(_: int) -> None:
+            self.watchdog.beat(f"the evaluation after step {step}")
+
+        beat(0)
+        for result in self.evaluation.results(beat):
+            self.metrics.evaluation(step, result.task, result.measures(), result.describe())
 
     def save(self) -> None:
         """Save the step just made, or begin to."""

@@ -7,9 +7,9 @@ from torchmars.config import ValidationConfig
 from torchmars.data.loader import validation_batches
 from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import Tokenizer
+from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
-from torchmars.training.sampling import Draw, predict_anew, stream_text
 
 SAMPLE_TEMPERATURE = 0.8
 

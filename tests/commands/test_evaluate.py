@@ -1,0 +1,129 @@
+"""Evaluation of a run while it trains, by the command, and of its export."""
+
+import json
+import math
+
+import pytest
+
+from tests.support.commands import ROOT, run_command
+from tests.support.tiny import (
+    listen,
+    metrics,
+    run_folder_of,
+    tiny_config,
+    tiny_tables,
+    write_config,
+    write_text,
+)
+from torchmars.data.tokenizer_files import byte_pair_tokenizer
+
+
+def write_rows(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on two ranks that was asked two tasks, its tables, and what it printed."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    write_text(folder)
+    texts = [f"The old fox number {n} went over the" for n in range(9)]
+    tasks = [
+        write_rows(folder / "words.jsonl", [{"text": f"{text} hill"} for text in texts]),
+        write_rows(
+            folder / "foxes.jsonl",
+            [
+                {"context": text, "choices": ["hill. The", "zZzZ"][:: 1 - 2 * (n % 2)], "answer": 0}
+                for n, text in enumerate(texts)
+            ],
+        ),
+    ]
+    tables = tiny_tables(
+        folder,
+        optimizer={"lr": 1e-2},
+        evaluation={"tasks": tasks, "interval": 8, "shots": 1, "limit": 7, "batch_size": 2},
+    )
+    return tables, tasks, listen(2, tables)
+
+
+def evaluate(*args):
+    return run_command("evaluate", [*map(str, args)], ROOT)
+
+
+def test_a_run_is_asked_while_it_trains(trained):
+    tables, _, out = trained
+    accuracy = metrics(tables, "evaluation/foxes/accuracy")
+    assert list(accuracy) == [8, 16, 20]
+    assert accuracy[20] == pytest.approx(4 / 7)  # every second one has its answers turned round
+    assert metrics(tables, "evaluation/foxes/chance")[20] == 0.5
+    perplexity = metrics(tables, "evaluation/words/perplexity")
+    assert perplexity[20] < perplexity[8]
+    assert "step 20/20 | foxes accuracy 0.5714 ± 0.2020, by characters" in out
+    assert f"words accuracy 0.0000 ± 0.0000, perplexity {perplexity[20]:.2f}" in out
+
+
+def measured(tmp_path, *args):
+    code, out, err = evaluate(*args, "--json", tmp_path / "results.json")
+    assert code == 0, err
+    assert "100%" in err
+    return json.loads((tmp_path / "results.json").read_text()), out
+
+
+def test_the_command_measures_the_same_of_the_run_and_of_its_export(trained, tmp_path):
+    tables, tasks, _ = trained
+    run = run_folder_of(tables)
+    text = tmp_path / "own.txt"
+    text.write_text("The old fox\n<|endoftext|>\n\u00e9 went over the hill.\n")
+    options = ["--tasks", ",".join(tasks), "--shots", 1, "--limit", 7, "--text", text]
+    found, out = measured(tmp_path, run, *options, "--shards", tables["data"]["path"])
+    for task in ("foxes", "words"):
+        for name, value in found["tasks"][task].items():
+            reported = metrics(tables, f"evaluation/{task}/{name}")[20]
+            assert value == pytest.approx(reported, rel=1e-4), (task, name)
+    assert "foxes  7          0.5714 ± 0.2020" in out
+    own = found["texts"][str(text)]
+    assert (own["tokens"], own["bytes"]) == (12 + 23, 12 + 23)
+    assert own["bits_per_byte"] == pytest.approx(own["loss"] / math.log(2))
+    assert own["perplexity"] == pytest.approx(math.exp(own["loss"]))
+    assert found["texts"][tables["data"]["path"]]["tokens"] == 7 * 32
+
+    folder = tmp_path / "hf"
+    assert run_command("export", [str(run), str(folder)], ROOT)[0] == 0
+    ours = {bytes([byte]): byte for byte in range(256)}, None, {"<|endoftext|>": 256}
+    byte_pair_tokenizer(*ours).save(str(folder / "tokenizer.json"))
+    exported, _ = measured(tmp_path, folder, *options)
+    for task, figures in found["tasks"].items():
+        assert exported["tasks"][task] == pytest.approx(figures, rel=1e-4)
+    assert exported["texts"][str(text)] == pytest.approx(own, rel=1e-4)
+
+    byte_pair_tokenizer(*ours[:2], {"<|endoftext|>": 999}).save(str(folder / "tokenizer.json"))
+    mistake(folder, *options, message="its tokenizer has 1,000 tokens, its model 320 rows")
+    (folder / "tokenizer.json").unlink()
+    mistake(folder, *options, message="has no tokenizer.json: put that of the model there")
+
+
+def mistake(*args, message):
+    code, _, err = evaluate(*args)
+    assert code == 2 and message in err and err.count("\n") == 1, err
+
+
+def test_mistakes_are_told_in_a_line(trained, tmp_path):
+    tables, tasks, _ = trained
+    run = run_folder_of(tables)
+    mistake(run, message="name what to measure: --tasks, --text or --shards")
+    mistake(run, "--tasks", "piqu", message="no task 'piqu': did you mean piqa")
+    mistake(tmp_path, "--tasks", tasks[0], message="neither a checkpoint nor a run")
+    mistake(run, "--text", tmp_path / "no*.txt", message="names no text file")
+    mistake(run, "--shards", tmp_path, message="cannot read")
+    mistake(run, "--tasks", tasks[0], "--json", "/no/such/x.json", message="--json: cannot write")
+    mistake(run, "--tasks", tasks[0], "--step", 3, message="no checkpoint of step 3")
+
+
+def test_the_launcher_refuses_a_task_before_ranks_start(tmp_path):
+    write_text(tmp_path)
+    config = tiny_config(tmp_path, evaluation={"tasks": ["lambda"]})
+    write_config(config, tmp_path / "run.toml")
+    code, out, err = run_command("train", ["--prepare", str(tmp_path / "run.toml")], tmp_path)
+    assert code == 2 and "evaluation.tasks: there is no task 'lambda'" in err, err
+    assert err.count("\n") == 1 and not (tmp_path / "shards").exists()

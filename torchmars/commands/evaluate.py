@@ -1,0 +1,171 @@
+"""Measure what a model can do: its accuracy on tasks, and its loss on texts."""
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tyro.conf import Positional
+
+from torchmars.checkpoint.inference import load_sharded_model
+from torchmars.cluster import connection, process
+from torchmars.config import ParallelismConfig
+from torchmars.config.fields import Count, Positive
+from torchmars.core.errors import LostRank, UserError, exit_on_user_error, report_failure
+from torchmars.core.files import path_problem, write_durably
+from torchmars.core.options import parse
+from torchmars.data.progress import Progress
+from torchmars.evaluation.results import Evaluation, Result, results_table
+from torchmars.evaluation.rows import read_tasks
+from torchmars.evaluation.scoring import Scorer, Tokens
+from torchmars.evaluation.texts import (
+    ShardWindows,
+    TextResult,
+    measure,
+    texts_table,
+    windows_of_files,
+)
+from torchmars.parallel.layout import Layout
+
+
+@dataclass
+class Evaluate:
+    """Measure what a model can do: its accuracy on tasks, and its loss on texts.
+
+    Started by torchrun, the ranks share its weights and the work: torchrun --nproc-per-node 8 -m
+    torchmars evaluate ...
+    """
+
+    model: Positional[Path]
+    """A run, whose newest good checkpoint is taken, a checkpoint, or a folder that transformers
+    reads."""
+    tasks: str | None = None
+    """Tasks, with commas between them: hellaswag, arc_easy, arc_challenge, piqa, winogrande,
+    openbookqa, sciq and lambada come from the hub; TASK=FILE.jsonl has the rows of one of these;
+    FILE.jsonl has rows of your own."""
+    text: str | None = None
+    """Measure the loss on the text files that a path, a folder or a glob names."""
+    shards: Path | None = None
+    """Measure the loss on the validation split in a folder of shards."""
+    step: Count | None = None
+    """Of a run, take the checkpoint of this step."""
+    shots: Count = 0
+    """Solved examples before each question."""
+    limit: Positive | None = None
+    """Take only the first so many questions of each task, and windows of each text."""
+    batch_size: Positive = 16
+    """Texts that a rank scores at once. Lower it where memory is short."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in."""
+    seed: Count = 0
+    """Draws the examples."""
+    json: Path | None = None
+    """Write the results to this file too."""
+
+
+def main() -> None:
+    """Print what was measured, and write it."""
+    try:
+        with exit_on_user_error(quiet=process.rank() != 0):
+            options = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
+            check_options(options)
+            process.check_devices()
+            evaluate(options, connection.start(ParallelismConfig()))
+    except LostRank as error:  # a line instead of a traceback
+        report_failure(error)
+        sys.exit(1)
+    finally:
+        connection.stop()
+
+
+def check_options(options: Evaluate) -> None:
+    """Raise `UserError` if there is nothing to measure, or the results cannot be written."""
+    if not (options.tasks or options.text or options.shards):
+        raise UserError("name what to measure: --tasks, --text or --shards")
+    if options.json is not None:
+        wrong = path_problem(options.json, "file")
+        if not options.json.absolute().parent.is_dir():
+            wrong = "its folder does not exist"
+        if wrong:
+            raise UserError(f"--json: cannot write {options.json}: {wrong}")
+
+
+def evaluate(options: Evaluate, layout: Layout) -> None:
+    """Measure, print and write what is asked for. Called by every rank."""
+    names = [name for name in (options.tasks or "").split(",") if name]
+    tasks = layout.on_first(lambda: read_tasks(names, options.shots, options.limit, options.seed))
+    model, tokenizer = load_sharded_model(options.model, layout, options.dtype, options.step)
+    scorer = Scorer(model, layout, tokenizer, options.batch_size)
+    texts: dict[str, Sequence[Tokens]] = {}
+    layout.on_all(lambda: texts.update(open_texts(options, scorer)))
+    results: list[Result] = []
+    if tasks:
+        evaluation = Evaluation(scorer, tasks)
+        with progress("tasks", evaluation.answers, "answer", layout) as report:
+            results = evaluation.results(report)
+        layout.say("\n".join(results_table(results)))
+    measured: list[TextResult] = []
+    for name, windows in texts.items():
+        count = min(len(windows), options.limit or len(windows))
+        with progress(name, count, "window", layout) as report:
+            measured.append(measure(scorer, name, windows, count, report))
+    if measured:
+        layout.say("\n".join([*([""] if results else []), *texts_table(measured)]))
+    if options.json is not None:
+        file, text = options.json, results_json(options, results, measured)
+        layout.on_first(lambda: write_results(file, text))
+
+
+def open_texts(options: Evaluate, scorer: Scorer) -> dict[str, Sequence[Tokens]]:
+    """Return the windows of the texts that are asked for, by name. Raises `UserError`."""
+    texts: dict[str, Sequence[Tokens]] = {}
+    if options.text:
+        texts[options.text] = windows_of_files(options.text, scorer)
+    if options.shards:
+        texts[str(options.shards)] = ShardWindows(options.shards, scorer)
+    return texts
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, unit: str, layout: Layout) -> Iterator[Callable[[int], None]]:
+    """Show a bar of `total` units on the first rank. The body gets what adds to it."""
+    if not layout.first:
+        yield lambda count: None
+        return
+    with Progress(what, total, 0, unit) as bar:
+        yield bar.add
+
+
+def results_json(options: Evaluate, results: list[Result], texts: list[TextResult]) -> str:
+    """Return results as JSON. What is not finite is null."""
+    measured: dict[str, Any] = {
+        "model": str(options.model),
+        "shots": options.shots,
+        "limit": options.limit,
+        "seed": options.seed,
+        "dtype": options.dtype,
+        "tasks": {each.task: finite(each.measures()) for each in results},
+        "texts": {each.text: finite(each.measures()) for each in texts},
+    }
+    return json.dumps(measured, indent=2) + "\n"
+
+
+def finite(values: dict[str, float]) -> dict[str, float | None]:
+    """Return measures as JSON can hold them."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def write_results(file: Path, text: str) -> None:
+    """Write a small file. Raises `UserError`."""
+    try:
+        write_durably(file, text)
+    except OSError as error:
+        raise UserError(f"--json: cannot write {file}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main()
