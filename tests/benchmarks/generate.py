@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.generate [TOKENS] [ROUNDS]
 
-Weights are random. After a prompt of 64 tokens the likeliest TOKENS (32) are drawn. The two ways
+Weights are random. After a prompt of 64 tokens the likeliest TOKENS (16) are drawn. The two ways
 take turns, so that a busy machine slows both; their tokens are compared. It prints the median of
-ROUNDS (3), and how busy the machine was.
+ROUNDS (2), and how busy the machine was.
 """
 
 import os
@@ -14,7 +14,7 @@ import time
 from copy import deepcopy
 
 import torch
-from torchmars.training.sampling import Draw, predict_anew, predict_with_cache, sample
+from torchmars.evaluation.sampling import Draw, predict_anew, predict_with_cache, sample
 
 from torchmars.config import ModelConfig
 from torchmars.models import build_model
@@ -24,7 +24,7 @@ PROMPT = 64
 
 
 def main() -> None:
-    count, rounds = [*map(int, sys.argv[1:]), *[32, 3][len(sys.argv) - 1 :]]
+    count, rounds = [*map(int, sys.argv[1:]), *[16, 2][len(sys.argv) - 1 :]]
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     model = build_model(ModelConfig(size="small"), 50257, 1024).eval()
     init_weights(model, 0)
