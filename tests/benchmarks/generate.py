@@ -14,9 +14,9 @@ import time
 from copy import deepcopy
 
 import torch
-from torchmars.evaluation.sampling import Draw, predict_anew, predict_with_cache, sample
 
 from torchmars.config import ModelConfig
+from torchmars.evaluation.sampling import Draw, predict_anew, predict_with_cache, sample
 from torchmars.models import build_model
 from torchmars.models.initialize import init_weights
 
