@@ -144,10 +144,11 @@ def test_hellaswag_is_that_of_the_harness(tokenizer, gpt2_files, tmp_path, monke
         [result], scores = run_ranks(scores_of, ranks, str(place), [name], ITEMS[tokenizer])[0]
         apart = 0.0
         for (log_likelihood, likeliest), score in zip(answers, scores, strict=True):
-            theirs = float(log_likelihood)
-            apart = max(apart, abs(score.log_likelihood - theirs))
+            expected = float(log_likelihood)
+            difference = abs(score.log_likelihood - expected)
+            apart = max(apart, difference)
             # It adds up in float32: hundreds of bytes have no more digits.
-            assert abs(score.log_likelihood - theirs) < max(1e-4, 5e-7 * abs(theirs))
+            assert difference < max(1e-4, 5e-7 * abs(expected))
             assert score.likeliest == (str(likeliest) == "True")
         print(json.dumps(figures), result.describe(), f"{apart:.2e} apart of {len(scores)}")
         assert result.accuracy == figures["acc,none"]
