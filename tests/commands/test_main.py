@@ -10,7 +10,18 @@ import pytest
 from torchmars import __main__ as entry
 
 ROOT = Path(__file__).parents[2]
-NAMES = {"checkpoint", "export", "generate", "launch", "plan", "prepare", "presets", "train"}
+NAMES = {
+    "checkpoint",
+    "evaluate",
+    "export",
+    "generate",
+    "import",
+    "launch",
+    "plan",
+    "prepare",
+    "presets",
+    "train",
+}
 
 
 def main(monkeypatch, capsys, *args):
