@@ -1,14 +1,13 @@
 """Shards of documents that a test makes up, with any tokenizer."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from torchmars.config import DataConfig
 from torchmars.data.documents import Block, Encoded
-from torchmars.data.manifest import FORMAT, SPLITS, DataManifest
+from torchmars.data.manifest import SPLITS, DataManifest, make_manifest, write_manifest
 from torchmars.data.tokenizer import Tokenizer, smallest_dtype
 from torchmars.data.writer import PieceWriter
 
@@ -34,16 +33,7 @@ def write_shards(
         encoded = Encoded(arrays, {name: int(name == split) for name in SPLITS}, [])
         writer.add(Block([], (0, 0, 0), 0), encoded)
     writer.close(0)
-    manifest = DataManifest(
-        tokenizer.name,
-        tokenizer.vocab_size,
-        config.source,
-        config.files,
-        writer.record.splits,
-        dtype,
-        config.validation_fraction,
-        tokenizer.sha256,
-        config.validation_seed,
-    )
-    (folder / "manifest.json").write_text(FORMAT.text(asdict(manifest)))
+    splits, seed = writer.record.splits, config.validation_seed
+    manifest = make_manifest(config, tokenizer, splits, dtype, seed)
+    write_manifest(folder, manifest)
     return manifest

@@ -23,6 +23,11 @@ class UserError(Exception):
     """
 
 
+def missing_package(package: str, purpose: str) -> UserError:
+    """Return the error of an optional package that is not installed."""
+    return UserError(f"{purpose} needs the package {package}: pip install 'torchmars[data]'")
+
+
 class LostRank(Exception):
     """Another rank is gone, or never came.
 

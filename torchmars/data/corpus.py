@@ -11,7 +11,7 @@ from typing import Any
 
 from torchmars.config import DataConfig
 from torchmars.config.source import OF_FILES, Source, parse_source
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, missing_package
 
 # What is read below a folder. Files of a text or jsonl source may also be compressed.
 SUFFIXES = {"text": (".txt", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
@@ -170,11 +170,6 @@ def load_dataset(source: Source) -> Any:
             f"data.source: cannot open the data set {source.dataset} "
             f"({type(error).__name__}: {reason}): check its name, config and split, and the network"
         ) from None
-
-
-def missing_package(package: str, purpose: str) -> UserError:
-    """Return the error of an optional package that is not installed."""
-    return UserError(f"{purpose} needs the package {package}: pip install 'torchmars[data]'")
 
 
 def _stdlib_files() -> list[Path]:

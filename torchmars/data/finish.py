@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,12 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, remove, sha256, sync_folder, write_durably
 from torchmars.data import sources
 from torchmars.data.manifest import (
-    FORMAT,
     SPLITS,
-    DataManifest,
     Shard,
     Split,
+    make_manifest,
     numpy_dtype,
+    write_manifest,
 )
 from torchmars.data.plan import Plan
 from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
@@ -52,18 +51,8 @@ def finish_folder(config: ResolvedData, plan: Plan, partial: Path) -> None:
         write_durably(partial / DAMAGED, "".join(damaged))
         say(f"left out {named(damaged)}; all are in {DAMAGED} of {config.path}")
     sources.write(partial, plan)
-    manifest = DataManifest(
-        tokenizer.name,
-        tokenizer.vocab_size,
-        config.source,
-        config.files,
-        splits,
-        dtype,
-        config.validation_fraction,
-        tokenizer.sha256,
-        config.validation_seed,
-    )
-    write_durably(partial / "manifest.json", FORMAT.text(asdict(manifest)))
+    manifest = make_manifest(config, tokenizer, splits, dtype, config.validation_seed)
+    write_manifest(partial, manifest)
 
 
 def rename_folder(partial: Path, folder: Path) -> None:

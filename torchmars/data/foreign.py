@@ -21,16 +21,24 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from torchmars.config import ResolvedData
+from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, path_problem, read_pieces, write_durably
-from torchmars.data.manifest import FORMAT, DataManifest, Shard, Split, numpy_dtype
+from torchmars.core.files import PARTIAL, path_problem, read_pieces
+from torchmars.data.manifest import (
+    DataManifest,
+    Shard,
+    Split,
+    make_manifest,
+    numpy_dtype,
+    write_manifest,
+)
+from torchmars.data.progress import Progress
 from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
 
 SHARD_TOKENS = 100_000_000  # a large file is several shards, which ranks check side by side
@@ -73,8 +81,9 @@ def index(config: ResolvedData, folder: Path) -> DataManifest:
 
     Raises `UserError`, naming the file, for one that is not what its format says.
     """
-    kind, _, place = config.source.partition(":")
-    found = [READERS[kind](file) for file in find_files(config.source, kind, place)]
+    source = parse_source(config.source)
+    files = find_files(config.source, source.kind, source.glob)
+    found = [READERS[source.kind](file) for file in files]
     for each in found:
         if each.dtype != found[0].dtype:
             raise UserError(
@@ -88,33 +97,20 @@ def index(config: ResolvedData, folder: Path) -> DataManifest:
         raise UserError(f"{found[0].file.parent} has validation tokens only: add training tokens")
     if not validation:
         train, validation = cut(train, config.validation_fraction)
-    with tqdm(
-        total=sum(each.count for each in train + validation),
-        unit="tokens",
-        unit_scale=True,
-        desc=f"reading {config.source}",
-    ) as bar:
+    total = sum(each.count for each in train + validation)
+    with Progress(f"reading {config.source}", total, 0, "tokens") as progress:
         splits = {
-            name: scan(tokens, tokenizer, bar.update)
+            name: scan(tokens, tokenizer, progress.add)
             for name, tokens in (("train", train), ("validation", validation))
         }
-    manifest = DataManifest(
-        tokenizer.name,
-        tokenizer.vocab_size,
-        config.source,
-        config.files,
-        splits,
-        found[0].dtype,
-        config.validation_fraction,
-        tokenizer.sha256,
-    )
+    manifest = make_manifest(config, tokenizer, splits, found[0].dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(not file.name.endswith(PARTIAL) for file in folder.iterdir()):
             raise UserError(
                 f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
             )
-        write_durably(folder / "manifest.json", FORMAT.text(asdict(manifest)))
+        write_manifest(folder, manifest)
     except OSError as error:
         raise UserError(
             f"cannot write to {folder}: {error.strerror}: set data.path to a folder you can write"

@@ -10,7 +10,8 @@ program's files.
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+import os
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +20,11 @@ import numpy as np
 from torchmars.config import DataConfig
 from torchmars.core.bounds import Bounds, Name, Place, Range
 from torchmars.core.errors import UserError
+from torchmars.core.files import write_durably
 from torchmars.core.formats import Format
-from torchmars.data.tokenizer import TokenDtype, VocabularySize, load_tokenizer
+from torchmars.data.tokenizer import TokenDtype, Tokenizer, VocabularySize, load_tokenizer
 
+NAME = "manifest.json"
 # Version 1 did not know its validation_fraction.
 FORMAT = Format(
     "torchmars-shards",
@@ -97,13 +100,47 @@ def numpy_dtype(dtype: TokenDtype) -> np.dtype:
     return np.dtype(dtype).newbyteorder("<")
 
 
+def make_manifest(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    splits: dict[str, Split],
+    dtype: TokenDtype,
+    validation_seed: int | None = None,
+) -> DataManifest:
+    """Return the manifest of shards that were made for `config`.
+
+    `validation_seed` is the key of the hash that documents were split by; None if by none.
+    """
+    return DataManifest(
+        tokenizer.name,
+        tokenizer.vocab_size,
+        config.source,
+        config.files,
+        splits,
+        dtype,
+        config.validation_fraction,
+        tokenizer.sha256,
+        validation_seed,
+    )
+
+
+def has_manifest(folder: Path) -> bool:
+    """Return whether a folder of shards is complete."""
+    return os.path.exists(folder / NAME)
+
+
+def write_manifest(folder: Path, manifest: DataManifest) -> None:
+    """Write the manifest, durably, to the folder of its shards. Raises `OSError`."""
+    write_durably(folder / NAME, FORMAT.text(asdict(manifest)))
+
+
 def read_manifest(folder: Path) -> DataManifest:
     """Return the manifest of `folder`.
 
     Raises `UserError` if it is damaged, and `OtherVersion` where another version wrote it in a
     way that this one cannot read.
     """
-    path = folder / "manifest.json"
+    path = folder / NAME
     try:
         manifest = FORMAT.read(path, DataManifest)
         check_splits(manifest)

@@ -18,7 +18,7 @@ from torchmars.data import plan as plans
 from torchmars.data.corpus import Sizes
 from torchmars.data.documents import Block, Encoded, Encoder
 from torchmars.data.finish import check_damage, finish_folder, rename_folder
-from torchmars.data.manifest import DataManifest, check_manifest, read_manifest
+from torchmars.data.manifest import DataManifest, check_manifest, has_manifest, read_manifest
 from torchmars.data.plan import Plan, begin_plan, make_plan
 from torchmars.data.progress import Progress
 from torchmars.data.reading import read_piece
@@ -62,8 +62,9 @@ def prepare_task(
             with turn(folder):
                 begin_folder(plan, folder)
                 if tasks == 1:
-                    make_pieces(config, plan, folder, 0, 1, sizes)
-            make_pieces(config, plan, folder, task, tasks, sizes)
+                    make_pieces(config, plan, folder, task, tasks, sizes)
+            if tasks > 1:  # side by side
+                make_pieces(config, plan, folder, task, tasks, sizes)
             with turn(folder):
                 finish(config, plan, folder)
         except OSError as error:
@@ -76,11 +77,6 @@ def prepare_task(
     found = read_manifest(folder)
     check_manifest(found, config, folder)
     return found
-
-
-def has_manifest(folder: Path) -> bool:
-    """Return whether a folder is complete."""
-    return os.path.exists(folder / "manifest.json")
 
 
 def partial_of(folder: Path) -> Path:

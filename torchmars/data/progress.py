@@ -1,4 +1,4 @@
-"""How far the tokenising of a corpus is: a bar on a terminal, lines in a log."""
+"""How far a long piece of work is: a bar on a terminal, lines in a log."""
 
 import sys
 from typing import TextIO, cast
@@ -24,10 +24,10 @@ class LogLines:
 
 
 class Progress:
-    """A bar of the corpus with its documents, tokens, rate, and the time that is left."""
+    """A bar with the rate and the time that is left; of a corpus also its documents and tokens."""
 
     def __init__(self, what: str, total: int, done: int, unit: str) -> None:
-        """Show `done` of `total`, in bytes or in shards, which is the `unit`."""
+        """Show `done` of `total`. `unit` is what is counted, such as B for bytes."""
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self.documents = self.tokens = 0
         self.bar = tqdm(
@@ -48,7 +48,7 @@ class Progress:
         self.bar.close()
 
     def add(self, amount: int, encoded: Encoded | None = None) -> None:
-        """Show `amount` more of the corpus, and what became of it."""
+        """Show `amount` more, and of a corpus what became of it."""
         if encoded:
             self.documents += sum(encoded.documents.values())
             self.tokens += sum(len(tokens) for tokens in encoded.tokens.values())

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from torchmars.config.source import Source
-from torchmars.core.errors import UserError
-from torchmars.data.corpus import Input, Piece, Sizes, is_plain, missing_package
+from torchmars.core.errors import UserError, missing_package
+from torchmars.data.corpus import Input, Piece, Sizes, is_plain
 from torchmars.data.documents import SEPARATOR, Block, Damage, Part, Position, Step
 from torchmars.data.rows import dataset_steps, parquet_steps
 

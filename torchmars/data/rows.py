@@ -5,8 +5,8 @@ from itertools import islice
 from typing import Any
 
 from torchmars.config.source import Source
-from torchmars.core.errors import UserError
-from torchmars.data.corpus import Input, load_dataset, missing_package
+from torchmars.core.errors import UserError, missing_package
+from torchmars.data.corpus import Input, load_dataset
 from torchmars.data.documents import Damage, Part, Step
 
 ROWS = 256  # read at once of a Parquet file

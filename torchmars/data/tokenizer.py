@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import numpy as np
 
 from torchmars.core.bounds import Range
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import read_bytes, read_text
 from torchmars.core.typed import is_text, nearest, parse_json
 
@@ -166,9 +166,7 @@ class FileTokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise UserError(
-                f"the tokenizer {self.path} needs a package: pip install 'torchmars[data]'"
-            ) from None
+            raise missing_package("tokenizers", f"the tokenizer {self.path}") from None
         try:
             tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
         except Exception as error:  # tokenizers raises nothing more special

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchmars.core.errors import UserError
+from torchmars.core.errors import missing_package
 from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def byte_pair_tokenizer(
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
-        raise UserError(
-            "the tokenizer's files need a package: pip install 'torchmars[data]'"
-        ) from None
+        raise missing_package("tokenizers", "writing a tokenizer") from None
     letters = byte_letters()
 
     def word(token: bytes) -> str:

@@ -29,8 +29,6 @@ class Record:
     position: list[int] = field(default_factory=lambda: [0, 0, 0])
     read: int = 0
     """Bytes of the input up to there."""
-    text: int = 0
-    """Bytes of the documents."""
     damaged: int = 0
     """Damaged records."""
     damaged_bytes: int = 0
@@ -144,7 +142,6 @@ class PieceWriter:
             self.append(damaged_file(self.folder, self.number), lines)
             record.damaged += len(encoded.damaged)
             record.damaged_bytes += len(lines)
-        record.text += encoded.text
         record.position, record.read = list(block.end), block.read
         if time.monotonic() - self.saved >= SAVE_SECONDS:
             self.save()

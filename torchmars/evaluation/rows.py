@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import read_text
 from torchmars.core.typed import nearest, parse_json
-from torchmars.data.corpus import missing_package
 from torchmars.evaluation.tasks import (
     TASKS,
     Question,

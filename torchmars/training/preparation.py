@@ -12,7 +12,7 @@ from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
-from torchmars.data.manifest import DataManifest, read_manifest
+from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
 from torchmars.data.mixture import Mixture, Part
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.tokenizer import load_tokenizer
@@ -78,7 +78,7 @@ def prepare_data(config: ResolvedConfig) -> Mixture:
 def prepared_data(config: ResolvedConfig) -> Mixture | None:
     """Return the run's corpora; None if the shards of one are not made yet."""
     folders = [Path(corpus.path) for corpus in config.data.corpora()]
-    if not all((folder / "manifest.json").exists() for folder in folders):
+    if not all(map(has_manifest, folders)):
         return None
     return mixture_of(config.data, [read_manifest(folder) for folder in folders])
 
