@@ -56,6 +56,19 @@ class RankGroup:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """Flags that all ranks exchange in the background; `Layout.start_agreement` begins it."""
+
+    flags: torch.Tensor
+    work: dist.Work
+
+    def result(self) -> list[bool]:
+        """Return for each flag whether it is set on any rank. Waits until all ranks have begun."""
+        self.work.wait()
+        return self.flags.bool().tolist()
+
+
+@dataclass(frozen=True)
 class Layout:
     """The place of this rank: its device, and its groups along the axes of the mesh."""
 
@@ -161,11 +174,11 @@ class Layout:
         if self.first:
             say(text)
 
-    def any(self, *flags: bool) -> list[bool]:
-        """Return for each flag whether it is set on any rank."""
+    def start_agreement(self, *flags: bool) -> "Agreement":
+        """Begin to ask all ranks which flags are set on any of them. Waits for nobody."""
         values = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.control)
-        return values.bool().tolist()
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.control, async_op=True)
+        return Agreement(values, work)
 
     def with_own_control_group(self) -> "Layout":
         """Return the same layout with its own control group, for another thread. Collective."""

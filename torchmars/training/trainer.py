@@ -13,7 +13,7 @@ from torchmars.data.loader import Loader
 from torchmars.evaluation.results import Evaluation
 from torchmars.metrics.metrics import Metrics
 from torchmars.optim import MARS
-from torchmars.parallel.layout import Layout
+from torchmars.parallel.layout import Agreement, Layout
 from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.guards import LossGuard
@@ -53,6 +53,8 @@ class Trainer:
         self.progress, self.metrics = progress, metrics
         self.watchdog, self.lock = watchdog, lock
         self.signals = StopSignals()
+        self.agreement: Agreement
+        """What the ranks tell each other during a step."""
         self.loss_guard = LossGuard(config.guards)
         self.state, self.without_last_grad = resumed.state, resumed.without_last_grad
 
@@ -85,7 +87,7 @@ class Trainer:
             self.validate()  # a signal stopped the run before it could
         while self.state.step < last:
             made = self.train_step()
-            stop, overdue = self.agree_on_events()
+            stop, overdue = self.agreed_events()
             if made is None:
                 self.roll_back()
                 continue
@@ -120,8 +122,10 @@ class Trainer:
         lr = self.schedule.apply(state.step + 1)
         batch = self.loader.step()
         state.position = self.loader.position
+        next_batch = self.loader.peek() if optimizer.exact else []
+        self.agreement = self.start_agreement()
         if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
-            self.model.backward(self.loader.peek())
+            self.model.backward(next_batch)
             optimizer.look_ahead()
             optimizer.zero_grad()
         loss = self.model.backward(batch)
@@ -148,18 +152,26 @@ class Trainer:
             self.progress.report_spike(mean, self.state, self.loss_guard.action)
         return stands_out
 
-    def agree_on_events(self) -> tuple[bool, bool]:
-        """Return whether any rank was told to stop, and whether a save is overdue.
+    def start_agreement(self) -> Agreement:
+        """Begin to tell the other ranks what has happened here. The step does not wait for it.
 
-        Raises `UserError` if the run folder is gone, or the data have changed: then the step
-        just made is worth nothing, and nothing of it was reported or saved.
+        It begins once the step has its data, so that a step on changed data is known for one. What
+        happens later is told at the next step.
         """
-        stop, overdue, changed, gone = self.layout.any(
+        return self.layout.start_agreement(
             self.signals.received is not None,
             self.checkpointer.saver.overdue(),
             self.loader.changed is not None,
             self.layout.first and is_gone(self.lock),
         )
+
+    def agreed_events(self) -> tuple[bool, bool]:
+        """Return whether any rank was told to stop, and whether a save is overdue.
+
+        Raises `UserError` if the run folder is gone, or the data have changed: then the step
+        just made is worth nothing, and nothing of it was reported or saved.
+        """
+        stop, overdue, changed, gone = self.agreement.result()
         if gone:
             raise UserError(
                 f"{self.lock} is gone after step {self.state.step}: the run folder was deleted, "

@@ -1,0 +1,99 @@
+"""What a step that does not log waits for."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_tables, train_here, write_text
+from torchmars.cluster import connection
+from torchmars.optim import MARS
+from torchmars.parallel.layout import Agreement
+from torchmars.parallel.model import ParallelModel
+from torchmars.training.trainer import Trainer
+
+
+class Waits(TorchDispatchMode):
+    """What each step does in its order, as far as a rank may wait for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.control = None
+        self.steps = []
+
+    def note(self, what):
+        if self.steps:
+            self.steps[-1].append(what)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        if op.namespace == "c10d":
+            group = next(each for each in args if isinstance(each, torch.ScriptObject))
+            if dist.ProcessGroup.unbox(group).group_name == self.control:
+                expected = op._schema.arguments
+                given = [*args, *(each.default_value for each in expected[len(args) :])]
+                begins = dict(zip([each.name for each in expected], given)).get("async_op")
+                self.note(f"{name} {'begins' if begins else 'waits'}")
+        elif name == "_local_scalar_dense":
+            self.note("number")
+        return op(*args, **(kwargs or {}))
+
+
+def steps_of(tables):
+    """Train; return what each step does, as far as a rank may wait for it."""
+    waits = Waits()
+
+    def note_before(original, what):
+        def call(*args):
+            waits.note(what)
+            return original(*args)
+
+        return call
+
+    def train_step(self, original=Trainer.train_step):
+        waits.control = self.layout.control.group_name
+        waits.steps.append([])
+        return original(self)
+
+    Trainer.train_step = train_step
+    Agreement.result = note_before(Agreement.result, "result")
+    ParallelModel.backward = note_before(ParallelModel.backward, "backward")
+    MARS.step = note_before(MARS.step, "optimizer")
+    with waits:
+        train_here(tables)
+    return waits.steps
+
+
+def test_a_step_that_does_not_log_waits_for_no_message_and_no_number(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, training={"steps": 7}, metrics={"log_interval": 3})
+    for steps in run_ranks(steps_of, 2, tables):
+        for step in steps[1], steps[3], steps[4]:  # those after the first that do not log
+            assert step == ["allreduce_ begins", "backward", "optimizer", "result"]
+        assert steps[2] == [*steps[1], "number"]  # the loss
+
+
+def fails_alone(tables):
+    """Train; rank 1 fails in its third step, when all ranks have begun to tell each other."""
+    calls, backward = itertools.count(), ParallelModel.backward
+
+    def broken_backward(model, batch):
+        if next(calls) == 2 and model.layout.world.rank == 1:
+            raise RuntimeError("rank 1 is broken")
+        return backward(model, batch)
+
+    ParallelModel.backward = broken_backward
+    try:
+        train_here(tables)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        connection.stop()  # as the end of its process does
+
+
+def test_what_a_failed_rank_has_begun_holds_up_no_rank(tmp_path):
+    write_text(tmp_path)
+    failures = run_ranks(fails_alone, 2, tiny_tables(tmp_path))
+    assert failures[1] == "rank 1 is broken" and "closed by peer" in failures[0].lower()
