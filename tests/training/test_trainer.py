@@ -205,7 +205,12 @@ def test_telemetry_is_in_the_metrics(tmp_path):
     train(2, tables)
     for name in (
         "grad_norm",
+        "data_ms",
+        "forward_ms",
+        "backward_ms",
+        "reduce_ms",
         "optimizer_ms",
+        "other_ms",
         "skipped_steps",
         "matrix/clipped",
         "matrix/correction",

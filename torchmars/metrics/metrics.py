@@ -43,7 +43,7 @@ class Metrics:
     def train(self, step: int, loss: float, lr: float, telemetry: dict[str, float]) -> None:
         """Report training step number `step`, with the optimizer's `telemetry`.
 
-        Its speed is the mean since the last report.
+        Its speed and its time by phases are means since the last report.
         """
         if self.journal is None:
             return
@@ -52,7 +52,8 @@ class Metrics:
         mfu = self.throughput.mfu(rate)
         memory = peak_memory(self.device)
         values = {"loss": loss, "lr": lr, "tokens_per_second": rate, "memory_gib": memory}
-        values |= telemetry
+        split = self.throughput.milliseconds(step)
+        values |= {f"{phase}_ms": value for phase, value in split.items()} | telemetry
         parts = [
             f"loss {loss:.4f}",
             f"lr {lr:.2e}",

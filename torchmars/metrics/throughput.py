@@ -1,4 +1,4 @@
-"""How fast a run trains, and what its devices can do: tokens per second, MFU, memory, times."""
+"""How fast a run trains, and what its devices can do: tokens per second, MFU, memory."""
 
 import contextlib
 import resource
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from torchmars.metrics.gpus import GPUS
+from torchmars.metrics.phases import OTHER, PAUSED, PhaseClock
 
 GIB = 2**30
 
@@ -30,36 +31,6 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-class Stopwatch:
-    """Times a block of device work without waiting for it.
-
-    `with stopwatch: ...`, and later `stopwatch.milliseconds()`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
-        self.began = self.ended = 0.0
-
-    def __enter__(self) -> None:
-        if self.events:
-            self.events[0].record()
-        else:
-            self.began = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        if self.events:
-            self.events[1].record()
-        else:
-            self.ended = time.perf_counter()
-
-    def milliseconds(self) -> float:
-        """Return the time of the last block. On a GPU its work must have ended."""
-        if self.events:
-            return self.events[0].elapsed_time(self.events[1])
-        return (self.ended - self.began) * 1e3
-
-
 class Throughput:
     """Measures the speed of training from one report to the next."""
 
@@ -76,22 +47,33 @@ class Throughput:
         self.flops_per_token = flops_per_token
         peak = peak_flops(device)
         self.peak_flops = peak * ranks if peak else None  # of all ranks
+        self.phases = PhaseClock(device)
         self.step, self.began = step, time.perf_counter()
 
     def restart(self, step: int) -> None:
         """Begin anew after `step`."""
+        self.phases.restart()
         self.step, self.began = step, time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time of the body out."""
         began = time.perf_counter()
+        self.phases.enter(PAUSED)
         yield
+        self.phases.enter(OTHER)
         self.began += time.perf_counter() - began
 
     def seconds_per_step(self, step: int) -> float:
         """Return the mean time of the steps since the beginning, up to `step`."""
-        return (time.perf_counter() - self.began) / max(step - self.step, 1)
+        return (time.perf_counter() - self.began) / self._steps(step)
+
+    def milliseconds(self, step: int) -> dict[str, float]:
+        """Return the same time by its phases, each in milliseconds."""
+        return self.phases.milliseconds(self._steps(step))
+
+    def _steps(self, step: int) -> int:
+        return max(step - self.step, 1)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the part of the peak FLOP/s that the model uses; None if that is unknown."""

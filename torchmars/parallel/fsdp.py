@@ -1,9 +1,11 @@
 """FSDP2 and, over two axes, HSDP: weights in shards, gathered for compute."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -61,6 +63,20 @@ def set_reduction(part: nn.Module, parallelism: ParallelismConfig, last: bool) -
     part.set_requires_all_reduce(last or kept == "reduced")
     part.set_reshard_after_backward(last or parallelism.blocks_reshard is not False)
     part.set_is_last_backward(last)
+
+
+def call_before_reduction_ends(loss: Tensor, call: Callable[[], None]) -> None:
+    """Let the backward pass of `loss` call `call` when it has computed all gradients.
+
+    What then remains of the pass is FSDP's: it reduces the gradients of the outermost unit, and
+    waits for all reductions that are under way.
+    """
+
+    def queue(_: Tensor) -> None:
+        # Private, torch 2.11 to 2.13. The engine keeps the order, and FSDP queues its own later.
+        Variable._execution_engine.queue_callback(call)
+
+    loss.register_hook(queue)
 
 
 def weight_device(parallelism: ParallelismConfig, device: torch.device) -> torch.device:

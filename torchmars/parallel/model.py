@@ -16,7 +16,7 @@ from torchmars.models import Model
 from torchmars.models.documents import document_starts
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.context import SequencePart, sequence_unit
-from torchmars.parallel.fsdp import set_reduction, weight_device
+from torchmars.parallel.fsdp import call_before_reduction_ends, set_reduction, weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import Part
 from torchmars.parallel.pipeline import Pipeline, blocks_of_stages, cut_model, stage_ranks
@@ -51,6 +51,9 @@ class ParallelModel:
         """From tokens [batch, T] on the CPU to where documents begin, if they are kept apart."""
         if end_of_text is not None:
             self.find_starts = partial(document_starts, end_of_text=end_of_text)
+        self.enter_phase: Callable[[str], None] = lambda phase: None
+        """Is told what of a backward pass begins: "forward", "backward", and "reduce", where the
+        rest of the gradients' reduction is waited for; in a pipeline "pipeline", all of it."""
         self.parallelism = parallelism
         cp, tp = layout.group("cp"), layout.group("tp")
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), tp.size
@@ -118,6 +121,7 @@ class ParallelModel:
         `batch` are this rank's microbatches of windows, [batch, T + 1] each. The mean is that of
         the tokens that this rank computes the loss of, and 0 if it computes none.
         """
+        self.enter_phase("forward" if self.pipeline is None else "pipeline")
         pairs = [self.tokens_and_targets(windows) for windows in batch]
         if self.pipeline is not None:
             tokens, targets = (torch.cat(each) for each in zip(*pairs))
@@ -125,13 +129,17 @@ class ParallelModel:
         else:
             loss = torch.zeros((), device=self.device)
             for number, (windows, pair) in enumerate(zip(batch, pairs), start=1):
+                self.enter_phase("forward")
                 set_reduction(self.parts[0], self.parallelism, last=number == len(pairs))
                 # All microbatches are of one size. So the mean of their means is that over all
                 # tokens.
                 part = self.parts[0](*pair, self.starts(windows)).mean() / len(pairs)
+                call_before_reduction_ends(part, partial(self.enter_phase, "reduce"))
+                self.enter_phase("backward")
                 part.backward()
                 loss += part.detach()
         if self.tied is not None:
+            self.enter_phase("reduce")
             self.tied.add_gradients()
         return loss
 

@@ -112,6 +112,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         whole.flops_per_token(),
         write=not complete,
     )
+    model.enter_phase = metrics.throughput.phases.enter
     lines = introduction(config, layout, whole, whole_optimizer, data, fast, resumed)
     return Trainer(
         config,

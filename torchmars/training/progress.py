@@ -6,7 +6,6 @@ from torchmars.config import TrainingConfig
 from torchmars.core.console import labelled
 from torchmars.data.mixture import Mixture
 from torchmars.metrics.metrics import Metrics
-from torchmars.metrics.throughput import Stopwatch
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.training.state import RunState
@@ -32,7 +31,6 @@ class Progress:
         self.config, self.layout, self.optimizer = config, layout, optimizer
         self.metrics, self.introduction = metrics, introduction
         self.data, self.epochs = data, epochs
-        self.stopwatch = Stopwatch(layout.device)  # of the optimizer's part of a step
 
     def announce(self) -> None:
         """Print what the run is about to do."""
@@ -53,8 +51,7 @@ class Progress:
         telemetry = self.optimizer.telemetry()
         self.optimizer.start_interval()
         tokens = state.position * self.config.seq_len
-        more = {"tokens": tokens, "optimizer_ms": self.stopwatch.milliseconds()}
-        self.metrics.train(state.step, loss, lr, telemetry | more)
+        self.metrics.train(state.step, loss, lr, telemetry | {"tokens": tokens})
         if self.data.names:
             self.metrics.data(state.step, self._read(state))
         return telemetry

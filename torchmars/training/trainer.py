@@ -12,6 +12,7 @@ from torchmars.core.files import is_gone
 from torchmars.data.loader import Loader
 from torchmars.evaluation.results import Evaluation
 from torchmars.metrics.metrics import Metrics
+from torchmars.metrics.phases import OTHER
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Agreement, Layout
 from torchmars.parallel.model import ParallelModel
@@ -119,6 +120,8 @@ class Trainer:
         Returns None if the loss stands out and the run is to roll back.
         """
         state, optimizer = self.state, self.optimizer
+        enter_phase = self.metrics.throughput.phases.enter
+        enter_phase("data")
         lr = self.schedule.apply(state.step + 1)
         batch = self.loader.step()
         state.position = self.loader.position
@@ -126,9 +129,11 @@ class Trainer:
         self.agreement = self.start_agreement()
         if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
             self.model.backward(next_batch)
+            enter_phase("optimizer")
             optimizer.look_ahead()
             optimizer.zero_grad()
         loss = self.model.backward(batch)
+        enter_phase(OTHER)
         stands_out = self.loss_guard.active and self.check_loss(loss)
         if stands_out and self.loss_guard.action == "rollback":
             optimizer.zero_grad()
@@ -136,12 +141,13 @@ class Trainer:
         if self.without_last_grad:
             optimizer.skip_next_correction(self.without_last_grad)
             self.without_last_grad = []
-        with self.progress.stopwatch:
-            if stands_out:
-                optimizer.skip()
-            else:
-                optimizer.step()
+        enter_phase("optimizer")
+        if stands_out:
+            optimizer.skip()
+        else:
+            optimizer.step()
         optimizer.zero_grad()
+        enter_phase(OTHER)
         return loss, lr
 
     def check_loss(self, loss: Tensor) -> bool:
