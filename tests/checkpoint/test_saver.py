@@ -369,6 +369,13 @@ def test_a_crash_at_any_point_of_a_save_leaves_a_good_checkpoint(tables, tmp_pat
     assert newest == sorted(newest) and set(newest) == {0, 2, 4} and len(newest) > 15 // stride
 
 
+def test_not_at_the_end(tables):
+    tables["checkpoint"] |= {"interval": 2, "at_end": False}
+    tables["training"]["steps"] = 5
+    train(1, tables)
+    assert steps_kept(tables) == [2, 4]
+
+
 def train_by_the_clock(tables):
     """Train with a clock by which each step takes a minute."""
     train_step, minutes = Trainer.train_step, 0

@@ -11,6 +11,7 @@ from torchmars import __main__ as entry
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
+    "bench",
     "checkpoint",
     "evaluate",
     "export",

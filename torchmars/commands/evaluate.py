@@ -16,8 +16,8 @@ from torchmars.cluster import connection, process
 from torchmars.config import ParallelismConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.core.errors import LostRank, UserError, exit_on_user_error, report_failure
-from torchmars.core.files import path_problem, write_durably
 from torchmars.core.options import parse
+from torchmars.core.results import check_results_file, write_results
 from torchmars.data.progress import Progress
 from torchmars.evaluation.results import Evaluation, Result, results_table
 from torchmars.evaluation.rows import read_tasks
@@ -86,12 +86,7 @@ def check_options(options: Evaluate) -> None:
     """Raise `UserError` if there is nothing to measure, or the results cannot be written."""
     if not (options.tasks or options.text or options.shards):
         raise UserError("name what to measure: --tasks, --text or --shards")
-    if options.json is not None:
-        wrong = path_problem(options.json, "file")
-        if not options.json.absolute().parent.is_dir():
-            wrong = "its folder does not exist"
-        if wrong:
-            raise UserError(f"--json: cannot write {options.json}: {wrong}")
+    check_results_file(options.json)
 
 
 def evaluate(options: Evaluate, layout: Layout) -> None:
@@ -157,14 +152,6 @@ def results_json(options: Evaluate, results: list[Result], texts: list[TextResul
 def finite(values: dict[str, float]) -> dict[str, float | None]:
     """Return measures as JSON can hold them."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-def write_results(file: Path, text: str) -> None:
-    """Write a small file. Raises `UserError`."""
-    try:
-        write_durably(file, text)
-    except OSError as error:
-        raise UserError(f"--json: cannot write {file}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ from torchmars.core.bounds import Place
 class CheckpointConfig:
     """When the run is saved and what is kept.
 
-    It always is saved at the end. A run continues from its newest good checkpoint.
+    A run continues from its newest good checkpoint.
     """
 
     interval: Count = 100
     """Steps between checkpoints. 0: only at the end."""
+    at_end: bool = True
+    """Save the run when it is complete. false is for runs whose weights nobody needs."""
     interval_minutes: Amount = 0.0
     """Also save once this many minutes have passed since the last save. 0: never."""
     async_save: bool = True

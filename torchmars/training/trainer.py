@@ -103,7 +103,7 @@ class Trainer:
                     self.validate()
                 if self.evaluation_due() and not stop:
                     self.evaluate()
-                if stop or overdue or due(state.step, config.checkpoint.interval, last):
+                if stop or overdue or self.save_due():
                     self.save()
             self.watchdog.beat(f"step {state.step + 1}")
             if stop:
@@ -238,6 +238,11 @@ class Trainer:
         for result in self.evaluation.results(beat):
             self.metrics.evaluation(step, result.task, result.measures(), result.describe())
 
+    def save_due(self) -> bool:
+        """Return whether the run is to be saved at this step."""
+        section, last = self.config.checkpoint, self.config.training.steps
+        return due(self.state.step, section.interval, last if section.at_end else None)
+
     def save(self) -> None:
         """Save the step just made, or begin to."""
         self.watchdog.beat(f"saving step {self.state.step}")
@@ -245,6 +250,6 @@ class Trainer:
         self.metrics.stall(self.state.step, self.checkpointer.save(self.state))
 
 
-def due(step: int, interval: int, last: int) -> bool:
-    """Return whether something done every `interval` steps (0: never) and at the end is due."""
+def due(step: int, interval: int, last: int | None) -> bool:
+    """Return whether something done every `interval` steps (0: never) and at `last` is due."""
     return step == last or (interval > 0 and step % interval == 0)

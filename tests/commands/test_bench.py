@@ -1,0 +1,113 @@
+"""The benchmark of configs by their own runs."""
+
+import json
+import os
+import sys
+import tempfile
+
+import pytest
+
+from tests.support.commands import Command
+from tests.support.tiny import tiny_config, write_config, write_text
+from torchmars.benchmark import measure
+from torchmars.commands import bench
+
+
+def train(file, ranks, output):
+    """What `measure.train` does, in processes that need not import torch."""
+    env = os.environ | {"NGPU": str(ranks), "RDZV_TIMEOUT": "300", "OMP_NUM_THREADS": "1"}
+    stream = os.fdopen(os.dup(output), "w+")
+    return Command(
+        "train", ["--prepared", str(file)], file.parent, env, ranks, stream, stream
+    ).wait()
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs `torchmars bench ARGS`; returns its exit code, output and errors."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(measure, "train", train)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["torchmars bench", *map(str, args)])
+        code = 0
+        try:
+            bench.main()
+        except SystemExit as ended:
+            code = ended.code
+        assert not list(scratch.iterdir())  # whatever happens
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "tiny.toml"
+    write_text(tmp_path)
+    write_config(tiny_config(tmp_path), file)
+    return file
+
+
+def test_two_configs_in_alternation(run, config, tmp_path):
+    file = tmp_path / "results.json"
+    other = f"{config} --training.seq_len 16 --parallelism.pp 2 --training.microbatch_size 8"
+    options = ["--steps", 4, "--warmup", 2, "--rounds", 2, "--json", file, "--against", other]
+    code, out, err = run(config, *options, "--model.n_embd", 16)
+    assert code == 0, err
+    found = json.loads(file.read_text())
+    one, two = found["configs"]
+    assert one["arguments"] == f"{config} --model.n_embd 16" and two["arguments"] == other
+    assert one["ranks"] == two["ranks"] == 2 and one["data"].startswith("random tokens, since ")
+    assert len(one["rounds"]) == len(two["rounds"]) == 2
+    for each in (*one["rounds"], *two["rounds"]):
+        assert min(each["phases_ms"].values()) > 0 and each["step_ms"] > 0
+        assert each["memory_gib"] > 0 and each["mfu"] is None
+    assert {"forward", "backward"} < set(one["rounds"][0]["phases_ms"])
+    assert "pipeline" in two["rounds"][0]["phases_ms"]
+    rates = [[each["tokens_per_second"] for each in of["rounds"]] for of in (one, two)]
+    ratios = sorted(a / b for a, b in zip(*rates))
+    assert [found["ratio"]["lowest"], found["ratio"]["highest"]] == pytest.approx(ratios)
+    assert f"A / B, tokens/s, round by round: {sum(ratios) / 2:.3f} (" in out
+    said = [line.partition(":")[0] for line in out.splitlines() if line.startswith("round")]
+    assert said == [
+        f"round {which}" for which in ("1 of 2, A", "1 of 2, B", "2 of 2, B", "2 of 2, A")
+    ]
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "shards").exists()
+
+
+@pytest.mark.parametrize(
+    "args,wrong",
+    [
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--optimizer.name", "adamm"], "optimizer.name"),
+        (["--against", "'tiny.toml"], '--against: cannot read "\'tiny.toml": No closing quotation'),
+        (["--json", "nowhere/results.json"], "--json: cannot write nowhere/results.json"),
+        (["--training.global_batch_size", "15"], "training.global_batch_size = 15 does not divide"),
+    ],
+)
+def test_mistakes_are_one_line(run, config, args, wrong):
+    """The last one is found by the ranks."""
+    code, out, err = run(config, "--steps", "1", "--warmup", "1", *args)
+    assert code == 2 and wrong in err
+    assert err.count("\n") == 1 and "Traceback" not in out + err
+
+
+def test_a_run_that_crashes_shows_its_end(run, config, monkeypatch):
+    def crash(file, ranks, output):
+        os.write(output, b"one\nTraceback ...\nIndexError: two\n")
+        return 1
+
+    monkeypatch.setattr(measure, "train", crash)
+    code, _, err = run(config)
+    assert code == 1 and err.endswith("IndexError: two\n")
+
+
+@pytest.mark.slow
+def test_from_the_shell(run, config, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "argv", ["bench", str(config), "--steps", "2", "--warmup", "1"])
+    bench.main()

@@ -1,0 +1,107 @@
+"""What a benchmark found, as tables and as JSON."""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchmars.benchmark.measure import Measurement
+from torchmars.core.tables import table
+
+
+@dataclass
+class Spread:
+    """The median of the numbers of several rounds, and their range."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    def describe(self, pattern: str) -> str:
+        """Return it in words, numbers formatted by `pattern`; without a range that is none."""
+        text = format(self.median, pattern)
+        if self.lowest == self.highest:
+            return text
+        return f"{text} ({format(self.lowest, pattern)} to {format(self.highest, pattern)})"
+
+
+def spread(values: list[float]) -> Spread:
+    """Return the spread of the numbers of several rounds."""
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+@dataclass
+class Subject:
+    """A config that is measured."""
+
+    name: str
+    """What the table calls it; empty where it is the only one."""
+    arguments: str
+    """The files and options that it is made of."""
+    ranks: int
+    data: str
+    rounds: list[Measurement] = field(default_factory=list)
+
+    def rate(self) -> Spread:
+        """Return its tokens per second."""
+        return spread([each.tokens_per_second for each in self.rounds])
+
+    def median(self, measure: Callable[[Measurement], float | None]) -> float | None:
+        """Return the median over the rounds of a `measure` of each; None if none is known."""
+        known = [value for value in map(measure, self.rounds) if value is not None]
+        return statistics.median(known) if known else None
+
+
+def ratios(first: Subject, second: Subject) -> Spread:
+    """Return the tokens per second of `first` over those of `second` in the same round."""
+    pairs = zip(first.rounds, second.rounds)
+    return spread([one.tokens_per_second / other.tokens_per_second for one, other in pairs])
+
+
+def results_table(subjects: list[Subject]) -> list[str]:
+    """Return a column for each config: rate, use of the GPUs, time of a step, memory."""
+
+    def row(name: str, pattern: str, measure: Callable[[Measurement], float | None]) -> list[str]:
+        return [name, *(number(each.median(measure), pattern) for each in subjects)]
+
+    phases = {
+        phase: None for each in subjects for found in each.rounds for phase in found.phases_ms
+    }
+    rows = [
+        ["", *(each.name for each in subjects)],
+        ["tokens/s", *(each.rate().describe(",.0f") for each in subjects)],
+        row("mfu", ".1%", lambda found: found.mfu),
+        row("step, ms", ",.1f", lambda found: found.step_ms),
+        *(
+            [f"  {phase}", *(share(each, phase) for each in subjects)]
+            for phase in sorted(phases, key="other".__eq__)
+        ),
+        row("peak memory of rank 0, GiB", ".2f", lambda found: found.memory_gib),
+    ]
+    return table(rows, right=range(1, len(subjects) + 1))
+
+
+def share(subject: Subject, phase: str) -> str:
+    """Return the time of a phase, and which part of the step that is."""
+    milliseconds = subject.median(lambda found: found.phases_ms.get(phase))
+    part = subject.median(lambda found: found.phases_ms.get(phase, 0.0) / found.step_ms)
+    return "-" if milliseconds is None else f"{milliseconds:,.1f} ({part:4.0%})"
+
+
+def number(value: float | None, pattern: str) -> str:
+    """Return a number as a table shows it."""
+    return "-" if value is None else format(value, pattern)
+
+
+def results_json(subjects: list[Subject], machine: dict[str, Any], warmup: int, steps: int) -> str:
+    """Return all that was measured as JSON."""
+    values: dict[str, Any] = {
+        "machine": machine,
+        "warmup": warmup,
+        "steps": steps,
+        "configs": [asdict(each) | {"tokens_per_second": asdict(each.rate())} for each in subjects],
+    }
+    if len(subjects) == 2:
+        values["ratio"] = asdict(ratios(*subjects))
+    return json.dumps(values, indent=2) + "\n"

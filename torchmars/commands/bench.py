@@ -1,0 +1,131 @@
+"""Measure how fast a config trains on this machine."""
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchmars.benchmark.measure import has_shards, measure, ranks_of
+from torchmars.benchmark.results import Subject, ratios, results_json, results_table
+from torchmars.config import ResolvedConfig
+from torchmars.config.fields import Positive
+from torchmars.config.load import load_command, load_config
+from torchmars.core.console import labelled, say
+from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.options import take_options
+from torchmars.core.results import check_results_file, write_results
+
+PROG = "torchmars bench"
+
+
+@dataclass
+class Bench:
+    """Measure how fast a config trains on this machine.
+
+    Starts the run itself, with its ranks, data and optimizer, in a folder that is deleted again.
+    It validates, saves and tracks nothing. Where the shards of the config's data are not there it
+    reads random tokens. Prints tokens per second, the use of the GPUs (MFU), the time of a step by
+    phases, and the peak memory.
+    """
+
+    steps: Positive = 20
+    """Steps that are measured."""
+    warmup: Positive = 10
+    """Steps before them. Times are read every so many steps as divide both numbers."""
+    against: str | None = None
+    """Measure another config too, in alternation, and print the ratio: files and options in quotes,
+    such as "quickstart.toml --training.compile true"."""
+    rounds: Positive | None = None
+    """Runs of each config. Default: 1, with --against 3."""
+    json: Path | None = None
+    """Write the results to this file too."""
+
+
+def main() -> None:
+    """Print how fast the config trains that the command line names."""
+    with exit_on_user_error():
+        options, config = load_command(Bench, sys.argv[1:], PROG)
+        check_results_file(options.json)
+        _, arguments = take_options(Bench, sys.argv[1:])
+        configs = [(shlex.join(arguments) or "all defaults", config)]
+        if options.against is not None:
+            other = load_config(against_arguments(options.against), PROG)
+            configs.append((options.against, other))
+        subjects = [
+            Subject(name, arguments, ranks_of(each), data_of(each))
+            for name, (arguments, each) in zip(["A", "B"] if options.against else [""], configs)
+        ]
+        bench(options, subjects, [each for _, each in configs])
+
+
+def bench(options: Bench, subjects: list[Subject], configs: list[ResolvedConfig]) -> None:
+    """Measure `configs` in alternation; print and write what was found."""
+    machine = describe_machine()
+    say("\n".join(introduction(options, subjects, machine)))
+    rounds = options.rounds or (1 if len(subjects) == 1 else 3)
+    pairs = list(zip(subjects, configs))
+    for number in range(rounds):
+        # The order turns round, so that what changes with time counts for both.
+        for subject, config in pairs[:: 1 - 2 * (number % 2)]:
+            found = measure(config, options.warmup, options.steps, subject.ranks)
+            subject.rounds.append(found)
+            if rounds > 1:
+                which = f"round {number + 1} of {rounds}, {subject.name}"
+                say(f"{which}: {found.tokens_per_second:,.0f} tokens/s")
+    say("\n".join(["", *results_table(subjects)]))
+    if len(subjects) == 2:
+        say(f"\nA / B, tokens/s, round by round: {ratios(*subjects).describe('.3f')}")
+    if options.json is not None:
+        text = results_json(subjects, machine, options.warmup, options.steps)
+        write_results(options.json, text)
+
+
+def data_of(config: ResolvedConfig) -> str:
+    """Return what a config is measured on, in words."""
+    if has_shards(config):
+        return f"the shards in {config.data.path}"
+    return f"random tokens, since {config.data.path} has no shards"
+
+
+def against_arguments(text: str) -> list[str]:
+    """Return the files and options in the text of --against. Raises `UserError`."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--against: cannot read {text!r}: {error}") from None
+
+
+def describe_machine() -> dict[str, str | int | float]:
+    """Return what the measurement depends on: devices, cores, and how busy these are."""
+    gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name(0) if gpu else "cpu",
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+    }
+
+
+def introduction(
+    options: Bench, subjects: list[Subject], machine: dict[str, str | int | float]
+) -> list[str]:
+    """Return what is about to be measured, in lines."""
+    lines = labelled(
+        "machine",
+        f"{machine['device']}, {machine['cores']} cores, of which {machine['load']} were busy in "
+        f"the last minute; torch {machine['torch']}",
+    )
+    for each in subjects:
+        where = f"{each.ranks} ranks, data: {each.data}"
+        lines += labelled(each.name or "config", each.arguments, where)
+    return [
+        *lines,
+        *labelled("steps", f"{options.steps}, after {options.warmup} that do not count"),
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""A file that a command writes its results to, beside printing them."""
+
+from pathlib import Path
+
+from torchmars.core.errors import UserError
+from torchmars.core.files import path_problem, write_durably
+
+
+def check_results_file(file: Path | None) -> None:
+    """Raise `UserError` if the file of `--json` cannot be written, before the work begins."""
+    if file is None:
+        return
+    wrong = path_problem(file, "file")
+    if not file.absolute().parent.is_dir():
+        wrong = "its folder does not exist"
+    if wrong:
+        raise UserError(f"--json: cannot write {file}: {wrong}")
+
+
+def write_results(file: Path, text: str) -> None:
+    """Write the file of `--json`. Raises `UserError`."""
+    try:
+        write_durably(file, text)
+    except OSError as error:
+        raise UserError(f"--json: cannot write {file}: {error.strerror}") from None
