@@ -6,13 +6,20 @@ starts all ranks of a machine. Exit codes: see torchmars/commands/launch.py.
 
 import sys
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchmars.cluster import connection, process
 from torchmars.cluster.signals import follow_launcher
 from torchmars.cluster.startup import check_ranks
 from torchmars.config.load import load_config
-from torchmars.core.errors import LostRank, exit_on_user_error, leave_exit_code, report_failure
+from torchmars.core.errors import (
+    LostRank,
+    OutOfMemory,
+    exit_on_user_error,
+    leave_exit_code,
+    report_failure,
+)
 from torchmars.training.build import build_trainer
 
 
@@ -37,9 +44,22 @@ def main() -> None:
     except LostRank as error:  # a line instead of a traceback
         report_failure(error)
         sys.exit(1)
+    except torch.OutOfMemoryError as error:
+        report_failure(out_of_memory(error))
+        sys.exit(1)
     finally:
         connection.stop()
     sys.exit(leave_exit_code(code))
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> OutOfMemory:
+    """Return in one line that this rank needs more memory than its GPU has, and what to do."""
+    wanted = str(error).partition(" GPU ")[0]
+    return OutOfMemory(
+        f"rank {process.rank()} on {process.node()} ran out of GPU memory ({wanted}): lower "
+        'training.microbatch_size, set activation_checkpoint.mode = "full", or take more ranks; '
+        "torchmars plan says what each needs, and profiler.memory = true what had it"
+    )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def failure_of(rank: int, ended: ProcessFailure, last_lines: list[str]) -> Failu
     if isinstance(ended.message, dict):  # written by @record
         error = ended.message["message"]
         text = ended.message["extraInfo"]["py_callstack"].rstrip()
-        if error.startswith(("LostRank: ", "NoTraffic: ")):  # a line says it all
+        if error.startswith(("LostRank: ", "NoTraffic: ", "OutOfMemory: ")):  # a line says it all
             text = f"error: {error.partition(': ')[2]}"
     else:
         killed = ended.exitcode < 0

@@ -17,6 +17,7 @@ from torchmars.config.optimizer import (
     Rule,
 )
 from torchmars.config.parallelism import Degrees, ParallelismConfig
+from torchmars.config.profiler import ProfilerConfig
 from torchmars.config.run import RunConfig
 from torchmars.config.schedule import ScheduleConfig
 from torchmars.config.training import TrainingConfig
@@ -38,6 +39,7 @@ __all__ = [
     "ParallelismConfig",
     "PartConfig",
     "PatternConfig",
+    "ProfilerConfig",
     "ResolvedConfig",
     "ResolvedData",
     "ResolvedOptimizer",

@@ -15,6 +15,7 @@ from torchmars.config.metrics import MetricsConfig
 from torchmars.config.model import ModelConfig
 from torchmars.config.optimizer import MARS_RULES, OptimizerConfig, ResolvedOptimizer
 from torchmars.config.parallelism import ParallelismConfig
+from torchmars.config.profiler import ProfilerConfig
 from torchmars.config.run import RunConfig
 from torchmars.config.schedule import ScheduleConfig
 from torchmars.config.training import TrainingConfig
@@ -43,6 +44,7 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def resolve(self) -> "ResolvedConfig":
         """Return the config with what follows from the rest filled in.
@@ -56,6 +58,7 @@ class Config:
             self.parallelism,
             self.activation_checkpoint,
             self.checkpoint,
+            self.profiler,
         ):
             section.check()
         require(

@@ -42,6 +42,10 @@ class NoTraffic(Exception):
     """
 
 
+class OutOfMemory(Exception):
+    """A rank needs more memory than its GPU has. The message is one line that says what to do."""
+
+
 @contextlib.contextmanager
 def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     """End the process with code 2 and one line on stderr when the body raises `UserError`.

@@ -24,6 +24,7 @@ from torchmars.training.checkpointer import Checkpointer
 from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import evaluation_tasks, prepare_data, write_resolved_config
+from torchmars.training.profiler import Profiler
 from torchmars.training.progress import Progress
 from torchmars.training.schedule import Schedule
 from torchmars.training.summary import introduction
@@ -126,6 +127,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         checkpointer=checkpointer,
         progress=Progress(training, layout, optimizer, metrics, lines, data, loader.epochs),
         metrics=metrics,
+        profiler=Profiler(config.profiler, config.run.path / "profile", layout),
         watchdog=Watchdog(config.run.hang, layout, config.guards.hang_seconds, saver.group),
         lock=lock_file,
         resumed=resumed,

@@ -18,6 +18,7 @@ from torchmars.parallel.layout import Agreement, Layout
 from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.guards import LossGuard
+from torchmars.training.profiler import Profiler
 from torchmars.training.progress import Progress
 from torchmars.training.schedule import Schedule
 from torchmars.training.validation import Validation
@@ -43,6 +44,7 @@ class Trainer:
         checkpointer: Checkpointer,
         progress: Progress,
         metrics: Metrics,
+        profiler: Profiler,
         watchdog: Watchdog,
         lock: Path,
         resumed: Resumed,
@@ -52,6 +54,7 @@ class Trainer:
         self.loader, self.checkpointer = loader, checkpointer
         self.validation, self.evaluation = validation, evaluation
         self.progress, self.metrics = progress, metrics
+        self.profiler = profiler
         self.watchdog, self.lock = watchdog, lock
         self.signals = StopSignals()
         self.agreement: Agreement
@@ -69,7 +72,7 @@ class Trainer:
         if self.state.step >= self.config.training.steps:
             return 0
         try:
-            with self.signals, self.watchdog:
+            with self.signals, self.watchdog, self.profiler:
                 try:
                     complete = self.train()
                 finally:
@@ -87,7 +90,8 @@ class Trainer:
         if state.step and state.validation_loss is None and self.validation_due():
             self.validate()  # a signal stopped the run before it could
         while self.state.step < last:
-            made = self.train_step()
+            with self.profiler.step(self.state.step + 1):
+                made = self.train_step()
             stop, overdue = self.agreed_events()
             if made is None:
                 self.roll_back()

@@ -1,0 +1,114 @@
+"""Traces of steps, and what becomes of memory that does not suffice."""
+
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, train, write_text
+from torchmars import train as rank
+from torchmars.cluster.failures import FALLOUT_MESSAGE
+from torchmars.config import ProfilerConfig
+from torchmars.core.errors import UserError
+from torchmars.training.profiler import Profiler
+
+
+def traced_steps(file):
+    """The steps that a trace has, and how many operators."""
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    steps = {int(name[5:]) for name in names if re.fullmatch(r"step \d+", name)}
+    return steps, sum(name.startswith("aten::") for name in names)
+
+
+def listen_to_each(*runs):
+    return [listen_here(tables) for tables in runs]
+
+
+def test_a_trace_of_steps_on_every_rank(tmp_path):
+    write_text(tmp_path)
+    settings = {"training": {"steps": 5}}
+    plain = tiny_tables(tmp_path, run={"name": "plain"}, **settings)
+    profiler = {"start": 3, "steps": 2, "memory": True}
+    traced = tiny_tables(tmp_path, run={"name": "traced"}, profiler=profiler, **settings)
+    profiler = {"start": 1, "steps": 9}  # the run ends before
+    cut = tiny_tables(tmp_path, run={"name": "cut"}, profiler=profiler, training={"steps": 2})
+    [_, said, _], others = run_ranks(listen_to_each, 2, plain, traced, cut)
+    folder = run_folder_of(traced) / "profile"
+    assert f"profile   {folder}/steps-3-to-4-rank-*.json.gz\n" in said
+    assert "profile   no snapshots of memory: profiler.memory records that of GPUs only" in said
+    assert not any(others)
+    assert sorted(file.name for file in folder.iterdir()) == [
+        f"steps-3-to-4-rank-{number}.json.gz" for number in range(2)
+    ]
+    for file in folder.iterdir():
+        steps, operators = traced_steps(file)
+        assert steps == {3, 4} and operators > 100
+    [first, _] = sorted((run_folder_of(cut) / "profile").iterdir())
+    assert traced_steps(first)[0] == {1, 2}
+    assert not (run_folder_of(plain) / "profile").exists()
+    assert metrics(traced) == metrics(plain)
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, profiler={"start": 1, "steps": 1}, training={"steps": 2})
+    run_folder_of(tables).mkdir(parents=True)
+    (run_folder_of(tables) / "profile").write_text("in the way")
+    train(1, tables)
+    assert list(metrics(tables)) == [1, 2]
+
+
+class Place:
+    """What a profiler asks of a layout: here of rank 1, on a GPU."""
+
+    device = torch.device("cuda", 0)
+    first = False
+
+    class world:  # noqa: N801
+        rank = 1
+
+
+def test_snapshots_of_a_gpu(tmp_path, monkeypatch, capsys):
+    calls = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda file: Path(file).touch())
+    config = ProfilerConfig(memory=True, memory_step=2)
+    with pytest.raises(torch.OutOfMemoryError), Profiler(config, tmp_path, Place()) as profiler:
+        for number in (1, 2, 3):
+            with profiler.step(number):
+                if number == 3:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+    names = ["memory-out-of-memory-rank-1.pickle", "memory-step-2-rank-1.pickle"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    assert capsys.readouterr().out == f"profile   {tmp_path}/{names[0]}\n"
+    assert list(calls[0]) == ["max_entries"] and calls[1:] == [{"enabled": None}]
+
+
+def test_a_memory_step_needs_the_record():
+    with pytest.raises(UserError, match="profiler.memory_step has no meaning without"):
+        ProfilerConfig(memory_step=3).check()
+
+
+def test_memory_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, capsys):
+    def out_of_memory(*args):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
+        )
+
+    for name in ("follow_launcher", "check_ranks", "build_trainer"):
+        monkeypatch.setattr(rank, name, lambda *args: None)
+    monkeypatch.setattr(rank.connection, "open_store", out_of_memory)
+    monkeypatch.setattr(sys, "argv", ["train", "--run.folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        rank.main()
+    err = capsys.readouterr().err
+    assert ended.value.code == 1 and err.count("\n") == 1
+    assert "ran out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB.): lower" in err
+    assert not FALLOUT_MESSAGE.search(f"OutOfMemory: {err}")

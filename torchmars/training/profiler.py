@@ -1,0 +1,105 @@
+"""Traces of steps, and snapshots of memory, for a closer look at a run."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, profile, record_function
+
+from torchmars.config import ProfilerConfig
+from torchmars.core.console import labelled, say
+from torchmars.parallel.layout import Layout
+
+MOST_EVENTS = 100_000  # of allocating and freeing that a snapshot has, the last ones
+
+
+class Profiler:
+    """Records on each rank what `config` asks for, in files of `folder`; a context of the training.
+
+    A file that cannot be written is worth a warning only.
+    """
+
+    def __init__(self, config: ProfilerConfig, folder: Path, layout: Layout) -> None:
+        self.config, self.folder, self.layout = config, folder, layout
+        self.last = config.start + config.steps - 1  # step of the trace
+        self.trace: profile | None = None
+        self.on_gpu = layout.device.type == "cuda"
+        self.records_memory = config.memory and self.on_gpu
+
+    def __enter__(self) -> "Profiler":
+        if self.records_memory:
+            # Private, torch 2.11 to 2.13, but described in torch's own pages on GPU memory.
+            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+        elif self.config.memory:
+            self._say("no snapshots of memory: profiler.memory records that of GPUs only")
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self.records_memory:
+            if isinstance(error, torch.OutOfMemoryError):  # what was allocated still is
+                self._write_snapshot("out-of-memory", everywhere=False)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._end_trace()
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record the body, step `number`, if it is to be recorded."""
+        # From one step before: torch.profiler takes its time to begin.
+        if self.config.start and self.config.start - 1 <= number <= self.config.start:
+            self._begin_trace(number)
+        with record_function(f"step {number}") if self.trace else contextlib.nullcontext():
+            yield
+        if self.trace is not None:
+            self.trace.step()
+            if number >= self.last:
+                self._end_trace()
+        if self.records_memory and number == self.config.memory_step:
+            self._write_snapshot(f"step-{number}", everywhere=True)
+
+    def _begin_trace(self, number: int) -> None:
+        """Begin to trace with step `number`, if the trace has not begun."""
+        if self.trace is not None:
+            return
+
+        def action(count: int) -> ProfilerAction:
+            if number + count < self.config.start:
+                return ProfilerAction.WARMUP
+            if number + count < self.last:
+                return ProfilerAction.RECORD
+            is_last = number + count == self.last
+            return ProfilerAction.RECORD_AND_SAVE if is_last else ProfilerAction.NONE
+
+        self.trace = profile(schedule=action, on_trace_ready=self._write_trace)
+        self.trace.start()
+
+    def _end_trace(self) -> None:
+        """End the trace, which is written if it has steps that are not."""
+        if self.trace is not None:
+            trace, self.trace = self.trace, None
+            trace.stop()
+
+    def _write_trace(self, trace: profile) -> None:
+        name = f"steps-{self.config.start}-to-{self.last}"
+        self._write(name, "json.gz", trace.export_chrome_trace, everywhere=True)
+
+    def _write_snapshot(self, name: str, everywhere: bool) -> None:
+        self._write(f"memory-{name}", "pickle", torch.cuda.memory._dump_snapshot, everywhere)
+
+    def _write(
+        self, name: str, suffix: str, write: Callable[[str], None], everywhere: bool
+    ) -> None:
+        """Write a file, and name it in the log. `everywhere`: every rank writes one."""
+        file = self.folder / f"{name}-rank-{self.layout.world.rank}.{suffix}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write(str(file))
+        except (OSError, RuntimeError) as error:
+            self._say(f"cannot write {file}: {error}", by_all=True)
+        else:
+            of_all = self.folder / f"{name}-rank-*.{suffix}"
+            self._say(str(of_all if everywhere else file), by_all=not everywhere)
+
+    def _say(self, text: str, by_all: bool = False) -> None:
+        if by_all or self.layout.first:
+            say("\n".join(labelled("profile", text)))
