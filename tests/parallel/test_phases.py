@@ -1,4 +1,4 @@
-"""What a model tells of its backward pass while it makes it."""
+"""What a model tells of its backward pass while it makes it, and batches that are staged."""
 
 import dataclasses
 
@@ -24,7 +24,13 @@ def phases_on(parallelism):
         dtype="float32", seq_len=24, global_batch_size=4 * layout.data.size, microbatch_size=2
     )
     model = ParallelModel(
-        whole, parallelism, training, ActivationCheckpointConfig(), layout, layout.device
+        whole,
+        parallelism,
+        training,
+        ActivationCheckpointConfig(),
+        layout,
+        layout.device,
+        end_of_text=7,
     )
     model.init_weights(seed=0)
     phases = []
@@ -34,24 +40,42 @@ def phases_on(parallelism):
         phases.append((phase, missing))
 
     model.enter_phase = enter
-    model.backward([torch.randint(64, (2, 25)) for _ in range(2)])
-    return phases, list(model.weights)
+    batch = [torch.randint(64, (2, 25)) for _ in range(2)]
+    model.backward(batch)
+    gradients = gradients_of(model)
+    found = list(phases)
+    for weight in model.weights.values():
+        weight.grad = None
+    model.stage(batch)
+    model.find_starts = fail  # what is staged is not made ready again
+    model.backward(batch)
+    same = all(map(torch.equal, gradients, gradients_of(model)))
+    return found, list(model.weights), same
+
+
+def gradients_of(model):
+    return [weight.grad.to_local() for weight in model.weights.values()]
+
+
+def fail(tokens):
+    raise AssertionError("a batch was made ready twice")
 
 
 def phases_on_each():
     return {name: phases_on(parallelism) for name, parallelism in LAYOUTS.items()}
 
 
-def test_a_backward_pass_tells_of_its_phases():
+def test_a_backward_pass_tells_of_its_phases_and_takes_a_staged_batch():
     for found in run_ranks(phases_on_each, 2):
         of_microbatch = ["forward", "backward", "reduce"]
         for name in ("fsdp", "replicas"):
-            phases, _ = found[name]
+            phases, _, _ = found[name]
             assert [phase for phase, _ in phases] == ["forward", *of_microbatch, *of_microbatch]
-        phases, weights = found["fsdp"]
+        phases, weights, _ = found["fsdp"]
         missing = phases[3][1]  # the blocks have their gradients, the rest not yet
         assert "tok_embed.weight" in missing and len(missing) < len(weights)
         assert not phases[4][1]
-        phases, _ = found["pipeline"]
+        phases, _, _ = found["pipeline"]
         # Then the two copies of the tied table exchange their gradients.
         assert [phase for phase, _ in phases] == ["pipeline", "reduce"]
+        assert all(same for _, _, same in found.values()), "a staged batch has other gradients"

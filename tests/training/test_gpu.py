@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from tests.support.commands import finish
+from tests.support.ranks import run_ranks
 from tests.support.tiny import metrics, tiny_config, tiny_tables, write_config, write_text
+from torchmars.cluster import connection
+from torchmars.config.load import config_from_tables
 from torchmars.models.documents import Documents, document_starts
 from torchmars.optim import MARS
+from torchmars.training.build import build_trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +49,37 @@ def test_a_step_does_not_wait_for_the_device(rule):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         optimizer.zero_grad()
+
+
+def staged_and_not(tables):
+    """Gradients of a batch that was staged while the device worked, and of the same one at once."""
+    config = config_from_tables(tables, "in a test")
+    trainer = build_trainer(config, connection.start(config.parallelism))
+    model, found = trainer.model, []
+    for staged in (True, False):
+        busy = torch.randn(4096, 4096, device="cuda")
+        batch = [windows.pin_memory() for windows in trainer.loader.peek()]
+        for _ in range(50):
+            busy = busy @ busy / 64
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            if staged:
+                model.stage(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert (model.staged[0] is batch) == staged
+        loss = model.backward(batch)
+        found.append([loss, *(weight.grad.to_local() for weight in model.weights.values())])
+        trainer.optimizer.zero_grad()
+    return [[value.cpu() for value in values] for values in found]
+
+
+def test_a_batch_is_staged_while_the_device_works(tmp_path):
+    write_text(tmp_path)
+    data = {"separate_documents": True, "num_workers": 0}
+    [found] = run_ranks(staged_and_not, 1, tiny_tables(tmp_path, data=data))
+    for staged, direct in zip(*found):
+        assert torch.equal(staged, direct)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -23,6 +23,9 @@ from torchmars.parallel.pipeline import Pipeline, blocks_of_stages, cut_model, s
 from torchmars.parallel.recipe import parallelize
 from torchmars.parallel.tied import TiedTable
 
+# Of a microbatch: tokens, targets, and where documents begin, if they are kept apart.
+Inputs = tuple[Tensor, Tensor, Tensor | None]
+
 
 class ParallelModel:
     """A model whose weights and work the ranks of a layout share. Every rank makes the same calls.
@@ -54,6 +57,10 @@ class ParallelModel:
         self.enter_phase: Callable[[str], None] = lambda phase: None
         """Is told what of a backward pass begins: "forward", "backward", and "reduce", where the
         rest of the gradients' reduction is waited for; in a pipeline "pipeline", all of it."""
+        self.copying: torch.cuda.Stream | None = None
+        """Copies batches to the GPU beside its other work, where they are staged."""
+        self.staged: tuple[Sequence[Tensor], list[Inputs]] = [], []
+        """The batch that was staged last, and what the passes over it take."""
         self.parallelism = parallelism
         cp, tp = layout.group("cp"), layout.group("tp")
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), tp.size
@@ -122,18 +129,17 @@ class ParallelModel:
         the tokens that this rank computes the loss of, and 0 if it computes none.
         """
         self.enter_phase("forward" if self.pipeline is None else "pipeline")
-        pairs = [self.tokens_and_targets(windows) for windows in batch]
+        inputs = self._staged_inputs(batch)
         if self.pipeline is not None:
-            tokens, targets = (torch.cat(each) for each in zip(*pairs))
-            loss = self.pipeline.backward(tokens, targets, self.starts(*batch))
+            loss = self.pipeline.backward(*inputs[0])
         else:
             loss = torch.zeros((), device=self.device)
-            for number, (windows, pair) in enumerate(zip(batch, pairs), start=1):
+            for number, each in enumerate(inputs, start=1):
                 self.enter_phase("forward")
-                set_reduction(self.parts[0], self.parallelism, last=number == len(pairs))
+                set_reduction(self.parts[0], self.parallelism, last=number == len(inputs))
                 # All microbatches are of one size. So the mean of their means is that over all
                 # tokens.
-                part = self.parts[0](*pair, self.starts(windows)).mean() / len(pairs)
+                part = self.parts[0](*each).mean() / len(inputs)
                 call_before_reduction_ends(part, partial(self.enter_phase, "reduce"))
                 self.enter_phase("backward")
                 part.backward()
@@ -142,6 +148,35 @@ class ParallelModel:
             self.enter_phase("reduce")
             self.tied.add_gradients()
         return loss
+
+    def stage(self, batch: Sequence[Tensor]) -> None:
+        """Begin to copy a batch to the GPU, beside its other work, for a `backward` of it later."""
+        if self.device.type == "cuda" and self.copying is None:
+            self.copying = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self.copying):
+            self.staged = batch, self._inputs(batch)
+
+    def _staged_inputs(self, batch: Sequence[Tensor]) -> list[Inputs]:
+        """Return what the passes over a batch take, staged if this batch was."""
+        staged, inputs = self.staged
+        if staged is not batch:
+            return self._inputs(batch)
+        if self.copying is not None:
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_stream(self.copying)
+            for each in inputs:
+                for tensor in each:
+                    if tensor is not None:  # its memory is not free before the step is done
+                        tensor.record_stream(computing)
+        return inputs
+
+    def _inputs(self, batch: Sequence[Tensor]) -> list[Inputs]:
+        """Return what the passes over a batch take: of each microbatch, in a pipeline of all."""
+        pairs = [self.tokens_and_targets(windows) for windows in batch]
+        if self.pipeline is not None:
+            tokens, targets = (torch.cat(each) for each in zip(*pairs))
+            return [(tokens, targets, self.starts(*batch))]
+        return [(*pair, self.starts(windows)) for pair, windows in zip(pairs, batch)]
 
     @torch.no_grad()
     def losses(self, windows: Tensor) -> Tensor:
@@ -211,4 +246,7 @@ class ParallelModel:
     def _starts(self, *tokens: Tensor) -> Tensor | None:
         if self.find_starts is None:
             return None
-        return self.find_starts(torch.cat(tokens)).to(self.device, non_blocking=True)
+        starts = self.find_starts(torch.cat(tokens))
+        if self.copying is not None:
+            starts = starts.pin_memory()  # else the copy would wait for the GPU
+        return starts.to(self.device, non_blocking=True)

@@ -151,6 +151,9 @@ class Trainer:
         else:
             optimizer.step()
         optimizer.zero_grad()
+        if self.layout.device.type == "cuda" and state.step + 1 < self.config.training.steps:
+            enter_phase("data")  # while the device works
+            self.model.stage(self.loader.peek())
         enter_phase(OTHER)
         return loss, lr
 
