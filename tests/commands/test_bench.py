@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import sys
 import tempfile
+import threading
+import time
 
 import pytest
 
@@ -11,6 +14,8 @@ from tests.support.commands import Command
 from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.benchmark import measure
 from torchmars.commands import bench
+
+REAL_TRAIN = measure.train
 
 
 def train(file, ranks, output):
@@ -38,7 +43,7 @@ def run(monkeypatch, capsys, tmp_path):
             bench.main()
         except SystemExit as ended:
             code = ended.code
-        assert not list(scratch.iterdir())  # whatever happens
+        assert not list(scratch.glob("torchmars-bench-*"))  # whatever happens
         return code, *capsys.readouterr()
 
     return run
@@ -104,6 +109,37 @@ def test_a_run_that_crashes_shows_its_end(run, config, monkeypatch):
     monkeypatch.setattr(measure, "train", crash)
     code, _, err = run(config)
     assert code == 1 and err.endswith("IndexError: two\n")
+
+
+STOPPED = f"""#!{sys.executable}
+import signal, sys
+def stop(*_):
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+open("ready", "w").close()
+signal.pause()
+"""
+
+
+def test_a_signal_stops_the_run_that_is_measured(run, config, monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    program.write_text(STOPPED)
+    program.chmod(0o755)
+    ready = tmp_path / "ready"
+
+    def stop():
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(measure, "train", REAL_TRAIN)
+    monkeypatch.setattr(sys, "executable", str(program))
+    handler = signal.getsignal(signal.SIGTERM)
+    stopper = threading.Thread(target=stop, daemon=True)
+    stopper.start()
+    code, _, err = run(config)
+    assert code == 75 and err == "error: stopped by a signal before all was measured\n"
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 @pytest.mark.slow

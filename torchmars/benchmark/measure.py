@@ -3,21 +3,24 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 from torchmars.benchmark.synthetic import write_random_shards
 from torchmars.cluster.environment import read_environment
+from torchmars.cluster.signals import stopping
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.console import say
-from torchmars.core.errors import UserError
+from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, UserError, say_error
 from torchmars.data.manifest import has_manifest
 
 LAST_LINES = 20  # of what a run printed that failed
@@ -112,21 +115,36 @@ def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> 
 
 
 def train(file: Path, ranks: int, output: int) -> int:
-    """Run `torchmars train` on this machine, printing to `output`; return its exit code."""
+    """Run `torchmars train` on this machine, printing to `output`; return its exit code.
+
+    It gets the signals that stop this process, which waits for it.
+    """
     command = [sys.executable, "-m", "torchmars.commands.train", "--prepared", str(file)]
     variables = os.environ | {"NGPU": str(ranks), "NNODES": "1"}
-    process = subprocess.Popen(command, env=variables, stdout=output, stderr=output)
+    # In a session of its own: else a terminal would send it Ctrl-C too.
+    process = subprocess.Popen(
+        command, env=variables, stdout=output, stderr=output, start_new_session=True
+    )
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    handlers = {number: signal.signal(number, pass_on) for number in stopping()}
     try:
         return process.wait()
     finally:
-        process.wait()  # after Ctrl-C, which its ranks get too
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def fail(code: int, printed: str) -> None:
     """Raise what became of a run that ended with a `code` other than 0."""
+    if code == EXIT_STOPPED:
+        say_error("stopped by a signal before all was measured")
+        raise SystemExit(code)
     lines = printed.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    if code == 2 and errors:
+    if code == EXIT_MISTAKE and errors:
         raise UserError(errors[-1].removeprefix("error: "))
     say("\n".join(lines[-LAST_LINES:]), error=True)
     raise SystemExit(code)
