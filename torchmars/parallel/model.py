@@ -153,7 +153,9 @@ class ParallelModel:
         That is float32 [batch, its part of T], and [batch, 0] on a rank without the last stage.
         """
         tokens, targets = self.tokens_and_targets(windows)
-        losses = self._forward(tokens, targets=targets, starts=self.starts(windows), wanted="losses")
+        losses = self._forward(
+            tokens, targets=targets, starts=self.starts(windows), wanted="losses"
+        )
         return targets.new_empty(len(tokens), 0).float() if losses is None else losses
 
     @torch.no_grad()

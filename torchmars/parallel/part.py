@@ -1,5 +1,6 @@
 """A part of a model: consecutive layers, from tokens to the loss or some of that way."""
 
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -71,10 +72,9 @@ class Part(nn.Module):
         hidden: Tensor = self.model.norm(x)
         if targets is None:
             return self.model.head(hidden[:, at])
-        return self.model.head(hidden, lambda *of: self._loss(*of, targets, wanted))
-
-    def _loss(self, hidden: Tensor, weight: Tensor, targets: Tensor, wanted: Wanted) -> Tensor:
         if wanted == "mean loss":
-            return mean_loss(hidden, weight, targets, self.chunk, self.z_loss)
-        of_each = token_losses if wanted == "losses" else token_scores
-        return of_each(hidden, weight, targets, self.chunk)
+            of = partial(mean_loss, targets=targets, chunk=self.chunk, z_loss=self.z_loss)
+        else:
+            function = token_losses if wanted == "losses" else token_scores
+            of = partial(function, targets=targets, chunk=self.chunk)
+        return self.model.head(hidden, of)

@@ -101,7 +101,7 @@ def gathered(x: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class HeadParallel(ParallelStyle):
-    """Cuts a head by rows. It takes whole hidden states as a DTensor, and its logits are one too."""
+    """Cuts a head by rows. Its hidden states, whole, and its logits are DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
