@@ -20,7 +20,7 @@ from torchmars.models.llama import SIZES, Llama, LlamaArgs, rotate, rotation
 from torchmars.optim.roles import roles
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.loss import cross_entropy
+from torchmars.parallel.loss import token_losses
 from torchmars.parallel.part import Part
 from torchmars.parallel.recipe import parallelize
 
@@ -225,15 +225,16 @@ def test_the_turn_of_a_bfloat16_head_is_rounded_once():
 def losses_under_mixed_precision(windows):
     """Return the losses of the sharded model in bfloat16."""
     layout = Layout.create(torch.device("cpu"), Degrees())
-    part = Part(model_of(ARGS), True, True, SequencePart(), tp=1)
+    part = Part(model_of(ARGS), True, True, SequencePart(), tp=1, chunk=64)
     training, kept = TrainingConfig(dtype="bfloat16"), ActivationCheckpointConfig()
     parallelize(part, layout, ParallelismConfig(), training, kept)
-    return part(windows[:, :-1], windows[:, 1:]).detach()
+    return part(windows[:, :-1], windows[:, 1:], wanted="losses")
 
 
 def test_mixed_precision_leaves_rotary_positions_exact():
     windows = torch.randint(64, (2, 25), generator=torch.Generator().manual_seed(0))
     plain = model_of(ARGS).bfloat16()
-    logits = plain.head(plain(windows[:, :-1]))
+    hidden = plain(windows[:, :-1])
     (sharded,) = run_ranks(losses_under_mixed_precision, 1, windows)
-    assert torch.equal(sharded, cross_entropy(logits, windows[:, 1:]))
+    expected = plain.head(hidden, lambda *of: token_losses(*of, windows[:, 1:], chunk=64))
+    assert torch.equal(sharded, expected)

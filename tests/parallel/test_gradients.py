@@ -99,9 +99,9 @@ def training_on(ranks, compile=False):
     )
 
 
-def compare(name, results, where, apart=False):
-    """Compare what ranks have found with one plain model."""
-    expected_loss, expected = plain_gradients(name, apart)
+def compare(results, where, plain):
+    """Compare what ranks have found with one `plain` model's loss, weights and gradients."""
+    expected_loss, expected = plain
     seen = set()
     for loss, found in results:
         assert loss == pytest.approx(expected_loss, rel=1e-6), where
@@ -121,7 +121,7 @@ def check_gradients(
     checkpointing = ActivationCheckpointConfig(**(activations or {}))
     training = training_on(ranks, compile)
     results = run_ranks(function, ranks, name, parallelism, training, checkpointing, apart)
-    compare(name, results, settings, apart)
+    compare(results, settings, plain_gradients(name, apart))
 
 
 def check_layouts(cases, apart=False):
@@ -138,7 +138,7 @@ def check_layouts(cases, apart=False):
         ]
         results = run_ranks(gradients_on_each, ranks, arguments)
         for (name, layout), found in zip(chosen, zip(*results)):
-            compare(name, found, layout, apart)
+            compare(found, layout, plain_gradients(name, apart))
 
 
 # Each technique with a model in which it has most to get wrong: GPT-2 has a tied table and fused

@@ -190,7 +190,7 @@ def test_what_an_expert_would_warn_of(tmp_path):
     poor = warnings(
         2,
         8,
-        model={"n_layer": 2, "n_embd": 60},
+        model={"n_layer": 64, "n_embd": 60},
         training={"seq_len": 1024, "global_batch_size": 4096, "microbatch_size": 1024, "steps": 1},
         **small,
     )

@@ -23,6 +23,10 @@ class TrainingConfig:
     """Tokens per sequence. Also the model's context length."""
     max_grad_norm: Clip = 1.0
     """Clip the gradient's global norm to this before the optimizer. 0 switches it off."""
+    z_loss: Annotated[float, Range(0, 1)] = 0.0
+    """Coefficient of the z-loss, which keeps logits from drifting: so many times the mean square of
+    the logarithm of the softmax's denominator is added to the loss. PaLM had 1e-4. The losses that
+    are reported are without it. 0: none."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. Master weights, gradient reduction and optimizer state are float32. Losses
     agree between layouts to 1e-5 in float32, to 1e-3 in bfloat16. bfloat16 is faster on CPUs that

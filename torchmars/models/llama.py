@@ -17,7 +17,7 @@ from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.models.attention import CausalAttention
 from torchmars.models.documents import Documents
-from torchmars.models.model import Model, TensorParallelCut
+from torchmars.models.model import Head, Model, TensorParallelCut
 from torchmars.models.sizes import make_args
 
 
@@ -183,7 +183,7 @@ class Llama(Model):
         self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})
         self.norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         own = not args.tied
-        self.output = nn.Linear(args.n_embd, args.vocab_size, bias=False) if own else None
+        self.output = Head(args.n_embd, args.vocab_size) if own else None
 
     @classmethod
     def from_config(cls, config: ModelConfig, vocab_size: int, seq_len: int) -> Self:

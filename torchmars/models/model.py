@@ -1,6 +1,7 @@
 """What the rest of the package may ask of a model, whatever its family."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -14,6 +15,19 @@ from torchmars.models.documents import Documents, document_positions
 # fused query, key and value projection. "positions": every rank has all of it, for its own part of
 # the positions.
 TensorParallelCut = Literal["rows", "fused rows", "columns", "tokens", "positions"]
+
+
+class Head(nn.Linear):
+    """A head with weights of its own, without biases."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__(width, rows, bias=False)
+
+    def forward(
+        self, hidden: Tensor, function: Callable[[Tensor, Tensor], Tensor] = nn.functional.linear
+    ) -> Tensor:
+        """Return `function` of hidden states and weight [rows, width], by default the logits."""
+        return function(hidden, self.weight)
 
 
 class Model(nn.Module, ABC):
@@ -35,7 +49,7 @@ class Model(nn.Module, ABC):
     of a model has some of them only, under the same numbers."""
     norm: nn.Module
     """What makes the last hidden states of the last block's output."""
-    output: nn.Linear | None
+    output: Head | None
     """The head's weights; None if the token table is the head too."""
     seq_len: int
     """Tokens that the model takes at most."""
@@ -86,12 +100,17 @@ class Model(nn.Module, ABC):
         Tokens attend to earlier ones: with `documents` to those of their own, else to all.
         """
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., vocab_rows] of the hidden states [..., width] after `norm`."""
+    def head(
+        self, hidden: Tensor, function: Callable[[Tensor, Tensor], Tensor] = nn.functional.linear
+    ) -> Tensor:
+        """Return the logits [..., vocab_rows] of the hidden states [..., width] after `norm`.
+
+        Or return another `function` of these and of the head's weight [vocab_rows, width].
+        """
         if self.output is None:
-            return nn.functional.linear(hidden, self.tok_embed.weight)
-        logits: Tensor = self.output(hidden)
-        return logits
+            return function(hidden, self.tok_embed.weight)
+        result: Tensor = self.output(hidden, function=function)
+        return result
 
     @abstractmethod
     def init_std(self, name: str) -> float | None:

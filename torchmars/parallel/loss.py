@@ -1,71 +1,232 @@
-"""Cross-entropy of logits, also of those whose vocabulary is cut over the ranks of a tp group."""
+"""Cross-entropy straight from hidden states, a chunk of tokens at a time.
 
+The logits of all tokens never lie in memory together. The vocabulary may be cut over the ranks of
+a tp group.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+
+# The logits of a chunk are at most so many, by the type of the device, but those of at least
+# FEWEST_TOKENS tokens. docs/parallelism.md has the measurements.
+MOST_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+FEWEST_TOKENS = 256
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of each target, float32 of the shape of `targets`.
+def chunk_tokens(device: str, rows: int) -> int:
+    """Return how many tokens a chunk has at most, where a rank has `rows` rows of the head.
 
-    `logits` [..., vocabulary] may be a DTensor with the vocabulary cut over a mesh of one axis: no
-    rank then gathers them.
+    The rule knows sizes and the type of the device only. So a run that resumes computes the same.
     """
-    if isinstance(logits, DTensor):
-        group = logits.device_mesh.get_group()
-        losses: Tensor = _CutCrossEntropy.apply(logits.to_local().float(), targets, group)
-        return losses
-    losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
-    return losses.view_as(targets).clone()  # FSDP2 warns of views
+    return max(MOST_LOGITS[device] // rows, FEWEST_TOKENS)
 
 
-def is_largest(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return whether no logit is larger than that of the target, a bool of the shape of `targets`.
+def mean_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, z_loss: float = 0.0
+) -> Tensor:
+    """Return the mean cross-entropy of `targets` [...], a float32 scalar.
 
-    `logits` are as `cross_entropy` takes them.
+    The logits are the products of `hidden` [..., width] with `weight` [rows, width]. Both may be
+    DTensors on a mesh of one axis, with `weight` cut by rows: no rank then gathers logits. The
+    forward pass takes `chunk` tokens at a time, and forms the gradients at once.
+
+    The gradient is also that of the z-loss: `z_loss` times the mean of log(Z)^2, where Z is the sum
+    of the exponentials of a token's logits (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
+    The value is without it, and so can be compared with a validation loss.
     """
-    if not isinstance(logits, DTensor):
-        return logits.argmax(-1) == targets
-    group, local = logits.device_mesh.get_group(), logits.to_local()
-    own = targets - dist.get_rank(group) * local.shape[-1]
-    largest, place = local.max(-1)
-    everywhere = largest.clone()
-    dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
-    found = ((place == own) & (largest == everywhere)).to(torch.uint8)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return found.bool()
+    loss: Tensor = _MeanLoss.apply(*_local(hidden, weight), targets.flatten(), chunk, z_loss)
+    return loss
 
 
-class _CutCrossEntropy(torch.autograd.Function):
-    """log(sum(exp(logits))) - logit of the target, over the parts of the vocabulary on all ranks.
+@torch.no_grad()
+def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Return the loss of each target, float32 of the shape of `targets`, without a gradient.
 
-    Each rank has the same number of rows. The gradient is softmax(logits) - one_hot(target), of
-    which a rank has its own part. Source: Shoeybi et al. 2019, arXiv 1909.08053, section 3.
+    The arguments are those of `mean_loss`.
     """
+    chunks = _chunks(*_local(hidden, weight), targets.flatten(), chunk)
+    return torch.cat([each.losses for each in chunks]).view(targets.shape)
+
+
+@torch.no_grad()
+def token_scores(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Return each target's log-likelihood, and 1 where it is the likeliest token, else 0.
+
+    That is float32 [*targets.shape, 2]. The arguments are those of `mean_loss`.
+    """
+    chunks = _chunks(*_local(hidden, weight), targets.flatten(), chunk)
+    scores = [torch.stack([-each.losses, each.likeliest()], dim=-1) for each in chunks]
+    return torch.cat(scores).view(*targets.shape, 2)
+
+
+class _MeanLoss(torch.autograd.Function):
+    """The mean of the losses of all chunks. Three matrix products for each, as without chunks."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
-        rows = logits.shape[-1]
-        largest = logits.detach().amax(-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        shifted = logits - largest[..., None]
-        own = targets - dist.get_rank(group) * rows
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        group: dist.ProcessGroup | None,
+        targets: Tensor,
+        chunk: int,
+        z_loss: float,
+    ) -> Tensor:
+        losses = []
+        of_states, of_weight = torch.empty_like(states), _Sum()
+        for each in _chunks(states, weight, group, targets, chunk):
+            losses.append(each.losses)
+            gradient = each.gradient(z_loss)
+            torch.mm(gradient, weight, out=of_states[each.tokens])
+            of_weight.add_product(gradient.t(), states[each.tokens], last=each.last)
+        ctx.save_for_backward(of_states, of_weight.value)
+        ctx.tokens = len(targets)
+        return torch.cat(losses).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Not in place: a pipeline that splits the backward pass calls this twice.
+        scale = gradients[0] / ctx.tokens
+        of_states, of_weight = ctx.saved_tensors
+        return of_states * scale, of_weight * scale, None, None, None, None
+
+
+class _Sum:
+    """A sum of products of matrices, in float32, and in the dtype of the matrices at the end."""
+
+    value: Tensor | None = None
+
+    def add_product(self, left: Tensor, right: Tensor, last: bool) -> None:
+        """Add a product; `last`: there will be no other."""
+        if self.value is None:
+            product = left @ right
+            self.value = product if last else product.float()
+        elif left.dtype == self.value.dtype:
+            self.value.addmm_(left, right)
+        else:
+            self.value.add_(left @ right)
+        if last:
+            self.value = self.value.to(left.dtype)
+
+
+@dataclass
+class _Chunk:
+    """The logits of some tokens, and what follows from them."""
+
+    tokens: slice
+    """Which tokens these are."""
+    last: bool
+    logits: Tensor
+    """Of this rank's rows, [tokens, rows]."""
+    probabilities: Tensor
+    """Float32 [tokens, rows], as if there were no other rows."""
+    own: Tensor
+    """The number of each target among this rank's rows; any, if another rank has it. [tokens]."""
+    here: Tensor
+    """Whether this rank has it. [tokens]."""
+    losses: Tensor
+    log_sum: Tensor
+    """log(Z) of each token, float32."""
+    part: Tensor
+    """This rank's part of Z."""
+    group: dist.ProcessGroup | None
+
+    def gradient(self, z_loss: float) -> Tensor:
+        """Return the gradient of the sum of the losses, in place of the logits.
+
+        That is softmax(logits) - one_hot(target). Source: Shoeybi et al. 2019, arXiv 1909.08053,
+        section 3.
+        """
+        found = self.probabilities
+        if self.group is not None or z_loss:
+            found.mul_((self.part * (1 + 2 * z_loss * self.log_sum))[:, None])
+        found.scatter_add_(-1, self.own[:, None], -self.here[:, None].to(found.dtype))
+        return self.logits.copy_(found)
+
+    def likeliest(self) -> Tensor:
+        """Return 1 for each token whose target has the largest logit, else 0, in float32."""
+        largest, place = self.logits.max(-1)
+        found = self.here & (place == self.own)
+        if self.group is None:
+            return found.float()
+        everywhere = largest.clone()
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=self.group)
+        on_any = (found & (largest == everywhere)).float()
+        dist.all_reduce(on_any, dist.ReduceOp.MAX, group=self.group)
+        return on_any
+
+
+def _local(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, dist.ProcessGroup | None]:
+    """Return hidden states [tokens, width] and this rank's rows, and who has the others."""
+    if not isinstance(weight, DTensor):
+        return hidden.flatten(0, -2), weight, None
+    assert isinstance(hidden, DTensor)
+    # From its rows each rank has a part of the gradient of all hidden states.
+    states = hidden.to_local(grad_placements=[Partial()]).flatten(0, -2)
+    return states, weight.to_local(), weight.device_mesh.get_group()
+
+
+def _chunks(
+    states: Tensor, weight: Tensor, group: dist.ProcessGroup | None, targets: Tensor, chunk: int
+) -> Iterator[_Chunk]:
+    """Yield chunks of about equal size. Each uses the memory of the one before."""
+    tokens, rows = len(targets), len(weight)
+    size = math.ceil(tokens / math.ceil(tokens / chunk))
+    all_logits = states.new_empty(size, rows)
+    all_probabilities = states.new_empty(size, rows, dtype=torch.float32)
+    for begin in range(0, tokens, size):
+        some = slice(begin, min(begin + size, tokens))
+        length = some.stop - begin
+        logits, probabilities = all_logits[:length], all_probabilities[:length]
+        torch.mm(states[some], weight.t(), out=logits)
+        largest = logits.amax(-1).float()
+        torch.softmax(logits, -1, dtype=torch.float32, out=probabilities)
+        total = 1 / probabilities.amax(-1)  # sum(exp(logits - largest))
+        own = targets[some] - (dist.get_rank(group) * rows if group is not None else 0)
         here = (own >= 0) & (own < rows)
-        own = own.clamp(0, rows - 1)[..., None]
-        of_target = shifted.gather(-1, own)[..., 0] * here
-        exponentials = shifted.exp_()
-        sums = torch.stack([exponentials.sum(-1), of_target])
-        dist.all_reduce(sums, group=group)
-        total, of_target = sums.unbind()
-        ctx.save_for_backward(exponentials.div_(total[..., None]), own, here)
-        return total.log() - of_target
+        own = own.clamp(0, rows - 1)
+        of_target = logits.gather(-1, own[:, None])[:, 0].float() - largest
+        if group is None:
+            part = torch.ones_like(total)
+        else:
+            of_target = of_target.where(here, -torch.inf)
+            largest, total, of_target, part = _over_ranks(largest, total, of_target, group)
+        yield _Chunk(
+            tokens=some,
+            last=some.stop == tokens,
+            logits=logits,
+            probabilities=probabilities,
+            own=own,
+            here=here,
+            losses=total.log() - of_target,
+            log_sum=largest + total.log(),
+            part=part,
+            group=group,
+        )
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, own, here = ctx.saved_tensors
-        gradient = probabilities.scatter_add(-1, own, -here[..., None].to(probabilities.dtype))
-        return gradient.mul_(gradients[0][..., None]), None, None
+
+def _over_ranks(
+    largest: Tensor, total: Tensor, of_target: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return these three of the whole vocabulary, and this rank's part of the total.
+
+    `total` is the sum of the exponentials of the logits less `largest`. `of_target` is the target's
+    logit less `largest`, and -inf where another rank has it.
+    """
+    rank = dist.get_rank(group)
+    ranks = largest.new_zeros(dist.get_world_size(group), 3, len(largest))
+    ranks[rank] = torch.stack([largest, total, of_target])
+    dist.all_reduce(ranks, group=group)  # one collective for all three, of a few numbers
+    maxima, totals, targets = ranks.unbind(1)
+    most = maxima.amax(0)
+    shifts = maxima - most
+    totals = totals * shifts.exp()
+    whole = totals.sum(0)
+    return most, whole, (targets + shifts).amax(0), totals[rank] / whole

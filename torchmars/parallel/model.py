@@ -18,6 +18,7 @@ from torchmars.models.initialize import init_weights
 from torchmars.parallel.context import SequencePart, sequence_unit
 from torchmars.parallel.fsdp import call_before_reduction_ends, set_reduction, weight_device
 from torchmars.parallel.layout import Layout
+from torchmars.parallel.loss import chunk_tokens
 from torchmars.parallel.part import Part
 from torchmars.parallel.pipeline import Pipeline, blocks_of_stages, cut_model, stage_ranks
 from torchmars.parallel.recipe import parallelize
@@ -66,12 +67,21 @@ class ParallelModel:
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), tp.size
         pipeline, ranks = layout.group("pp"), stage_ranks(parallelism)
         last = len(ranks) - 1
+        chunk = chunk_tokens(layout.device.type, whole.vocab_rows // tp.size)
         self.stages: dict[int, Part] = {}
         for number, blocks in enumerate(blocks_of_stages(whole, parallelism)):
             if ranks[number] == pipeline.rank:
                 model = deepcopy(whole)
                 cut_model(model, blocks, number == 0, number == last)
-                part = Part(model, number == 0, number == last, self.sequence, tp.size)
+                part = Part(
+                    model,
+                    number == 0,
+                    number == last,
+                    self.sequence,
+                    tp.size,
+                    chunk,
+                    training.z_loss,
+                )
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
                     self.stages[number] = part.to_empty(device=weight_device(parallelism, device))
@@ -126,7 +136,8 @@ class ParallelModel:
         """Accumulate the gradient of the mean loss over a global batch; return this rank's mean.
 
         `batch` are this rank's microbatches of windows, [batch, T + 1] each. The mean is that of
-        the tokens that this rank computes the loss of, and 0 if it computes none.
+        the tokens that this rank computes the loss of, and 0 if it computes none. The gradient is
+        also that of the z-loss, which the mean is without.
         """
         self.enter_phase("forward" if self.pipeline is None else "pipeline")
         inputs = self._staged_inputs(batch)
@@ -139,7 +150,7 @@ class ParallelModel:
                 set_reduction(self.parts[0], self.parallelism, last=number == len(inputs))
                 # All microbatches are of one size. So the mean of their means is that over all
                 # tokens.
-                part = self.parts[0](*each).mean() / len(inputs)
+                part = self.parts[0](*each) / len(inputs)
                 call_before_reduction_ends(part, partial(self.enter_phase, "reduce"))
                 self.enter_phase("backward")
                 part.backward()
@@ -185,7 +196,9 @@ class ParallelModel:
         That is float32 [batch, its part of T], and [batch, 0] on a rank without the last stage.
         """
         tokens, targets = self.tokens_and_targets(windows)
-        losses = self._forward(tokens, targets=targets, starts=self.starts(windows))
+        losses = self._forward(
+            tokens, targets=targets, starts=self.starts(windows), wanted="losses"
+        )
         return targets.new_empty(len(tokens), 0).float() if losses is None else losses
 
     @torch.no_grad()
@@ -196,7 +209,7 @@ class ParallelModel:
         [batch, its part of T, 2]. A rank without the last stage has zeros.
         """
         tokens, targets = self.tokens_and_targets(windows)
-        found = self._forward(tokens, targets=targets, starts=self.starts(windows), scored=True)
+        found = self._forward(tokens, targets=targets, starts=self.starts(windows), wanted="scores")
         return torch.zeros(*targets.shape, 2, device=self.device) if found is None else found
 
     @torch.no_grad()

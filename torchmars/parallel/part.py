@@ -1,12 +1,18 @@
 """A part of a model: consecutive layers, from tokens to the loss or some of that way."""
 
-import torch
+from functools import partial
+from typing import Literal
+
 from torch import Tensor, nn
 
 from torchmars.models import Model
 from torchmars.models.documents import Documents, document_positions
 from torchmars.parallel.context import SequencePart
-from torchmars.parallel.loss import cross_entropy, is_largest
+from torchmars.parallel.loss import mean_loss, token_losses, token_scores
+
+# What a forward pass with targets is to find: their mean loss, whose gradient can be taken, the
+# loss of each, or the log-likelihood of each and whether it is the likeliest token.
+Wanted = Literal["mean loss", "losses", "scores"]
 
 
 class Part(nn.Module):
@@ -14,15 +20,24 @@ class Part(nn.Module):
 
     `model` has lost the modules that belong to other parts; `first` and `last` say whether it still
     has the embedding and the head. `sequence` is the part of every sequence that this rank has, and
-    `tp` is the number of ranks that hidden states are cut over along the sequence once more.
+    `tp` is the number of ranks that hidden states are cut over along the sequence once more. The
+    loss takes `chunk` tokens at a time, and has the gradient of a z-loss with coefficient `z_loss`.
     """
 
     def __init__(
-        self, model: Model, first: bool, last: bool, sequence: SequencePart, tp: int
+        self,
+        model: Model,
+        first: bool,
+        last: bool,
+        sequence: SequencePart,
+        tp: int,
+        chunk: int,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.model, self.first, self.last = model, first, last
         self.sequence, self.tp = sequence, tp
+        self.chunk, self.z_loss = chunk, z_loss
 
     def forward(
         self,
@@ -30,16 +45,17 @@ class Part(nn.Module):
         targets: Tensor | None = None,
         starts: Tensor | None = None,
         at: int = 0,
-        scored: bool = False,
+        wanted: Wanted = "mean loss",
     ) -> Tensor:
-        """Return the next part's input; from the last part, losses or logits.
+        """Return the next part's input; from the last part, what is `wanted`, or logits.
 
         `x` are token ids [batch, length] for the first part, and for others hidden states [batch,
-        length / tp, width]. With `targets` [batch, length] the last part returns the loss of each,
-        in float32, or if `scored` its log-likelihood and whether it is the likeliest token, [batch,
-        length, 2]. Without them it returns the logits [batch, vocab_rows] after the token number
-        `at` of its part of the sequences. `starts` [batch, documents] says where the documents of
-        the whole sequences begin, where these are kept apart.
+        length / tp, width]. With `targets` [batch, length] the last part returns their mean loss, a
+        scalar; or the loss of each [batch, length]; or its log-likelihood and 1 if it is the
+        likeliest token, else 0, [batch, length, 2]; all in float32. Without them it returns the
+        logits [batch, vocab_rows] after the token number `at` of its part of the sequences.
+        `starts` [batch, documents] says where the documents of the whole sequences begin, where
+        these are kept apart.
         """
         length = x.shape[1] if self.first else x.shape[1] * self.tp
         positions, documents = self.sequence.positions(length, x.device), None
@@ -56,9 +72,9 @@ class Part(nn.Module):
         hidden: Tensor = self.model.norm(x)
         if targets is None:
             return self.model.head(hidden[:, at])
-        logits = self.model.head(hidden)
-        if scored:
-            return torch.stack(
-                [-cross_entropy(logits, targets), is_largest(logits, targets).float()], dim=-1
-            )
-        return cross_entropy(logits, targets)
+        if wanted == "mean loss":
+            of = partial(mean_loss, targets=targets, chunk=self.chunk, z_loss=self.z_loss)
+        else:
+            function = token_losses if wanted == "losses" else token_scores
+            of = partial(function, targets=targets, chunk=self.chunk)
+        return self.model.head(hidden, of)

@@ -142,7 +142,7 @@ class Pipeline:
     def _torch_stage(self, number: int, part: Part) -> PipelineStage:
         # Shapes are given: torch would find them by a forward and a backward pass of its own.
         tokens = torch.empty(self.tokens, dtype=torch.int64, device="meta")
-        losses = torch.empty(self.tokens, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
         kind = (
             PipelineStage
             if self.config.splits_backward
@@ -154,12 +154,12 @@ class Pipeline:
             len(self.rank_of),
             self.device,
             input_args=(tokens if part.first else self.hidden,),
-            output_args=(losses if part.last else self.hidden,),
+            output_args=(loss if part.last else self.hidden,),
             group=self.ranks.process_group,
         )
 
-    def _loss(self, losses: Tensor, _: Tensor) -> Tensor:
-        return losses.mean() / self.microbatches
+    def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        return loss / self.microbatches
 
     def backward(self, tokens: Tensor, targets: Tensor, starts: Tensor | None) -> Tensor:
         """Accumulate the gradient of the mean loss; return it, or 0 on ranks without the last part.

@@ -78,7 +78,7 @@ def styles_of(
     """Return how the module called `name` is cut: torch's styles, none for one without weights."""
     cut = cut_of(name, cuts)
     if cut == "rows" and name == "output":
-        return [ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)]
+        return [HeadParallel()]
     if cut == "rows":
         return [ColwiseParallel()]
     if cut == "fused rows":
@@ -98,6 +98,15 @@ def gathered(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return whole sequences from this rank's part `x` [batch, length / tp, width]."""
     part = DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False)
     return part.redistribute(placements=[Replicate()])
+
+
+class HeadParallel(ParallelStyle):
+    """Cuts a head by rows. Its hidden states, whole, and its logits are DTensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
+        return module
 
 
 class FusedColwiseParallel(ColwiseParallel):

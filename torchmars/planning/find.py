@@ -16,6 +16,7 @@ from torchmars.data.tokenizer import load_tokenizer
 from torchmars.metrics.throughput import GIB
 from torchmars.models import Model, build_meta_model
 from torchmars.parallel.checks import check_layout, check_memory
+from torchmars.parallel.loss import chunk_tokens
 from torchmars.parallel.pipeline import even_counts, head_in_blocks, stage_ranks
 from torchmars.parallel.tensor import cut_of
 from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED, SPEEDS
@@ -178,7 +179,9 @@ def estimate(
     weights = work.parameters / ranks / degrees.tp
     unit = max(work.block, work.rest / ranks) / degrees.tp
     hidden = 2 * tokens * model.width / degrees.tp
-    logits = 10 * tokens * model.vocab_rows / degrees.tp
+    # A chunk of logits in bfloat16 and two of float32; the gradient of the head, two times.
+    rows = model.vocab_rows // degrees.tp
+    logits = 10 * min(tokens, chunk_tokens("cuda", rows)) * rows + 8 * rows * model.width
     kept = tokens * work.kept(degrees.tp, mode) * max(blocks)
     one = tokens * work.kept(degrees.tp, "none")  # that is computed again
     stages = parallelism.stages // ranks

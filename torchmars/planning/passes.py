@@ -130,7 +130,7 @@ class SimulatedStage:
         taken: dict[str, Any] = {"input_values": [x], "output_grads": None}
         with self.memory.effect(leaves="activations") as effect:
             output = self.part(x, targets=self.targets, starts=self.starts)
-            taken["stage_output"] = output.mean() if self.part.last else (output,)
+            taken["stage_output"] = output if self.part.last else (output,)
             del output
         if not self.part.last:
             taken["output_grads"] = (self._hidden(),)
