@@ -33,15 +33,21 @@ class ShardSum:
         if axes is not None and axes not in self.groups:
             self.groups[axes] = self._mesh_groups.over(*axes)
 
-    def sum(self, partial: list[Tensor]) -> list[Tensor]:
+    def sum(self, partial: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the sums over the shards of `partial`.
 
-        That has a tensor of one shape for each added parameter, in order.
+        That has a tensor of one shape for each added parameter, in order, or on all ranks None.
         """
         whole = list(partial)
         for axes, group in self.groups.items():
-            places = [place for place, other in enumerate(self.axes) if other == axes]
-            values = torch.stack([partial[place] for place in places])
+            places, each = [], []
+            for place, (other, value) in enumerate(zip(self.axes, partial)):
+                if other == axes and value is not None:
+                    places.append(place)
+                    each.append(value)
+            if not places:
+                continue
+            values = torch.stack(each)
             dist.all_reduce(values, group=group)
             for place, value in zip(places, values.unbind()):
                 whole[place] = value

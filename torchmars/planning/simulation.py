@@ -120,7 +120,8 @@ def simulate_step(
     optimizer = build_optimizer(
         config.optimizer, training.max_grad_norm, model.whole, model.weights, layout
     )
-    optimizer.compile = False
+    # Fake tensors have no numbers to decide by: the step reads all that it may.
+    optimizer.compile = optimizer.decides_on_host = False
     average: dict[str, Tensor] = {}
     if training.ema_decay:
         with fake:
