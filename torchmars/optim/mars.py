@@ -15,12 +15,8 @@ from torch import Tensor
 
 from torchmars.optim.checks import check_hyperparameters, check_parameters
 from torchmars.optim.exchange import Exchange
-from torchmars.optim.last_grads import (
-    keep_squared_norms,
-    keep_squared_norms_ahead,
-    must_be_read,
-    read_last_grads,
-)
+from torchmars.optim.last_grads import keep_squared_norms, must_be_read, read_last_grads
+from torchmars.optim.look_ahead import LookAhead
 from torchmars.optim.norms import MeshGroups
 from torchmars.optim.param_groups import complete_group, warn_of_unsorted
 from torchmars.optim.passes import pays_to_compile
@@ -38,7 +34,7 @@ from torchmars.optim.rules.rule import (
 )
 from torchmars.optim.state import Loaded, carried_state, check_loaded, unchanged
 from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report
-from torchmars.optim.tensors import flat, local_part
+from torchmars.optim.tensors import local_part
 
 
 class MARS(torch.optim.Optimizer):
@@ -155,10 +151,7 @@ class MARS(torch.optim.Optimizer):
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
         self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype)
-        # Exact mode: the next step's last gradient of each parameter, and its squared norm.
-        self.ahead: dict[Tensor, Tensor] = {}
-        self.squared_norms_ahead: dict[Tensor, Tensor] = {}
-        self._looked_ahead = False
+        self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
         self.compile = bool(compile)
         # Whether a step sees g before it decides which h to read: where the host need not wait.
@@ -201,7 +194,8 @@ class MARS(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self.state.update(state)
-        self._look_ahead_for(state)
+        if self.exact:
+            self.ahead.add(state)
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
         # The count lies beside the parameter: kernels read it there, and the host never needs it.
@@ -213,13 +207,6 @@ class MARS(torch.optim.Optimizer):
         if "last_grad" in state:
             state[SQUARED_NORM] = torch.zeros((), dtype=torch.float64, device=device)
         return state
-
-    def _look_ahead_for(self, state: dict[Tensor, State]) -> None:
-        """In exact mode, make room for the next last gradients of the parameters of `state`."""
-        for parameter, each in state.items():
-            if self.exact and "last_grad" in each:
-                self.ahead[parameter] = torch.zeros_like(each["last_grad"])
-                self.squared_norms_ahead[parameter] = torch.zeros_like(each[SQUARED_NORM])
 
     def _settle(self) -> None:
         """Choose what depends on the device and the size of the parameters."""
@@ -244,7 +231,7 @@ class MARS(torch.optim.Optimizer):
         """
         if unchanged(self.param_groups, self.plans.known):
             return
-        if self._looked_ahead:
+        if self.ahead.taken:
             raise RuntimeError("parameters were replaced or moved between look_ahead() and step()")
         for number, group in enumerate(self.param_groups):
             check_parameters(group, number)
@@ -252,9 +239,9 @@ class MARS(torch.optim.Optimizer):
         plans = Plans(self.plans.mesh_groups, self.plans.agreement.norm_group, self.matrix_dtype)
         for group in self.param_groups:
             plans.add(group)
-        self.plans, self.state = plans, defaultdict(dict, state)
-        self.ahead, self.squared_norms_ahead = {}, {}
-        self._look_ahead_for(state)
+        self.plans, self.state, self.ahead = plans, defaultdict(dict, state), LookAhead()
+        if self.exact:
+            self.ahead.add(state)
         self._settle()
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,21 +291,7 @@ class MARS(torch.optim.Optimizer):
         self._follow()
         groups = self._gather()
         reduction = self._reduce(groups, with_last=False)
-        gradients = {
-            parameter: gradient
-            for group in groups
-            for parameter, gradient in zip(group.parameters, group.grads)
-        }
-        for parameter, target in self.ahead.items():
-            if parameter not in gradients:
-                target.zero_()
-                continue
-            gradient = gradients[parameter]
-            used = gradient * reduction.scale.to(gradient.dtype)
-            # Where one is broken none of them counts, since their norm is unknown.
-            flat(local_part(target)).copy_(torch.where(reduction.ok, used, math.nan))
-        keep_squared_norms_ahead(reduction, self.squared_norms_ahead)
-        self._looked_ahead = True
+        self.ahead.take(groups, reduction)
 
     @torch.no_grad()
     def skip_next_correction(self, parameters: Iterable[Tensor]) -> None:
@@ -348,20 +321,17 @@ class MARS(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.exact and not self._looked_ahead:
+        if self.exact and not self.ahead.taken:
             raise RuntimeError("exact mode needs look_ahead() before each step()")
 
         self._follow()
         groups = self._gather()
         reduction = self._reduce(groups, with_last=not self.decides_on_host)
         if self.decides_on_host:
-            chosen = (
-                set(self.plans.parameters)
-                if self._measure
-                else must_be_read(self.param_groups, self.state, reduction)
-            )
+            chosen = must_be_read(self.param_groups, self.state, reduction)
+            chosen |= set(self.plans.parameters) if self._measure else set()
             reduction = read_last_grads(
-                reduction, chosen, groups, self.plans, self.state, self.compile
+                reduction, groups, self.plans, chosen, self.state, self.compile
             )
         self.grad_norm = reduction.norm
         updates = [(group, reduction.factors(group, self.exact, self.compile)) for group in groups]
@@ -397,12 +367,7 @@ class MARS(torch.optim.Optimizer):
         for group, _ in updates:
             if not group.rule.counts_steps:
                 torch._foreach_add_(group.steps, [ok.float()] * len(group.steps))
-        for parameter, ahead in self.ahead.items():
-            state = self.state[parameter]
-            state["last_grad"], self.ahead[parameter] = ahead, state["last_grad"]
-            norm, norms = state[SQUARED_NORM], self.squared_norms_ahead
-            state[SQUARED_NORM], norms[parameter] = norms[parameter], norm
-        self._looked_ahead = False
+        self.ahead.swap(self.state)
         self.skipped = count_skipped(self.skipped, ok)
         self._telemetry = [GroupTelemetry.of(group, factors) for group, factors in updates]
         self._measured, self._measure = self._measure or not self.decides_on_host, False

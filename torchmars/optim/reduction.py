@@ -1,6 +1,6 @@
 """The sums of a step over all ranks, and what follows: the global clip, and whether it counts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,10 @@ class Reduction:
     """<g, g>, <g, h> and <h, h> of each parameter, [3]; <g, g>, 0, 0 where h was not read."""
     ranks: Mapping[Tensor, Tensor]
     """How many of the ranks that share a parameter had a gradient of it, and how many not, [2]."""
+
+    def used_squared_norms(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the squared norms of the gradients of `parameters` after the global clip, [n]."""
+        return self.scale**2 * torch.stack([self.products[p][0] for p in parameters])
 
     def factors(self, group: GroupTensors, exact: bool, compile: bool) -> StepFactors:
         """Return what the sums make of `group`."""
@@ -114,7 +118,9 @@ def _sum_products(
         partial |= zip(group.parameters, with_gradient.unbind())
     zeros = torch.zeros(4, dtype=torch.float64, device=plans.device)
     without = F.pad(F.pad(zeros[:3], (1, 0), value=1.0), (1, 0))
-    rows = torch.stack(plans.shard_sum.sum([partial.get(p, without) for p in plans.parameters]))
+    places = enumerate(plans.parameters)
+    sums = plans.shard_sum.sum({place: partial.get(p, without) for place, p in places})
+    rows = torch.stack(list(sums.values()))
     ranks, products = rows.split([2, 3], -1)
     return dict(zip(plans.parameters, products)), dict(zip(plans.parameters, ranks))
 
