@@ -2,14 +2,21 @@
 
     python -m tests.benchmarks.optimizer_step
 
-It prints two tables. Element-wise: all parameters of GPT-2 small, against `clip_grad_norm_` and
-torch's fused AdamW, and against the MARS of timm and pytorch_optimizer where they are installed.
-Matrices: hidden matrices, against `torch.optim.Muon`. `--ranks 2` does both on FSDP shards of gloo
-ranks with one thread each, beside one rank with one thread. On a GPU it runs there, on one rank.
+It prints three tables. Element-wise: all parameters of GPT-2 small, against `clip_grad_norm_` and
+torch's fused AdamW, and against the MARS of timm and pytorch_optimizer where they are installed;
+once with gradients spread so that no last gradient must be read, once with most of them in the tied
+table, whose last gradient is then read. Matrices: hidden matrices, against `torch.optim.Muon`.
+`--ranks 2` does all on FSDP shards of gloo ranks with one thread each, beside one rank with one
+thread. `--only` takes some of the tables, `--few` the contenders of the project's goal. On a GPU it
+runs there, on one rank.
+
+Times are medians of interleaved steps, ratios are medians of the ratios of each turn, with their
+quartiles: a busy machine disturbs them less.
 """
 
 import argparse
 import importlib
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +36,12 @@ Step = Callable[[], None]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def model_with_gradients(args: GPT2Args) -> nn.Module:
+# The size of an entry of the tied table's gradient, beside those of others. The table then has 0.32
+# or 0.94 of the norm. Above 0.51, that is 1 / (1 + 2 kappa), its last gradient is read.
+TABLE_SIZES = {"spread": 0.5, "table": 4.0}
+
+
+def model_with_gradients(args: GPT2Args, table_size: float = 1.0) -> nn.Module:
     """A model on the device, sharded where there are ranks, with a gradient for every parameter."""
     model = GPT2(args).to(DEVICE)
     init_weights(model, 0)
@@ -37,8 +49,9 @@ def model_with_gradients(args: GPT2Args) -> nn.Module:
         for block in model.blocks.values():
             fully_shard(block)
         fully_shard(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter) * 1e-3
+    for name, parameter in model.named_parameters():
+        size = table_size if name == "tok_embed.weight" else 1.0
+        parameter.grad = torch.randn_like(parameter) * 1e-3 * size
     return model
 
 
@@ -52,8 +65,10 @@ def clip_then(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def elementwise_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
-    model = model_with_gradients(args)
+def elementwise_contenders(
+    args: GPT2Args, table_size: float, few: bool
+) -> Iterator[tuple[str, Step, nn.Module]]:
+    model = model_with_gradients(args, table_size)
     groups = [
         {key: group[key] for key in ("params", "lr", "betas", "weight_decay")}
         for group in param_groups(model, "adamw")
@@ -63,18 +78,18 @@ def elementwise_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Modul
         clip_then(model, torch.optim.AdamW(groups, fused=True)),
         model,
     )
-    for name in ("mars-adamw", "mars-lion", "adamw"):
-        model = model_with_gradients(args)
+    for name in ("mars-adamw",) if few else ("mars-adamw", "mars-lion", "adamw"):
+        model = model_with_gradients(args, table_size)
         yield name, MARS(param_groups(model, name), max_grad_norm=1.0).step, model
-    model = model_with_gradients(args)
+    model = model_with_gradients(args, table_size)
     yield (
         "mars-adamw, last_grad bfloat16",
         MARS(param_groups(model), max_grad_norm=1.0, last_grad_dtype=torch.bfloat16).step,
         model,
     )
-    if not dist.is_initialized():  # the others do not know shards
+    if not dist.is_initialized() and not few:  # the others do not know shards
         for name, build in others():
-            model = model_with_gradients(args)
+            model = model_with_gradients(args, table_size)
             yield (
                 f"clip_grad_norm_ + {name}",
                 clip_then(model, build(model.parameters(), lr=6e-3)),
@@ -117,19 +132,20 @@ def synchronize() -> None:
     dist.barrier() if dist.is_initialized() else None
 
 
-def measure(
-    contenders: Callable[[GPT2Args], Iterator[tuple[str, Step, nn.Module]]],
-    args: GPT2Args,
-    steps: int,
-    threads: int,
-) -> list[tuple]:
-    """Return name, median milliseconds, peak memory and collectives of a step of each contender.
+def contenders(kind: str, args: GPT2Args, few: bool) -> Iterator[tuple[str, Step, nn.Module]]:
+    if kind == "matrices":
+        return matrix_contenders(args)
+    return elementwise_contenders(args, TABLE_SIZES[kind], few)
+
+
+def measure(kind: str, args: GPT2Args, steps: int, threads: int, few: bool) -> list[tuple]:
+    """Return name, milliseconds of each step, peak memory and collectives of each contender.
 
     Memory is in bytes per parameter, beyond what is kept from step to step.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    named = list(contenders(args))
+    named = list(contenders(kind, args, few))
     times: dict[str, list[float]] = {name: [] for name, _, _ in named}
     for number in range(steps + 2):
         for name, step, _ in named:
@@ -149,7 +165,7 @@ def measure(
             CommDebugMode() as counted
         ):  # last, since torch.compile gives up on what it has seen under it
             step()
-        rows.append((name, statistics.median(times[name]), peak, counted.get_total_counts()))
+        rows.append((name, times[name], peak, counted.get_total_counts()))
     return rows
 
 
@@ -174,15 +190,6 @@ def peak_bytes(step: Step) -> int:
     return peak
 
 
-def on_rank(kind: str, args: GPT2Args, steps: int) -> list[tuple]:
-    return measure(
-        {"element-wise": elementwise_contenders, "matrices": matrix_contenders}[kind],
-        args,
-        steps,
-        threads=1,
-    )
-
-
 def copy_bandwidth() -> float:
     """Bytes per second of a large device-to-device copy, reads and writes."""
     source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
@@ -198,14 +205,19 @@ def copy_bandwidth() -> float:
 
 def show(title: str, rows: list[tuple], alone: list[tuple] | None = None) -> None:
     print(
-        f"\n{title}\n| step | ms | ratio | peak B/param | collectives |"
+        f"\n{title}, load {os.getloadavg()[0]:.1f}\n"
+        "| step | ms | ratio | peak B/param | collectives |"
         + (" 1 rank ms | speed-up |" if alone else "")
     )
     print("|---" * (7 if alone else 5) + "|")
-    for number, (name, milliseconds, extra, collectives) in enumerate(rows):
-        more = f" {alone[number][1]:.0f} | {alone[number][1] / milliseconds:.2f} |" if alone else ""
+    for number, (name, times, extra, collectives) in enumerate(rows):
+        low, ratio, high = statistics.quantiles([a / b for a, b in zip(times, rows[0][1])], n=4)
+        more, middle = "", statistics.median(times)
+        if alone:
+            of_one = statistics.median(alone[number][1])
+            more = f" {of_one:.0f} | {of_one / middle:.2f} |"
         print(
-            f"| {name} | {milliseconds:.1f} | {milliseconds / rows[0][1]:.2f} | {extra:.2f} "
+            f"| {name} | {middle:.1f} | {ratio:.2f} ({low:.2f} to {high:.2f}) | {extra:.2f} "
             f"| {collectives} |{more}"
         )
 
@@ -217,6 +229,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=[*TABLE_SIZES, "matrices"])
+    parser.add_argument("--few", action="store_true")
     options = parser.parse_args()
     small = GPT2Args(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, seq_len=1024)
     narrow = (
@@ -224,26 +238,24 @@ def main() -> None:
         if DEVICE.type == "cuda"
         else GPT2Args(n_layer=6, n_head=6, n_embd=384, vocab_size=320, seq_len=128)
     )
-    for kind, args, contenders in (
-        ("element-wise", small, elementwise_contenders),
-        ("matrices", narrow, matrix_contenders),
-    ):
+    for kind in options.only:
+        args = narrow if kind == "matrices" else small
         shape = f"{args.n_layer} layers of width {args.n_embd}"
         if options.ranks > 1:
-            rows = run_ranks(on_rank, options.ranks, kind, args, options.steps)[0]
+            rows = run_ranks(measure, options.ranks, kind, args, options.steps, 1, options.few)[0]
             show(
                 f"{kind}, {shape}, {options.ranks} ranks with one thread each",
                 rows,
-                measure(contenders, args, options.steps, 1),
+                measure(kind, args, options.steps, 1, options.few),
             )
         else:
-            rows = measure(contenders, args, options.steps, options.threads)
+            rows = measure(kind, args, options.steps, options.threads, options.few)
             show(f"{kind}, {shape}, one rank on {DEVICE.type}", rows)
-            if DEVICE.type == "cuda" and kind == "element-wise":
+            if DEVICE.type == "cuda" and kind == "spread":
                 # 11 passes of 4 bytes: g, h; then g, h, m, v, p read and h, m, v, p written.
                 elements = sum(p.numel() for p in GPT2(args).parameters())
                 bandwidth = copy_bandwidth()
-                moved = 44 * elements / (rows[1][1] * 1e-3)
+                moved = 44 * elements / (statistics.median(rows[1][1]) * 1e-3)
                 print(
                     f"copy {bandwidth / 1e12:.2f} TB/s; mars-adamw moves 44 B/param at "
                     f"{moved / bandwidth:.0%} of it"

@@ -75,8 +75,8 @@ def spoil_all(saved):
         (spoil_step, r"'up.weight' .*: step has shape \(2,\)"),
         (
             spoil_keys,
-            r"'up.weight' .* has the state exp_avg, last_grad, step in .* "
-            "needs exp_avg, exp_avg_sq, last_grad, step",
+            r"'up.weight' .* has the state exp_avg, last_grad, last_grad_squared_norm, step in .* "
+            "needs exp_avg, exp_avg_sq, last_grad, last_grad_squared_norm, step",
         ),
         (spoil_rule, "group 0 of the state_dict is of the rule lion, here it is of mars-adamw"),
         (spoil_count, "group 0 has 4 parameters in the state_dict, 5 in this optimizer"),

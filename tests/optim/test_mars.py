@@ -91,8 +91,10 @@ def test_state_is_complete_before_the_first_step():
     model = nn.Linear(4, 3)
     optimizer = MARS(model.named_parameters())
     for parameter in model.parameters():
-        assert set(optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq", "last_grad"}
-        assert all(torch.is_tensor(value) for value in optimizer.state[parameter].values())
+        state = optimizer.state[parameter]
+        buffers = {"exp_avg", "exp_avg_sq", "last_grad"}
+        assert set(state) == buffers | {"step", "last_grad_squared_norm"}
+        assert all(torch.is_tensor(value) for value in state.values())
 
 
 def test_state_dict_round_trip_continues_bit_for_bit():

@@ -102,7 +102,7 @@ def accelerated():
             isinstance(p, DTensor) and isinstance(value, DTensor)
             for p, state in optimizer.state.items()
             for key, value in state.items()
-            if key != "step"
+            if value.ndim
         )
         train(model, prepared, range(4, 5), accelerator.backward)
         result[rule, efficient] = whole(model)

@@ -16,7 +16,10 @@ def test_telemetry():
     parameters = [nn.Parameter(start) for start in starts(torch.float64)]
     optimizer = MARS([{"params": parameters, "role": "matrix"}], gamma=0.1)
     sequences = [gradients(shape, 20, seed, torch.float64) for seed, shape in enumerate(SHAPES)]
-    run(optimizer, parameters, [sequence[:6] for sequence in sequences])
+    run(optimizer, parameters, [sequence[:5] for sequence in sequences])
+    assert not {"matrix/cosine", "matrix/correction"} & set(optimizer.telemetry())
+    optimizer.measure_correction()
+    run(optimizer, parameters, [sequence[5:6] for sequence in sequences])
     numbers = optimizer.telemetry()
     g, h = (torch.cat([sequence[step].flatten() for sequence in sequences]) for step in (5, 4))
     kappa = 0.1 * 0.95 / 0.05
@@ -26,6 +29,8 @@ def test_telemetry():
     assert numbers["matrix/cosine"] == pytest.approx((g @ h / g.norm() / h.norm()).item())
     assert numbers["matrix/correction"] == pytest.approx((kappa * (g - h).norm() / g.norm()).item())
     assert numbers["matrix/clipped"] == sum(norm > 1 for norm in norms) / len(norms)
+    run(optimizer, parameters, [sequence[6:7] for sequence in sequences])
+    assert "matrix/cosine" not in optimizer.telemetry()  # it was announced for one step
 
 
 def test_reading_changes_nothing_and_an_interval_starts_by_its_own_verb():

@@ -4,6 +4,9 @@ Entries of the manifest, keys of its config among them, are renamed where the ma
 
 State tensors are renamed where they are read. Until Lion and Muon kept buffers that do not depend
 on the betas, these were scaled by them and called "momentum".
+
+The squared norm of a last gradient came later. Where a checkpoint lacks it, it is not known (NaN),
+and the first step reads that gradient.
 """
 
 from collections.abc import Collection
@@ -14,6 +17,7 @@ from torch import nn
 from torchmars.config.load import config_from_tables
 from torchmars.optim import param_groups
 from torchmars.optim.rules import current_name, unscaling
+from torchmars.optim.rules.rule import SQUARED_NORM
 
 # By the last version of the format that has the old name (see `Format.renamed`). The key steps of
 # the config's section training is "config.training.steps".
@@ -24,6 +28,16 @@ RENAMED = {
 
 
 def current_names(saved: dict[str, str]) -> dict[str, str]:
+    """Return a manifest's `optimizer` as it would be today: renamed, with the squared norms."""
+    result = {}
+    for name, words in renamed(saved).items():
+        rule, *keys = words.split() or [""]
+        norms = {SQUARED_NORM} if "last_grad" in keys else set()
+        result[name] = " ".join([rule, *sorted({*keys} | norms)])
+    return result
+
+
+def renamed(saved: dict[str, str]) -> dict[str, str]:
     """Return a manifest's `optimizer` with old names of state tensors made those of today."""
     result = {}
     for name, words in saved.items():
@@ -45,7 +59,7 @@ def names_in_checkpoint(
     the factor depends on the betas that the checkpoint was made with. `saved` are the names of the
     checkpoint's tensors, `model` is of the same parameters.
     """
-    if current_names(optimizer) == optimizer:
+    if renamed(optimizer) == optimizer:
         return {}
     found = {}
     settings = config_from_tables(config, "in the checkpoint").optimizer.settings()

@@ -5,6 +5,7 @@ The saver writes them. Reading never runs code that a file brings.
 
 import hashlib
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
@@ -23,6 +24,7 @@ from torchmars.checkpoint.old_names import names_in_checkpoint
 from torchmars.core.files import read_bytes
 from torchmars.models import Model
 from torchmars.optim import MARS
+from torchmars.optim.rules.rule import SQUARED_NORM
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 
@@ -149,10 +151,14 @@ def read_state(
     saved: Collection[str],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Fill `state` as `read_tensors` does, also where the checkpoint has some former names.
+    """Fill `state` as `read_tensors` does, also where the checkpoint is of an earlier release.
 
     `saved` are the names in the checkpoint. `model` is the whole one that `state` is a part of.
     """
+    unknown = {name for name in state if name.endswith(f".{SQUARED_NORM}") and name not in saved}
+    for name in unknown:
+        state[name].fill_(math.nan)
+    state = {name: value for name, value in state.items() if name not in unknown}
     former = names_in_checkpoint(manifest.optimizer, manifest.config, model, state, saved)
     by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
     read_tensors(folder, by_name, group)

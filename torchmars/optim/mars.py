@@ -15,6 +15,8 @@ from torch import Tensor
 
 from torchmars.optim.checks import check_hyperparameters, check_parameters
 from torchmars.optim.exchange import Exchange
+from torchmars.optim.last_grads import keep_squared_norms, must_be_read, read_last_grads
+from torchmars.optim.look_ahead import LookAhead
 from torchmars.optim.norms import MeshGroups
 from torchmars.optim.param_groups import complete_group, warn_of_unsorted
 from torchmars.optim.passes import pays_to_compile
@@ -23,10 +25,16 @@ from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, w
 from torchmars.optim.reduction import Reduction, gather_gradients, reduce_gradients
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import MatrixRule, MatrixStep, MatrixUpdate
-from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, State, StepFactors
+from torchmars.optim.rules.rule import (
+    SQUARED_NORM,
+    ElementwiseRule,
+    GroupTensors,
+    State,
+    StepFactors,
+)
 from torchmars.optim.state import Loaded, carried_state, check_loaded, unchanged
 from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report
-from torchmars.optim.tensors import flat, local_part
+from torchmars.optim.tensors import local_part
 
 
 class MARS(torch.optim.Optimizer):
@@ -47,10 +55,15 @@ class MARS(torch.optim.Optimizer):
     is the norm of the whole tensor. A sharded matrix is orthogonalised whole, on the rank that owns
     it. A step makes one all-reduce for each distinct set of mesh axes that parameters are sharded
     over, and two all-to-alls for each bucket of sharded matrices (with replicas an all-gather too).
-    It never waits for the device. Creating the optimizer is then collective. State is created here,
-    not at the first step. Where ranks have copies, one more all-reduce for each mesh, of two
-    numbers, makes `grad_norm` and the verdict whether a step counts the same on all of them. It
-    covers plain tensors beside DTensors; plain tensors alone communicate nothing.
+    It never waits for a GPU. Creating the optimizer is then collective. State is created here, not
+    at the first step. Where ranks have copies, one more all-reduce for each mesh, of two numbers,
+    makes `grad_norm` and the verdict whether a step counts the same on all of them. It covers plain
+    tensors beside DTensors; plain tensors alone communicate nothing.
+
+    On a CPU a step reads g for all norms, and h only where ||h||, known from the step before,
+    leaves open whether c is clipped: where (1 + kappa) ||g|| + kappa ||h|| > clip. Sets of axes
+    with such a tensor make a second all-reduce. On a GPU every h is read with g. Results are the
+    same to the last bit either way.
 
     FSDP1's flattened parameters are refused: use FSDP2's `fully_shard`. The parameters that
     `ZeroRedundancyOptimizer` gives to a rank look like a whole model. Pass it
@@ -138,11 +151,12 @@ class MARS(torch.optim.Optimizer):
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
         self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype)
-        # Exact mode: the next step's last gradient of each parameter.
-        self.ahead: dict[Tensor, Tensor] = {}
-        self._looked_ahead = False
+        self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
         self.compile = bool(compile)
+        # Whether a step sees g before it decides which h to read: where the host need not wait.
+        self.decides_on_host = False
+        self._measure = self._measured = False
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
         self.skipped = torch.zeros(3, dtype=torch.int64)
@@ -180,28 +194,24 @@ class MARS(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self.state.update(state)
-        self._look_ahead_for(state)
+        if self.exact:
+            self.ahead.add(state)
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
         # The count lies beside the parameter: kernels read it there, and the host never needs it.
-        state = {"step": torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)}
+        device = local_part(parameter).device
+        state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
         for name in RULES[group["rule"]].buffers(group["clip"], self.exact):
             dtype = self.last_grad_dtype if name == "last_grad" else None
             state[name] = torch.zeros_like(parameter, dtype=dtype).detach()
+        if "last_grad" in state:
+            state[SQUARED_NORM] = torch.zeros((), dtype=torch.float64, device=device)
         return state
-
-    def _look_ahead_for(self, state: dict[Tensor, State]) -> None:
-        """In exact mode, make room for the next last gradients of the parameters of `state`."""
-        if self.exact:
-            self.ahead |= {
-                parameter: torch.zeros_like(each["last_grad"])
-                for parameter, each in state.items()
-                if "last_grad" in each
-            }
 
     def _settle(self) -> None:
         """Choose what depends on the device and the size of the parameters."""
         locals, device = map(local_part, self.plans.parameters), self.plans.device
+        self.decides_on_host = device.type == "cpu"
         self.compile = (
             pays_to_compile(locals, device)
             if self._requested_compile is None
@@ -221,7 +231,7 @@ class MARS(torch.optim.Optimizer):
         """
         if unchanged(self.param_groups, self.plans.known):
             return
-        if self._looked_ahead:
+        if self.ahead.taken:
             raise RuntimeError("parameters were replaced or moved between look_ahead() and step()")
         for number, group in enumerate(self.param_groups):
             check_parameters(group, number)
@@ -229,8 +239,9 @@ class MARS(torch.optim.Optimizer):
         plans = Plans(self.plans.mesh_groups, self.plans.agreement.norm_group, self.matrix_dtype)
         for group in self.param_groups:
             plans.add(group)
-        self.plans, self.state, self.ahead = plans, defaultdict(dict, state), {}
-        self._look_ahead_for(state)
+        self.plans, self.state, self.ahead = plans, defaultdict(dict, state), LookAhead()
+        if self.exact:
+            self.ahead.add(state)
         self._settle()
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,20 +291,7 @@ class MARS(torch.optim.Optimizer):
         self._follow()
         groups = self._gather()
         reduction = self._reduce(groups, with_last=False)
-        gradients = {
-            parameter: gradient
-            for group in groups
-            for parameter, gradient in zip(group.parameters, group.grads)
-        }
-        for parameter, target in self.ahead.items():
-            if parameter not in gradients:
-                target.zero_()
-                continue
-            gradient = gradients[parameter]
-            used = gradient * reduction.scale.to(gradient.dtype)
-            # Where one is broken none of them counts, since their norm is unknown.
-            flat(local_part(target)).copy_(torch.where(reduction.ok, used, math.nan))
-        self._looked_ahead = True
+        self.ahead.take(groups, reduction)
 
     @torch.no_grad()
     def skip_next_correction(self, parameters: Iterable[Tensor]) -> None:
@@ -305,6 +303,7 @@ class MARS(torch.optim.Optimizer):
         for parameter in parameters:
             if "last_grad" in self.state[parameter]:  # NaN: there is none
                 self.state[parameter]["last_grad"].fill_(math.nan)
+                self.state[parameter][SQUARED_NORM].fill_(math.nan)
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -322,12 +321,18 @@ class MARS(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.exact and not self._looked_ahead:
+        if self.exact and not self.ahead.taken:
             raise RuntimeError("exact mode needs look_ahead() before each step()")
 
         self._follow()
         groups = self._gather()
-        reduction = self._reduce(groups, with_last=True)
+        reduction = self._reduce(groups, with_last=not self.decides_on_host)
+        if self.decides_on_host:
+            chosen = must_be_read(self.param_groups, self.state, reduction)
+            chosen |= set(self.plans.parameters) if self._measure else set()
+            reduction = read_last_grads(
+                reduction, groups, self.plans, chosen, self.state, self.compile
+            )
         self.grad_norm = reduction.norm
         updates = [(group, reduction.factors(group, self.exact, self.compile)) for group in groups]
         matrices = MatrixStep(
@@ -346,6 +351,8 @@ class MARS(torch.optim.Optimizer):
                 group.rule.update(group, factors)
         exchange.finish()
         matrices.after_directions()
+        if not self.exact:
+            keep_squared_norms(reduction, self.state)
         self._finish(reduction.ok, updates)
         return loss
 
@@ -360,12 +367,18 @@ class MARS(torch.optim.Optimizer):
         for group, _ in updates:
             if not group.rule.counts_steps:
                 torch._foreach_add_(group.steps, [ok.float()] * len(group.steps))
-        for parameter, ahead in self.ahead.items():
-            state = self.state[parameter]
-            state["last_grad"], self.ahead[parameter] = ahead, state["last_grad"]
-        self._looked_ahead = False
+        self.ahead.swap(self.state)
         self.skipped = count_skipped(self.skipped, ok)
         self._telemetry = [GroupTelemetry.of(group, factors) for group, factors in updates]
+        self._measured, self._measure = self._measure or not self.decides_on_host, False
+
+    def measure_correction(self) -> None:
+        """Let the next step read every last gradient, for the numbers that `telemetry` makes of it.
+
+        On a GPU every step does. On a CPU it makes that step slower and changes no result. All
+        ranks must call it before the same step.
+        """
+        self._measure = True
 
     def telemetry(self) -> dict[str, float]:
         """Return what the reductions of the last step say, as numbers. Waits for the device once.
@@ -376,11 +389,18 @@ class MARS(torch.optim.Optimizer):
         moment's sum where there is one, relative to the gradient after the global clip. Far above
         1, an earlier gradient that was much larger decides where the weights go. A role with last
         gradients also has "ROLE/clipped" (the fraction of its tensors whose corrected gradient was
-        clipped), "ROLE/correction" (the size of the correction relative to the gradient) and
-        "ROLE/cosine" (of the gradient and the last one).
+        clipped). After a step that `measure_correction` announced, and after every step on a GPU,
+        it has "ROLE/correction" (the size of the correction relative to the gradient) and
+        "ROLE/cosine" (of the gradient and the last one). Other steps need not read what these are
+        made of.
         """
         return report(
-            self.grad_norm, self.skipped, self._telemetry, self.state, self.plans.agreement
+            self.grad_norm,
+            self.skipped,
+            self._telemetry,
+            self._measured,
+            self.state,
+            self.plans.agreement,
         )
 
     def start_interval(self) -> None:

@@ -1,7 +1,7 @@
 """Norms of what lies on many ranks: of a tensor in shards, and of a model in parts and copies."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,24 +27,25 @@ class ShardSum:
         self.axes: list[MeshAxes | None] = []
 
     def add(self, parameter: Tensor) -> None:
-        """Give `parameter` the next place in the list that `sum` takes."""
+        """Give `parameter` the next place of those that `sum` takes."""
         axes = shard_axes(parameter)
         self.axes.append(axes)
         if axes is not None and axes not in self.groups:
             self.groups[axes] = self._mesh_groups.over(*axes)
 
-    def sum(self, partial: list[Tensor]) -> list[Tensor]:
-        """Return the sums over the shards of `partial`.
+    def sum(self, partial: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the sums over the shards of `partial`: tensors of one shape, by their places.
 
-        That has a tensor of one shape for each added parameter, in order.
+        All ranks that share a tensor give its place.
         """
-        whole = list(partial)
+        whole = dict(partial)
         for axes, group in self.groups.items():
-            places = [place for place, other in enumerate(self.axes) if other == axes]
+            places = [place for place in partial if self.axes[place] == axes]
+            if not places:
+                continue
             values = torch.stack([partial[place] for place in places])
             dist.all_reduce(values, group=group)
-            for place, value in zip(places, values.unbind()):
-                whole[place] = value
+            whole |= zip(places, values.unbind())
         return whole
 
 

@@ -1,8 +1,8 @@
 """Passes over flat local tensors, fused into kernels by torch.compile, on CPU and GPU alike.
 
-A step makes two passes. `inner_products` reads the gradient and the last gradient once for all
-norms. A rule's own pass reads everything once more and writes it. Both are plain torch on lists.
-Nothing waits for the device: every factor is a 0-d tensor in the dtype of the computation.
+A step makes two passes. The first reads the gradients for all norms, and those last gradients that
+have a say. A rule's own pass reads everything once more and writes it. Both are plain torch on
+lists. Nothing waits for the device: every factor is a 0-d tensor in the dtype of the computation.
 """
 
 import functools
@@ -100,13 +100,27 @@ def inner_products(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
     """
     result = []
     for g, h in tensors:
-        g, h = g.double(), h.double()
+        g, h = _double(g), _double(h)
         result.append(torch.stack([(g * g).sum(), (g * h).sum(), (h * h).sum()]))
     return result
 
 
+def squared_sums(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
+    """Return [<g, g>, 0, 0] of each (g,), summed as `inner_products` sums it."""
+    result = []
+    for (g,) in tensors:
+        g = _double(g)
+        result.append(F.pad((g * g).sum()[None], (0, 2)))
+    return result
+
+
+def _double(values: Tensor) -> Tensor:
+    """Return `values` in float64, by way of float32: compiled code is then vectorised."""
+    return values.to(torch.promote_types(values.dtype, torch.float32)).double()
+
+
 def squared_norms(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
-    """Return [<g, g>, 0, 0] of each (g,), in float64: `inner_products` without a last gradient."""
+    """Return [<g, g>, 0, 0] of each (g,), in float64, without memory beside g when not compiled."""
     return [
         F.pad(torch.linalg.vector_norm(g, dtype=torch.float64).square()[None], (0, 2))
         for (g,) in tensors
@@ -115,4 +129,4 @@ def squared_norms(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
 
 def write_if(ok: Tensor, target: Tensor, values: Tensor) -> None:
     """Write `values` to `target` in its dtype, if the step counts (`ok`, a 0-d bool)."""
-    target.copy_(torch.where(ok, values.to(target.dtype), target))
+    target.copy_(torch.where(ok, values, target.to(values.dtype)))

@@ -1,13 +1,14 @@
 """The sums of a step over all ranks, and what follows: the global clip, and whether it counts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.optim.passes import inner_products, run_pass, squared_norms
+from torchmars.optim.passes import inner_products, run_pass, squared_norms, squared_sums
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.rule import GroupTensors, State, StepFactors
@@ -47,7 +48,13 @@ class Reduction:
     ok: Tensor
     """Whether the step counts, 0-d bool: no gradient is broken or too large to compute with."""
     products: Mapping[Tensor, Tensor]
-    """<g, g>, <g, h> and <h, h> of each parameter, [3]."""
+    """<g, g>, <g, h> and <h, h> of each parameter, [3]; <g, g>, 0, 0 where h was not read."""
+    ranks: Mapping[Tensor, Tensor]
+    """How many of the ranks that share a parameter had a gradient of it, and how many not, [2]."""
+
+    def used_squared_norms(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the squared norms of the gradients of `parameters` after the global clip, [n]."""
+        return self.scale**2 * torch.stack([self.products[p][0] for p in parameters])
 
     def factors(self, group: GroupTensors, exact: bool, compile: bool) -> StepFactors:
         """Return what the sums make of `group`."""
@@ -76,7 +83,7 @@ def reduce_gradients(
 
     `with_last`: also take the products with the last gradients.
     """
-    products = _sum_products(groups, plans, with_last, compile)
+    products, ranks = _sum_products(groups, plans, with_last, compile)
     total = torch.stack(list(products.values())).sum(0)[0]
     strains = [group.overflow_ratio(_of(group, products)) for group in groups]
     strain = torch.stack([torch.zeros_like(total), *strains]).max()
@@ -87,13 +94,13 @@ def reduce_gradients(
         scale = torch.where(finite, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     # A scale that float32 has no full digits for would not bring gradients to the norm.
     ok = finite & (scale * strain <= 1) & (scale >= torch.finfo(torch.float32).tiny)
-    return Reduction(norm, max_grad_norm is not None, scale, ok, products)
+    return Reduction(norm, max_grad_norm is not None, scale, ok, products, ranks)
 
 
 def _sum_products(
     groups: Sequence[GroupTensors], plans: Plans, with_last: bool, compile: bool
-) -> dict[Tensor, Tensor]:
-    """Return the products of each parameter, summed over its shards.
+) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
+    """Return the products of each parameter, summed over its shards, and `Reduction.ranks`.
 
     Every rank reduces all parameters, also those that have no gradient on this one.
     """
@@ -105,11 +112,17 @@ def _sum_products(
             values = run_pass(inner_products, pairs, no_factors, compile)
         else:
             singles = [(gradient,) for gradient in group.grads]
-            values = run_pass(squared_norms, singles, no_factors, compile)
-        partial |= zip(group.parameters, values)
-    zeros = torch.zeros(3, dtype=torch.float64, device=plans.device)
-    sums = plans.shard_sum.sum([partial.get(parameter, zeros) for parameter in plans.parameters])
-    return dict(zip(plans.parameters, sums))
+            first_pass = squared_sums if group.last_grads else squared_norms
+            values = run_pass(first_pass, singles, no_factors, compile)
+        with_gradient = F.pad(F.pad(torch.stack(values), (1, 0)), (1, 0), value=1.0)
+        partial |= zip(group.parameters, with_gradient.unbind())
+    zeros = torch.zeros(4, dtype=torch.float64, device=plans.device)
+    without = F.pad(F.pad(zeros[:3], (1, 0), value=1.0), (1, 0))
+    places = enumerate(plans.parameters)
+    sums = plans.shard_sum.sum({place: partial.get(p, without) for place, p in places})
+    rows = torch.stack(list(sums.values()))
+    ranks, products = rows.split([2, 3], -1)
+    return dict(zip(plans.parameters, products)), dict(zip(plans.parameters, ranks))
 
 
 def _of(group: GroupTensors, products: Mapping[Tensor, Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """Each parameter's state: its layout, how it follows its parameter, how a saved one is loaded."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchmars.optim.checks import check_hyperparameters, parameter_name
 from torchmars.optim.rules import RULES, current_name, state_fits, unscaling
-from torchmars.optim.rules.rule import State
+from torchmars.optim.rules.rule import SQUARED_NORM, State
 from torchmars.optim.tensors import local_intervals, local_part
 
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
@@ -201,6 +202,8 @@ def check_loaded(
                 current = _current(entries, theirs, ours["rule"], fresh, name)
                 if "last_grad" in fresh.keys() - current.keys():
                     loaded.without_last_grad.append(parameter)
+                if SQUARED_NORM in fresh.keys() - current.keys():  # of an earlier release
+                    fresh[SQUARED_NORM].fill_(math.nan)
                 for each in fresh.keys() & current.keys():
                     fill(fresh[each], current[each])
     return loaded

@@ -74,10 +74,14 @@ def report(
     grad_norm: Tensor,
     skipped: Tensor,
     groups: Sequence[GroupTelemetry],
+    measured: bool,
     state: dict[Tensor, State],
     agreement: Agreement,
 ) -> dict[str, float]:
-    """Return what `MARS.telemetry` returns. Waits for the device once."""
+    """Return what `MARS.telemetry` returns. Waits for the device once.
+
+    `measured`: the step read all last gradients.
+    """
     total, _, longest = skipped.unbind()
     of_all = torch.stack([grad_norm, total.double(), longest.double()])
     sums: dict[str, Tensor] = {}
@@ -87,11 +91,11 @@ def report(
     first, *rows = torch.stack([F.pad(of_all, (0, 6)), *sums.values()]).tolist()
     numbers = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), first))
     for role, row in agreement.add_up(dict(zip(sums, rows))).items():
-        numbers |= {f"{role}/{name}": value for name, value in role_numbers(row).items()}
+        numbers |= {f"{role}/{name}": value for name, value in role_numbers(row, measured).items()}
     return numbers
 
 
-def role_numbers(sums: list[float]) -> dict[str, float]:
+def role_numbers(sums: list[float], measured: bool) -> dict[str, float]:
     """Return the numbers of a role, from its `GroupTelemetry.sums`."""
     gg, used, memory, kept, gh, hh, correction, clipped, tensors = sums
     numbers = {
@@ -100,6 +104,7 @@ def role_numbers(sums: list[float]) -> dict[str, float]:
     }
     if tensors:
         numbers["clipped"] = clipped / tensors
+    if tensors and measured:
         # The first step has no last gradient, and reports 0.
         numbers["correction"] = math.sqrt(correction / kept) if kept > 0 else 0.0
         numbers["cosine"] = gh / math.sqrt(kept * hh) if kept * hh > 0 else 0.0

@@ -98,7 +98,7 @@ class Trainer:
                 continue
             state = self.state
             state.step, state.validation_loss = state.step + 1, None
-            if due(state.step, config.metrics.log_interval, last) or state.step == 1:
+            if self.report_due(state.step):
                 self.report(*made)
             self.progress.report_epochs(self.loader.epochs)
             stop = stop and state.step < last
@@ -145,6 +145,8 @@ class Trainer:
         if self.without_last_grad:
             optimizer.skip_next_correction(self.without_last_grad)
             self.without_last_grad = []
+        if self.report_due(state.step + 1):
+            optimizer.measure_correction()
         enter_phase("optimizer")
         if stands_out:
             optimizer.skip()
@@ -211,6 +213,11 @@ class Trainer:
         self.loader.seek(position, self.loader.shares)
         self.without_last_grad = self.checkpointer.look_ahead_parameters()
         self.progress.rewind(self.state, resumed.folder)
+
+    def report_due(self, step: int) -> bool:
+        """Return whether `step` is reported."""
+        training, metrics = self.config.training, self.config.metrics
+        return step == 1 or due(step, metrics.log_interval, training.steps)
 
     def report(self, loss: Tensor, lr: float) -> None:
         """Report the step just made. Waits for the device."""

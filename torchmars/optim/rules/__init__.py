@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from torchmars.optim.rules.adamw import AdamW, MarsAdamW
 from torchmars.optim.rules.lion import Lion, MarsLion
 from torchmars.optim.rules.matrix import MarsM, MarsShampoo, Muon
-from torchmars.optim.rules.rule import Rule
+from torchmars.optim.rules.rule import SQUARED_NORM, Rule
 
 RULES: dict[str, Rule] = {
     rule.name: rule
@@ -17,10 +17,12 @@ def state_fits(rule: str, wanted: Iterable[str], saved_rule: str, saved: Iterabl
     """Return whether `rule` can go on from state of the names `saved` that `saved_rule` left.
 
     Moving averages mean the same under every rule that keeps them. A lean "momentum" fits its own
-    rule only. A last gradient may be missing: it is started anew.
+    rule only. A last gradient may be missing: it is started anew. So may its squared norm.
     """
     missing = set(wanted) - set(saved)
-    return missing <= {"last_grad"} and ("momentum" not in wanted or rule == saved_rule)
+    return missing <= {"last_grad", SQUARED_NORM} and (
+        "momentum" not in wanted or rule == saved_rule
+    )
 
 
 def current_name(rule: str, saved_name: str) -> str:

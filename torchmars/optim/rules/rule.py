@@ -12,7 +12,12 @@ from torchmars.optim.rules.correction import GroupCorrections, corrected_squared
 from torchmars.optim.tensors import flat, local_gradient, local_part
 
 Settings = dict[str, Any]  # of an optimizer by its name, or of a parameter group
-State = dict[str, Tensor]  # of a parameter: "step" and the rule's buffers
+# Of a parameter: "step", the rule's buffers, and where "last_grad" is one, its squared norm.
+State = dict[str, Tensor]
+SQUARED_NORM = "last_grad_squared_norm"
+"""<h, h> of the whole last gradient h, as far as known without reading it: 0-d in float64.
+
+It is that of h before it was rounded to its dtype. NaN: not known. Who writes to h makes it NaN."""
 
 
 class Rule(ABC):
@@ -104,7 +109,7 @@ class GroupTensors:
         self.buffers = {
             name: [flat(local_part(state[name])) for state in states]
             for name in states[0]
-            if name != "step"
+            if name not in ("step", SQUARED_NORM)
         }
         self.last_grads = self.buffers.get("last_grad", [])
         if rule.corrected and not self.last_grads and settings["clip"] is not None:
