@@ -21,6 +21,7 @@ class Waits(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.control = None
+        self.in_optimizer = False
         self.steps = []
 
     def note(self, what):
@@ -36,7 +37,7 @@ class Waits(TorchDispatchMode):
                 given = [*args, *(each.default_value for each in expected[len(args) :])]
                 begins = dict(zip([each.name for each in expected], given)).get("async_op")
                 self.note(f"{name} {'begins' if begins else 'waits'}")
-        elif name == "_local_scalar_dense":
+        elif name == "_local_scalar_dense" and not self.in_optimizer:
             self.note("number")
         return op(*args, **(kwargs or {}))
 
@@ -52,6 +53,12 @@ def steps_of(tables):
 
         return call
 
+    def optimizer_step(self, original=MARS.step):
+        waits.note("optimizer")
+        waits.in_optimizer = True  # it decides by numbers on a CPU only, where nothing waits
+        original(self)
+        waits.in_optimizer = False
+
     def train_step(self, original=Trainer.train_step):
         waits.control = self.layout.control.group_name
         waits.steps.append([])
@@ -60,7 +67,7 @@ def steps_of(tables):
     Trainer.train_step = train_step
     Agreement.result = note_before(Agreement.result, "result")
     ParallelModel.backward = note_before(ParallelModel.backward, "backward")
-    MARS.step = note_before(MARS.step, "optimizer")
+    MARS.step = optimizer_step
     with waits:
         train_here(tables)
     return waits.steps
