@@ -69,7 +69,7 @@ def results_table(subjects: list[Subject]) -> list[str]:
         phase: None for each in subjects for found in each.rounds for phase in found.phases_ms
     }
     rows = [
-        ["", *(each.name for each in subjects)],
+        *([["", *(each.name for each in subjects)]] if len(subjects) > 1 else []),
         ["tokens/s", *(each.rate().describe(",.0f") for each in subjects)],
         row("mfu", ".1%", lambda found: found.mfu),
         row("step, ms", ",.1f", lambda found: found.step_ms),

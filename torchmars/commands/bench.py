@@ -119,7 +119,8 @@ def introduction(
         f"the last minute; torch {machine['torch']}",
     )
     for each in subjects:
-        where = f"{each.ranks} ranks, data: {each.data}"
+        ranks = "1 rank" if each.ranks == 1 else f"{each.ranks} ranks"
+        where = f"{ranks}, data: {each.data}"
         lines += labelled(each.name or "config", each.arguments, where)
     return [
         *lines,
