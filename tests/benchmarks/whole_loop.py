@@ -30,6 +30,7 @@ import torch
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.config.load import config_from_tables
 from torchmars.core.tables import table
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_meta_model
 
 LOG_INTERVAL, BATCH, LENGTH, ROWS = 5, 8, 256, 8192
@@ -48,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TRAINING = {"global_batch_size": BATCH, "seq_len": LENGTH, "dtype": "float32"}
 QUICKSTART = {
-    "model": {"name": "gpt2", "size": "nano"},
+    "model": {"name": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 256},
     "training": TRAINING | {"seq_len": 128},
 }
 # What each part of the benchmark compares: the ranks and the tables of a run of ours, or the name
@@ -181,7 +182,8 @@ def tokens_per_step(tables: dict[str, dict]) -> int:
 
 def flops_per_token(tables: dict[str, dict]) -> int:
     config = config_from_tables(tables, "in the benchmark")
-    return build_meta_model(config.model, ROWS, config.training.seq_len).flops_per_token()
+    tokens = load_tokenizer(config.data.tokenizer).vocab_size
+    return build_meta_model(config.model, tokens, config.training.seq_len).flops_per_token()
 
 
 def main() -> None:
