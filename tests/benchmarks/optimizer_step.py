@@ -7,8 +7,9 @@ torch's fused AdamW, and against the MARS of timm and pytorch_optimizer where th
 once with gradients spread so that no last gradient must be read, once with most of them in the tied
 table, whose last gradient is then read. Matrices: hidden matrices, against `torch.optim.Muon`.
 `--ranks 2` does all on FSDP shards of gloo ranks with one thread each, beside one rank with one
-thread. `--only` takes some of the tables, `--few` the contenders of the project's goal. On a GPU it
-runs there, on one rank.
+thread. `--only` takes some of the tables, `--few` the contenders of the project's goal.
+`--cpu-time` counts the time that the process computes, and not that it waits for others on a busy
+machine: take one thread with it. On a GPU it runs there, on one rank.
 
 Times are medians of interleaved steps, ratios are medians of the ratios of each turn, with their
 quartiles: a busy machine disturbs them less.
@@ -138,11 +139,14 @@ def contenders(kind: str, args: GPT2Args, few: bool) -> Iterator[tuple[str, Step
     return elementwise_contenders(args, TABLE_SIZES[kind], few)
 
 
-def measure(kind: str, args: GPT2Args, steps: int, threads: int, few: bool) -> list[tuple]:
+def measure(
+    kind: str, args: GPT2Args, steps: int, threads: int, few: bool, cpu_time: bool
+) -> list[tuple]:
     """Return name, milliseconds of each step, peak memory and collectives of each contender.
 
     Memory is in bytes per parameter, beyond what is kept from step to step.
     """
+    clock = time.process_time if cpu_time else time.perf_counter
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     named = list(contenders(kind, args, few))
@@ -151,11 +155,11 @@ def measure(kind: str, args: GPT2Args, steps: int, threads: int, few: bool) -> l
         for name, step, _ in named:
             step()  # not counted: it finds the caches and pages as the contender before left them
             synchronize()
-            began = time.perf_counter()
+            began = clock()
             step()
             synchronize()
             if number >= 2:  # compilation
-                times[name].append((time.perf_counter() - began) * 1e3)
+                times[name].append((clock() - began) * 1e3)
     peaks = [
         peak_bytes(step) / sum(p.numel() for p in model.parameters()) for _, step, model in named
     ]
@@ -231,7 +235,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="+", default=[*TABLE_SIZES, "matrices"])
     parser.add_argument("--few", action="store_true")
+    parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
+    how = options.few, options.cpu_time
     small = GPT2Args(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, seq_len=1024)
     narrow = (
         small
@@ -242,14 +248,14 @@ def main() -> None:
         args = narrow if kind == "matrices" else small
         shape = f"{args.n_layer} layers of width {args.n_embd}"
         if options.ranks > 1:
-            rows = run_ranks(measure, options.ranks, kind, args, options.steps, 1, options.few)[0]
+            rows = run_ranks(measure, options.ranks, kind, args, options.steps, 1, *how)[0]
             show(
                 f"{kind}, {shape}, {options.ranks} ranks with one thread each",
                 rows,
-                measure(kind, args, options.steps, 1, options.few),
+                measure(kind, args, options.steps, 1, *how),
             )
         else:
-            rows = measure(kind, args, options.steps, options.threads, options.few)
+            rows = measure(kind, args, options.steps, options.threads, *how)
             show(f"{kind}, {shape}, one rank on {DEVICE.type}", rows)
             if DEVICE.type == "cuda" and kind == "spread":
                 # 11 passes of 4 bytes: g, h; then g, h, m, v, p read and h, m, v, p written.

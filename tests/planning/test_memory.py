@@ -56,9 +56,8 @@ def measure(tables):
     Path("/proc/self/clear_refs").write_text("5")  # look for the peak anew from here
     model.backward(batch)
     peak = resident("VmHWM") - before
-    state = [tensor for each in optimizer.state.values() for tensor in each.values()] + list(
-        optimizer.ahead.last_grads.values()
-    )
+    state = [tensor for each in optimizer.state.values() for tensor in each.values()]
+    state += optimizer.ahead.tensors
     return {
         "weights": bytes_of(each for part in model.parts for each in part.parameters()),
         "gradients": gradients,

@@ -22,6 +22,11 @@ class LookAhead:
         self.squared_norms: dict[Tensor, Tensor] = {}
         self.taken = False
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+        return [*self.last_grads.values(), *self.squared_norms.values()]
+
     def add(self, state: Mapping[Tensor, State]) -> None:
         """Make room for the parameters of `state` that keep a last gradient."""
         for parameter, each in state.items():

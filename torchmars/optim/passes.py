@@ -127,6 +127,22 @@ def squared_norms(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
     ]
 
 
+def keep_gradient_(tensors: Tensors, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Set h to s g on each (g, h), in place. Factors are s and whether the step counts."""
+    for (g, h), (scale, ok) in zip(tensors, factors):
+        write_if(ok, h, g.to(scale.dtype) * scale)
+
+
+def pays_to_keep_apart(last_grad: Tensor) -> bool:
+    """Return whether a compiled pass that reads h had better leave it to another to write h.
+
+    On a CPU torch.compile writes 16-bit numbers by masked stores of half a vector. The next load
+    from there waits until the store is done, and with it all that the loop computes: a step took
+    twice as long.
+    """
+    return last_grad.device.type == "cpu" and last_grad.element_size() == 2
+
+
 def write_if(ok: Tensor, target: Tensor, values: Tensor) -> None:
     """Write `values` to `target` in its dtype, if the step counts (`ok`, a 0-d bool)."""
     target.copy_(torch.where(ok, values, target.to(values.dtype)))

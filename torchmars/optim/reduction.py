@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.optim.passes import inner_products, run_pass, squared_norms, squared_sums
+from torchmars.optim.passes import (
+    inner_products,
+    pays_to_keep_apart,
+    run_pass,
+    squared_norms,
+    squared_sums,
+)
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.rule import GroupTensors, State, StepFactors
@@ -59,6 +65,7 @@ class Reduction:
     def factors(self, group: GroupTensors, exact: bool, compile: bool) -> StepFactors:
         """Return what the sums make of `group`."""
         counts = torch.stack(group.steps).double()
+        apart = compile and any(map(pays_to_keep_apart, group.last_grads[:1]))
         products, corrections = group.corrections(self.scale, _of(group, self.products), counts)
         return StepFactors(
             ok=self.ok,
@@ -67,7 +74,8 @@ class Reduction:
             products=products,
             counts=counts,
             corrections=corrections,
-            keep_gradient=not exact,
+            keep_gradient=not (exact or apart),
+            keep_apart=apart and not exact,
             compile=compile,
         )
 

@@ -162,7 +162,7 @@ def simulate_step(
         optimizer_state=bytes_of(
             tensor for each in optimizer.state.values() for tensor in each.values()
         )
-        + bytes_of(optimizer.ahead.last_grads.values()),
+        + bytes_of(optimizer.ahead.tensors),
         received=received(model),
         checkpoint=whole_bytes(state, generators=False),
         generators=whole_bytes(state, generators=True),

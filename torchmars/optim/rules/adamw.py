@@ -76,6 +76,7 @@ class MarsAdamW(AdamW):
         moments = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
         tensors = list(zip(group.weights, group.grads, group.last_grads, *moments))
         run_pass(mars_adamw_, tensors, adamw_factors(group, step), step.compile)
+        step.keep_gradients(group)
 
 
 class AdamWFactors(NamedTuple):

@@ -69,6 +69,7 @@ class MarsLion(Lion):
             for correction in step.corrections.of_each(step.scale)
         ]
         run_pass(mars_lion_, tensors, factors, step.compile)
+        step.keep_gradients(group)
 
 
 class LionFactors(NamedTuple):

@@ -200,6 +200,7 @@ class MatrixUpdate:
         ]
         tensors = list(zip(self.momenta, self.group.grads, self.group.last_grads))
         run_pass(mars_momentum_, tensors, factors, self.step.compile)
+        self.step.keep_gradients(self.group)
 
     def after_directions(self) -> None:
         """Update a lean momentum."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchmars.optim.passes import keep_gradient_, run_pass
 from torchmars.optim.rules.correction import GroupCorrections, corrected_squared_norms, strength
 from torchmars.optim.tensors import flat, local_gradient, local_part
 
@@ -194,6 +195,14 @@ class StepFactors:
     corrections: GroupCorrections | None
     """None if no last gradient is kept."""
     keep_gradient: bool
-    """Whether the gradient just used becomes the last gradient."""
+    """Whether the rule's pass makes the gradient just used the last gradient."""
+    keep_apart: bool
+    """Whether a pass of its own does: `keep_gradients`."""
     compile: bool
     """Whether large tensors go through compiled kernels."""
+
+    def keep_gradients(self, group: "GroupTensors") -> None:
+        """Make the gradients just used the last gradients, where the rule's pass has not."""
+        if self.keep_apart:
+            pairs = list(zip(group.grads, group.last_grads))
+            run_pass(keep_gradient_, pairs, [(self.scale, self.ok)] * len(pairs), self.compile)
