@@ -3,9 +3,7 @@
 from torchmars.config import Config, Degrees
 from torchmars.config.fields import require
 from torchmars.models import Model
-from torchmars.parallel.context import sequence_unit
-from torchmars.parallel.pipeline import blocks_of_stages
-from torchmars.parallel.tensor import cut_sizes
+from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 
 
 def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
