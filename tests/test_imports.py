@@ -20,6 +20,11 @@ OPTIONAL = {
     "torch.distributed.pipelining",
     "torch._inductor.compile_fx",
 }
+RANK = """
+from torchmars.train import main
+from torchmars.cluster import connection, startup
+from torchmars.training import build
+"""
 LAUNCHER = """
 from torchmars.commands import launch
 config = launch.load_config([sys.argv[1]], "test")
@@ -30,7 +35,7 @@ launch.prepare_run(config, 2, 1)
 @pytest.mark.parametrize(
     "program,others",
     [
-        ("import torchmars.train", set()),
+        (RANK, set()),
         # torch's compiler, its checkpoints and FSDP are for ranks. Each takes a large part of a
         # second, before any rank can start.
         (LAUNCHER, {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"}),

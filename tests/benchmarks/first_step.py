@@ -51,7 +51,6 @@ def be_launcher(config: str) -> None:
     from torchmars.commands import train
 
     sys.argv = ["torchmars train", config]
-    after(train, "load_command", lambda: mark("config"))
     os.environ["NGPU"] = "2"
     from torchmars.commands import launch
 
@@ -80,12 +79,15 @@ def be_rank() -> None:
     mark("rank's python")
     import torchmars.train as train
     from torchmars.cluster import connection
+    from torchmars.training import build
     from torchmars.training.trainer import Trainer
 
     mark("rank's imports")
-    after(train, "check_ranks", lambda: mark("ranks compared"))
+    after(connection, "open_store", lambda: mark("store of all ranks"))
     after(connection, "start", lambda: mark("process group"))
-    after(train, "build_trainer", lambda: mark("model and data"))
+    after(build, "build_trainer", lambda: mark("model and data"))
+    if hasattr(train, "build_trainer"):  # of a version that imports it earlier
+        train.build_trainer = build.build_trainer
     after(Trainer, "train_step", end)
     train.main()
 

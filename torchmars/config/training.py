@@ -32,8 +32,10 @@ class TrainingConfig:
     """Also keep an exponential moving average of the weights, in float32. Each step leaves this
     part of it: 0.999 averages about the last 1,000 steps. torchmars export --ema writes it. 0: no
     average."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | None = None
+    """Compile each block with torch.compile. Default: on GPUs, where the rest of the config allows
+    it. A run keeps what it began with unless this names another, since the two agree to rounding
+    only."""
 
     def check(self) -> None:
         """Raise `UserError` for a batch beyond all that is meant."""

@@ -59,7 +59,11 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
             f"{config.model.name} {config.model.size}: {parameters:,} parameters, "
             f"{model.describe()}",
         ),
-        *labelled("layout", f"{layout.describe()}, {training.dtype} compute"),
+        *labelled(
+            "layout",
+            f"{layout.describe()}, {training.dtype} compute"
+            + (", compiled blocks" if training.compile else ""),
+        ),
         *labelled(
             "batch",
             f"{training.global_batch_size} x {training.seq_len} tokens a step: "
