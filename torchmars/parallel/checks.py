@@ -75,6 +75,10 @@ def check_memory(config: Config, degrees: Degrees) -> None:
         f'parallelism.pp_schedule = "{parallelism.pp_schedule}", which splits the backward pass: '
         'choose "1F1B" or "Interleaved1F1B"',
     )
+    require(
+        config.training.float8.recipe == "none" or degrees.tp == 1,
+        f"training.float8 does not go with parallelism.tp = {degrees.tp}: choose another axis",
+    )
     shards, size = degrees.dp_shard * degrees.cp, parallelism.reshard_after_forward
     if isinstance(size, int):
         require(

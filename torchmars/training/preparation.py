@@ -19,6 +19,7 @@ from torchmars.evaluation.tasks import Question
 from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
+from torchmars.parallel.float8 import check_package
 
 
 def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
@@ -32,6 +33,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     model = build_meta_model(config.model, vocab_size, config.training.seq_len)
     check_layout(config, degrees, model)
     check_trackers(config.metrics)
+    check_package(config.training.float8)
     evaluation_tasks(config)
     # The ranks share the reading of every byte.
     level: Level = "off" if config.data.verify == "off" else "size"

@@ -62,6 +62,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
         *labelled(
             "layout",
             f"{layout.describe()}, {training.dtype} compute"
+            + (f", {training.float8.recipe} float8" if training.float8.recipe != "none" else "")
             + (", compiled blocks" if training.compile else ""),
         ),
         *labelled(
