@@ -76,7 +76,7 @@ def be_rank() -> None:
     """Do what `python -m torchmars.train CONFIG` does up to the end of the first step."""
     global marks
     marks = json.loads(os.environ["FIRST_STEP_LAUNCHER"])
-    mark("rank's python")
+    mark("rank: python")
     import torchmars.train as train
     from torchmars.cluster import connection
     from torchmars.training import build
