@@ -9,9 +9,9 @@ import sys
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchmars.cluster import connection, process
+from torchmars.cluster import process
+from torchmars.cluster.environment import keep_compiled_in
 from torchmars.cluster.signals import follow_launcher
-from torchmars.cluster.startup import check_ranks
 from torchmars.config.load import load_config
 from torchmars.core.errors import (
     LostRank,
@@ -20,7 +20,6 @@ from torchmars.core.errors import (
     leave_exit_code,
     report_failure,
 )
-from torchmars.training.build import build_trainer
 
 
 @record
@@ -31,10 +30,14 @@ def main() -> None:
     with exit_on_user_error(quiet=process.local_rank() != 0):
         config = load_config(sys.argv[1:], "python -m torchmars.train")
         process.check_devices()
+    keep_compiled_in(config.run.compile_cache)
+    from torchmars.cluster import connection, startup  # they bring torch's compiler
+    from torchmars.training.build import build_trainer
+
     try:
         with exit_on_user_error(quiet=process.rank() != 0):
             store = connection.open_store()
-            cluster = check_ranks(config, store)
+            cluster = startup.check_ranks(config, store)
             layout = connection.start(config.parallelism, store)
             if cluster:
                 layout.say(cluster)

@@ -202,7 +202,7 @@ def test_groups_of_the_optimizer(tmp_path):
             "accumulate = 'sharded' does not go with parallelism.pp_schedule",
         ),
         (
-            ["--activation_checkpoint.mode", "memory_budget"],
+            ["--activation_checkpoint.mode", "memory_budget", "--training.compile", "false"],
             'activation_checkpoint.mode = "memory_budget" needs training.compile',
         ),
         (["--activation_checkpoint.every", "2"], "activation_checkpoint.every has no meaning"),

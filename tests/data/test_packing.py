@@ -93,8 +93,8 @@ def prepared(tmp_path):
     return folder, manifest, documents
 
 
-def open_packed(folder, manifest, seq_len=64):
-    pack_shards(folder, manifest, seq_len, END)
+def open_packed(folder, manifest, seq_len=64, level="full"):
+    pack_shards(folder, manifest, seq_len, END, level)
     return PackedWindows(folder, manifest.splits["train"], manifest.dtype, seq_len)
 
 
@@ -130,6 +130,8 @@ def test_a_later_start_finds_what_was_packed_and_makes_anew_what_is_damaged(prep
     files[1].write_bytes(damaged)
     with pytest.raises(ChangedData, match=r"^the data changed .*bin is not what it was when"):
         first[0]
+    open_packed(folder, manifest, level="size")
+    assert [file.read_bytes() for file in files[:3]] == [contents[0], damaged, contents[2]]
     again = open_packed(folder, manifest)
     assert [again[number].tolist() for number in range(len(again))] == expected
     assert [file.read_bytes() for file in files] == contents

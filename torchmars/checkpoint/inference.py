@@ -26,6 +26,7 @@ from torchmars.checkpoint.state import (
 )
 from torchmars.checkpoint.weights import load_weights
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
+from torchmars.config.float8 import Float8Config
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
@@ -145,7 +146,7 @@ def load_sharded_model(
     model = ParallelModel(
         found.model,
         ParallelismConfig(),
-        replace(config.training, dtype=dtype, compile=False),
+        replace(config.training, dtype=dtype, compile=False, float8=Float8Config()),
         ActivationCheckpointConfig(),
         layout,
         layout.device,

@@ -13,6 +13,7 @@ from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
+from torchmars.config.compile import COMPILE, saved_compile
 from torchmars.config.dtypes import saved_dtypes
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
@@ -106,6 +107,9 @@ def check_same_run(
         was[name] = value
         if now[name] == "auto":  # not resolved yet: it will be what it was
             now[name] = value
+    was[COMPILE] = saved_compile(manifest.config)
+    if now[COMPILE] is None:
+        now[COMPILE] = was[COMPILE]
     for name in identity_fields():
         if was.get(name) != now[name]:
             raise UserError(

@@ -5,6 +5,7 @@ import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from torchmars.core.bounds import Range
@@ -139,6 +140,15 @@ def check_shown(shown: list[int], ranks: int) -> None:
             f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated "
             f"by commas, got {max(shown)}"
         )
+
+
+def keep_compiled_in(folder: Path) -> None:
+    """Let torch keep in `folder` what it compiles, so that no restart compiles it again.
+
+    A variable that is set already says where instead. It is for this process and those that it
+    starts, and has to come before torch's compiler is imported, which sets the variable too.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.resolve()))
 
 
 def in_batch_job(variables: Mapping[str, str]) -> bool:

@@ -34,8 +34,8 @@ from torchmars.cluster.failures import (
     hang_of,
     lost_machines,
 )
+from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs
-from torchmars.cluster.watchdog import hang_report, was_blocked
 from torchmars.core.console import say
 from torchmars.core.errors import (
     EXIT_HUNG,

@@ -14,13 +14,13 @@ from typing import Any, TextIO
 import torch._C._distributed_c10d as c10d
 
 from torchmars.cluster import process
+from torchmars.cluster.hangs import hang_report, place_of, report_file
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_HUNG, UserError
 from torchmars.parallel.layout import Layout
 
 PACKAGE = str(Path(__file__).parents[1])
 GRACE_SECONDS = 10.0  # for the other ranks to notice too
-BLOCKED = "Timeout ("  # how the interpreter's own watchdog begins
 
 
 class Watchdog:
@@ -152,54 +152,6 @@ def recorded_collectives(on_gpu: bool) -> list[dict[str, Any]]:
     name = "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json"
     record = getattr(c10d, name)(includeCollectives=True, onlyActive=False)
     return json.loads(record).get("entries", [])
-
-
-def report_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank: its process, then where it stood when it hung, and its stacks."""
-    return folder / f"rank-{rank:05d}.txt"
-
-
-def read_lines(folder: Path, rank: int) -> list[str]:
-    """Return the lines of a rank's file; none where there is no file."""
-    with contextlib.suppress(OSError):
-        return report_file(folder, rank).read_text(errors="replace").splitlines()
-    return []
-
-
-def place_of(folder: Path, rank: int) -> str | None:
-    """Return the line in which a rank wrote where it stands; None if it did not."""
-    lines = read_lines(folder, rank)
-    return next((line for line in lines if line.startswith(f"rank {rank}: ")), None)
-
-
-def was_blocked(folder: Path, rank: int, process: int) -> bool:
-    """Return whether the interpreter's own watchdog has ended this process of a rank."""
-    lines = read_lines(folder, rank) or [""]
-    return lines[0].startswith(f"process {process} on ") and is_blocked(lines)
-
-
-def is_blocked(lines: list[str]) -> bool:
-    """Return whether the interpreter's own watchdog wrote to these lines of a rank."""
-    return any(line.startswith(BLOCKED) for line in lines)
-
-
-def hang_report(folder: Path, ranks: int, seconds: float) -> str:
-    """Return where each rank stands, in lines, by what the ranks left in `folder`."""
-    head = f"error: no step for guards.hang_seconds = {seconds:g} s; stacks are in {folder}:"
-    places = (place_of(folder, rank) or describe_silent(folder, rank) for rank in range(ranks))
-    return "\n  ".join([head, *places])
-
-
-def describe_silent(folder: Path, rank: int) -> str:
-    """Return what is known of a rank that did not write where it stands."""
-    lines = read_lines(folder, rank)
-    innermost = [
-        line.strip() for before, line in zip(lines, lines[1:]) if "most recent call first" in before
-    ]
-    if is_blocked(lines) and innermost:  # the main thread comes last
-        return f"rank {rank}: blocked outside Python in {innermost[-1]}"
-    name = lines[0] if lines else "its process"
-    return f"rank {rank}: no word; {name} is stopped, dead or blocked outside Python"
 
 
 def describe_place(frame: Any, recorded: list[dict[str, Any]]) -> str:

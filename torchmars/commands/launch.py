@@ -27,7 +27,7 @@ from torch.distributed.run import (
 )
 
 from torchmars.cluster.endpoint import find_endpoint
-from torchmars.cluster.environment import check_shown, read_variable
+from torchmars.cluster.environment import check_shown, keep_compiled_in, read_variable
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
@@ -68,6 +68,7 @@ def main(options: list[str] | None = None) -> None:
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0"))
         check_shown(list(shown), ranks)
         config = load_config(args.training_script_args, "torchmars launch")
+        keep_compiled_in(config.run.compile_cache)
         if not prepared:
             prepare_run(config, nodes * ranks, nodes)
         os.environ[LAUNCHER] = str(os.getpid())

@@ -62,7 +62,8 @@ class Config:
         ):
             section.check()
         require(
-            self.activation_checkpoint.mode != "memory_budget" or self.training.compile,
+            self.activation_checkpoint.mode != "memory_budget"
+            or self.training.compile is not False,
             'activation_checkpoint.mode = "memory_budget" needs training.compile: set that too',
         )
         optimizer = self.optimizer.resolve()

@@ -5,7 +5,6 @@ from itertools import takewhile
 from typing import Any, Literal, TypeVar
 
 import tomli_w
-import tyro
 
 from torchmars.config.config import Config, ResolvedConfig
 from torchmars.config.presets import find_sources
@@ -24,8 +23,6 @@ DESCRIPTION = (
     "in TOML only, are corpora with weights."
 )
 
-SETTINGS = tyro.conf.FlagConversionOff[Config]  # true and false are values, not flags
-
 T = TypeVar("T")
 
 # The keys of [data] that name a corpus, in one way or the other.
@@ -38,7 +35,7 @@ def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, Resolved
     `--help` prints both with their defaults and exits. Raises `UserError` for anything the user
     got wrong.
     """
-    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", kind, SETTINGS, more=DESCRIPTION)
+    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", kind, settings=Config, more=DESCRIPTION)
     options, rest = take_options(kind, args)
     return options, load_config(rest, prog)
 
@@ -49,7 +46,7 @@ def load_config(args: list[str], prog: str) -> ResolvedConfig:
     `--help` prints every field with its default, calls the command `prog`, and exits. Raises
     `UserError` for anything the user got wrong.
     """
-    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", SETTINGS, more=DESCRIPTION)
+    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", settings=Config, more=DESCRIPTION)
     files = list(takewhile(lambda arg: not arg.startswith("--"), args))
     sources = [source for file in files for source in find_sources(file)]
     sources.append((COMMAND_LINE, parse_overrides(args[len(files) :])))

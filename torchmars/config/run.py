@@ -30,6 +30,11 @@ class RunConfig:
         return self.path / "checkpoints"
 
     @property
+    def compile_cache(self) -> Path:
+        """The folder where torch.compile keeps what it has compiled for the run."""
+        return self.path / "compile_cache"
+
+    @property
     def hang(self) -> Path:
         """The folder where ranks write where they stand once one of them hangs."""
         return self.path / "hang"

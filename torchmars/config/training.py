@@ -1,9 +1,10 @@
 """How long a run is, how large its batch, in which precision."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from torchmars.config.fields import Clip, Mark, Positive, require
+from torchmars.config.float8 import Float8Config
 from torchmars.core.bounds import Range
 
 
@@ -36,11 +37,16 @@ class TrainingConfig:
     """Also keep an exponential moving average of the weights, in float32. Each step leaves this
     part of it: 0.999 averages about the last 1,000 steps. torchmars export --ema writes it. 0: no
     average."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | None = None
+    """Compile each block with torch.compile. Default: on GPUs, where the rest of the config allows
+    it. A run keeps what it began with unless this names another, since the two agree to rounding
+    only."""
+    float8: Float8Config = field(default_factory=Float8Config)
+    """[training.float8]: matrix products in float8."""
 
     def check(self) -> None:
-        """Raise `UserError` for a batch beyond all that is meant."""
+        """Raise `UserError` for a batch beyond all that is meant, and what `float8` refuses."""
+        self.float8.check()
         tokens = self.global_batch_size * self.seq_len
         require(
             tokens <= 10**11,

@@ -1,7 +1,7 @@
 """A command's own options and `--help`, from a dataclass.
 
-tyro prints the help. It does not parse: it would end a mistake with a frame of many lines, where a
-command says one.
+tyro prints the help, and is imported for that alone. It does not parse: it would end a mistake with
+a frame of many lines, where a command says one.
 """
 
 import dataclasses
@@ -9,15 +9,12 @@ import inspect
 import typing
 from typing import Annotated, Any, TypeVar
 
-import tyro
-
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.tables import table
 from torchmars.core.typed import describe, make, nearest, read_words
 
 T = TypeVar("T")
-WITHOUT_PREFIX = tyro.conf.arg(name="")
 
 
 def parse(kind: type[T], args: list[str], prog: str) -> T:
@@ -86,21 +83,32 @@ def build(kind: type[T], values: dict[str, Any]) -> T:
 
 def is_positional(hint: Any) -> bool:
     """Return whether a field is given by its place on the command line."""
-    return tyro.conf.Positional in getattr(hint, "__metadata__", ())
+    metadata = getattr(hint, "__metadata__", ())
+    if not metadata:
+        return False
+    import tyro
+
+    return tyro.conf.Positional in metadata
 
 
-def print_help_if_asked(args: list[str], prog: str, *kinds: Any, more: str = "") -> None:
+def print_help_if_asked(
+    args: list[str], prog: str, *kinds: type, settings: type | None = None, more: str = ""
+) -> None:
     """Where `args` ask for help, print it and exit with 0.
 
-    It has the docstring of the first of the dataclasses `kinds`, `more` after it, and the fields
-    of all of them.
+    It has the docstring of the first of the dataclasses `kinds` and `settings`, `more` after it,
+    and the fields of all of them. In `settings`, true and false are values, not flags.
     """
     if not {"-h", "--help"} & set(args):
         return
+    import tyro
+
+    without_prefix, values = tyro.conf.arg(name=""), tyro.conf.FlagConversionOff
+    shown: list[Any] = [*kinds, *([] if settings is None else [values.__getitem__(settings)])]
     parts = [
-        (f"part{number}", Annotated[kind, WITHOUT_PREFIX]) for number, kind in enumerate(kinds)
+        (f"part{number}", Annotated[kind, without_prefix]) for number, kind in enumerate(shown)
     ]
-    documented = getattr(kinds[0], "__origin__", kinds[0])
+    documented = (*kinds, settings)[0]
     tyro.cli(
         dataclasses.make_dataclass("Options", parts),
         args=["--help"],

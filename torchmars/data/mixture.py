@@ -158,11 +158,14 @@ class Mixture:
             packed = self.packing == PACKED
             check_size(part.manifest, seq_len, max(count, 1), part.folder, packed)
 
-    def pack(self, seq_len: int, tokenizer: Tokenizer) -> None:
-        """Pack the shards of all parts, if they are to be packed. Raises `UserError`."""
+    def pack(self, seq_len: int, tokenizer: Tokenizer, level: Level) -> None:
+        """Pack the shards of all parts, if they are to be packed. Raises `UserError`.
+
+        `level` says how it is checked what has been packed already.
+        """
         if self.packing == PACKED:
             for part in self.parts:
-                pack_shards(part.folder, part.manifest, seq_len, tokenizer.end_of_text)
+                pack_shards(part.folder, part.manifest, seq_len, tokenizer.end_of_text, level)
 
     def verify(self, level: Level, rank: int = 0, ranks: int = 1) -> None:
         """Raise `UserError` naming the first shard that is missing, truncated or altered.

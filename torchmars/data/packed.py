@@ -22,7 +22,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, sync_folder
 from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, TokenDtype
 from torchmars.data.packing import pack
-from torchmars.data.shards import check_shard, count_windows
+from torchmars.data.shards import Level, check_shard, count_windows
 from torchmars.data.windows import ChangedData, Windows, read_bytes, stamp_of
 
 # The order of windows follows from it, so whatever changes them makes another method.
@@ -71,16 +71,20 @@ class PackedWindows(Windows):
         return np.frombuffer(data, NUMBER)
 
 
-def pack_shards(folder: Path, manifest: DataManifest, seq_len: int, end_of_text: int) -> None:
+def pack_shards(
+    folder: Path, manifest: DataManifest, seq_len: int, end_of_text: int, level: Level = "full"
+) -> None:
     """Pack the shards of all splits, those whose packing is missing or damaged.
 
-    Raises `UserError` for a shard that is damaged, and where the folder cannot be written to.
+    The level "full" reads every byte of a packing; the others look at its size. Raises `UserError`
+    for a shard that is damaged, and where the folder cannot be written to.
     """
     splits = [Windows(folder, manifest.splits[name], manifest.dtype, seq_len) for name in SPLITS]
     found = [(windows, number) for windows in splits for number in range(len(windows.shards))]
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
         good = pool.map(
-            lambda each: is_good(folder, each[0].shards[each[1]], seq_len, end_of_text), found
+            lambda each: is_good(folder, each[0].shards[each[1]], seq_len, end_of_text, level),
+            found,
         )
         missing = [each for each, done in zip(found, good) if not done]
     for windows, number in tqdm(missing, "packing", unit=" shards", disable=not missing):
@@ -104,13 +108,25 @@ def packing_file(folder: Path, shard: Shard, seq_len: int) -> Path:
     return folder / f"{METHOD}-{seq_len}" / f"{shard.sha256}.bin"
 
 
-def is_good(folder: Path, shard: Shard, seq_len: int, end_of_text: int) -> bool:
+def is_good(folder: Path, shard: Shard, seq_len: int, end_of_text: int, level: Level) -> bool:
     """Return whether the packing of a shard is there, whole, and of that shard."""
+    file = packing_file(folder, shard, seq_len)
     try:
-        data = packing_file(folder, shard, seq_len).read_bytes()
+        if level != "full":
+            return file.stat().st_size == whole_size(file, shard, seq_len)
+        data = file.read_bytes()
     except OSError:
         return False
     return data[:DIGEST] == digest(data[DIGEST:], shard, seq_len, end_of_text)
+
+
+def whole_size(file: Path, shard: Shard, seq_len: int) -> int:
+    """Return the size in bytes that the packing of a shard has, by the number of its pieces."""
+    windows = count_windows(shard.tokens, seq_len)
+    end = DIGEST + (windows + 1) * NUMBER.itemsize
+    data, _ = read_bytes(str(file), end - NUMBER.itemsize, end)
+    pieces = int.from_bytes(data, "little")
+    return end + 2 * pieces * NUMBER.itemsize
 
 
 def digest(content: bytes, shard: Shard, seq_len: int, end_of_text: int) -> bytes:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.data.tokenizer import Tokenizer
-from torchmars.parallel.context import sequence_unit
+from torchmars.parallel.cuts import sequence_unit
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 

@@ -3,16 +3,11 @@
 An end-of-text token begins a document: it is the first token that the document's others attend to.
 """
 
-import inspect
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-
-# torch 2.11 has no such option. There the keys and values are repeated.
-TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def document_starts(tokens: Tensor, end_of_text: int) -> Tensor:
@@ -75,7 +70,10 @@ class Documents(NamedTuple):
         sequences, and `q` [batch, heads, queries, head width] of the last ones of those.
         """
         if self.mask is None:
-            return self._attend_by_kernel(q, k, v)
+            # It brings torch's compiler, a second that a launcher has no use for.
+            from torchmars.models.document_kernel import attend_by_kernel
+
+            return attend_by_kernel(self.starts, q, k, v)
         keys = k.shape[2]
         return F.scaled_dot_product_attention(
             q,
@@ -85,28 +83,3 @@ class Documents(NamedTuple):
             dropout_p=dropout,
             enable_gqa=k.shape[1] != q.shape[1],
         )
-
-    def _attend_by_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch, queries, keys = len(q), q.shape[2], k.shape[2]
-        groups: dict[str, Any] = {}
-        if k.shape[1] != q.shape[1] and TAKES_GROUPS:
-            groups["enable_gqa"] = True
-        elif k.shape[1] != q.shape[1]:
-            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
-        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
-        of_queries, of_keys = self._bounds(keys - queries, queries), self._bounds(0, keys)
-        # This window is causal: the last query of a document sees all keys of it.
-        mixed = varlen_attn(
-            q, k, v, of_queries, of_keys, queries, keys, window_size=(-1, 0), **groups
-        )
-        assert isinstance(mixed, Tensor)
-        return mixed.unflatten(0, (batch, queries)).transpose(1, 2)
-
-    def _bounds(self, first: int, count: int) -> Tensor:
-        """Return where documents begin and end among tokens [first, first + count), end to end.
-
-        Those outside of them, and those that fill `starts`, have no tokens.
-        """
-        rows = torch.arange(len(self.starts), dtype=torch.int32, device=self.starts.device)
-        inside = self.starts.clamp(first, first + count) - first + count * rows[:, None]
-        return F.pad(inside.flatten(), (0, 1), value=count * len(rows))

@@ -15,7 +15,7 @@ from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.models.attention import CausalAttention
 from torchmars.models.documents import Documents
-from torchmars.models.model import Model, TensorParallelCut
+from torchmars.models.model import Model, Table, TensorParallelCut
 from torchmars.models.sizes import make_args
 
 SIZES: dict[str, dict[str, int]] = {
@@ -118,8 +118,8 @@ class GPT2(Model):
         self.args = args
         self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
         self.heads, self.dropout = (args.n_head, args.n_head), args.dropout
-        self.tok_embed = nn.Embedding(args.vocab_size, args.n_embd)
-        self.pos_embed = nn.Embedding(args.seq_len, args.n_embd)
+        self.tok_embed = Table(args.vocab_size, args.n_embd)
+        self.pos_embed = Table(args.seq_len, args.n_embd)
         self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})
         self.norm = nn.LayerNorm(args.n_embd, bias=args.bias)
         self.output = None

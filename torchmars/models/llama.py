@@ -17,7 +17,7 @@ from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.models.attention import CausalAttention
 from torchmars.models.documents import Documents
-from torchmars.models.model import Head, Model, TensorParallelCut
+from torchmars.models.model import Head, Model, Table, TensorParallelCut
 from torchmars.models.sizes import make_args
 
 
@@ -179,7 +179,7 @@ class Llama(Model):
         self.args = args
         self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
         self.heads = args.n_head, args.n_kv_head
-        self.tok_embed = nn.Embedding(args.vocab_size, args.n_embd)
+        self.tok_embed = Table(args.vocab_size, args.n_embd)
         self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})
         self.norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         own = not args.tied

@@ -30,6 +30,18 @@ class Head(nn.Linear):
         return function(hidden, self.weight)
 
 
+class Table(nn.Embedding):
+    """A table of vectors that has no values on the meta device.
+
+    torch would "draw" them there, and import its compiler for that: a second of every launcher.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw the values, where there is memory for them."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Model(nn.Module, ABC):
     """A decoder-only language model: a plain module that knows no parallelism.
 

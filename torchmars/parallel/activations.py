@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config  # private, torch 2.11 to 2.13: the memory budget has no other name
+import torch.nn.attention.varlen  # registers the operation of varlen_attn
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 

@@ -1,11 +1,10 @@
 """What does not go together in a layout: found before there are ranks."""
 
 from torchmars.config import Config, Degrees
+from torchmars.config.compile import compile_problem, needs_compile
 from torchmars.config.fields import require
 from torchmars.models import Model
-from torchmars.parallel.context import sequence_unit
-from torchmars.parallel.pipeline import blocks_of_stages
-from torchmars.parallel.tensor import cut_sizes
+from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 
 
 def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
@@ -65,12 +64,9 @@ def check_pipeline(config: Config, degrees: Degrees, model: Model) -> None:
 def check_memory(config: Config, degrees: Degrees) -> None:
     """Raise `UserError` for ways to save memory, or to compile, that fail under a technique."""
     parallelism = config.parallelism
-    require(
-        not (config.training.compile and parallelism.splits_backward),
-        f"training.compile does not go with parallelism.pp_schedule = "
-        f'"{parallelism.pp_schedule}", which splits the backward pass: choose "1F1B" or '
-        '"Interleaved1F1B", or do not compile',
-    )
+    if config.training.compile or needs_compile(config):
+        problem = compile_problem(config, degrees.tp)
+        require(problem is None, problem or "")
     # torch fails with "selective". With "full" it computes a block up to eight times: once more for
     # each of its weights.
     require(
@@ -79,15 +75,9 @@ def check_memory(config: Config, degrees: Degrees) -> None:
         f'parallelism.pp_schedule = "{parallelism.pp_schedule}", which splits the backward pass: '
         'choose "1F1B" or "Interleaved1F1B"',
     )
-    # torch 2.13 fails: of a block without a tensor to keep, it keeps the mesh.
     require(
-        not (
-            config.activation_checkpoint.mode == "full"
-            and config.training.compile
-            and degrees.tp > 1
-        ),
-        'activation_checkpoint.mode = "full" does not go with training.compile and '
-        f'parallelism.tp = {degrees.tp}: choose "selective"',
+        config.training.float8.recipe == "none" or degrees.tp == 1,
+        f"training.float8 does not go with parallelism.tp = {degrees.tp}: choose another axis",
     )
     shards, size = degrees.dp_shard * degrees.cp, parallelism.reshard_after_forward
     if isinstance(size, int):

@@ -4,7 +4,6 @@ Parts are balanced for the causal mask, under which later tokens attend to more.
 into 2 cp chunks, and rank r has chunks r and 2 cp - 1 - r: one early and one late.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -47,11 +46,6 @@ class SequencePart:
         """Return which of the `length` tokens of a part is the one at `position`; None if none."""
         found = (self.positions(length, torch.device("cpu")) == position).nonzero()
         return int(found) if len(found) else None
-
-
-def sequence_unit(cp: int, tp: int) -> int:
-    """Return what the length of sequences is a multiple of, so that all ranks have equal parts."""
-    return tp if cp == 1 else math.lcm(2 * cp, cp * tp)
 
 
 class GatheredAttention(CausalAttention):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,17 @@ from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, Trai
 from torchmars.models import Model
 from torchmars.models.documents import document_starts
 from torchmars.models.initialize import init_weights
-from torchmars.parallel.context import SequencePart, sequence_unit
+from torchmars.parallel.context import SequencePart
+from torchmars.parallel.cuts import blocks_of_stages, cut_model, sequence_unit, stage_ranks
 from torchmars.parallel.fsdp import call_before_reduction_ends, set_reduction, weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import chunk_tokens
 from torchmars.parallel.part import Part
-from torchmars.parallel.pipeline import Pipeline, blocks_of_stages, cut_model, stage_ranks
 from torchmars.parallel.recipe import parallelize
 from torchmars.parallel.tied import TiedTable
+
+if TYPE_CHECKING:
+    from torchmars.parallel.pipeline import Pipeline
 
 # Of a microbatch: tokens, targets, and where documents begin, if they are kept apart.
 Inputs = tuple[Tensor, Tensor, Tensor | None]
@@ -91,9 +94,12 @@ class ParallelModel:
         self.tied: TiedTable | None = None
         self.pipeline: Pipeline | None = None
         if pipeline.size > 1:
+            # torch's pipelines take time to import, and most runs have none.
+            from torchmars.parallel import pipeline as pipelines
+
             size, microbatches = training.microbatches(layout.data.size, parallelism.stages)
             length = training.seq_len // cp.size
-            self.pipeline = Pipeline(
+            self.pipeline = pipelines.Pipeline(
                 self.stages,
                 parallelism,
                 pipeline,

@@ -1,10 +1,10 @@
-"""Pipeline parallelism: the stages of a model, where they are cut, and who works on them when."""
+"""Pipeline parallelism: the stages of a model, and who works on them when."""
 
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward  # private, torch 2.11 to 2.13
 from torch.distributed.pipelining.schedules import (
@@ -13,74 +13,10 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchmars.config import ParallelismConfig
-from torchmars.config.parallelism import V_SCHEDULES
-from torchmars.core.errors import UserError
-from torchmars.models import Model
+from torchmars.parallel.cuts import stage_ranks
 from torchmars.parallel.fsdp import set_reduction
 from torchmars.parallel.layout import RankGroup
 from torchmars.parallel.part import Part
-
-
-def blocks_of_stages(model: Model, parallelism: ParallelismConfig) -> list[range]:
-    """Return the numbers of the blocks of each stage of a pipeline.
-
-    The stages follow `parallelism.pp_blocks`, or else are cut so that the costliest is as cheap as
-    can be. Raises `UserError` for more stages than blocks, and for blocks that do not add up.
-    """
-    blocks, stages = len(model.blocks), parallelism.stages
-    if parallelism.pp_blocks is not None and sum(parallelism.pp_blocks) != blocks:
-        raise UserError(
-            f"parallelism.pp_blocks = {list(parallelism.pp_blocks)} deals out "
-            f"{sum(parallelism.pp_blocks)} blocks, the model has {blocks}"
-        )
-    if blocks < stages:
-        raise UserError(
-            f"{stages} pipeline stages cannot share {blocks} blocks: lower parallelism.pp = "
-            f"{parallelism.pp}"
-        )
-    counts = parallelism.pp_blocks or even_counts(blocks, stages, head_in_blocks(model))
-    starts = [sum(counts[:stage]) for stage in range(stages + 1)]
-    return [range(first, last) for first, last in zip(starts, starts[1:])]
-
-
-def head_in_blocks(model: Model) -> float:
-    """Return the FLOPs of the head of a whole model, in those of a block."""
-    head = 6 * model.vocab_rows * model.width  # for each token
-    return head * len(model.blocks) / (model.flops_per_token() - head)
-
-
-def even_counts(blocks: int, stages: int, head: float) -> list[int]:
-    """Return how many blocks each stage gets, at least one.
-
-    The costliest stage is as cheap as can be. The last one also has the head, which costs `head`
-    blocks. Looking up an embedding costs nothing.
-    """
-    costs = [1.0] * (stages - 1) + [1.0 + head]
-    for _ in range(blocks - stages):
-        costs[costs.index(min(costs))] += 1
-    return [round(cost) for cost in [*costs[:-1], costs[-1] - head]]
-
-
-def stage_ranks(parallelism: ParallelismConfig) -> list[int]:
-    """Return which rank of the pipeline has each stage."""
-    ranks, stages = parallelism.pp, parallelism.stages
-    if parallelism.pp_schedule in V_SCHEDULES and stages > 1:
-        return [*range(ranks), *reversed(range(ranks))]
-    return [stage % ranks for stage in range(stages)]
-
-
-def cut_model(model: Model, blocks: range, first: bool, last: bool) -> None:
-    """Take from `model`, in place, what other stages have.
-
-    A token table that is the head too stays in the first and in the last stage.
-    """
-    model.blocks = nn.ModuleDict({str(number): model.blocks[str(number)] for number in blocks})
-    for name in model.inputs:
-        if not first and not (last and name == "tok_embed" and model.output is None):
-            setattr(model, name, None)
-    if not last:
-        for name in ("norm", "output"):
-            setattr(model, name, None)
 
 
 class WholeBackwardStage(PipelineStage):

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchmars.models import Model
 from torchmars.models.model import TensorParallelCut
+from torchmars.parallel.cuts import cut_of
 
 SEQUENCE = 1  # the dim of hidden states [batch, length, width] that is cut between layers
 
@@ -53,23 +54,6 @@ def cut_layers(model: Model, mesh: DeviceMesh) -> None:
             use_local_output=False,
         )
         parallelize_module(model.norm, mesh, whole)
-
-
-def cut_sizes(model: Model) -> dict[str, int]:
-    """Return the sizes that the ranks have to divide, by what they are in words."""
-    sizes = {}
-    for name, module in model.named_modules():
-        cut = cut_of(name, model.cuts)
-        if cut is not None and cut != "positions":
-            weight = module.get_parameter("weight")
-            side, size = ("columns", weight.shape[1]) if cut == "columns" else ("rows", len(weight))
-            sizes[f"{side} of {name}"] = size
-    return sizes
-
-
-def cut_of(name: str, cuts: dict[str, TensorParallelCut]) -> TensorParallelCut | None:
-    """Return how the module called `name` is cut."""
-    return next((cut for end, cut in cuts.items() if name.endswith(end)), None)
 
 
 def styles_of(

@@ -16,9 +16,8 @@ from torchmars.data.tokenizer import load_tokenizer
 from torchmars.metrics.throughput import GIB
 from torchmars.models import Model, build_meta_model
 from torchmars.parallel.checks import check_layout, check_memory
+from torchmars.parallel.cuts import cut_of, even_counts, head_in_blocks, stage_ranks
 from torchmars.parallel.loss import chunk_tokens
-from torchmars.parallel.pipeline import even_counts, head_in_blocks, stage_ranks
-from torchmars.parallel.tensor import cut_of
 from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED, SPEEDS
 from torchmars.planning.pipeline import computed_again
 

@@ -15,8 +15,8 @@ from torchmars.optim import MARS
 from torchmars.optim.exchange import OwnerLoads
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
+from torchmars.parallel.cuts import blocks_of_stages, head_in_blocks
 from torchmars.parallel.layout import AXES, Layout
-from torchmars.parallel.pipeline import blocks_of_stages, head_in_blocks
 from torchmars.planning.pipeline import actions_of_ranks, bubble, computed_again
 from torchmars.planning.simulation import Simulation, simulate_ranks
 from torchmars.training.optimizer import build_optimizer

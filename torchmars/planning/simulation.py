@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
 from torchmars.checkpoint.state import training_state
 from torchmars.config import ResolvedConfig
+from torchmars.config.float8 import Float8Config
 from torchmars.models import Model
 from torchmars.models.documents import has_kernel
 from torchmars.optim import MARS
@@ -72,7 +73,7 @@ def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list
         groups = layout.groups | {"pp": replace(own, rank=rank)}
         place = replace(layout, groups=groups)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        eager = replace(config.training, compile=False)
+        eager = replace(config.training, compile=False, float8=Float8Config())
         model = ParallelModel(
             whole,
             config.parallelism,

@@ -6,7 +6,9 @@ from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state import seed_rng
 from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
+from torchmars.config.compile import eager_note, resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
+from torchmars.core.console import labelled
 from torchmars.core.files import lock
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows, Mixture
@@ -15,6 +17,7 @@ from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
 from torchmars.metrics.metrics import open_metrics
 from torchmars.models import build_meta_model
+from torchmars.optim.passes import can_compile
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.fsdp import weight_device
@@ -41,6 +44,8 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     fast = all(layout.on_all(lambda: multiplies_bfloat16(weights)))
     saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
     config = resolve_dtypes(config, layout.device, fast, saved)
+    able, tp = all(layout.on_all(lambda: can_compile(layout.device))), layout.group("tp").size
+    config = resolve_compile(config, layout.device, able, tp, saved)
 
     training, seed = config.training, config.run.seed
     data = layout.on_first(lambda: prepare_data(config))
@@ -115,6 +120,8 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     )
     model.enter_phase = metrics.throughput.phases.enter
     lines = introduction(config, layout, whole, whole_optimizer, data, fast, resumed)
+    if note := eager_note(config, layout.device, able, tp):
+        lines += labelled("note", note)
     return Trainer(
         config,
         layout,

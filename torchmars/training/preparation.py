@@ -1,11 +1,8 @@
 """All of a run that needs no ranks: its data, and whether it can resume from its checkpoints."""
 
 from pathlib import Path
-from typing import Literal
 
 from torchmars.checkpoint.folder import checkpoints
-from torchmars.checkpoint.initial import open_source, weights_of
-from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
@@ -15,13 +12,14 @@ from torchmars.core.files import write_durably
 from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
 from torchmars.data.mixture import Mixture, Part
 from torchmars.data.prepare import prepare_shards
+from torchmars.data.shards import Level
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.tasks import Question
 from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
-from torchmars.training.optimizer import build_optimizer
+from torchmars.parallel.float8 import check_package
 
 
 def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
@@ -35,10 +33,17 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     model = build_meta_model(config.model, vocab_size, config.training.seq_len)
     check_layout(config, degrees, model)
     check_trackers(config.metrics)
+    check_package(config.training.float8)
     evaluation_tasks(config)
-    data = prepare_data(config)
-    data.verify(config.data.verify)
-    check_resume(config, data)
+    # The ranks share the reading of every byte.
+    level: Level = "off" if config.data.verify == "off" else "size"
+    data = prepare_data(config, level)
+    data.verify(level)
+    if checkpoints(config.run.checkpoints) or config.checkpoint.init_from:
+        # torch's compiler and its checkpoints come with it, a second that a new run does not take.
+        from torchmars.training.resumption import check_resume
+
+        check_resume(config, data, model)
     for part in data.parts:
         for name, split in part.manifest.splits.items():
             say(
@@ -61,23 +66,30 @@ def evaluation_tasks(config: ResolvedConfig) -> dict[str, list[Question]]:
         raise UserError(f"evaluation.tasks: {error}") from None
 
 
-def prepare_data(config: ResolvedConfig) -> Mixture:
+def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:
     """Return the run's corpora, whose shards are made first where there are none.
 
-    Raises `UserError` if they do not fit the model or the batch.
+    `level` says what is checked of files of packed windows; by default data.verify does. Raises
+    `UserError` if the shards do not fit the model or the batch.
     """
     training = config.training
-    build_meta_model(config.model, 1, training.seq_len)  # mistakes, before minutes of tokenising
+    if not all(map(has_manifest, data_folders(config))):
+        build_meta_model(config.model, 1, training.seq_len)  # mistakes, before minutes of work
     data = mixture_of(config.data, [prepare_shards(corpus) for corpus in config.data.corpora()])
     model = build_meta_model(config.model, data.vocab_size, training.seq_len)
     data.check(model.vocab_rows, training.seq_len, training.global_batch_size)
-    data.pack(training.seq_len, load_tokenizer(config.data.tokenizer))
+    data.pack(training.seq_len, load_tokenizer(config.data.tokenizer), level or config.data.verify)
     return data
+
+
+def data_folders(config: ResolvedConfig) -> list[Path]:
+    """Return the folders of the run's shards."""
+    return [Path(corpus.path) for corpus in config.data.corpora()]
 
 
 def prepared_data(config: ResolvedConfig) -> Mixture | None:
     """Return the run's corpora; None if the shards of one are not made yet."""
-    folders = [Path(corpus.path) for corpus in config.data.corpora()]
+    folders = data_folders(config)
     if not all(map(has_manifest, folders)):
         return None
     return mixture_of(config.data, [read_manifest(folder) for folder in folders])
@@ -94,25 +106,6 @@ def mixture_of(config: ResolvedData, manifests: list[DataManifest]) -> Mixture:
         ],
         config.packing,
     )
-
-
-def check_resume(config: ResolvedConfig, data: Mixture) -> None:
-    """Raise `UserError` if the run can neither resume from a checkpoint of its own nor start.
-
-    The bytes of checkpoints are left to the ranks.
-    """
-    level: Literal["off", "size"] = "off" if config.checkpoint.verify == "off" else "size"
-    found = newest_good(
-        checkpoints(config.run.checkpoints),
-        lambda path: read_verified(path, level),
-        warn=lambda text: None,
-    )
-    model = build_meta_model(config.model, data.vocab_size, config.training.seq_len)
-    optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, model)
-    if found:
-        check_same_run(*found, config, data.fingerprint(), optimizer)
-    elif (source := config.checkpoint.init_from) and weights_of(source, model) is None:
-        open_source(Path(source), "size")
 
 
 def write_resolved_config(config: ResolvedConfig) -> None:

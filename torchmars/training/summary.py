@@ -59,7 +59,12 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
             f"{config.model.name} {config.model.size}: {parameters:,} parameters, "
             f"{model.describe()}",
         ),
-        *labelled("layout", f"{layout.describe()}, {training.dtype} compute"),
+        *labelled(
+            "layout",
+            f"{layout.describe()}, {training.dtype} compute"
+            + (f", {training.float8.recipe} float8" if training.float8.recipe != "none" else "")
+            + (", compiled blocks" if training.compile else ""),
+        ),
         *labelled(
             "batch",
             f"{training.global_batch_size} x {training.seq_len} tokens a step: "

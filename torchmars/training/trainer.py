@@ -86,7 +86,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Make the steps that are left; return whether all were made, or a signal ended them."""
-        config, state, last = self.config, self.state, self.config.training.steps
+        state, last = self.state, self.config.training.steps
         if state.step and state.validation_loss is None and self.validation_due():
             self.validate()  # a signal stopped the run before it could
         while self.state.step < last:

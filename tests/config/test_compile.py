@@ -1,0 +1,59 @@
+"""Whether a run compiles its blocks, where its config does not say."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.support.tiny import tiny_config
+from torchmars.config.compile import eager_note, resolve_compile
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "named,device,able,saved,expected",
+    [
+        (None, CUDA, True, None, True),
+        (None, CPU, True, None, False),
+        (None, CUDA, False, None, False),
+        (False, CUDA, True, None, False),
+        (True, CPU, True, None, True),
+        (None, CUDA, True, False, False),  # begun without
+        (None, CPU, True, True, True),  # begun on GPUs
+        (False, CUDA, True, True, False),
+    ],
+)
+def test_what_is_not_named_is_as_it_began_or_as_it_pays(
+    tmp_path, named, device, able, saved, expected
+):
+    config = tiny_config(tmp_path, training={} if named is None else {"compile": named})
+    began = None if saved is None else {"training": {"compile": saved}}
+    resolved = resolve_compile(config, device, able, 1, began)
+    assert resolved.training.compile is expected
+    assert resolve_compile(resolved, device, able, 1, None) == resolved
+    changed = dataclasses.replace(resolved.training, compile=named)
+    assert dataclasses.replace(resolved, training=changed) == config
+
+
+@pytest.mark.parametrize(
+    "overrides,tp,reason",
+    [
+        ({"activation_checkpoint": {"mode": "full"}}, 2, 'choose "selective"'),
+        ({"parallelism": {"pp": 2, "pp_schedule": "ZBVZeroBubble"}}, 1, "splits the backward pass"),
+    ],
+)
+def test_a_run_that_cannot_compile_does_not_and_says_why(tmp_path, overrides, tp, reason):
+    config = resolve_compile(tiny_config(tmp_path, **overrides), CUDA, True, tp, None)
+    assert config.training.compile is False
+    note = eager_note(config, CUDA, True, tp)
+    assert note.startswith("blocks are not compiled: ") and reason in note
+    assert "C compiler" in eager_note(config, CUDA, False, tp)
+    assert eager_note(config, CPU, True, tp) is None
+
+
+def test_what_needs_compiled_blocks_has_them(tmp_path):
+    config = tiny_config(tmp_path, activation_checkpoint={"mode": "memory_budget"})
+    resolved = resolve_compile(config, CPU, True, 1, None)
+    assert resolved.training.compile is True
+    assert eager_note(resolved, CPU, True, 1) is None

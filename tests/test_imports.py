@@ -1,0 +1,59 @@
+"""What a launcher and a rank import before the first step: nothing that they may not need."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.tiny import tiny_config, write_config, write_text
+from torchmars.training.preparation import prepare_data
+
+OPTIONAL = {
+    "wandb",
+    "tyro",
+    "tensorboard",
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "tokenizers",
+    "tiktoken",
+    "torch.distributed.pipelining",
+    "torch._inductor.compile_fx",
+}
+RANK = """
+from torchmars.train import main
+from torchmars.cluster import connection, startup
+from torchmars.training import build
+"""
+LAUNCHER = """
+from torchmars.commands import launch
+config = launch.load_config([sys.argv[1]], "test")
+launch.prepare_run(config, 2, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    "program,others",
+    [
+        (RANK, set()),
+        # torch's compiler, its checkpoints and FSDP are for ranks. Each takes a large part of a
+        # second, before any rank can start.
+        (LAUNCHER, {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"}),
+    ],
+    ids=["rank", "launcher"],
+)
+def test_a_start_does_not_import_what_it_may_not_need(tmp_path, program, others):
+    write_text(tmp_path)
+    config = tiny_config(tmp_path)
+    prepare_data(config)
+    write_config(config, tmp_path / "tiny.toml")
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{program}\nprint(*sys.modules)", "tiny.toml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = set(ended.stdout.splitlines()[-1].split())
+    assert "torchmars.config" in imported
+    assert not imported & (OPTIONAL | others)

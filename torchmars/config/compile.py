@@ -1,0 +1,71 @@
+"""Whether a run compiles its blocks: resolved once, for all ranks and as long as the run lives."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchmars.config import Config, ResolvedConfig
+
+COMPILE = "training.compile"
+
+
+def resolve_compile(
+    config: ResolvedConfig, device: torch.device, able: bool, tp: int, saved: dict[str, Any] | None
+) -> ResolvedConfig:
+    """Return `config` with `training.compile` resolved.
+
+    Where the config names nothing, it is what it was in `saved`, the config of the checkpoint that
+    the run resumes from. A new run compiles on a GPU, if all ranks are `able` to, and the rest of
+    the config allows it. `tp` is the degree of tensor parallelism.
+    """
+    compiles = config.training.compile
+    if compiles is None and saved is not None:
+        compiles = saved_compile(saved)
+    if compiles is None:
+        fits = device.type == "cuda" and able and compile_problem(config, tp) is None
+        compiles = fits or needs_compile(config)
+    return replace(config, training=replace(config.training, compile=compiles))
+
+
+def saved_compile(saved: dict[str, Any]) -> bool:
+    """Return whether the run of a checkpoint's config compiled its blocks."""
+    return bool(saved["training"].get("compile"))
+
+
+def needs_compile(config: Config) -> bool:
+    """Return whether the rest of the config cannot do without compiled blocks."""
+    return config.activation_checkpoint.mode == "memory_budget"
+
+
+def compile_problem(config: Config, tp: int) -> str | None:
+    """Return why blocks cannot be compiled under the rest of the config, with the remedy.
+
+    `tp` is the degree of tensor parallelism. None: they can be.
+    """
+    schedule = config.parallelism.pp_schedule
+    if config.parallelism.splits_backward:
+        return (
+            f'training.compile does not go with parallelism.pp_schedule = "{schedule}", which '
+            'splits the backward pass: choose "1F1B" or "Interleaved1F1B", or do not compile'
+        )
+    # torch 2.13 fails: of a block without a tensor to keep, it keeps the mesh.
+    if config.activation_checkpoint.mode == "full" and tp > 1:
+        return (
+            'activation_checkpoint.mode = "full" does not go with training.compile and '
+            f'parallelism.tp = {tp}: choose "selective"'
+        )
+    return None
+
+
+def eager_note(config: ResolvedConfig, device: torch.device, able: bool, tp: int) -> str | None:
+    """Return why a run on a GPU does not compile its blocks; None if it does, or nothing is odd.
+
+    `config` has `training.compile` resolved.
+    """
+    if config.training.compile or device.type != "cuda":
+        return None
+    if not able:
+        return "blocks are not compiled: a rank has no C compiler, or a GPU too old for Triton"
+    problem = compile_problem(config, tp)
+    return problem and f"blocks are not compiled: {problem}"

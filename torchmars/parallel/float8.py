@@ -1,0 +1,59 @@
+"""Linear layers whose matrix products are computed in float8, by torchao.
+
+Only the products change: parameters keep their names, shapes and float32 values. Source:
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433.
+"""
+
+import importlib.util
+
+import torch
+from torch import nn
+
+from torchmars.config.float8 import Float8Config
+from torchmars.core.errors import UserError
+from torchmars.models import Model
+
+UNIT = 16  # what the two sizes of a matrix must be multiples of, for the GPU's instructions
+CAPABILITY = (8, 9)  # of GPUs that multiply float8
+
+
+def check_package(config: Float8Config) -> None:
+    """Raise `UserError` if float8 is asked for, and torchao is not installed."""
+    if config.recipe != "none" and importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            "training.float8.recipe needs the package torchao: pip install 'torchmars[float8]'"
+        )
+
+
+def convert_layers(model: Model, config: Float8Config, device: torch.device) -> None:
+    """Let the linear layers of the blocks of `model` compute in float8, in place.
+
+    Raises `UserError` for a device that cannot, and where torchao is not installed.
+    """
+    if config.recipe == "none":
+        return
+    check_package(config)
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    if not (able or config.emulate):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise UserError(
+            f'training.float8.recipe = "{config.recipe}" needs a GPU that multiplies float8 '
+            f'(compute capability 8.9 or later), not {name}: set it to "none"'
+        )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if config.recipe == "rowwise":
+        layers = Float8LinearConfig.from_recipe_name("rowwise")
+        # The recipe has no such option, and its result is frozen.
+        object.__setattr__(layers, "emulate", config.emulate)
+    else:
+        layers = Float8LinearConfig(emulate=config.emulate)
+    for block in model.blocks.values():
+        convert_to_float8_training(block, config=layers, module_filter_fn=is_converted)
+
+
+def is_converted(module: nn.Module, name: str) -> bool:
+    """Return whether a layer of a block computes in float8."""
+    return isinstance(module, nn.Linear) and not any(
+        size % UNIT for size in (module.in_features, module.out_features)
+    )
