@@ -12,6 +12,7 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, train, write_text
 from torchmars import train as rank
+from torchmars.cluster import connection
 from torchmars.cluster.failures import FALLOUT_MESSAGE
 from torchmars.config import ProfilerConfig
 from torchmars.core.errors import UserError
@@ -102,9 +103,9 @@ def test_memory_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, capsys)
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
         )
 
-    for name in ("follow_launcher", "check_ranks", "build_trainer"):
+    for name in ("follow_launcher", "keep_compiled_in"):
         monkeypatch.setattr(rank, name, lambda *args: None)
-    monkeypatch.setattr(rank.connection, "open_store", out_of_memory)
+    monkeypatch.setattr(connection, "open_store", out_of_memory)
     monkeypatch.setattr(sys, "argv", ["train", "--run.folder", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         rank.main()

@@ -39,8 +39,13 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     level: Level = "off" if config.data.verify == "off" else "size"
     data = prepare_data(config, level)
     data.verify(level)
+    # torch's compiler and its checkpoints come with these, a second that a new run does not take.
+    optimizer = config.optimizer.settings()
+    if optimizer["by_role"] or optimizer["by_pattern"]:  # else it fits every model
+        from torchmars.training.optimizer import build_optimizer
+
+        build_optimizer(config.optimizer, config.training.max_grad_norm, model)
     if checkpoints(config.run.checkpoints) or config.checkpoint.init_from:
-        # torch's compiler and its checkpoints come with it, a second that a new run does not take.
         from torchmars.training.resumption import check_resume
 
         check_resume(config, data, model)
