@@ -189,7 +189,11 @@ def read_without_squared_norms(tables):
             value.zero_()
         said = road()
         norms = {name: value for name, value in kept.items() if SQUARED_NORM in name}
-        others = [name for name in kept.keys() - norms if not torch.equal(local(kept[name]), expected[name])]
+        others = [
+            name
+            for name in kept.keys() - norms
+            if not torch.equal(local(kept[name]), expected[name])
+        ]
         return others, [value.item() for value in norms.values()], said
 
     def init():
