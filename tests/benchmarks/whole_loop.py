@@ -32,6 +32,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.core.tables import table
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_meta_model
+from torchmars.models.gpt2 import SIZES
 
 LOG_INTERVAL, BATCH, LENGTH, ROWS = 5, 8, 256, 8192
 MODELS: dict[str, dict[str, Any]] = {
@@ -49,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TRAINING = {"global_batch_size": BATCH, "seq_len": LENGTH, "dtype": "float32"}
 QUICKSTART = {
-    "model": {"name": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 256},
+    "model": {"name": "gpt2", **SIZES["nano"], "vocab_size": 320},
     "training": TRAINING | {"seq_len": 128},
 }
 # What each part of the benchmark compares: the ranks and the tables of a run of ours, or the name

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.parallel.test_gradients import check_gradients, gradients_on, plain_gradients
+from tests.parallel.test_gradients import check_gradients, compare, gradients_on, plain_gradients
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.parallel.model import ParallelModel
@@ -34,7 +34,7 @@ def test_accumulated_gradients_are_those_of_one_rank(ranks, layout):
 
 
 def reductions(*args):
-    """How often a rank reduces gradients in a step of two microbatches, beside the gradients."""
+    """How often a rank gathers and reduces in a step, beside the gradients."""
     counter, backward = TrafficCounter(), ParallelModel.backward
 
     def counted(model, batch):
@@ -46,7 +46,6 @@ def reductions(*args):
     times = Counter({"reduce-scatter": 0, "all-reduce": 0})
     for kind, number in counter.times.items():
         times[kind.operation] += number
-    del times["all-gather"]
     return times, result
 
 
@@ -60,10 +59,30 @@ def test_hsdp_reduces_as_often_as_it_is_told(accumulate, scattered, exchanged):
     kept = ActivationCheckpointConfig()
     _, expected = plain_gradients("gpt2")
     for times, (_, found) in run_ranks(reductions, 4, "gpt2", parallelism, training, kept):
+        del times["all-gather"]
         assert times == {"reduce-scatter": scattered * units, "all-reduce": exchanged * units}
         assert found.keys() == expected.keys()
         for name, (_, gradient) in found.items():
             torch.testing.assert_close(gradient, expected[name][1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout,size,gathered,scattered",
+    [
+        ({}, 2**20, 1, 1),
+        ({}, 2**10, 9, 5),
+        ({"reshard_after_forward": "never"}, 2**20, 5, 5),
+    ],
+    ids=str,
+)
+def test_a_small_model_is_gathered_and_reduced_at_once(layout, size, gathered, scattered):
+    """Else each of four blocks is gathered for both passes, and the rest once."""
+    training = TrainingConfig(global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=4)
+    kept, parallelism = ActivationCheckpointConfig(), ParallelismConfig(**layout)
+    results = run_ranks(reductions, 2, "gpt2", parallelism, training, kept, False, size)
+    for times, _ in results:
+        assert times == {"all-gather": gathered, "reduce-scatter": scattered, "all-reduce": 0}
+    compare([found for _, found in results], layout, plain_gradients("gpt2"))
 
 
 @pytest.mark.parametrize(

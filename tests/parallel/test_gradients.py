@@ -14,6 +14,7 @@ from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, Trai
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
+from torchmars.parallel import fsdp
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 
@@ -54,8 +55,12 @@ def documents(windows):
                 yield window[None, begin : end + 1]
 
 
-def gradients_on(name, parallelism, training, activations, apart=False):
-    """The same of the parts of this rank: the mean loss, and weights and gradients gathered."""
+def gradients_on(name, parallelism, training, activations, apart=False, one_unit_bytes=0):
+    """The same of the parts of this rank: the mean loss, and weights and gradients gathered.
+
+    By default blocks are units, as on GPUs and in larger models.
+    """
+    fsdp.ONE_UNIT_BYTES = one_unit_bytes
     world = torch.distributed.get_world_size()
     layout = Layout.create(torch.device("cpu"), parallelism.degrees(world))
     with torch.device("meta"):

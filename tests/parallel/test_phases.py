@@ -8,6 +8,7 @@ from tests.models.test_gpt2 import ARGS
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models.gpt2 import GPT2
+from torchmars.parallel import fsdp
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 
@@ -17,6 +18,7 @@ LAYOUTS["pipeline"] = ParallelismConfig(pp=2)
 
 def phases_on(parallelism):
     """The phases of a backward pass of two microbatches, with the gradients that then are."""
+    fsdp.ONE_UNIT_BYTES = 0
     layout = Layout.create(torch.device("cpu"), parallelism.degrees(2))
     with torch.device("meta"):
         whole = GPT2(dataclasses.replace(ARGS, n_layer=2))

@@ -63,8 +63,9 @@ class ParallelismConfig:
     reshard_after_forward: Annotated[Resharding, WordOrNumber(("auto", "always", "never"))] = "auto"
     """Whether a block frees the weights that it gathered after the forward pass, and gathers them
     again for the backward pass. auto: yes, but not in a pipeline, where each microbatch would
-    gather them. always: also the weights outside of blocks. never. A number: yes, but groups of so
-    many ranks keep them together, and gather them among themselves."""
+    gather them, and not on CPUs with a model of at most 32 MiB in the compute dtype, which is then
+    gathered as a whole. always: also the weights outside of blocks. never. A number: yes, but
+    groups of so many ranks keep them together, and gather them among themselves."""
     accumulate: Literal["auto"] | Accumulation = "auto"
     """What the ranks keep of a gradient from one microbatch to the next. sharded: each rank its
     shard; copies of the model exchange theirs at the last microbatch. reduced: each rank its shard,

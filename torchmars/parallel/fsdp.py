@@ -18,13 +18,23 @@ from torch.distributed.fsdp import (
 from torchmars.config import ParallelismConfig
 from torchmars.parallel.part import Part
 
+# On CPUs a collective keeps the rank waiting: what is no larger is gathered at once.
+ONE_UNIT_BYTES = 32 * 2**20
 
-def shard(part: Part, mesh: DeviceMesh, dtype: torch.dtype, parallelism: ParallelismConfig) -> None:
+
+def shard(
+    part: Part,
+    mesh: DeviceMesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    parallelism: ParallelismConfig,
+) -> None:
     """Shard `part` in place over `mesh`: one axis for FSDP, two (replicate, shard) for HSDP.
 
     Each of its blocks and the rest become a unit. So do a token table and a head that are apart:
     then neither is gathered while blocks compute. The float32 weights are gathered in `dtype` for
-    compute, and gradients are averaged over the ranks in float32.
+    compute, and gradients are averaged over the ranks in float32. A small part on CPUs is one unit,
+    see `is_one_unit`. `device` is what the ranks compute on: in a simulation the mesh is of CPUs.
     """
     model, blocks = part.model, parallelism.blocks_reshard
     always = parallelism.reshard_after_forward == "always"
@@ -41,6 +51,9 @@ def shard(part: Part, mesh: DeviceMesh, dtype: torch.dtype, parallelism: Paralle
             CPUOffloadPolicy(pin_memory=on_gpu) if parallelism.cpu_offload else OffloadPolicy()
         ),
     )
+    if is_one_unit(part, device, dtype, parallelism):
+        make_unit(part)
+        return
     if model.output is not None:
         # The backward pass begins with the head.
         make_unit([model.norm, model.output], reshard_after_forward=always)
@@ -50,6 +63,19 @@ def shard(part: Part, mesh: DeviceMesh, dtype: torch.dtype, parallelism: Paralle
     for block in model.blocks.values():
         make_unit(block, reshard_after_forward=blocks)
     make_unit(part, reshard_after_forward=always or None)
+
+
+def is_one_unit(
+    part: nn.Module, device: torch.device, dtype: torch.dtype, parallelism: ParallelismConfig
+) -> bool:
+    """Return whether a part is gathered and reduced as a whole, once for each microbatch.
+
+    That is so on CPUs, where all its weights in `dtype` have at most `ONE_UNIT_BYTES`, without a
+    pipeline, and unless `reshard_after_forward` says what blocks do.
+    """
+    size = sum(parameter.numel() for parameter in part.parameters()) * dtype.itemsize
+    decides = parallelism.reshard_after_forward == "auto" and parallelism.pp == 1
+    return decides and device.type == "cpu" and size <= ONE_UNIT_BYTES
 
 
 def set_reduction(part: nn.Module, parallelism: ParallelismConfig, last: bool) -> None:

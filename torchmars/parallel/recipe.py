@@ -35,4 +35,5 @@ def parallelize(
     if training.compile:
         for block in model.blocks.values():
             block.compile()
-    shard(part, layout.shard_mesh, getattr(torch, training.dtype), parallelism)
+    dtype = getattr(torch, training.dtype)
+    shard(part, layout.shard_mesh, layout.device, dtype, parallelism)
