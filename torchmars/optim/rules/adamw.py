@@ -83,7 +83,8 @@ class AdamWFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
     correction: TensorCorrection
-    ok: Tensor
+    guard: Tensor | None
+    """`StepFactors.guard`."""
     lr: Tensor
     weight_decay: Tensor
     eps: Tensor
@@ -113,7 +114,7 @@ def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
     return [
         AdamWFactors(
             correction=correction,
-            ok=step.ok,
+            guard=step.guard,
             lr=lr,
             weight_decay=weight_decay,
             eps=eps,
@@ -134,8 +135,8 @@ def mars_adamw_(tensors: Tensors, factors: Sequence[AdamWFactors]) -> None:
         new_m, new_v = m + f.rate1 * (c - m), v + f.rate2 * (c * c - v)
         direction = new_m * f.unbias1 / ((new_v * f.unbias2).sqrt() + f.eps)
         x = p.to(c.dtype)
-        write_if(f.ok, p, x - f.lr * (direction + f.weight_decay * x))
-        write_if(f.ok, m, new_m)
-        write_if(f.ok, v, new_v)
+        write_if(f.guard, p, x - f.lr * (direction + f.weight_decay * x))
+        write_if(f.guard, m, new_m)
+        write_if(f.guard, v, new_v)
         if f.keep:
-            write_if(f.ok, h, used)
+            write_if(f.guard, h, used)

@@ -184,6 +184,8 @@ class StepFactors:
 
     ok: Tensor
     """Whether the step counts. Where it is false nothing changes. 0-d, bool."""
+    guard: Tensor | None
+    """The condition of each write of a pass: `ok`, or None where the host knows that it is true."""
     scale: Tensor
     """The factor of the global clip, 0-d."""
     globally_clipped: bool
@@ -205,4 +207,4 @@ class StepFactors:
         """Make the gradients just used the last gradients, where the rule's pass has not."""
         if self.keep_apart:
             pairs = list(zip(group.grads, group.last_grads))
-            run_pass(keep_gradient_, pairs, [(self.scale, self.ok)] * len(pairs), self.compile)
+            run_pass(keep_gradient_, pairs, [(self.scale, self.guard)] * len(pairs), self.compile)
