@@ -15,7 +15,12 @@ from torch import Tensor
 
 from torchmars.optim.checks import check_hyperparameters, check_parameters
 from torchmars.optim.exchange import Exchange
-from torchmars.optim.last_grads import keep_squared_norms, must_be_read, read_last_grads
+from torchmars.optim.last_grads import (
+    clear_unusable,
+    keep_squared_norms,
+    must_be_read,
+    read_last_grads,
+)
 from torchmars.optim.look_ahead import LookAhead
 from torchmars.optim.norms import MeshGroups
 from torchmars.optim.param_groups import complete_group, warn_of_unsorted
@@ -354,6 +359,8 @@ class MARS(torch.optim.Optimizer):
 
     def _update(self, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
         """Make the second pass. Collective where there are sharded matrices."""
+        if self.decides_on_host:
+            clear_unusable(updates)
         matrices = MatrixStep(
             [
                 MatrixUpdate(group.rule, group, factors)

@@ -102,7 +102,6 @@ class AdamWFactors(NamedTuple):
 
 def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
     """Return the factors of each tensor of `group`."""
-    assert step.corrections is not None
     betas = group.settings["betas"]
     unbias1, unbias2 = (
         (1 / (1 - beta ** (step.counts + 1))).to(group.dtype).unbind() for beta in betas
@@ -124,7 +123,7 @@ def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
             unbias2=second,
             keep=step.keep_gradient,
         )
-        for correction, first, second in zip(step.corrections.of_each(step.scale), unbias1, unbias2)
+        for correction, first, second in zip(step.correction_of_each(), unbias1, unbias2)
     ]
 
 

@@ -66,7 +66,7 @@ class MarsLion(Lion):
         rate = group.scalar(1 - group.settings["betas"][0])
         factors = [
             LionFactors(correction, step.guard, lr, weight_decay, rate, step.keep_gradient)
-            for correction in step.corrections.of_each(step.scale)
+            for correction in step.correction_of_each()
         ]
         run_pass(mars_lion_, tensors, factors, step.compile)
         step.keep_gradients(group)

@@ -197,7 +197,7 @@ class MatrixUpdate:
         rate = self.group.scalar(1 - self.group.settings["betas"][0])
         factors = [
             MomentumFactors(correction, self.step.guard, rate, self.step.keep_gradient)
-            for correction in self.step.corrections.of_each(self.step.scale)
+            for correction in self.step.correction_of_each()
         ]
         tensors = list(zip(self.momenta, self.group.grads, self.group.last_grads))
         run_pass(mars_momentum_, tensors, factors, self.step.compile)
