@@ -5,7 +5,7 @@ c corrected gradient.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchmars.optim.passes import inner_products, run_pass
 from torchmars.optim.plans import Plans
 from torchmars.optim.reduction import Reduction
 from torchmars.optim.rules.correction import strength
-from torchmars.optim.rules.rule import SQUARED_NORM, GroupTensors, State
+from torchmars.optim.rules.rule import SQUARED_NORM, GroupTensors, State, StepFactors
 
 
 def read_last_grads(
@@ -78,6 +78,18 @@ def must_be_read(
         unclipped = bounds <= (math.inf if group["clip"] is None else group["clip"])
         chosen |= {p for p, known in zip(parameters, unclipped.tolist()) if not known}
     return chosen
+
+
+def clear_unusable(updates: Iterable[tuple[GroupTensors, StepFactors]]) -> None:
+    """Set to 0 each h that is unusable, before it is replaced. Waits for the device.
+
+    kappa is 0 for them. So no pass must choose between an h that is usable and one that is not.
+    """
+    for group, factors in updates:
+        if factors.corrections is not None:
+            for h, unusable in zip(group.last_grads, factors.corrections.unusable.tolist()):
+                if unusable:
+                    h.zero_()
 
 
 def keep_squared_norms(reduction: Reduction, state: Mapping[Tensor, State]) -> None:

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from torchmars.optim.checks import check_hyperparameters, check_parameters
 from torchmars.optim.exchange import Exchange
-from torchmars.optim.last_grads import keep_squared_norms, must_be_read, read_last_grads
+from torchmars.optim.last_grads import (
+    clear_unusable,
+    keep_squared_norms,
+    must_be_read,
+    read_last_grads,
+)
 from torchmars.optim.look_ahead import LookAhead
 from torchmars.optim.norms import MeshGroups
 from torchmars.optim.param_groups import complete_group, warn_of_unsorted
@@ -154,7 +159,8 @@ class MARS(torch.optim.Optimizer):
         self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
         self.compile = bool(compile)
-        # Whether a step sees g before it decides which h to read: where the host need not wait.
+        # Whether the host sees the sums before it goes on: where it need not wait for them. It then
+        # decides which h to read, and leaves out the second pass of a step that does not count.
         self.decides_on_host = False
         self._measure = self._measured = False
         self.grad_norm = torch.zeros((), dtype=torch.float64)
@@ -334,7 +340,27 @@ class MARS(torch.optim.Optimizer):
                 reduction, groups, self.plans, chosen, self.state, self.compile
             )
         self.grad_norm = reduction.norm
-        updates = [(group, reduction.factors(group, self.exact, self.compile)) for group in groups]
+        on_host = self.decides_on_host
+        updates = [
+            (group, reduction.factors(group, self.exact, on_host, self.compile)) for group in groups
+        ]
+        if not on_host or reduction.ok:
+            self._update(updates)
+        if not self.exact:
+            keep_squared_norms(reduction, self.state)
+        self._finish(reduction.ok, updates)
+        return loss
+
+    def _gather(self) -> list[GroupTensors]:
+        return gather_gradients(self.param_groups, self.state, self._wire)
+
+    def _reduce(self, groups: list[GroupTensors], with_last: bool) -> Reduction:
+        return reduce_gradients(groups, self.plans, self.max_grad_norm, with_last, self.compile)
+
+    def _update(self, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
+        """Make the second pass. Collective where there are sharded matrices."""
+        if self.decides_on_host:
+            clear_unusable(updates)
         matrices = MatrixStep(
             [
                 MatrixUpdate(group.rule, group, factors)
@@ -351,16 +377,6 @@ class MARS(torch.optim.Optimizer):
                 group.rule.update(group, factors)
         exchange.finish()
         matrices.after_directions()
-        if not self.exact:
-            keep_squared_norms(reduction, self.state)
-        self._finish(reduction.ok, updates)
-        return loss
-
-    def _gather(self) -> list[GroupTensors]:
-        return gather_gradients(self.param_groups, self.state, self._wire)
-
-    def _reduce(self, groups: list[GroupTensors], with_last: bool) -> Reduction:
-        return reduce_gradients(groups, self.plans, self.max_grad_norm, with_last, self.compile)
 
     def _finish(self, ok: Tensor, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
         """Count the step, and in exact mode make the look-ahead the last gradient."""

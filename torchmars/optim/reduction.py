@@ -62,13 +62,19 @@ class Reduction:
         """Return the squared norms of the gradients of `parameters` after the global clip, [n]."""
         return self.scale**2 * torch.stack([self.products[p][0] for p in parameters])
 
-    def factors(self, group: GroupTensors, exact: bool, compile: bool) -> StepFactors:
-        """Return what the sums make of `group`."""
+    def factors(
+        self, group: GroupTensors, exact: bool, on_host: bool, compile: bool
+    ) -> StepFactors:
+        """Return what the sums make of `group`.
+
+        `on_host`: the host sees whether the step counts, and updates nothing where it does not.
+        """
         counts = torch.stack(group.steps).double()
         apart = compile and any(map(pays_to_keep_apart, group.last_grads[:1]))
         products, corrections = group.corrections(self.scale, _of(group, self.products), counts)
         return StepFactors(
             ok=self.ok,
+            guard=None if on_host else self.ok,
             scale=self.scale.to(group.dtype),
             globally_clipped=self.clips,
             products=products,

@@ -83,7 +83,8 @@ class AdamWFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
     correction: TensorCorrection
-    ok: Tensor
+    guard: Tensor | None
+    """`StepFactors.guard`."""
     lr: Tensor
     weight_decay: Tensor
     eps: Tensor
@@ -101,7 +102,6 @@ class AdamWFactors(NamedTuple):
 
 def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
     """Return the factors of each tensor of `group`."""
-    assert step.corrections is not None
     betas = group.settings["betas"]
     unbias1, unbias2 = (
         (1 / (1 - beta ** (step.counts + 1))).to(group.dtype).unbind() for beta in betas
@@ -113,7 +113,7 @@ def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
     return [
         AdamWFactors(
             correction=correction,
-            ok=step.ok,
+            guard=step.guard,
             lr=lr,
             weight_decay=weight_decay,
             eps=eps,
@@ -123,7 +123,7 @@ def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
             unbias2=second,
             keep=step.keep_gradient,
         )
-        for correction, first, second in zip(step.corrections.of_each(step.scale), unbias1, unbias2)
+        for correction, first, second in zip(step.correction_of_each(), unbias1, unbias2)
     ]
 
 
@@ -134,8 +134,8 @@ def mars_adamw_(tensors: Tensors, factors: Sequence[AdamWFactors]) -> None:
         new_m, new_v = m + f.rate1 * (c - m), v + f.rate2 * (c * c - v)
         direction = new_m * f.unbias1 / ((new_v * f.unbias2).sqrt() + f.eps)
         x = p.to(c.dtype)
-        write_if(f.ok, p, x - f.lr * (direction + f.weight_decay * x))
-        write_if(f.ok, m, new_m)
-        write_if(f.ok, v, new_v)
+        write_if(f.guard, p, x - f.lr * (direction + f.weight_decay * x))
+        write_if(f.guard, m, new_m)
+        write_if(f.guard, v, new_v)
         if f.keep:
-            write_if(f.ok, h, used)
+            write_if(f.guard, h, used)

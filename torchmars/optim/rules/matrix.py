@@ -160,7 +160,8 @@ class MomentumFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
     correction: TensorCorrection
-    ok: Tensor
+    guard: Tensor | None
+    """`StepFactors.guard`."""
     rate: Tensor
     """One minus beta1."""
     keep: bool
@@ -171,9 +172,9 @@ def mars_momentum_(tensors: Tensors, factors: Sequence[MomentumFactors]) -> None
     """Update the first moment of the corrected gradient on each (m, g, h), in place."""
     for (m, g, h), f in zip(tensors, factors):
         used, c = corrected_gradient(g, h, f.correction)
-        write_if(f.ok, m, m + f.rate * (c - m))
+        write_if(f.guard, m, m + f.rate * (c - m))
         if f.keep:
-            write_if(f.ok, h, used)
+            write_if(f.guard, h, used)
 
 
 class MatrixUpdate:
@@ -195,8 +196,8 @@ class MatrixUpdate:
             return
         rate = self.group.scalar(1 - self.group.settings["betas"][0])
         factors = [
-            MomentumFactors(correction, self.step.ok, rate, self.step.keep_gradient)
-            for correction in self.step.corrections.of_each(self.step.scale)
+            MomentumFactors(correction, self.step.guard, rate, self.step.keep_gradient)
+            for correction in self.step.correction_of_each()
         ]
         tensors = list(zip(self.momenta, self.group.grads, self.group.last_grads))
         run_pass(mars_momentum_, tensors, factors, self.step.compile)
@@ -218,7 +219,7 @@ class MatrixUpdate:
             return momentum
         factors = self.lean[number]
         gradient = self._matrix(self.group.grads[number], number, shape)[place]
-        used = factors.scale * torch.where(factors.ok, gradient, 0).to(self.group.dtype)
+        used = factors.scale * torch.where(self.step.ok, gradient, 0).to(self.group.dtype)
         return factors.mix * momentum.to(self.group.dtype) + factors.out * used
 
     def apply_direction(

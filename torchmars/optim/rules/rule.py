@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.passes import keep_gradient_, run_pass
-from torchmars.optim.rules.correction import GroupCorrections, corrected_squared_norms, strength
+from torchmars.optim.rules.correction import (
+    GroupCorrections,
+    TensorCorrection,
+    corrected_squared_norms,
+    strength,
+)
 from torchmars.optim.tensors import flat, local_gradient, local_part
 
 Settings = dict[str, Any]  # of an optimizer by its name, or of a parameter group
@@ -184,6 +189,9 @@ class StepFactors:
 
     ok: Tensor
     """Whether the step counts. Where it is false nothing changes. 0-d, bool."""
+    guard: Tensor | None
+    """The condition of each write of a pass: `ok`, or None where the host knows that it is true,
+    and has cleared every h that is unusable."""
     scale: Tensor
     """The factor of the global clip, 0-d."""
     globally_clipped: bool
@@ -201,8 +209,13 @@ class StepFactors:
     compile: bool
     """Whether large tensors go through compiled kernels."""
 
+    def correction_of_each(self) -> list[TensorCorrection]:
+        """Return the correction of each tensor. Only where last gradients are kept."""
+        assert self.corrections is not None
+        return self.corrections.of_each(self.scale, all_usable=self.guard is None)
+
     def keep_gradients(self, group: "GroupTensors") -> None:
         """Make the gradients just used the last gradients, where the rule's pass has not."""
         if self.keep_apart:
             pairs = list(zip(group.grads, group.last_grads))
-            run_pass(keep_gradient_, pairs, [(self.scale, self.ok)] * len(pairs), self.compile)
+            run_pass(keep_gradient_, pairs, [(self.scale, self.guard)] * len(pairs), self.compile)
