@@ -1,0 +1,1 @@
+"""Optimizers compared fairly: trials, how they are run, and what they tell."""

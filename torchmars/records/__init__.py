@@ -1,0 +1,1 @@
+"""What a run has left in its folder: config, curves, events, checkpoints."""
