@@ -22,13 +22,9 @@ def test_a_valley_is_found():
     found = describe_range(lrs, losses)
     assert found.smoothed[0] == losses[0] and len(found.smoothed) == len(lrs)
     # The smoothed loss is late by about 9 steps, a tenth of a decade.
-    assert 1e-3 < found.steepest < 1.4e-3
     assert 0.09 < found.lowest < 0.13
     assert found.lowest < found.diverges < 0.15
-    grid = found.grid()
-    assert all(later == pytest.approx(2 * earlier) for earlier, later in zip(grid, grid[1:]))
-    assert grid[0] == pytest.approx(found.steepest, rel=0.5)
-    assert grid[-1] == pytest.approx(found.lowest, rel=0.5)
+    assert found.grid() == pytest.approx([found.lowest * each for each in (0.125, 0.25, 0.5, 1)])
 
 
 def test_a_loss_that_only_falls_diverges_nowhere_and_one_that_only_rises_has_a_grid():
@@ -36,7 +32,7 @@ def test_a_loss_that_only_falls_diverges_nowhere_and_one_that_only_rises_has_a_g
     falls = describe_range(lrs, [float(9 - number) for number in range(12)])
     assert falls.diverges is None and falls.lowest == lrs[-1]
     rises = describe_range(lrs, [1.0 + number for number in range(12)])
-    assert rises.lowest == lrs[0] and rises.diverges == lrs[1] and len(rises.grid()) >= 3
+    assert rises.lowest == lrs[0] and rises.diverges == lrs[1]
 
 
 def test_all_rates_keep_their_ratio():

@@ -30,8 +30,8 @@ class LrFind:
 
     Trains the config once, in a folder that is deleted again, while optimizer.lr rises from --low
     to --high by the same factor at each step. The rates of other groups keep their ratio to it.
-    Prints where the loss falls fastest, where it is lowest, and where it diverges. The best rate of
-    a whole run, which decays, lies between the first two: torchmars compare finds it.
+    Prints where the smoothed loss is lowest and where it diverges, and rates to give to torchmars
+    compare: the best one for a whole run is mostly lower than the one of the lowest loss here.
     """
 
     low: Rate | None = None
@@ -74,8 +74,7 @@ def report(found: LrRange) -> list[str]:
     return [
         *table([("lr", "loss", "smoothed"), *rows], right=(0, 1, 2)),
         "",
-        *labelled("steepest", f"at lr {found.steepest:.2e} the smoothed loss falls fastest"),
-        *labelled("lowest", f"at lr {found.lowest:.2e} it is {min(found.smoothed):.4f}"),
+        *labelled("lowest", f"{min(found.smoothed):.4f} at lr {found.lowest:.2e}"),
         *labelled("diverges", diverges),
         *labelled("try", "--lr-grid " + ",".join(f"{lr:.1e}" for lr in found.grid())),
     ]

@@ -4,7 +4,6 @@ L. N. Smith, Cyclical Learning Rates for Training Neural Networks (arXiv 1506.01
 """
 
 import json
-import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,19 +29,17 @@ class LrRange:
     """The training loss of the batch at each rate."""
     smoothed: list[float]
     """Their mean over the last rates, of which older ones count less."""
-    steepest: float
-    """The rate at which the smoothed loss falls fastest over the logarithm of the rate."""
     lowest: float
     """The rate at which the smoothed loss is lowest."""
     diverges: float | None
     """The rate beyond which the smoothed loss is 10% above its lowest; None if there is none."""
 
     def grid(self) -> list[float]:
-        """Return rates to compare: from the steepest to the lowest loss, each twice the last."""
-        first, last = sorted((self.steepest, self.lowest))
-        count = max(3, round(math.log2(last / first)) + 1)
-        middle = math.sqrt(first * last)
-        return [middle * 2 ** (number - (count - 1) / 2) for number in range(count)]
+        """Return rates to compare: up to `lowest`, each twice the one before.
+
+        A test of some hundred steps bears more than a whole run, whose best rate is lower.
+        """
+        return [self.lowest / 2**halvings for halvings in (3, 2, 1, 0)]
 
 
 def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: int) -> LrRange:
@@ -119,18 +116,12 @@ def describe_range(lrs: list[float], losses: list[float]) -> LrRange:
     """Return what the losses at rising rates tell."""
     smoothed = smooth(losses)
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-    falls = {
-        number: (smoothed[number - 1] - smoothed[number + 1])
-        / math.log(lrs[number + 1] / lrs[number - 1])
-        for number in range(1, max(lowest, 2))
-    }
-    steepest = max(falls, key=falls.__getitem__)
     beyond = [
         lr
         for lr, loss in zip(lrs[lowest:], smoothed[lowest:])
         if loss > DIVERGED * smoothed[lowest]
     ]
-    return LrRange(lrs, losses, smoothed, lrs[steepest], lrs[lowest], beyond[0] if beyond else None)
+    return LrRange(lrs, losses, smoothed, lrs[lowest], beyond[0] if beyond else None)
 
 
 def smooth(values: list[float]) -> list[float]:
