@@ -18,6 +18,7 @@ NAMES = {
     "generate",
     "import",
     "launch",
+    "lr-find",
     "plan",
     "prepare",
     "presets",
