@@ -8,7 +8,7 @@ import pytest
 from tests.comparison.conftest import config, run  # noqa: F401, fixtures
 from torchmars.comparison import local
 
-GRID = ["--lr_grid", "1e-3,2e-3"]
+GRID = ["--lr-grid", "1e-3,2e-3"]
 
 
 @pytest.fixture
@@ -35,19 +35,19 @@ def test_mistakes_are_one_line(refused, tmp_path):
     (tmp_path / "same.toml").write_text('[optimizer]\nname = "adamw"\nbetas = [0.9, 0.95]\n')
     for args, wrong in [
         ([], "--lr-grid is missing"),
-        (["--lr_grid", ""], "--lr_grid: there is nothing between two commas"),
-        (["--lr_grid", "1e-3,fast"], "--lr_grid: 'fast' is no number"),
-        (["--lr_grid", "-1"], "optimizer.lr must be more than 0"),
-        ([*GRID, "--betas_grid", "0.9"], "--betas_grid: '0.9' is no pair of numbers"),
+        (["--lr-grid", ""], "--lr-grid: there is nothing between two commas"),
+        (["--lr-grid", "1e-3,fast"], "--lr-grid: 'fast' is no number"),
+        (["--lr-grid", "-1"], "optimizer.lr must be more than 0"),
+        ([*GRID, "--betas-grid", "0.9"], "--betas-grid: '0.9' is no pair of numbers"),
         ([*GRID, "--optimizers", "adamw,sgd"], "--optimizers: there is no 'sgd'"),
         ([*GRID, "--optimizers", "mine.toml"], "mine.toml has training beside [optimizer]"),
         ([*GRID, "--optimizers", "adamw,adamw.toml"], "two are called adamw"),
         ([*GRID, "--optimizers", "adamw,same.toml"], "adamw and same are the same in the trial"),
-        ([*GRID, "--optimizers", "adamw", "--gamma_grid", "0.1"], "--gamma_grid has no meaning"),
+        ([*GRID, "--optimizers", "adamw", "--gamma-grid", "0.1"], "--gamma-grid has no meaning"),
         ([*GRID, "--optimizer.gamma", "0.1"], "--optimizer.gamma has no meaning here"),
         ([*GRID, "--seeds", "0"], "--seeds must be at least 1"),
         ([*GRID, "--validation.interval", "0"], "validation.interval = 0"),
-        (["--lr_grid", "1e-3", "--widen"], "--widen needs two learning rates"),
+        (["--lr-grid", "1e-3", "--widen"], "--widen needs two learning rates"),
         ([*GRID, "--slurm", "--jobs", "2"], "--jobs has no meaning beside --slurm"),
         ([*GRID, "--training.stps", "2"], "unknown key training.stps"),
     ]:

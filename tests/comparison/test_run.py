@@ -19,7 +19,7 @@ BROKEN = """[optimizer]
 name = "adamw"
 groups = [{pattern = "nothing.*"}]
 """
-OPTIONS = ["--lr_grid", "1e-3,1e6", "--seeds", "2", "--optimizers", "adamw,mars-adamw,broken.toml"]
+OPTIONS = ["--lr-grid", "1e-3,1e6", "--seeds", "2", "--optimizers", "adamw,mars-adamw,broken.toml"]
 
 
 class Killed(BaseException):
@@ -175,7 +175,7 @@ def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
 
     monkeypatch.setattr(local, "start_process", Ended)
     monkeypatch.setattr("torchmars.comparison.run.POLL_SECONDS", 0)
-    options = ["--optimizers", "adamw", "--seeds", "1", "--lr_grid"]
+    options = ["--optimizers", "adamw", "--seeds", "1", "--lr-grid"]
     code, _, err = run(config, *options, "1e-3,2e-3", "--widen", "--folder", "found")
     assert code == 0, err
     found = read_comparison(config.parent / "found")

@@ -12,7 +12,7 @@ from tests.support.commands import ROOT
 from torchmars.comparison.results import read_comparison
 from torchmars.comparison.slurm import SlurmTrials
 
-OPTIONS = ["--optimizers", "adamw,lion", "--lr_grid", "1e-3", "--seeds", "2", "--slurm"]
+OPTIONS = ["--optimizers", "adamw,lion", "--lr-grid", "1e-3", "--seeds", "2", "--slurm"]
 
 # A queue is a file with a line for each job. The jobs that it holds never run.
 SBATCH = """#!/bin/sh

@@ -128,7 +128,7 @@ def last_error(trial: Trial) -> str:
 
 
 def last_lines(file: Path) -> list[str]:
-    """Return the last lines of a file that are not empty, without double spaces; none where there is no file."""
+    """Return the last lines of a file that are not empty, spaces made single; none without it."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - BYTES_READ))
