@@ -27,7 +27,7 @@ def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Compariso
         for each in study.contenders
     ]
     contenders.sort(key=lambda each: (each.mean is None, each.mean or 0.0))
-    training = study.base.training
+    training, rows = study.base.training, [each for name in plans for each in trials[name]]
     return Comparison(
         study.folder.name,
         study.arguments,
@@ -38,8 +38,8 @@ def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Compariso
         BASELINE if BASELINE in plans else None,
         contenders,
         differences(contenders),
-        [each for name in plans for each in trials[name]],
-        notes(study, plans, contenders, [each for name in plans for each in trials[name]]),
+        rows,
+        notes(study, contenders, rows),
     )
 
 
@@ -120,12 +120,7 @@ def differences(contenders: list[ContenderResult]) -> list[Difference]:
     ]
 
 
-def notes(
-    study: Study,
-    plans: dict[str, Plan],
-    contenders: list[ContenderResult],
-    trials: list[TrialResult],
-) -> list[str]:
+def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialResult]) -> list[str]:
     """Return what a reader must know of the results, in sentences."""
     found = []
     counts = {
@@ -136,7 +131,9 @@ def notes(
         found.append(f"{counts['pending']} of {len(trials)} trials have not ended yet.")
     ended = [f"{count} {state}" for state, count in counts.items() if count and state != "pending"]
     if ended:
-        found.append(f"Of {len(trials)} trials {' and '.join(ended)}: the reasons are below.")
+        found.append(
+            f"Of {len(trials)} trials {' and '.join(ended)}: the reasons are in the table of trials."
+        )
     for each in contenders:
         for setting, end in each.edges.items():
             found.append(
@@ -145,10 +142,11 @@ def notes(
             )
     if len(study.seeds) == 1:
         found.append("There is one seed only. How far results spread over seeds is not known.")
-    if any(each.takes_gamma for each in study.contenders) and BASELINE in plans:
-        if CONTROL not in plans and "betas" not in study.grid:
-            found.append(
-                f"{CONTROL}, AdamW with MARS's betas, does not take part. Without that control a "
-                "gain of MARS may be one of its betas."
-            )
+    names = [each.name for each in study.contenders]
+    takes_mars = any(each.takes_gamma for each in study.contenders)
+    if takes_mars and BASELINE in names and CONTROL not in names and "betas" not in study.grid:
+        found.append(
+            f"{CONTROL}, AdamW with MARS's betas, does not take part. Without that control a gain "
+            "of MARS may be one of its betas."
+        )
     return found
