@@ -69,25 +69,25 @@ def run_trials(
     Else a signal has stopped it. Calls `changed` whenever one has ended.
     """
     plans = results.plans()
-    with StopSignals() as signals, TrialsProgress(study, results, plans) as progress:
-        while signals.received is None and (left := pending(plans, results)):
-            runner.start(left)
+    with StopSignals() as signals:
+        with TrialsProgress(study, results, plans) as progress:
+            while (left := pending(plans, results)) and signals.received is None:
+                runner.start(left)
+                time.sleep(POLL_SECONDS)
+                if over := runner.ended():
+                    for trial, code in over:
+                        results.end(trial, code)
+                    plans = results.plans()
+                    progress.tell([results(trial) for trial, _ in over], plans)
+                    changed()
+                progress.show(plans, runner.running)
+        if left:
+            how = runner.stop()
+            say(f"stopped by {signals.received}: {how}; the same command goes on", error=True)
+        while runner.running:  # what became of them is read at the next start
             time.sleep(POLL_SECONDS)
-            if over := runner.ended():
-                for trial, code in over:
-                    results.end(trial, code)
-                plans = results.plans()
-                progress.tell([results(trial) for trial, _ in over], plans)
-                changed()
-            progress.show(plans, runner.running)
-        if signals.received is None:
-            return True
-    say(f"stopped by {signals.received}: {runner.stop()}; the same command goes on", error=True)
-    while runner.running:
-        time.sleep(POLL_SECONDS)
-        for trial, code in runner.ended():
-            results.end(trial, code)
-    return not pending(results.plans(), results)
+            runner.ended()
+    return not left
 
 
 def pending(plans: list[Plan], results: Results) -> list[Trial]:

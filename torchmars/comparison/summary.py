@@ -132,7 +132,7 @@ def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialRes
     ended = [f"{count} {state}" for state, count in counts.items() if count and state != "pending"]
     if ended:
         found.append(
-            f"Of {len(trials)} trials {' and '.join(ended)}: the reasons are in the table of trials."
+            f"Of {len(trials)} trials {' and '.join(ended)}: the table of trials says why."
         )
     for each in contenders:
         for setting, end in each.edges.items():
