@@ -20,6 +20,7 @@ name = "adamw"
 groups = [{pattern = "nothing.*"}]
 """
 OPTIONS = ["--lr-grid", "1e-3,1e6", "--seeds", "2", "--optimizers", "adamw,mars-adamw,broken.toml"]
+PLOTS = ("tokens", "seconds", "lr")
 
 
 class Killed(BaseException):
@@ -121,6 +122,13 @@ def test_killed_and_resumed_it_finds_the_same(run, config, tmp_path, monkeypatch
         )
     assert outcome(tmp_path / "resumed/found") == outcome(tmp_path / "straight/found")
     assert not list(tmp_path.glob("*/found/trials/*/checkpoints/*"))
+
+    plots = {f"loss_by_{each}.{kind}" for each in PLOTS for kind in ("png", "svg")}
+    assert plots <= {file.name for file in (tmp_path / "resumed/found").iterdir()}
+    assert (
+        "| adamw | lr 0.001 (the lowest tried) |"
+        in (tmp_path / "resumed/found/table.md").read_text()
+    )
 
     found = read_comparison(tmp_path / "resumed/found")
     states = {each.name: each.state for each in found.trials}

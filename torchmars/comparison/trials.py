@@ -9,7 +9,6 @@ from pathlib import Path
 from torchmars.comparison.results import Curve, State, TrialResult
 from torchmars.comparison.study import Study, Trial
 from torchmars.config.load import config_text
-from torchmars.core.errors import UserError
 from torchmars.core.files import remove, write_durably
 from torchmars.records.run import Run, read_run
 
@@ -24,24 +23,18 @@ LOWER_LR = "lower optimizer.lr"
 
 
 def write_trial(trial: Trial) -> Path:
-    """Write the config file of a trial, if it has none; return it."""
+    """Write the config file of a trial; return it. Raises `OSError`."""
+    trial.folder.mkdir(parents=True, exist_ok=True)
     file = trial.folder / CONFIG_FILE
-    if not file.exists():
-        try:
-            trial.folder.mkdir(parents=True, exist_ok=True)
-            write_durably(file, config_text(trial.config))
-        except OSError as error:
-            raise UserError(
-                f"cannot write to {trial.folder}: {error.strerror}: set --folder to one you can "
-                "write"
-            ) from None
+    write_durably(file, config_text(trial.config))
     return file
 
 
 def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
     """Return how far a trial is.
 
-    With `keep_checkpoints` it is done once its last checkpoint is written.
+    With `keep_checkpoints` it is done once its last checkpoint is written, unless it was done
+    without them before.
     """
     run = existing_run(trial.folder)
     curve, steps = (Curve([], [], []), 0) if run is None else validation_curve(run)
@@ -49,7 +42,8 @@ def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
     state: State = "pending"
     reason, loss = "", None
     failure = trial.folder / FAILURE_FILE
-    if run is not None and steps == last and (not keep_checkpoints or last in run.checkpoints):
+    saved = run.checkpoints if run is not None and keep_checkpoints else []
+    if steps == last and (last in saved or not saved):
         loss = curve.losses[-1]
         state = "diverged" if loss is None else "done"
         reason = "its last validation loss is not finite" if loss is None else ""

@@ -1,0 +1,77 @@
+"""How far a trial is, by its own files."""
+
+import json
+
+import pytest
+
+from tests.support.tiny import tiny_config, write_config
+from torchmars.comparison.study import Trial
+from torchmars.comparison.trials import forget_failure, last_error, read_trial, steps_made
+
+
+@pytest.fixture
+def trial(tmp_path):
+    """A trial of 20 steps whose run has begun."""
+    config = tiny_config(tmp_path)
+    config.run.path.mkdir(parents=True)
+    write_config(config, config.run.path / "config.toml")
+    return Trial("tiny", "adamw", {"lr": 1e-3}, config)
+
+
+def report(trial, step, loss):
+    with (trial.folder / "metrics.jsonl").open("a") as file:
+        row = {"step": step, "validation/loss": loss}
+        file.write(json.dumps(row) + "\n" + '{"step": 19, "cut sh')
+
+
+def test_the_last_validation_ends_it(trial):
+    report(trial, 10, 4.0)
+    assert read_trial(trial, False).state == "pending" and steps_made(trial) == 10
+    report(trial, 20, 3.0)
+    # What was cut short above is gone once a run goes on.
+    file = trial.folder / "metrics.jsonl"
+    file.write_text(file.read_text().replace('{"step": 19, "cut sh', ""))
+    found = read_trial(trial, False)
+    assert (found.state, found.loss, found.folder) == ("done", 3.0, "runs/tiny")
+    assert found.curve.tokens == [10 * 16 * 32, 20 * 16 * 32] and found.curve.losses == [4.0, 3.0]
+    file.write_text(file.read_text().replace("3.0", "null"))
+    assert read_trial(trial, False).state == "diverged"
+
+
+def test_checkpoints_that_are_kept_must_be_there(trial):
+    report(trial, 20, 3.0)
+    checkpoints = trial.config.run.checkpoints
+    (checkpoints / "step-00000010").mkdir(parents=True)
+    assert read_trial(trial, False).state == "done"
+    assert read_trial(trial, True).state == "pending"  # killed in its last save
+    (checkpoints / "step-00000020").mkdir()
+    assert read_trial(trial, True).state == "done"
+    for folder in checkpoints.iterdir():
+        folder.rmdir()
+    assert read_trial(trial, True).state == "done"  # at a start that kept none
+
+
+@pytest.mark.parametrize(
+    "output,reason,state",
+    [
+        ("step 1\nerror: the data is gone\n", "the data is gone", "pending"),
+        (
+            "error: rank 0 on n1 failed first; all it printed is in x.log:\nTraceback\n"
+            "IndexError: 3\nit ended with exit code 1\n",
+            "IndexError: 3",
+            "pending",
+        ),
+        ("error: 10 steps were skipped: lower optimizer.lr\n", "", "diverged"),
+        ("Killed\n", "Killed", "pending"),
+        ("", "it printed nothing", "pending"),
+    ],
+)
+def test_a_failure_says_why_and_is_tried_again(trial, output, reason, state):
+    (trial.folder / "output.log").write_text(output)
+    assert last_error(trial) == reason or not reason
+    (trial.folder / "failure.txt").write_text(f"exit code 1: {last_error(trial)}\n")
+    found = read_trial(trial, False)
+    assert found.state == ("failed" if reason else "diverged")
+    assert found.reason == f"exit code 1: {last_error(trial)}"
+    forget_failure(trial)
+    assert read_trial(trial, False).state == state
