@@ -1,0 +1,36 @@
+"""How trials at the same time share a machine. GPUs are made up."""
+
+import pytest
+import torch
+
+from tests.support.tiny import tiny_config
+from torchmars.commands.compare import Compare, make_study
+from torchmars.comparison.local import LocalTrials
+from torchmars.core.errors import UserError
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    for name in ("NGPU", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torchmars.comparison.local.cores_of", lambda variables: 8)
+    return make_study(Compare("1e-3"), tiny_config(tmp_path, validation={"interval": 5}), [])
+
+
+def test_cores_are_shared(study, monkeypatch):
+    trials = LocalTrials(study, 2)
+    assert (trials.ranks, trials.threads) == (1, 4)
+    assert trials.variables("") | {"NGPU": "1", "OMP_NUM_THREADS": "4"} == trials.variables("")
+    monkeypatch.setenv("NGPU", "2")
+    assert LocalTrials(study, 2).threads == 2
+
+
+def test_gpus_are_shared(study, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    trials = LocalTrials(study, 2)
+    assert trials.places == ["0,1", "2,3"] and trials.ranks == 2
+    assert trials.variables("2,3")["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7,1,3,0")
+    assert LocalTrials(study, 2).places == ["6,7", "1,3"]
+    with pytest.raises(UserError, match="--jobs: 6 trials at a time need as many GPUs, .* are 5"):
+        LocalTrials(study, 6)
