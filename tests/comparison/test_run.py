@@ -4,6 +4,8 @@ import csv
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -195,3 +197,26 @@ def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
     assert [each.settings["lr"] for each in found.trials] == [0.0625, 0.125, 0.25, 0.5, 1, 2]
     assert found.contenders[0].edges == {"lr": "lowest"}
     assert any("may not be tuned" in note for note in found.notes)
+
+
+@pytest.mark.slow
+def test_trials_save_and_end_when_their_comparison_is_killed(config, tmp_path):
+    """Real processes: none of them is left in the way of the next start."""
+    options = ["--lr-grid", "1e-3", "--seeds", "1", "--optimizers", "adamw", "--folder", "found"]
+    longer = ["--training.steps", "1000", "--validation.interval", "500"]
+    command = [sys.executable, "-m", "torchmars", "compare", str(config), *options, *longer]
+    trial, deadline = tmp_path / "found/trials/adamw-lr0.001-seed0", time.monotonic() + 300
+
+    def wait_for(text, file):
+        while not (file.exists() and text in file.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    process = subprocess.Popen(command)
+    wait_for('"step": 50,', trial / "metrics.jsonl")
+    process.kill()
+    process.wait()
+    wait_for("stopped   by SIGTERM after step", trial / "output.log")
+    assert subprocess.run(command).returncode == 0
+    assert "continue  from step" in (trial / "output.log").read_text()
+    assert read_comparison(tmp_path / "found").trials[0].state == "done"

@@ -17,7 +17,7 @@ from torchmars.comparison.study import Grid, Study, Value
 from torchmars.comparison.tables import csv_text, lines, markdown
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command
-from torchmars.core.bounds import Range
+from torchmars.core.bounds import Place, Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import EXIT_STOPPED, UserError, exit_on_user_error, missing_package
 from torchmars.core.files import locked, write_durably
@@ -61,7 +61,7 @@ class Compare:
     slurm: bool = False
     """Submit each trial as a SLURM job of one machine. SBATCH_PARTITION, SBATCH_GPUS_PER_NODE and
     the like say where."""
-    folder: str | None = None
+    folder: Annotated[str, Place()] | None = None
     """Folder of the comparison. Default: comparisons/NAME by the config's run.name."""
     keep_checkpoints: bool = False
     """Keep the last checkpoints of trials. By default those of a trial that is done are deleted."""
