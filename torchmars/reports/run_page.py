@@ -37,7 +37,9 @@ class Entry:
     @property
     def time(self) -> str:
         """When it was, for people."""
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.seconds)) if self.seconds else ""
+        return (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.seconds)) if self.seconds else ""
+        )
 
     def json(self) -> dict[str, Any]:
         """Return the event as the page's script reads it."""
