@@ -45,7 +45,7 @@ def test_one_run(tmp_path):
     # It has neither measured nor skipped.
     assert not {"Clip rate (share of tensors)", "Skipped steps (so far)"} & set(found)
     before = files[1].read_bytes()
-    plot_runs([run], "tokens", files[1:])
+    plot_runs([run], "tokens", files)
     assert files[1].read_bytes() == before
 
 

@@ -36,8 +36,8 @@ def parse(kind: type[T], args: list[str], prog: str) -> T:
     taken = 0
     for index, name in enumerate(places[: len(rest)]):
         many = typing.get_origin(without_none(hints[name])) is list
-        arg = rest[index:] if many else rest[index]
-        values[name] = make(hints[name], arg, name=name.upper())
+        given: Any = rest[index:] if many else rest[index]
+        values[name] = make(hints[name], given, name=name.upper())
         taken = len(rest) if many else index + 1
     if rest[taken:]:
         raise UserError(f"cannot read the argument {rest[taken]!r}: see --help")

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -32,8 +33,9 @@ HIGHEST = 0.98
 LOG = "Gradient norm"  # the chart whose values are of different orders
 PHASES = ("data", "forward", "backward", "pipeline", "reduce", "optimizer", "other")  # of a step
 # The dashes of the measurements in a chart of several runs, and of what happened to runs.
-DASHES = ("-", "--", ":", "-.")
-EVENTS = {"restart": ":", "rollback": "--"}
+Dashes = Literal["-", "--", ":", "-."]
+DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.")
+EVENTS: dict[str, Dashes] = {"restart": ":", "rollback": "--"}
 GRAY, BLACK = "gray", "black"
 
 
@@ -98,7 +100,7 @@ def draw_curves(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None
     """Draw a line for each measurement of each run."""
     labels = []
     for index, name in enumerate(chart.names):
-        dashes = DASHES[index % len(DASHES)] if len(runs) > 1 else "-"
+        dashes = DASHES[index % len(DASHES) if len(runs) > 1 else 0]
         for number, run in enumerate(runs):
             shade = color(number if len(runs) > 1 else index)
             if name in run.series:
@@ -125,7 +127,7 @@ def draw_curve(
     along: Along,
     axes: Axes,
     shade: str,
-    dashes: str,
+    dashes: Dashes,
     runs: int,
 ) -> None:
     """Draw one measurement of one of `runs` runs: smoothed, its values themselves pale behind."""
