@@ -19,8 +19,10 @@ NAMES = {
     "import",
     "launch",
     "plan",
+    "plot",
     "prepare",
     "presets",
+    "runs",
     "train",
 }
 
