@@ -20,8 +20,10 @@ NAMES = {
     "launch",
     "lr-find",
     "plan",
+    "plot",
     "prepare",
     "presets",
+    "runs",
     "train",
 }
 

@@ -1,0 +1,161 @@
+"""What a comparison has found, and its file results.json.
+
+Whatever has `seconds` in its name depends on the machine and on what else it did. All the rest is
+the same, byte for byte, however often the comparison was stopped and continued.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchmars.core.errors import UserError
+from torchmars.core.files import path_problem, read_text, write_durably
+from torchmars.core.typed import make, parse_json
+
+RESULTS_FILE = "results.json"
+
+# The settings of a grid point by name: lr, weight_decay, gamma, betas.
+Settings = dict[str, float | list[float]]
+State = Literal["done", "failed", "diverged", "pending"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The validation losses of a trial, in order. The lists are of the same length."""
+
+    tokens: list[float]
+    """Tokens read until then."""
+    seconds: list[float]
+    """Seconds of training until then, without validations and saves."""
+    losses: list[float | None]
+    """Loss in nats per token, None where it was not finite."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a comparison: a row of its table."""
+
+    name: str
+    contender: str
+    settings: Settings
+    """What it has of the grid."""
+    seed: int
+    state: State
+    """pending: it has not ended yet."""
+    reason: str
+    """Why it failed or diverged, in a line; else empty."""
+    loss: float | None
+    """Validation loss after the last step of a trial that is done."""
+    seconds: float | None
+    """Seconds of training of a trial that is done."""
+    curve: Curve
+    folder: str
+    """Folder of the run, relative to that of the comparison."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its 95% interval. The ends are None where one seed alone is known."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer of a comparison, with the settings that are best for it."""
+
+    name: str
+    rule: str
+    """Its optimizer.name."""
+    best: Settings | None
+    """The settings of the lowest loss with the first seed; None where no trial is done."""
+    edges: dict[str, Literal["lowest", "highest"]]
+    """The settings whose best value is the outermost one that was tried, and at which end."""
+    losses: list[float]
+    """Final losses of the best settings, by seed, of the trials that are done."""
+    mean: float | None
+    """Mean of `losses`."""
+    spread: float | None
+    """Standard deviation of `losses` over the seeds; None for fewer than two."""
+    tokens_saved: Estimate | None
+    """Share of the baseline's tokens that it does not need for the baseline's final loss: 0.2 means
+    20% fewer tokens, a negative number more. None where it is not known."""
+    seconds_saved: Estimate | None
+    """The same for the seconds of training."""
+    remark: str
+    """Why no savings are known, such as that it never reaches the baseline's loss; else empty."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference between the final losses of two contenders' best settings."""
+
+    first: str
+    second: str
+    loss: Estimate
+    """Mean of the first minus mean of the second, with Welch's interval."""
+    exceeds_spread: bool | None
+    """Whether the interval is on one side of 0. None: one seed alone, no spread is known."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that a comparison has found so far."""
+
+    name: str
+    config: list[str]
+    """The config files and options that all trials share, as given on the command line."""
+    grid: dict[str, list[float] | list[list[float]]]
+    """The values that are tried of each setting, by name, before any widening."""
+    seeds: list[int]
+    steps: int
+    """Steps of each trial."""
+    tokens: int
+    """Tokens that each trial reads."""
+    baseline: str | None
+    """The contender whose final loss the savings are measured by; None where it does not take
+    part."""
+    contenders: list[Contender]
+    """The best first; those without a result last."""
+    differences: list[Difference]
+    """Of each contender and every one after it."""
+    trials: list[Trial]
+    """In the order of contenders on the command line, settings, seeds."""
+    notes: list[str]
+    """What a reader must know of these results, a sentence or two each."""
+
+    def trials_of(self, contender: Contender) -> list[Trial]:
+        """Return the trials of a contender's best settings, one for each seed that was run."""
+        return [
+            each
+            for each in self.trials
+            if each.contender == contender.name and each.settings == contender.best
+        ]
+
+
+def write_comparison(found: Comparison, folder: Path) -> None:
+    """Write results.json to the folder of a comparison."""
+    write_durably(folder / RESULTS_FILE, json.dumps(asdict(found), indent=1) + "\n")
+
+
+def has_comparison(folder: Path) -> bool:
+    """Return whether `folder` is that of a comparison with results."""
+    return (folder / RESULTS_FILE).is_file()
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Return the results in the folder of a comparison.
+
+    Raises `UserError` if there are none, or they are damaged.
+    """
+    file = folder / RESULTS_FILE
+    try:
+        return make(Comparison, parse_json(read_text(file)), f"in {file}")
+    except OSError as error:
+        why = path_problem(folder, "folder") or f"{RESULTS_FILE}: {error.strerror}"
+        raise UserError(f"{folder} is not the folder of a comparison: {why}") from None
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: {error}") from None
