@@ -10,7 +10,6 @@ difference to float32 with the same seed. A seed draws the weights, the batches,
 
 import argparse
 import statistics
-import time
 
 import numpy as np
 import torch
