@@ -1,5 +1,6 @@
 """A tensor as one rank's kernels see it: local, flat, and laid out in memory like its parameter."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +31,10 @@ def flat(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     With `shape`, as dims of these sizes. The result is no view of the tensor: torch.compile would
     make kernels for every shape that a view comes from.
     """
+    sizes = (tensor.numel(),) if shape is None else tuple(shape)
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     return tensor.new_empty(0).set_(
-        tensor.untyped_storage(), tensor.storage_offset(), shape or (tensor.numel(),)
+        tensor.untyped_storage(), tensor.storage_offset(), sizes, strides
     )
 
 
