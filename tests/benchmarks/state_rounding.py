@@ -4,12 +4,14 @@ python -m tests.benchmarks.state_rounding [--steps 300] [--seeds 3] [--rules mar
 
 It trains the same small GPT-2 on the bytes of Python's standard library, with the state in float32,
 in bfloat16 rounded to nearest, and in bfloat16 rounded stochastically. Of each rule and kind it
-prints the final validation loss of each seed, their mean and standard deviation, and the mean
-difference to float32 with the same seed. A seed draws the weights, the batches, and the rounding.
+prints the final validation loss of each seed, their mean and standard deviation, and the
+differences to float32 with the same seed, by their mean and standard deviation. A seed draws the
+weights, the batches, and the rounding.
 """
 
 import argparse
 import statistics
+import sys
 
 import numpy as np
 import torch
@@ -71,6 +73,12 @@ def final_loss(
         return statistics.mean(loss_of(model, each).item() for each in windows.split(32))
 
 
+def spread(values: list[float], form: str) -> str:
+    """Return the mean and, of several values, the standard deviation."""
+    deviation = f" ({statistics.stdev(values):.4f})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{deviation}"
+
+
 def main() -> None:
     """Train all and print the table."""
     parser = argparse.ArgumentParser(
@@ -86,20 +94,20 @@ def main() -> None:
     args = GPT2Args(
         n_layer=options.layers, n_head=4, n_embd=options.width, vocab_size=256, seq_len=128
     )
-    print("| rule | state | loss of each seed | mean | deviation | over float32 |", flush=True)
-    print("|---" * 6 + "|")
+    print("| rule | state | loss of each seed | mean (deviation) | over float32 (deviation) |")
+    print("|---" * 5 + "|", flush=True)
     for rule in options.rules:
         losses: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for seed in range(options.seeds):
             for kind, settings in KINDS.items():
                 each = final_loss(rule, settings, seed, args, options.steps, options.batch)
                 losses[kind].append(each)
+                print(f"{rule}, {kind}, seed {seed}: {each:.4f}", file=sys.stderr, flush=True)
         for kind, each in losses.items():
             apart = [one - other for one, other in zip(each, losses["float32"])]
-            deviation = f"{statistics.stdev(each):.4f}" if len(each) > 1 else "-"
             print(
                 f"| {rule} | {kind} | {' '.join(f'{loss:.4f}' for loss in each)} "
-                f"| {statistics.mean(each):.4f} | {deviation} | {statistics.mean(apart):+.4f} |",
+                f"| {spread(each, '.4f')} | {spread(apart, '+.4f')} |",
                 flush=True,
             )
 

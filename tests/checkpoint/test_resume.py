@@ -24,9 +24,9 @@ from torchmars.training.optimizer import build_optimizer
 # Layouts that a run is saved on and goes on on: ranks and parallelism.
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2})}
 NAMES = ("mars-adamw", "mars-m", "exact", "adamw")  # exact: mars-adamw in exact mode
-# The other rules, and the other mode and form.
-RULES = ("mars-lion", "mars-shampoo", "lion", "muon", "exact mars-m", "lean mars-lion")
-RULES += ("rounded mars-m",)  # stochastically
+# The other rules, and the other mode and forms. rounded: the state is kept as NARROW says.
+OTHERS = ("mars-lion", "mars-shampoo", "lion", "muon")
+RULES = (*OTHERS, "exact mars-m", "lean mars-lion", "rounded mars-m")
 NARROW = {"momentum_dtype": "bfloat16", "last_grad_dtype": "bfloat16", "stochastic_rounding": True}
 SAVED, STEPS = 4, 8
 
