@@ -1,6 +1,7 @@
 """What is planned once for an optimizer's parameters.
 
-That is their order in the step's reductions, and the owners of their matrices.
+That is their order in the step's reductions, the owners of their matrices, and how their state is
+rounded.
 """
 
 from typing import Any

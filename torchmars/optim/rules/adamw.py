@@ -38,16 +38,17 @@ class AdamW(ElementwiseRule):
 
     def update(self, group: GroupTensors, step: StepFactors) -> None:
         beta1, beta2 = group.settings["betas"]
-        moments = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
-        if group.roundings[0] is not None or moments[0][0].dtype != moments[1][0].dtype:
-            tensors = list(zip(group.weights, group.grads, *moments))
+        first, second = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
+        if group.roundings[0] is not None or first[0].dtype != second[0].dtype:
+            tensors = list(zip(group.weights, group.grads, first, second))
             run_pass(adamw_, tensors, moment_factors(group, step), step.compile)
             torch._foreach_add_(group.steps, [step.ok.float()] * len(group.steps))
             return
         adamw(
             group.weights,
             group.grads,
-            *moments,
+            first,
+            second,
             [],
             group.steps,
             fused=True,
