@@ -146,14 +146,15 @@ def keep_gradient_(tensors: Tensors, factors: Sequence[KeepFactors]) -> None:
         write_if(f.guard, h, g.to(f.scale.dtype) * f.scale, bits)
 
 
-def pays_to_keep_apart(last_grad: Tensor) -> bool:
+def pays_to_keep_apart(last_grad: Tensor, momentum: Tensor) -> bool:
     """Return whether a compiled pass that reads h had better leave it to another to write h.
 
     On a CPU torch.compile writes 16-bit numbers by masked stores of half a vector. The next load
     from there waits until the store is done, and with it all that the loop computes: a step took
-    twice as long.
+    twice as long. A pass that writes a momentum of 16 bits waits anyway, and was faster with both.
     """
-    return last_grad.device.type == "cpu" and last_grad.element_size() == 2
+    on_cpu = last_grad.device.type == "cpu"
+    return on_cpu and last_grad.element_size() == 2 and momentum.element_size() > 2
 
 
 def write_if(

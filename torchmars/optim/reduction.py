@@ -76,7 +76,8 @@ class Reduction:
         `on_host`: the host sees whether the step counts, and updates nothing where it does not.
         """
         counts = torch.stack(group.steps).double()
-        apart = compile and any(map(pays_to_keep_apart, group.last_grads[:1]))
+        momenta = group.buffers.get("exp_avg", [])
+        apart = compile and any(map(pays_to_keep_apart, group.last_grads[:1], momenta))
         products, corrections = group.corrections(self.scale, _of(group, self.products), counts)
         return StepFactors(
             ok=self.ok,
