@@ -360,6 +360,8 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "training.seq_len",
         "optimizer.name",
         "optimizer.mode",
+        "optimizer.momentum_dtype",
         "optimizer.last_grad_dtype",
+        "optimizer.stochastic_rounding",
     ]
     assert reported_sections() == ["model", "training", "optimizer", "schedule", "guards"]

@@ -17,6 +17,11 @@ pytestmark = pytest.mark.gpu
 
 ARGS = GPT2Args(n_layer=2, n_head=4, n_embd=256, vocab_size=4096, seq_len=128)
 RULES = ["mars-adamw", "mars-lion", "mars-m", "mars-shampoo", "muon", "adamw"]
+ROUNDED = {
+    "momentum_dtype": torch.bfloat16,
+    "last_grad_dtype": torch.bfloat16,
+    "stochastic_rounding": True,
+}
 
 
 def filled(model, seed):
@@ -30,7 +35,7 @@ def filled(model, seed):
         parameter.grad = gradient
 
 
-def stepped(rule, device, compile=False, sharded=False, steps=4):
+def stepped(rule, device, compile=False, sharded=False, steps=4, **settings):
     """Return the weights, on the CPU, after some steps whose learning rate changes."""
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -41,7 +46,7 @@ def stepped(rule, device, compile=False, sharded=False, steps=4):
         for block in model.blocks.values():
             fully_shard(block)
         fully_shard(model)
-    optimizer = MARS(param_groups(model, rule), max_grad_norm=1.0, compile=compile)
+    optimizer = MARS(param_groups(model, rule), max_grad_norm=1.0, compile=compile, **settings)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
@@ -68,6 +73,15 @@ def test_steps_are_those_of_a_cpu(rule, compile):
     assert relative(found, stepped(rule, torch.device("cpu"))) < tolerance
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_stochastic_rounding_is_that_of_a_cpu(compile):
+    found = stepped("mars-adamw", DEVICE, compile, **ROUNDED)
+    expected = stepped("mars-adamw", torch.device("cpu"), **ROUNDED)
+    nearest = stepped("mars-adamw", torch.device("cpu"), **ROUNDED | {"stochastic_rounding": False})
+    # Other random bits would make as much of a difference as other rounding.
+    assert relative(found, expected) < 0.1 * relative(nearest, expected)
+
+
 @pytest.fixture
 def one_rank():
     connection.start(ParallelismConfig())
@@ -81,12 +95,15 @@ def test_rules_over_nccl_are_those_without_ranks(one_rank, rule):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("rule", ["mars-adamw", "mars-lion", "mars-m"])
-def test_a_step_does_not_wait_for_the_device(rule, compile):
+@pytest.mark.parametrize(
+    "rule,settings",
+    [("mars-adamw", {}), ("mars-lion", {}), ("mars-m", {}), ("mars-adamw", ROUNDED)],
+)
+def test_a_step_does_not_wait_for_the_device(rule, settings, compile):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).to(DEVICE)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    optimizer = MARS(matrices, lr=0.01, rule=rule, max_grad_norm=1.0, compile=compile)
+    optimizer = MARS(matrices, lr=0.01, rule=rule, max_grad_norm=1.0, compile=compile, **settings)
     for step in range(4):
         model(torch.randn(8, 512, device=DEVICE)).square().mean().backward()
         if step < 2:  # the first ones make the state, and kernels

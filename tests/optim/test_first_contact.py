@@ -155,10 +155,13 @@ def test_mistakes_in_the_constructor():
     parameter = nn.Parameter(torch.ones(2))
     for name, wanted in (
         ("last_grad_dtype", "a floating-point dtype"),
+        ("momentum_dtype", "a floating-point dtype"),
         ("matrix_dtype", "one of auto, bfloat16, mixed, float32"),
     ):
         with pytest.raises(ValueError, match=f"{name} must be {wanted}, got torch.int32"):
             MARS([parameter], **{name: torch.int32})
+    with pytest.raises(ValueError, match="stochastic_rounding rounds to bfloat16 only: set mom"):
+        MARS([parameter], stochastic_rounding=True, momentum_dtype=torch.float32)
     with pytest.raises(ValueError, match="group 0 has one parameter twice, as 'a' and as 'b'"):
         MARS([("a", parameter), ("b", parameter)])
     MARS([{"params": []}]).add_param_group({"params": [parameter]})  # as a stage without parameters

@@ -286,8 +286,11 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(rule, clip, bad):
         ({"rule": "mars-adamw"}, 12),
         ({"rule": "mars-adamw", "exact": True}, 16),
         ({"rule": "mars-adamw", "last_grad_dtype": torch.bfloat16}, 10),
+        ({"rule": "mars-adamw", "momentum_dtype": torch.bfloat16}, 10),
+        ({"rule": "adamw", "momentum_dtype": torch.bfloat16}, 6),
         ({"rule": "lion"}, 4),
         ({"rule": "muon"}, 4),
+        ({"rule": "muon", "momentum_dtype": torch.bfloat16}, 2),
     ]
     + [
         ({"rule": rule, "clip": clip}, wanted)
@@ -308,17 +311,19 @@ def test_bytes_of_state_per_parameter(settings, wanted):
 def test_compiled_passes_equal_plain_ones():
     """Tensors large enough to be compiled, alone and together, equal a step without it."""
     shapes = [(300, 300)] * 5 + [(70_000,), (3,)]
-    for rule, narrow in (
-        ("mars-adamw", None),
-        ("mars-adamw", torch.bfloat16),  # which a pass of its own writes
-        ("mars-lion", None),
-        ("lion", None),
+    narrow = {"last_grad_dtype": torch.bfloat16}  # which a pass of its own writes
+    rounded = narrow | {"momentum_dtype": torch.bfloat16, "stochastic_rounding": True}
+    for rule, dtypes in (
+        ("mars-adamw", {}),
+        ("mars-adamw", narrow),
+        ("mars-adamw", rounded),
+        ("mars-lion", {}),
+        ("lion", {}),
     ):
         results = []
         for compile in (True, False):
             parameters = [nn.Parameter(torch.full(shape, 0.5)) for shape in shapes]
-            settings = dict(compile=compile, max_grad_norm=1.0, last_grad_dtype=narrow)
-            optimizer = MARS(parameters, rule=rule, **settings)
+            optimizer = MARS(parameters, rule=rule, compile=compile, max_grad_norm=1.0, **dtypes)
             run(
                 optimizer,
                 parameters,

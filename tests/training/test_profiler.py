@@ -92,6 +92,16 @@ def test_snapshots_of_a_gpu(tmp_path, monkeypatch, capsys):
     assert list(calls[0]) == ["max_entries"] and calls[1:] == [{"enabled": None}]
 
 
+def test_a_run_that_goes_on_after_the_trace_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Place, "first", True)
+    with Profiler(ProfilerConfig(start=3, steps=2), tmp_path, Place()) as profiler:
+        for number in (5, 6):
+            with profiler.step(number):
+                pass
+    wanted = "profile   no trace: this run goes on with step 5, after profiler.start = 3\n"
+    assert capsys.readouterr().out == wanted and not list(tmp_path.iterdir())
+
+
 def test_a_memory_step_needs_the_record():
     with pytest.raises(UserError, match="profiler.memory_step has no meaning without"):
         ProfilerConfig(memory_step=3).check()

@@ -38,6 +38,23 @@ def _in_range(name: str, value: Any) -> tuple[bool, str]:
     return value is None and name == "gamma_next" or 0 <= value < float("inf"), "at least 0"
 
 
+def check_state_dtypes(
+    momentum_dtype: torch.dtype | None,
+    last_grad_dtype: torch.dtype | None,
+    stochastic_rounding: bool,
+) -> None:
+    """Raise `ValueError` for dtypes that `MARS` cannot keep its state in, naming them."""
+    dtypes = {"momentum_dtype": momentum_dtype, "last_grad_dtype": last_grad_dtype}
+    for name, dtype in dtypes.items():
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
+    if stochastic_rounding and torch.bfloat16 not in dtypes.values():
+        raise ValueError(
+            "stochastic_rounding rounds to bfloat16 only: set momentum_dtype or last_grad_dtype "
+            "to it"
+        )
+
+
 def check_parameters(group: dict[str, Any], number: int) -> None:
     """Raise `ValueError` for a parameter that the rule of `group` cannot update.
 

@@ -58,8 +58,9 @@ def must_be_read(
     """Return the parameters whose h may have a say in how c is clipped. Waits for the device.
 
     No other c is clipped, since ||c|| <= (1 + kappa) s ||g|| + kappa ||h||. The known ||h|| is that
-    before h was rounded, and differs by no more than 2 eps of the coarser dtype of g and h. One
-    that is not known is NaN. The ranks that share a tensor have the same numbers: all decide alike.
+    before h was rounded, and differs by no more than 2 eps of the coarser dtype of g and h: round
+    to nearest errs by eps / 2 of a number, stochastic rounding by less than eps. One that is not
+    known is NaN. The ranks that share a tensor have the same numbers: all decide alike.
     """
     chosen: set[Tensor] = set()
     if not reduction.ok:  # the step changes nothing

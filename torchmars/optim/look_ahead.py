@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from torchmars.optim.passes import write_if
 from torchmars.optim.reduction import Reduction
+from torchmars.optim.rounding import random_bits
 from torchmars.optim.rules.rule import SQUARED_NORM, GroupTensors, State
 from torchmars.optim.tensors import flat, local_part
 
@@ -37,18 +39,20 @@ class LookAhead:
     def take(self, groups: Sequence[GroupTensors], reduction: Reduction) -> None:
         """Take the gradients of `groups` after the global clip; zeros where there is none."""
         gradients = {
-            parameter: gradient
+            parameter: (gradient, rounding)
             for group in groups
-            for parameter, gradient in zip(group.parameters, group.grads)
+            for parameter, gradient, rounding in zip(group.parameters, group.grads, group.roundings)
         }
         for parameter, target in self.last_grads.items():
             if parameter not in gradients:
                 target.zero_()
                 continue
-            gradient = gradients[parameter]
+            gradient, rounding = gradients[parameter]
             used = gradient * reduction.scale.to(gradient.dtype)
+            _, bits = random_bits(rounding, gradient)
             # Where one is broken none of them counts, since their norm is unknown.
-            flat(local_part(target)).copy_(torch.where(reduction.ok, used, math.nan))
+            used = torch.where(reduction.ok, used, math.nan)
+            write_if(None, flat(local_part(target), used.shape), used, bits)
         norms = list(self.squared_norms.values())
         if norms:
             used = reduction.used_squared_norms(self.squared_norms)

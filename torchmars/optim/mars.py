@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmars.optim.checks import check_hyperparameters, check_parameters
-from torchmars.optim.exchange import Exchange
+from torchmars.optim.checks import check_hyperparameters, check_parameters, check_state_dtypes
 from torchmars.optim.last_grads import (
     clear_unusable,
     keep_squared_norms,
@@ -29,17 +28,12 @@ from torchmars.optim.plans import Plans
 from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.reduction import Reduction, gather_gradients, reduce_gradients
 from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import MatrixRule, MatrixStep, MatrixUpdate
-from torchmars.optim.rules.rule import (
-    SQUARED_NORM,
-    ElementwiseRule,
-    GroupTensors,
-    State,
-    StepFactors,
-)
-from torchmars.optim.state import Loaded, carried_state, check_loaded, unchanged
+from torchmars.optim.rules.matrix import MatrixRule
+from torchmars.optim.rules.rule import SQUARED_NORM, GroupTensors, State, StepFactors
+from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state, unchanged
 from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report
 from torchmars.optim.tensors import local_part
+from torchmars.optim.update import update_groups
 
 
 class MARS(torch.optim.Optimizer):
@@ -100,8 +94,13 @@ class MARS(torch.optim.Optimizer):
             `grad_norm` is the norm before.
         exact: take h from `look_ahead` instead of the last step: this batch's gradient at the last
             weights.
-        last_grad_dtype: dtype to keep the last gradient in; None: the parameter's. torch.bfloat16
-            halves it.
+        momentum_dtype: dtype to keep the momentum (the first moment) in; None: the parameter's.
+            torch.bfloat16 halves it.
+        last_grad_dtype: the same of the last gradient.
+        stochastic_rounding: round both, where they are kept in bfloat16, up or down by chance, so
+            that their expectation is exact. The result is the same on every layout and after a
+            resume. It needs one of these dtypes to be torch.bfloat16.
+        rounding_seed: seed of that chance. Parameters without names differ by their place.
         matrix_dtype: in which matrices travel and are orthogonalised: "bfloat16", "float32", a
             torch.dtype, or "mixed": they are multiplied in float32, and the input and the direction
             are rounded to bfloat16, in which they travel. "auto": bfloat16 where all ranks of the
@@ -140,22 +139,24 @@ class MARS(torch.optim.Optimizer):
         split: int | tuple[int, ...] = 1,
         max_grad_norm: float | None = None,
         exact: bool = False,
+        momentum_dtype: torch.dtype | None = None,
         last_grad_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
         matrix_dtype: str | torch.dtype = "auto",
         overlap: bool = True,
         compile: bool | None = None,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_hyperparameters(max_grad_norm=max_grad_norm, rule=rule)
-        if last_grad_dtype is not None and not last_grad_dtype.is_floating_point:
-            raise ValueError(
-                f"last_grad_dtype must be a floating-point dtype, got {last_grad_dtype}"
-            )
-        self.max_grad_norm, self.exact, self.last_grad_dtype = max_grad_norm, exact, last_grad_dtype
+        check_state_dtypes(momentum_dtype, last_grad_dtype, stochastic_rounding)
+        self.max_grad_norm, self.exact = max_grad_norm, exact
+        self.momentum_dtype, self.last_grad_dtype = momentum_dtype, last_grad_dtype
         self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
-        self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype)
+        seed = rounding_seed if stochastic_rounding else None
+        self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype, seed)
         self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
         self.compile = bool(compile)
@@ -204,15 +205,7 @@ class MARS(torch.optim.Optimizer):
             self.ahead.add(state)
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
-        # The count lies beside the parameter: kernels read it there, and the host never needs it.
-        device = local_part(parameter).device
-        state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-        for name in RULES[group["rule"]].buffers(group["clip"], self.exact):
-            dtype = self.last_grad_dtype if name == "last_grad" else None
-            state[name] = torch.zeros_like(parameter, dtype=dtype).detach()
-        if "last_grad" in state:
-            state[SQUARED_NORM] = torch.zeros((), dtype=torch.float64, device=device)
-        return state
+        return new_state(parameter, group, self.exact, self.momentum_dtype, self.last_grad_dtype)
 
     def _settle(self) -> None:
         """Choose what depends on the device and the size of the parameters."""
@@ -242,7 +235,7 @@ class MARS(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             check_parameters(group, number)
         state = carried_state(self.param_groups, self.plans.known, self.state, self._new_state)
-        plans = Plans(self.plans.mesh_groups, self.plans.agreement.norm_group, self.matrix_dtype)
+        plans = self.plans.without_groups()
         for group in self.param_groups:
             plans.add(group)
         self.plans, self.state, self.ahead = plans, defaultdict(dict, state), LookAhead()
@@ -345,38 +338,19 @@ class MARS(torch.optim.Optimizer):
             (group, reduction.factors(group, self.exact, on_host, self.compile)) for group in groups
         ]
         if not on_host or reduction.ok:
-            self._update(updates)
+            if on_host:
+                clear_unusable(updates)
+            update_groups(updates, self.plans, overlap=self.overlap)
         if not self.exact:
             keep_squared_norms(reduction, self.state)
         self._finish(reduction.ok, updates)
         return loss
 
     def _gather(self) -> list[GroupTensors]:
-        return gather_gradients(self.param_groups, self.state, self._wire)
+        return gather_gradients(self.param_groups, self.state, self._wire, self.plans.roundings)
 
     def _reduce(self, groups: list[GroupTensors], with_last: bool) -> Reduction:
         return reduce_gradients(groups, self.plans, self.max_grad_norm, with_last, self.compile)
-
-    def _update(self, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
-        """Make the second pass. Collective where there are sharded matrices."""
-        if self.decides_on_host:
-            clear_unusable(updates)
-        matrices = MatrixStep(
-            [
-                MatrixUpdate(group.rule, group, factors)
-                for group, factors in updates
-                if isinstance(group.rule, MatrixRule)
-            ]
-        )
-        exchange = Exchange(self.plans.traffic, matrices, overlap=self.overlap)
-
-        matrices.before_directions()
-        exchange.start()
-        for group, factors in updates:  # while matrices travel
-            if isinstance(group.rule, ElementwiseRule):
-                group.rule.update(group, factors)
-        exchange.finish()
-        matrices.after_directions()
 
     def _finish(self, ok: Tensor, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
         """Count the step, and in exact mode make the look-ahead the last gradient."""

@@ -11,12 +11,14 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from torchmars.optim.rounding import TensorRounding, random_bits, stochastically_rounded
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ logger = logging.getLogger(__name__)
 MIN_TENSOR_TO_COMPILE = 2**16
 # Local elements of all parameters. A smaller model trains faster than its kernels compile.
 MIN_MODEL_TO_COMPILE = 2**22
-# Tensors of one size in a call. Calls cost time, and so does compiling long ones.
+# Tensors of one shape in a call. Calls cost time, and so does compiling long ones.
 TENSORS_PER_CALL = 4
 
 Tensors = Sequence[tuple[Tensor, ...]]
@@ -43,12 +45,12 @@ def run_pass(
     must be the same object at every step: define it at the top level of a module.
     """
     results: list[Any] = [None] * len(tensors)
-    by_size: dict[int, list[int]] = {}
+    by_shape: dict[tuple[int, ...], list[int]] = {}
     for number, (first, *_) in enumerate(tensors):
         large = compile and first.numel() >= MIN_TENSOR_TO_COMPILE
-        by_size.setdefault(first.numel() if large else 0, []).append(number)
-    for size, numbers in by_size.items():
-        call = _compiled(function) if size else function
+        by_shape.setdefault(tuple(first.shape) if large else (), []).append(number)
+    for shape, numbers in by_shape.items():
+        call = _compiled(function) if shape else function
         while numbers:
             count = TENSORS_PER_CALL if len(numbers) >= TENSORS_PER_CALL else 1
             batch, numbers = numbers[:count], numbers[count:]
@@ -127,27 +129,44 @@ def squared_norms(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
     ]
 
 
-def keep_gradient_(tensors: Tensors, factors: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """Set h to s g on each (g, h), in place. Factors are s and `StepFactors.guard`."""
-    for (g, h), (scale, guard) in zip(tensors, factors):
-        write_if(guard, h, g.to(scale.dtype) * scale)
+class KeepFactors(NamedTuple):
+    """The factors of one tensor's `keep_gradient_`."""
+
+    scale: Tensor
+    """The factor of the global clip, s."""
+    guard: Tensor | None
+    """`StepFactors.guard`."""
+    rounding: TensorRounding | None
 
 
-def pays_to_keep_apart(last_grad: Tensor) -> bool:
+def keep_gradient_(tensors: Tensors, factors: Sequence[KeepFactors]) -> None:
+    """Set h to s g on each (g, h), in place."""
+    for (g, h), f in zip(tensors, factors):
+        _, bits = random_bits(f.rounding, g)
+        write_if(f.guard, h, g.to(f.scale.dtype) * f.scale, bits)
+
+
+def pays_to_keep_apart(last_grad: Tensor, momentum: Tensor) -> bool:
     """Return whether a compiled pass that reads h had better leave it to another to write h.
 
     On a CPU torch.compile writes 16-bit numbers by masked stores of half a vector. The next load
     from there waits until the store is done, and with it all that the loop computes: a step took
-    twice as long.
+    twice as long. A pass that writes a momentum of 16 bits waits anyway, and was faster with both.
     """
-    return last_grad.device.type == "cpu" and last_grad.element_size() == 2
+    on_cpu = last_grad.device.type == "cpu"
+    return on_cpu and last_grad.element_size() == 2 and momentum.element_size() > 2
 
 
-def write_if(guard: Tensor | None, target: Tensor, values: Tensor) -> None:
+def write_if(
+    guard: Tensor | None, target: Tensor, values: Tensor, bits: Tensor | None = None
+) -> None:
     """Write `values` to `target` in its dtype, if the step counts: `StepFactors.guard`, 0-d bool.
 
     None: it does. A kernel then spends no time on the choice, which on a CPU is a tenth of a step.
+    With the random `bits` of `rounding.py` a `target` in bfloat16 is rounded stochastically.
     """
     if guard is not None:
         values = torch.where(guard, values, target.to(values.dtype))
+    if bits is not None and target.dtype == torch.bfloat16:
+        values = stochastically_rounded(values, bits)
     target.copy_(values)

@@ -1,6 +1,7 @@
 """What is planned once for an optimizer's parameters.
 
-That is their order in the step's reductions, and the owners of their matrices.
+That is their order in the step's reductions, the owners of their matrices, and how their state is
+rounded.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchmars.optim.exchange import MatrixTraffic, OwnerLoads
 from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.norms import Agreement, MeshAxes, MeshGroups, ShardSum, layout_key
+from torchmars.optim.rounding import ParameterRounding, parameter_roundings
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import MatrixRule
 from torchmars.optim.state import Known, known_parameters
@@ -21,14 +23,20 @@ from torchmars.optim.tensors import local_part
 class Plans:
     """Plans for the groups that `add` was called with. All follows from shapes and layouts.
 
-    `mesh_groups` keeps the process groups, also from plans to later ones. `norm_group` and
-    `matrix_dtype` are those of `MARS`.
+    `mesh_groups` keeps the process groups, also from plans to later ones. `norm_group`,
+    `matrix_dtype` and `rounding_seed` are those of `MARS`; without a seed nothing is rounded
+    stochastically.
     """
 
     def __init__(
-        self, mesh_groups: MeshGroups, norm_group: dist.ProcessGroup | None, matrix_dtype: str
+        self,
+        mesh_groups: MeshGroups,
+        norm_group: dist.ProcessGroup | None,
+        matrix_dtype: str,
+        rounding_seed: int | None,
     ) -> None:
         self.mesh_groups, self.matrix_dtype = mesh_groups, matrix_dtype
+        self.rounding_seed = rounding_seed
         self.shard_sum = ShardSum(mesh_groups)
         self.agreement = Agreement(mesh_groups, norm_group)
         self.parameters: list[Tensor] = []
@@ -38,6 +46,13 @@ class Plans:
         self.owner_loads: OwnerLoads = {}
         self.known: Known = []
         """The parameters of each group, and their layouts."""
+        self.roundings: dict[Tensor, ParameterRounding] = {}
+        """How the state of each parameter is rounded; empty: to nearest."""
+
+    def without_groups(self) -> "Plans":
+        """Return plans with the same settings and process groups, to which no group was added."""
+        norm_group = self.agreement.norm_group
+        return Plans(self.mesh_groups, norm_group, self.matrix_dtype, self.rounding_seed)
 
     def add(self, group: dict[str, Any]) -> None:
         """Give a group's parameters a place in the reductions and its matrices owners.
@@ -62,6 +77,10 @@ class Plans:
             self.parameters.append(parameter)
             self.shard_sum.add(parameter)
         self.agreement.cover(self.parameters)
+        if self.rounding_seed is not None:
+            places = [f"{len(self.known)}.{place}" for place in range(len(group["params"]))]
+            names = group.get("param_names", places)
+            self.roundings |= parameter_roundings(group["params"], names, self.rounding_seed)
         self.traffic += traffic
         self.owner_loads = loads
         self.known += known_parameters([group])

@@ -16,17 +16,21 @@ from torchmars.optim.passes import (
     squared_sums,
 )
 from torchmars.optim.plans import Plans
+from torchmars.optim.rounding import ParameterRounding
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.rule import GroupTensors, State, StepFactors
 
 
 def gather_gradients(
-    param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, State], wire: torch.dtype
+    param_groups: Sequence[dict[str, Any]],
+    state: Mapping[Tensor, State],
+    wire: torch.dtype,
+    roundings: Mapping[Tensor, ParameterRounding],
 ) -> list[GroupTensors]:
     """Return the tensors of the parameters that have a gradient: of each group, by kind.
 
     Those of a kind have one dtype, and state of the same names. `wire` is the dtype in which
-    matrices travel.
+    matrices travel. `roundings` has all parameters, or none without stochastic rounding.
     """
     result = []
     for group in param_groups:
@@ -37,7 +41,9 @@ def gather_gradients(
                 kinds.setdefault(kind, []).append(parameter)
         for parameters in kinds.values():
             states = [state[parameter] for parameter in parameters]
-            result.append(GroupTensors(RULES[group["rule"]], group, parameters, states, wire))
+            result.append(
+                GroupTensors(RULES[group["rule"]], group, parameters, states, wire, roundings)
+            )
     return result
 
 
@@ -70,7 +76,8 @@ class Reduction:
         `on_host`: the host sees whether the step counts, and updates nothing where it does not.
         """
         counts = torch.stack(group.steps).double()
-        apart = compile and any(map(pays_to_keep_apart, group.last_grads[:1]))
+        momenta = group.buffers.get("exp_avg", [])
+        apart = compile and any(map(pays_to_keep_apart, group.last_grads[:1], momenta))
         products, corrections = group.corrections(self.scale, _of(group, self.products), counts)
         return StepFactors(
             ok=self.ok,

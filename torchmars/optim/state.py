@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchmars.optim.checks import check_hyperparameters, parameter_name
 from torchmars.optim.rules import RULES, current_name, state_fits, unscaling
-from torchmars.optim.rules.rule import SQUARED_NORM, State
+from torchmars.optim.rules.rule import MOMENTA, SQUARED_NORM, State
 from torchmars.optim.tensors import local_intervals, local_part
 
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
@@ -58,6 +58,28 @@ _TORCH_KEYS = (
     "fused",
     "decoupled_weight_decay",
 )
+
+
+def new_state(
+    parameter: Tensor,
+    group: dict[str, Any],
+    exact: bool,
+    momentum_dtype: torch.dtype | None,
+    last_grad_dtype: torch.dtype | None,
+) -> State:
+    """Return the state of a parameter of `group` before the first step.
+
+    `exact` and the dtypes are those of `MARS`.
+    """
+    # The count lies beside the parameter: kernels read it there, and the host never needs it.
+    device = local_part(parameter).device
+    dtypes = dict.fromkeys(MOMENTA, momentum_dtype) | {"last_grad": last_grad_dtype}
+    state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+    for name in RULES[group["rule"]].buffers(group["clip"], exact):
+        state[name] = torch.zeros_like(parameter, dtype=dtypes.get(name)).detach()
+    if "last_grad" in state:
+        state[SQUARED_NORM] = torch.zeros((), dtype=torch.float64, device=device)
+    return state
 
 
 def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:

@@ -1,1 +1,1 @@
-"""Runs and comparisons as pictures and pages."""
+"""Pictures and pages of runs and comparisons."""

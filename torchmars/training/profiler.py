@@ -24,6 +24,7 @@ class Profiler:
         self.config, self.folder, self.layout = config, folder, layout
         self.last = config.start + config.steps - 1  # step of the trace
         self.trace: profile | None = None
+        self.has_stepped = False
         self.on_gpu = layout.device.type == "cuda"
         self.records_memory = config.memory and self.on_gpu
 
@@ -45,6 +46,12 @@ class Profiler:
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record the body, step `number`, if it is to be recorded."""
+        if self.config.start and not self.has_stepped and number > self.config.start:
+            self._say(
+                f"no trace: this run goes on with step {number}, after profiler.start = "
+                f"{self.config.start}"
+            )
+        self.has_stepped = True
         # From one step before: torch.profiler takes its time to begin.
         if self.config.start and self.config.start - 1 <= number <= self.config.start:
             self._begin_trace(number)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchmars.optim.passes import Tensors, run_pass, write_if
+from torchmars.optim.rounding import TensorRounding, random_bits
 from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
 from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, State, StepFactors
 from torchmars.optim.rules.shared_settings import MARS_DEFAULTS, mars_settings_by_role
@@ -16,7 +17,10 @@ from torchmars.optim.tensors import local_part
 
 
 class AdamW(ElementwiseRule):
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), by torch's own fused kernel."""
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), by torch's own fused kernel.
+
+    That takes moments of the parameter's dtype, and rounds to nearest. Others have a pass here.
+    """
 
     name = "adamw"
     defaults = {"lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -26,19 +30,25 @@ class AdamW(ElementwiseRule):
         return "exp_avg", "exp_avg_sq"
 
     def limits(self, group: GroupTensors, wire: torch.dtype) -> list[float]:
-        largest = torch.finfo(group.parameters[0].dtype).max / 2
-        return [largest, math.sqrt(largest)]  # of the first and of the second moment
+        of_second_moment = torch.finfo(group.parameters[0].dtype).max / 2
+        return [*super().limits(group, wire), math.sqrt(of_second_moment)]
 
     def squared_memory(self, state: State, rate1: float) -> Tensor:
         return local_part(state["exp_avg_sq"]).sum(dtype=torch.float64)
 
     def update(self, group: GroupTensors, step: StepFactors) -> None:
         beta1, beta2 = group.settings["betas"]
+        first, second = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
+        if group.roundings[0] is not None or first[0].dtype != second[0].dtype:
+            tensors = list(zip(group.weights, group.grads, first, second))
+            run_pass(adamw_, tensors, moment_factors(group, step), step.compile)
+            torch._foreach_add_(group.steps, [step.ok.float()] * len(group.steps))
+            return
         adamw(
             group.weights,
             group.grads,
-            group.buffers["exp_avg"],
-            group.buffers["exp_avg_sq"],
+            first,
+            second,
             [],
             group.steps,
             fused=True,
@@ -75,14 +85,19 @@ class MarsAdamW(AdamW):
     def update(self, group: GroupTensors, step: StepFactors) -> None:
         moments = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
         tensors = list(zip(group.weights, group.grads, group.last_grads, *moments))
-        run_pass(mars_adamw_, tensors, adamw_factors(group, step), step.compile)
+        factors = [
+            MarsAdamWFactors(correction, moment, step.keep_gradient)
+            for correction, moment in zip(step.correction_of_each(), moment_factors(group, step))
+        ]
+        run_pass(mars_adamw_, tensors, factors, step.compile)
         step.keep_gradients(group)
 
 
-class AdamWFactors(NamedTuple):
+class MomentFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
-    correction: TensorCorrection
+    scale: Tensor
+    """The factor of the global clip."""
     guard: Tensor | None
     """`StepFactors.guard`."""
     lr: Tensor
@@ -96,11 +111,19 @@ class AdamWFactors(NamedTuple):
     """The bias correction of the first moment, 1 / (1 - beta1^t)."""
     unbias2: Tensor
     """The bias correction of the second moment."""
+    rounding: TensorRounding | None
+
+
+class MarsAdamWFactors(NamedTuple):
+    """The factors of one tensor's pass with a corrected gradient."""
+
+    correction: TensorCorrection
+    moments: MomentFactors
     keep: bool
     """Whether the gradient just used becomes the last gradient."""
 
 
-def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
+def moment_factors(group: GroupTensors, step: StepFactors) -> list[MomentFactors]:
     """Return the factors of each tensor of `group`."""
     betas = group.settings["betas"]
     unbias1, unbias2 = (
@@ -111,8 +134,8 @@ def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
     )
     rate1, rate2 = (group.scalar(1 - beta) for beta in betas)
     return [
-        AdamWFactors(
-            correction=correction,
+        MomentFactors(
+            scale=step.scale,
             guard=step.guard,
             lr=lr,
             weight_decay=weight_decay,
@@ -121,21 +144,36 @@ def adamw_factors(group: GroupTensors, step: StepFactors) -> list[AdamWFactors]:
             rate2=rate2,
             unbias1=first,
             unbias2=second,
-            keep=step.keep_gradient,
+            rounding=rounding,
         )
-        for correction, first, second in zip(step.correction_of_each(), unbias1, unbias2)
+        for first, second, rounding in zip(unbias1, unbias2, group.roundings)
     ]
 
 
-def mars_adamw_(tensors: Tensors, factors: Sequence[AdamWFactors]) -> None:
+def mars_adamw_(tensors: Tensors, factors: Sequence[MarsAdamWFactors]) -> None:
     """Update each (p, g, h, m, v) in place."""
-    for (p, g, h, m, v), f in zip(tensors, factors):
-        used, c = corrected_gradient(g, h, f.correction)
-        new_m, new_v = m + f.rate1 * (c - m), v + f.rate2 * (c * c - v)
-        direction = new_m * f.unbias1 / ((new_v * f.unbias2).sqrt() + f.eps)
-        x = p.to(c.dtype)
-        write_if(f.guard, p, x - f.lr * (direction + f.weight_decay * x))
-        write_if(f.guard, m, new_m)
-        write_if(f.guard, v, new_v)
-        if f.keep:
-            write_if(f.guard, h, used)
+    for (p, g, h, m, v), (correction, f, keep) in zip(tensors, factors):
+        used, c = corrected_gradient(g, h, correction)
+        bits = random_bits(f.rounding, g)
+        _step_by_moments(p, c, m, v, f, bits[0])
+        if keep:
+            write_if(f.guard, h, used, bits[1])
+
+
+def adamw_(tensors: Tensors, factors: Sequence[MomentFactors]) -> None:
+    """Update each (p, g, m, v) in place."""
+    for (p, g, m, v), f in zip(tensors, factors):
+        bits, _ = random_bits(f.rounding, g)
+        _step_by_moments(p, g.to(f.scale.dtype) * f.scale, m, v, f, bits)
+
+
+def _step_by_moments(
+    p: Tensor, c: Tensor, m: Tensor, v: Tensor, f: MomentFactors, bits: Tensor | None
+) -> None:
+    """Update p, and m and v by the gradient c. `bits` round m."""
+    new_m, new_v = m + f.rate1 * (c - m), v + f.rate2 * (c * c - v)
+    direction = new_m * f.unbias1 / ((new_v * f.unbias2).sqrt() + f.eps)
+    x = p.to(c.dtype)
+    write_if(f.guard, p, x - f.lr * (direction + f.weight_decay * x))
+    write_if(f.guard, m, new_m, bits)
+    write_if(f.guard, v, new_v)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchmars.optim.passes import Tensors, write_if
+from torchmars.optim.rounding import TensorRounding, random_bits
 from torchmars.optim.rules.rule import GroupTensors, Settings, StepFactors
 
 
@@ -57,6 +58,7 @@ class LeanFactors(NamedTuple):
     out: Tensor
     decay: Tensor
     weight: Tensor
+    rounding: TensorRounding | None
 
 
 def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> list[LeanFactors]:
@@ -69,12 +71,13 @@ def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> list
         for value in (form.out, form.weight)
     )
     return [
-        LeanFactors(step.scale, step.guard, lr, weight_decay, mix, out, decay, weight)
-        for out, weight in zip(outs, weights)
+        LeanFactors(step.scale, step.guard, lr, weight_decay, mix, out, decay, weight, rounding)
+        for out, weight, rounding in zip(outs, weights, group.roundings)
     ]
 
 
 def lean_momentum_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
     """Set u <- decay u + weight g on each (u, g), in place."""
     for (u, g), f in zip(tensors, factors):
-        write_if(f.guard, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale))
+        bits, _ = random_bits(f.rounding, g)
+        write_if(f.guard, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale), bits)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.passes import Tensors, run_pass, write_if
+from torchmars.optim.rounding import TensorRounding, random_bits
 from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
 from torchmars.optim.rules.lean import LeanFactors, LeanForm, lean_factors, mars_lean_form
 from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, StepFactors
@@ -65,8 +66,10 @@ class MarsLion(Lion):
         lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
         rate = group.scalar(1 - group.settings["betas"][0])
         factors = [
-            LionFactors(correction, step.guard, lr, weight_decay, rate, step.keep_gradient)
-            for correction in step.correction_of_each()
+            LionFactors(
+                correction, step.guard, lr, weight_decay, rate, rounding, step.keep_gradient
+            )
+            for correction, rounding in zip(step.correction_of_each(), group.roundings)
         ]
         run_pass(mars_lion_, tensors, factors, step.compile)
         step.keep_gradients(group)
@@ -82,6 +85,7 @@ class LionFactors(NamedTuple):
     weight_decay: Tensor
     rate: Tensor
     """One minus beta1."""
+    rounding: TensorRounding | None
     keep: bool
     """Whether the gradient just used becomes the last gradient."""
 
@@ -90,19 +94,21 @@ def mars_lion_(tensors: Tensors, factors: Sequence[LionFactors]) -> None:
     """Update each (p, g, h, m) in place: x <- x - lr (sign(m) + weight_decay x)."""
     for (p, g, h, m), f in zip(tensors, factors):
         used, c = corrected_gradient(g, h, f.correction)
+        bits = random_bits(f.rounding, g)
         new_m = m + f.rate * (c - m)
         _step_by_sign(p, new_m, f)
-        write_if(f.guard, m, new_m)
+        write_if(f.guard, m, new_m, bits[0])
         if f.keep:
-            write_if(f.guard, h, used)
+            write_if(f.guard, h, used, bits[1])
 
 
 def lean_lion_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
     """Update each (p, u, g) in place, by the sign of mix u + out g."""
     for (p, u, g), f in zip(tensors, factors):
         used, wide = g.to(f.scale.dtype) * f.scale, u.to(f.scale.dtype)
+        bits, _ = random_bits(f.rounding, g)
         _step_by_sign(p, f.mix * wide + f.out * used, f)
-        write_if(f.guard, u, f.decay * wide + f.weight * used)
+        write_if(f.guard, u, f.decay * wide + f.weight * used, bits)
 
 
 def _step_by_sign(p: Tensor, momentum: Tensor, f: LionFactors | LeanFactors) -> None:

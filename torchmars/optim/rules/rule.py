@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchmars.optim.passes import keep_gradient_, run_pass
+from torchmars.optim.passes import KeepFactors, keep_gradient_, run_pass
+from torchmars.optim.rounding import ParameterRounding, tensor_roundings
 from torchmars.optim.rules.correction import (
     GroupCorrections,
     TensorCorrection,
@@ -20,6 +21,8 @@ from torchmars.optim.tensors import flat, local_gradient, local_part
 Settings = dict[str, Any]  # of an optimizer by its name, or of a parameter group
 # Of a parameter: "step", the rule's buffers, and where "last_grad" is one, its squared norm.
 State = dict[str, Tensor]
+MOMENTA = ("exp_avg", "momentum", "momentum_buffer")
+"""The names of momenta. A rule has one of them."""
 SQUARED_NORM = "last_grad_squared_norm"
 """<h, h> of the whole last gradient h, as far as known without reading it: 0-d in float64.
 
@@ -67,7 +70,8 @@ class Rule(ABC):
         By default no buffer is taken to hold larger numbers than the gradient. A rule whose buffers
         or other numbers are larger adds bounds. `wire` is the dtype in which matrices travel.
         """
-        return [torch.finfo(group.parameters[0].dtype).max / 2]
+        kept = [group.parameters, *(group.buffers.get(name, []) for name in MOMENTA)]
+        return [min(torch.finfo(each[0].dtype).max for each in kept if each) / 2]
 
     def squared_memory(self, state: State, rate1: float) -> Tensor:
         """Return the squared size of what earlier gradients left in this rank's part of `state`.
@@ -94,9 +98,10 @@ class ElementwiseRule(Rule):
 class GroupTensors:
     """The parameters of one group and dtype that have a gradient, for one step.
 
-    Lists run over `parameters`. The tensors in them are flat and local. `dtype` is that of the
-    computation: at least float32. Raises `ValueError` if the per-tensor clip was switched on
-    after the state was made without a last gradient.
+    Lists run over `parameters`. The tensors in them are local and flat; those of a state that is
+    rounded stochastically have `ParameterRounding.shape`. `dtype` is that of the computation: at
+    least float32. `roundings` has all parameters, or none. Raises `ValueError` if the per-tensor
+    clip was switched on after the state was made without a last gradient.
     """
 
     def __init__(
@@ -106,14 +111,20 @@ class GroupTensors:
         parameters: list[Tensor],
         states: list[State],
         wire: torch.dtype,
+        roundings: Mapping[Tensor, ParameterRounding],
     ) -> None:
         self.rule, self.settings, self.parameters = rule, settings, parameters
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        self.weights = [flat(local_part(parameter)) for parameter in parameters]
-        self.grads = [flat(local_gradient(parameter)) for parameter in parameters]
+        kept = (states[0][name] for name in (*MOMENTA, "last_grad") if name in states[0])
+        if not any(each.dtype == torch.bfloat16 for each in kept):
+            roundings = {}
+        shapes = [roundings[p].shape if p in roundings else None for p in parameters]
+        self.weights = [flat(local_part(p), shape) for p, shape in zip(parameters, shapes)]
+        self.grads = [flat(local_gradient(p), shape) for p, shape in zip(parameters, shapes)]
         self.steps = [state["step"] for state in states]
+        self.roundings = tensor_roundings(roundings, parameters, self.steps)
         self.buffers = {
-            name: [flat(local_part(state[name])) for state in states]
+            name: [flat(local_part(state[name]), shape) for state, shape in zip(states, shapes)]
             for name in states[0]
             if name not in ("step", SQUARED_NORM)
         }
@@ -218,4 +229,7 @@ class StepFactors:
         """Make the gradients just used the last gradients, where the rule's pass has not."""
         if self.keep_apart:
             pairs = list(zip(group.grads, group.last_grads))
-            run_pass(keep_gradient_, pairs, [(self.scale, self.guard)] * len(pairs), self.compile)
+            factors = [
+                KeepFactors(self.scale, self.guard, rounding) for rounding in group.roundings
+            ]
+            run_pass(keep_gradient_, pairs, factors, self.compile)

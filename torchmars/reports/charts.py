@@ -1,0 +1,69 @@
+"""Which charts a run's measurements make, and which of them go into one chart."""
+
+import re
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of measurements over the steps of runs."""
+
+    title: str
+    pattern: str
+    """A regular expression that the names of its measurements match."""
+    unit: str = ""
+    log: bool = True
+    """Whether its values can be on a log axis."""
+    smooth: bool = True
+    """Whether its values are noisy, so that smoothing helps."""
+    stacked: bool = False
+    """Whether its values are parts of a whole."""
+    names: tuple[str, ...] = ()
+    """The measurements that it has."""
+
+
+LOSS = Chart("Training loss", r"train/loss")
+CHARTS = (
+    LOSS,
+    Chart("Validation loss", r"validation/loss", smooth=False),
+    Chart("Validation loss of parts", r"validation/.+/loss", smooth=False),
+    Chart("Learning rate", r"train/lr", smooth=False),
+    Chart("Gradient norm", r"train/grad_norm"),
+    Chart("Clip rate", r"train/.+/clipped", "share of tensors", log=False),
+    Chart("Cosine of successive gradients", r"train/.+/cosine", log=False),
+    Chart("Skipped steps", r"train/skipped_steps", "so far", log=False, smooth=False),
+    Chart("Tokens per second", r"train/tokens_per_second"),
+    Chart("MFU", r"train/mfu", "share of the peak", log=False),
+    Chart("Time of a step", r"train/[a-z]+_ms", "ms", log=False, stacked=True),
+    Chart("Memory, peak so far", r"train/memory_gib", "GiB", log=False, smooth=False),
+    Chart("Stall of a checkpoint", r"checkpoint/stall_ms", "ms", smooth=False),
+)
+# Axes, or in other charts.
+NOT_DRAWN = re.compile(r"train/(tokens|skipped_in_a_row)")
+
+
+def charts_of(names: set[str]) -> list[Chart]:
+    """Return the charts of the measurements that there are, those that all runs have first."""
+    left = {name for name in names if not NOT_DRAWN.fullmatch(name)}
+    charts = []
+    for chart in CHARTS:
+        own = tuple(sorted(name for name in left if re.fullmatch(chart.pattern, name)))
+        left -= set(own)
+        if own:
+            charts.append(replace(chart, names=own))
+    evaluations = sorted(name for name in left if name.startswith("evaluation/"))
+    return [*charts, *(single(name, log=False) for name in evaluations)]
+
+
+def other_charts_of(names: set[str]) -> list[Chart]:
+    """Return charts of the measurements that `charts_of` has in none, one for each."""
+    shown = {name for chart in charts_of(names) for name in chart.names}
+    left = sorted(name for name in names - shown if not NOT_DRAWN.fullmatch(name))
+    return [single(name, log=True) for name in left]
+
+
+def single(name: str, log: bool) -> Chart:
+    """Return the chart of one measurement."""
+    title = name.removeprefix("evaluation/").removeprefix("train/")
+    smooth = name.startswith("train/")
+    return Chart(title, re.escape(name), log=log, smooth=smooth, names=(name,))
