@@ -47,9 +47,9 @@ function readAddress() {
 
 function writeAddress() {
   const given = new URLSearchParams();
-  for (const name of Object.keys(DEFAULTS)) {
-    const usual = name === "smooth" ? data.smooth : DEFAULTS[name];
-    if (settings[name] !== usual) given.set(name, Number(settings[name]) === settings[name] || typeof settings[name] === "string" ? settings[name] : Number(settings[name]));
+  for (const [name, usual] of Object.entries({ ...DEFAULTS, smooth: data.smooth })) {
+    const value = settings[name];
+    if (value !== usual) given.set(name, typeof value === "boolean" ? Number(value) : value);
   }
   if (settings.hidden.size) given.set("hide", [...settings.hidden].sort((a, b) => a - b));
   if (settings.range) given.set("range", settings.range);
@@ -84,7 +84,7 @@ function fillControls() {
     });
   }
   form.addEventListener("submit", event => event.preventDefault());
-  form.reset?.addEventListener?.("click", () => { forgetZoom(); changed(); });
+  form.elements.reset.addEventListener("click", () => { forgetZoom(); changed(); });
   for (const box of document.querySelectorAll("[data-run]")) {
     const run = Number(box.dataset.run);
     box.parentElement.querySelector(".swatch").style.background = `var(--c${run % 10})`;
@@ -242,7 +242,7 @@ function baseLayout(made, chart) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("quiet") },
     colorway: [...Array(10).keys()].map(n => color(`c${n}`)),
-    xaxis: x, yaxis: y, shapes: made.shapes ?? [],
+    xaxis: x, yaxis: y, ...(made.y2 && { yaxis2: made.y2 }), shapes: made.shapes ?? [],
     showlegend: Boolean(made.legend),
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, itemclick: "toggle", ...made.legend },
     hovermode: made.hover ?? (many ? "closest" : "x unified"),

@@ -13,6 +13,7 @@ from torchmars.metrics.events import Event
 from torchmars.records.run import SPEED, Run
 from torchmars.reports.charts import LOSS, Chart, charts_of, other_charts_of
 from torchmars.reports.curves import axes, buckets_for, thinned
+from torchmars.reports.numbers import DASH, duration, short
 from torchmars.reports.page import page
 
 # A long run has thousands of events; a table of them all would slow the page down.
@@ -84,6 +85,7 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
         runs=views,
         differences=differences([run.config for run in runs]),
         has_others=bool(others),
+        has_steps=True,
         has_events=bool(shown),
         events=shown,
         events_left_out=len(listed) - len(shown),
@@ -178,36 +180,20 @@ def facts(run: Run) -> dict[str, str]:
         "step": f"{step:,} of {planned:,}",
         "training loss": last(run, LOSS.pattern, ".4f"),
         "validation loss": last(run, "validation/loss", ".4f"),
-        "best validation": "–" if best is None else f"{best:.4f}",
+        "best validation": DASH if best is None else f"{best:.4f}",
         "tokens": short(float(run.tokens(here)[0])),
         "training time": duration(float(run.seconds(here)[0])),
-        "tokens/s, median": "–" if speed is None else f"{np.nanmedian(speed.values):,.0f}",
+        "tokens/s, median": DASH if speed is None else f"{np.nanmedian(speed.values):,.0f}",
         "last report": time.strftime("%Y-%m-%d %H:%M", time.localtime(written.stat().st_mtime))
         if written.exists()
-        else "–",
+        else DASH,
     }
 
 
 def last(run: Run, name: str, spec: str) -> str:
     """Return the last value of a measurement."""
     series = run.series.get(name)
-    return "–" if series is None else format(series.values[-1], spec)
-
-
-def short(count: float) -> str:
-    """Return a count with a letter for its thousands."""
-    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.4g} {letter}"
-    return f"{count:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words."""
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    return DASH if series is None else format(series.values[-1], spec)
 
 
 def differences(configs: list[Tables]) -> dict[str, list[str]]:
@@ -229,7 +215,7 @@ def flattened(tables: Tables, prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             flat |= flattened(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = "\n".join(map(str, value)) if False else str(value)
+            flat[prefix + name] = str(value)
     return flat
 
 
