@@ -24,6 +24,7 @@ from torchmars.checkpoint.state import model_state
 from torchmars.cluster import connection
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
+from torchmars.metrics.events import EventLog
 from torchmars.models import build_meta_model
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.model import ParallelModel
@@ -76,7 +77,7 @@ def save(size: str, folder: Path) -> None:
         optimizer={},
         config=asdict(config),
     )
-    saver = Saver(config.checkpoint, config.run.checkpoints, layout)
+    saver = Saver(config.checkpoint, config.run.checkpoints, layout, EventLog(None).add)
     saver.save(manifest, model_state(model.weights))
     saver.finish()
 

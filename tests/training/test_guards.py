@@ -25,6 +25,7 @@ from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config import GuardsConfig
 from torchmars.core.errors import EXIT_HUNG
 from torchmars.data.loader import Loader
+from torchmars.metrics.events import EVENTS_FILE, read_events
 from torchmars.parallel import part
 from torchmars.training.guards import LossGuard, recent
 
@@ -107,6 +108,13 @@ def test_a_spike_rolls_back_and_its_data_is_jumped(tables, mode):
         40,
     ]
     assert max(metrics(tables).values()) < 6  # no line of the spike is left
+    events = read_events(run_folder_of(tables) / EVENTS_FILE)
+    told = [(event.kind, event.step) for event in events if event.kind != "saved"]
+    assert told == [("started", 0), ("spike", 25), ("rollback", 20), ("complete", 40)]
+    spike, back = (event.facts for event in events if event.kind in ("spike", "rollback"))
+    assert spike["action"] == "rollback" and 10 < spike["loss"] < 60
+    assert back == {"from_step": 25, "checkpoint": "step-00000020"}
+    assert {event.step for event in events if event.kind == "saved"} == {10, 20, 30, 40}
 
 
 def test_a_rollback_ends_the_same_after_a_crash(tables):
@@ -143,6 +151,8 @@ def test_spikes_that_keep_coming_end_the_run(tables):
         "error: the loss stood out after each of 3 returns to" in out and "step-00000020" in out
         for out in outs
     )
+    failed = read_events(run_folder_of(tables) / EVENTS_FILE)[-1]
+    assert failed.kind == "failed" and "after each of 3 returns" in failed.facts["message"]
     tables["checkpoint"]["interval"], tables["run"]["name"] = 0, "none"
     outs = run_ranks(with_spike, 2, tables, range(25 * 16, 10**5))
     assert all(

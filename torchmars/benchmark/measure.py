@@ -22,6 +22,7 @@ from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, UserError, say_error
 from torchmars.data.manifest import has_manifest
+from torchmars.metrics.journal import METRICS_FILE
 
 LAST_LINES = 20  # of what a run printed that failed
 
@@ -82,7 +83,7 @@ def measure(config: ResolvedConfig, warmup: int, steps: int, ranks: int) -> Meas
             printed = output.read()
         if code:
             fail(code, printed)
-        return read_measurement(config.run.path / "metrics.jsonl", warmup, config)
+        return read_measurement(config.run.path / METRICS_FILE, warmup, config)
 
 
 def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> ResolvedConfig:

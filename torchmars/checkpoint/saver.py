@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,9 +57,18 @@ class Saver:
     counted: the run ends after `checkpoint.max_failures` of them in a row.
     """
 
-    def __init__(self, config: CheckpointConfig, folder: Path, layout: Layout) -> None:
-        """`folder` is the run's folder of checkpoints."""
-        self.config, self.folder = config, folder
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        layout: Layout,
+        record: Callable[..., None],
+    ) -> None:
+        """`folder` is the run's folder of checkpoints.
+
+        `record` is `EventLog.add`, for each checkpoint that is complete. A thread calls it.
+        """
+        self.config, self.folder, self.record = config, folder, record
         # The collectives of a save run beside those of the training. They need a group of their
         # own: in one group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
@@ -158,6 +167,7 @@ class Saver:
             return
         size, seconds = written.bytes / 2**20, time.perf_counter() - began
         self.layout.say(f"checkpoint {folder} ({size:,.1f} MiB in {seconds:.2f} s)")
+        self.record("saved", manifest.step, checkpoint=folder.name, seconds=seconds, mib=size)
         if self.layout.first:
             self._tidy(manifest.step)
 

@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -54,10 +54,17 @@ def refused_by_torchrun() -> Iterator[None]:
         raise UserError(f"torchrun cannot take these options ({error}): see --help") from None
 
 
-def launch(args: argparse.Namespace, logs: RankLogs, hang: Path, hang_seconds: float) -> int:
+def launch(
+    args: argparse.Namespace,
+    logs: RankLogs,
+    hang: Path,
+    hang_seconds: float,
+    record: Callable[[Failure], None],
+) -> int:
     """Start the ranks and wait for their end. Return the exit code, negative for a signal.
 
-    `hang` is the folder of the watchdogs, `hang_seconds` their limit.
+    `hang` is the folder of the watchdogs, `hang_seconds` their limit. `record` is called with the
+    first failure, on the machine that had it.
     """
     with refused_by_torchrun():
         config, command, arguments = config_from_args(args)
@@ -98,7 +105,13 @@ def launch(args: argparse.Namespace, logs: RankLogs, hang: Path, hang_seconds: f
     exit_code = logs.exit_code()
     if exit_code is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
         return exit_code
-    return report_first_failure(failures, logs) if failures else code
+    if not failures:
+        return code
+    first = first_failure(failures, logs)
+    if first in failures:
+        record(first)
+    report_failure(first, logs)
+    return first.code
 
 
 def failures_of(
@@ -115,9 +128,8 @@ def failures_of(
     return failures
 
 
-def report_first_failure(ours: list[Failure], logs: RankLogs) -> int:
-    """Print which rank failed first, on any machine, and its error. Return its exit code."""
-    first = first_failure(ours, logs)
+def report_failure(first: Failure, logs: RankLogs) -> None:
+    """Print which rank failed first, on any machine, and its error."""
     if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE:
         pass  # the rank has printed it
     elif first.kind == Kind.CAUSE:
@@ -130,7 +142,6 @@ def report_first_failure(ours: list[Failure], logs: RankLogs) -> int:
         say(first.message, error=True)
     else:
         say_error(first.message.splitlines()[-1])
-    return first.code
 
 
 def report_rendezvous(args: argparse.Namespace, reason: str) -> int:

@@ -23,6 +23,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def machines() -> int:
+    """Return the number of machines, each of which has a launcher."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
+
+
 def local_rank() -> int:
     """Return this process's number among those of its machine; 0 for a process started alone."""
     return int(os.environ.get("LOCAL_RANK", 0))

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -28,6 +29,7 @@ from torch.distributed.run import (
 
 from torchmars.cluster.endpoint import find_endpoint
 from torchmars.cluster.environment import check_shown, keep_compiled_in, read_variable
+from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
@@ -35,6 +37,8 @@ from torchmars.config.load import load_config
 from torchmars.core.bounds import Range
 from torchmars.core.errors import EXIT_CODE_FILE, UserError, exit_on_user_error
 from torchmars.core.typed import make
+from torchmars.metrics.events import EventLog
+from torchmars.metrics.journal import METRICS_FILE, last_row
 from torchmars.training.preparation import prepare_run
 
 # How long ranks that were asked to stop may take to save. torch 2.11 ends them after 30 seconds.
@@ -83,9 +87,24 @@ def main(options: list[str] | None = None) -> None:
             args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
         logs = RankLogs(config.run.path / "logs", Path(scratch), shown)
         os.environ[EXIT_CODE_FILE] = str(logs.exit_code_file)
-        code = launch(args, logs, config.run.hang, config.guards.hang_seconds)
+        hang, hang_seconds = config.run.hang, config.guards.hang_seconds
+        record = partial(record_failure, config.run.path)
+        code = launch(args, logs, hang, hang_seconds, record)
     # A negative code is the signal that ended the rank.
     sys.exit(code if code >= 0 else 128 - code)
+
+
+def record_failure(folder: Path, failure: Failure) -> None:
+    """Add the failure of a rank to the events of the run in `folder`."""
+    newest = last_row(folder / METRICS_FILE, "step") or {"step": 0}
+    EventLog(folder).add(
+        "failed",
+        newest["step"],
+        rank=failure.rank,
+        machine=failure.node,
+        code=failure.code,
+        message=failure.message,
+    )
 
 
 def parse(options: list[str]) -> argparse.Namespace:

@@ -6,9 +6,21 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 EVENTS_FILE = "events.jsonl"
+
+# What happens to a run, and the facts that each event has beside its step:
+#   started   ranks, machines, origin (None for a new run), changes of the config
+#   saved     checkpoint, seconds, mib
+#   spike     loss, action (skip or rollback)
+#   rollback  from_step, checkpoint
+#   sample    text
+#   stopped   signal
+#   complete
+#   failed    message; of a crash also rank, machine, code
+# A run whose processes were all killed has no event of its end, and starts again.
+Kind = Literal["started", "saved", "spike", "rollback", "sample", "stopped", "complete", "failed"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +28,7 @@ class Event:
     """Something that happened to a run."""
 
     kind: str
-    """What: started, saved, spike, rollback, sample, stopped, complete."""
+    """Which `Kind`. An event of a later version may be of another one."""
     step: int
     """After which step."""
     time: float
@@ -25,15 +37,28 @@ class Event:
     """What belongs to this kind, by name."""
 
 
-def append_event(folder: Path, kind: str, step: int, **facts: Any) -> None:
-    """Add an event of now to the run in `folder`. What the disk refuses is left out."""
-    line = json.dumps({"time": time.time(), "event": kind, "step": step} | facts) + "\n"
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+class EventLog:
+    """Adds to the events of a run. Nothing that goes wrong with its file disturbs the run."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """`folder` is that of the run; None on all ranks but the first, which alone writes."""
+        self.file = folder and folder / EVENTS_FILE
+
+    def add(self, kind: Kind, step: int, **facts: Any) -> None:
+        """Add an event of now, after `step`. What the disk refuses is left out."""
+        if self.file is None:
+            return
+        row = {"time": time.time(), "event": kind, "step": step} | facts
+        line = json.dumps(row).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    line = b"\n" + line  # a crash or a full disk has cut the line before short
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
 
 
 def read_events(file: Path) -> list[Event]:

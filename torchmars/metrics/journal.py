@@ -1,13 +1,17 @@
 """metrics.jsonl: one line of JSON for each report, kept through crashes and full disks."""
 
+import contextlib
 import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
+
+METRICS_FILE = "metrics.jsonl"
 
 
 class Journal:
@@ -78,6 +82,29 @@ class Journal:
                     error=True,
                 )
             self.warned = True
+
+
+def last_row(file: Path, name: str) -> dict[str, Any] | None:
+    """Return the newest line that has the measurement `name`, "step" for any; None without one.
+
+    It is read from the end of the file, so that it takes no time for a long run.
+    """
+    key, size = f'"{name}": '.encode(), 2**16
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        length = stream.seek(0, os.SEEK_END)
+        while True:
+            begin = max(length - size, 0)
+            stream.seek(begin)
+            lines = stream.read(length - begin).split(b"\n")
+            # The first one is cut, unless the file begins with it.
+            for line in reversed(lines[begin > 0 :]):
+                with contextlib.suppress(ValueError):
+                    if key in line and isinstance(row := json.loads(line), dict):
+                        return row
+            if begin == 0:
+                return None
+            size *= 8
+    return None
 
 
 def is_kept(line: str, step: int, validated: bool) -> bool:

@@ -6,7 +6,7 @@ import torch
 
 from torchmars.config import ResolvedConfig
 from torchmars.core.console import say
-from torchmars.metrics.journal import Journal
+from torchmars.metrics.journal import METRICS_FILE, Journal
 from torchmars.metrics.throughput import Throughput, peak_memory
 from torchmars.metrics.trackers import Tracker, open_trackers
 from torchmars.parallel.layout import Layout
@@ -137,7 +137,7 @@ def open_metrics(
     trackers: list[Tracker] = []
 
     def open_files() -> None:
-        journals.append(Journal(config.run.path / "metrics.jsonl", step, validated))
+        journals.append(Journal(config.run.path / METRICS_FILE, step, validated))
         trackers.extend(open_trackers(config, step))
 
     if write:

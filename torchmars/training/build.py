@@ -15,6 +15,7 @@ from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
+from torchmars.metrics.events import EventLog
 from torchmars.metrics.metrics import open_metrics
 from torchmars.models import build_meta_model
 from torchmars.optim.passes import can_compile
@@ -83,7 +84,8 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     if average is not None:
         optimizer.register_step_post_hook(lambda *_: average.update())
 
-    saver = Saver(config.checkpoint, config.run.checkpoints, layout)
+    events = EventLog(config.run.path if layout.first else None)
+    saver = Saver(config.checkpoint, config.run.checkpoints, layout, events.add)
     seed_rng(seed, 0, layout.world.rank)
     lock_file = config.run.path / "lock"
     layout.on_first(lambda: lock(lock_file, f"training the run {config.run.path}"))
@@ -132,7 +134,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         validation=validation,
         evaluation=evaluation,
         checkpointer=checkpointer,
-        progress=Progress(training, layout, optimizer, metrics, lines, data, loader.epochs),
+        progress=Progress(training, layout, optimizer, metrics, events, lines, data, loader.epochs),
         metrics=metrics,
         profiler=Profiler(config.profiler, config.run.path / "profile", layout),
         watchdog=Watchdog(config.run.hang, layout, config.guards.hang_seconds, saver.group),

@@ -1,13 +1,17 @@
-"""What a run reports of itself: lines on the console, and metrics."""
+"""What a run reports of itself: lines on the console, metrics, and events."""
 
 from pathlib import Path
 
+from torchmars.cluster import process
 from torchmars.config import TrainingConfig
 from torchmars.core.console import labelled
+from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture
+from torchmars.metrics.events import EventLog
 from torchmars.metrics.metrics import Metrics
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
+from torchmars.training.checkpointer import Resumed
 from torchmars.training.state import RunState
 
 
@@ -24,12 +28,13 @@ class Progress:
         layout: Layout,
         optimizer: MARS,
         metrics: Metrics,
+        events: EventLog,
         introduction: list[str],
         data: Mixture,
         epochs: list[int],
     ) -> None:
         self.config, self.layout, self.optimizer = config, layout, optimizer
-        self.metrics, self.introduction = metrics, introduction
+        self.metrics, self.events, self.introduction = metrics, events, introduction
         self.data, self.epochs = data, epochs
 
     def announce(self) -> None:
@@ -37,14 +42,29 @@ class Progress:
         for line in self.introduction:
             self.layout.say(line)
 
-    def rewind(self, state: RunState, checkpoint: Path) -> None:
-        """Report that the run went back to `checkpoint`; later steps are reported anew."""
+    def report_start(self, resumed: Resumed) -> None:
+        """Report that the run begins to train, anew or from where it was `resumed`."""
+        self.events.add(
+            "started",
+            resumed.state.step,
+            ranks=self.layout.world.size,
+            machines=process.machines(),
+            origin=resumed.origin,
+            changes=resumed.changes,
+        )
+
+    def rewind(self, reached: int, state: RunState, checkpoint: Path) -> None:
+        """Report that the run went back from step `reached` to `checkpoint`.
+
+        Later steps are reported anew.
+        """
         validated = state.validation_loss is not None
         self.layout.on_first(lambda: self.metrics.rewind(state.step, validated))
         self._say(
             "rollback",
             f"to step {state.step}: {checkpoint}; the data goes on at sample {state.position}",
         )
+        self.events.add("rollback", state.step, from_step=reached, checkpoint=checkpoint.name)
 
     def report(self, state: RunState, loss: float, lr: float) -> dict[str, float]:
         """Report a step; return the optimizer's telemetry. Waits for the device."""
@@ -73,6 +93,7 @@ class Progress:
             f"loss {loss:.4f} at step {state.step + 1}, samples {first} to "
             f"{state.position - 1}: guards.loss_spike = {action}",
         )
+        self.events.add("spike", state.step, loss=loss, action=action)
 
     def report_epochs(self, epochs: list[int]) -> None:
         """Report the beginning of another epoch of a corpus, once."""
@@ -92,6 +113,20 @@ class Progress:
             f"by {signal or 'a signal to another rank'} after step {step}, saved; "
             "the same command goes on",
         )
+        self.events.add("stopped", step, signal=signal)
+
+    def report_sample(self, step: int, text: str) -> None:
+        """Report what the model has written after `step`."""
+        self.layout.say(f"sample:\n{text}")
+        self.events.add("sample", step, text=text)
+
+    def report_complete(self, step: int) -> None:
+        """Report that the run has made all its steps, the last of which is `step`."""
+        self.events.add("complete", step)
+
+    def report_failure(self, step: int, error: UserError) -> None:
+        """Report what ends the run after `step`. The command prints it."""
+        self.events.add("failed", step, message=str(error))
 
     def _say(self, label: str, text: str) -> None:
         for line in labelled(label, text):

@@ -60,6 +60,7 @@ class Trainer:
         self.agreement: Agreement
         """What the ranks tell each other during a step."""
         self.loss_guard = LossGuard(config.guards)
+        self.resumed = resumed
         self.state, self.without_last_grad = resumed.state, resumed.without_last_grad
 
     def run(self) -> int:
@@ -71,6 +72,7 @@ class Trainer:
         self.progress.announce()
         if self.state.step >= self.config.training.steps:
             return 0
+        self.progress.report_start(self.resumed)
         try:
             with self.signals, self.watchdog, self.profiler:
                 try:
@@ -78,7 +80,12 @@ class Trainer:
                 finally:
                     saver.close()
             if complete and validation.sample_tokens:
-                self.layout.say("sample:\n" + self.validation.sample())
+                self.progress.report_sample(self.state.step, self.validation.sample())
+            if complete:
+                self.progress.report_complete(self.state.step)
+        except UserError as error:
+            self.progress.report_failure(self.state.step, error)
+            raise
         finally:
             self.loader.close()
             self.metrics.close()
@@ -212,7 +219,7 @@ class Trainer:
         self.state.position, self.state.shares = position, self.loader.shares
         self.loader.seek(position, self.loader.shares)
         self.without_last_grad = self.checkpointer.look_ahead_parameters()
-        self.progress.rewind(self.state, resumed.folder)
+        self.progress.rewind(reached, self.state, resumed.folder)
 
     def report_due(self, step: int) -> bool:
         """Return whether `step` is reported."""
