@@ -23,9 +23,9 @@ class UserError(Exception):
     """
 
 
-def missing_package(package: str, purpose: str) -> UserError:
-    """Return the error of an optional package that is not installed."""
-    return UserError(f"{purpose} needs the package {package}: pip install 'torchmars[data]'")
+def missing_package(package: str, purpose: str, extra: str = "data") -> UserError:
+    """Return the error of an optional package, of an extra, that is not installed."""
+    return UserError(f"{purpose} needs the package {package}: pip install 'torchmars[{extra}]'")
 
 
 class LostRank(Exception):
