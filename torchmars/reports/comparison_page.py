@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from torchmars.comparison.results import Comparison, Contender, Difference, Estimate, Trial
+from torchmars.comparison.results import (
+    Comparison,
+    ContenderResult,
+    Difference,
+    Estimate,
+    TrialResult,
+)
 from torchmars.reports.numbers import DASH, duration, short
 from torchmars.reports.page import page
 
@@ -76,7 +82,7 @@ def facts(found: Comparison) -> dict[str, str]:
     }
 
 
-def drawn(found: Comparison, contender: Contender) -> dict[str, Any]:
+def drawn(found: Comparison, contender: ContenderResult) -> dict[str, Any]:
     """Return what the scripts draw of a contender."""
     own = [trial for trial in found.trials if trial.contender == contender.name]
     best = {trial.name for trial in found.trials_of(contender)}
@@ -111,13 +117,13 @@ def estimate_json(estimate: Estimate | None) -> dict[str, float | None] | None:
     return estimate and {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
 
 
-def trial_text(trial: Trial) -> str:
+def trial_text(trial: TrialResult) -> str:
     """Return a trial's settings and how it ended."""
     ended = trial.state if trial.loss is None else f"loss {trial.loss:.4f}"
     return f"{trial.contender}, {settings_text(trial.settings)}: {ended}"
 
 
-def contender_row(contender: Contender) -> dict[str, str]:
+def contender_row(contender: ContenderResult) -> dict[str, str]:
     """Return a contender's row of the table."""
     at_edge = [f"{name} is the {end} that was tried" for name, end in contender.edges.items()]
     rule = [] if contender.rule == contender.name else [f"optimizer.name is {contender.rule}"]
@@ -174,7 +180,7 @@ def signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
-def trial_row(trial: Trial, folder: Path, file: Path) -> dict[str, str]:
+def trial_row(trial: TrialResult, folder: Path, file: Path) -> dict[str, str]:
     """Return a trial's row of the table."""
     return {
         "name": trial.name,

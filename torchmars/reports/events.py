@@ -83,7 +83,7 @@ def started(facts: dict[str, Any], before: Event | None) -> list[str]:
     if before is not None and before.kind not in ENDS:
         parts.append("the run was killed before")
     if facts.get("origin"):
-        parts.append(f"from {facts['origin']}")
+        parts.append(str(facts["origin"]))
     for name in ("ranks", "machines"):
         if isinstance(count := facts.get(name), int):
             parts.append(f"{count} {name}" if count != 1 else f"1 {name[:-1]}")

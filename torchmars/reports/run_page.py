@@ -15,7 +15,7 @@ from torchmars.config.toml_files import Tables
 from torchmars.records.run import SPEED, Run
 from torchmars.reports.charts import LOSS, Chart, charts_of, other_charts_of
 from torchmars.reports.curves import axes, buckets_for, thinned
-from torchmars.reports.events import SKIPPED, Entry, decimal, entries_of, samples_of
+from torchmars.reports.events import ENDS, SKIPPED, Entry, decimal, entries_of, samples_of
 from torchmars.reports.numbers import DASH, duration, short
 from torchmars.reports.page import page
 
@@ -142,7 +142,16 @@ def view(run: Run, index: int) -> RunView:
 
 def state_of(run: Run) -> str:
     """Return what a run does."""
+    if run.events and run.events[-1].kind in ENDS:
+        return run.events[-1].kind
+    if last_step(run) >= run.config["training"]["steps"]:
+        return "complete"
     return "stopped"
+
+
+def goes_on(run: Run) -> bool:
+    """Return whether a run may still report."""
+    return state_of(run) == "running"
 
 
 def facts(run: Run) -> dict[str, str]:
