@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,27 @@ def lock(file: Path, doing: str, patience: float = 60.0) -> int | None:
             os.pwrite(descriptor, me.encode(), 0)
             return descriptor
     return None
+
+
+def is_locked(file: Path) -> bool | None:
+    """Return whether another process holds the `lock` of a file, which is left as it is.
+
+    None where this machine cannot know: locks may not reach from the machine that the file names to
+    this one. A process must not ask for a lock of its own: asking gives it up.
+    """
+    # struct flock of Linux: type, whence, start, length, process.
+    question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with file.open("rb") as stream:
+            answer = fcntl.fcntl(stream, fcntl.F_GETLK, question)
+            owner = stream.read(1000).decode(errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
+        return True
+    return False if f" on {socket.gethostname()}, since " in owner else None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A run as its folder tells it: config, curves, events."""
 
-import json
+import contextlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic_core import from_json
 
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config.toml_files import Tables, read_toml
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.metrics.events import EVENTS_FILE, Event, read_events
+from torchmars.metrics.journal import METRICS_FILE
 
+CONFIG_FILE = "config.toml"
 TOKENS, SPEED = "train/tokens", "train/tokens_per_second"
 
 
@@ -42,25 +45,27 @@ class Run:
     @cached_property
     def series(self) -> dict[str, Series]:
         """Every measurement in metrics.jsonl, by name, such as train/loss."""
-        found: dict[str, tuple[list[int], list[float]]] = {}
-        for row in read_rows(self.folder / "metrics.jsonl"):
-            step = row.pop("step", None)
-            if not isinstance(step, int):
-                continue
-            for name, value in row.items():
-                if value is None or isinstance(value, int | float):
-                    steps, values = found.setdefault(name, ([], []))
-                    steps.append(step)
-                    values.append(float("nan") if value is None else float(value))
-        return {
-            name: Series(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
-            for name, (steps, values) in found.items()
-        }
+        return read_series(self.folder / METRICS_FILE)
 
     @cached_property
     def events(self) -> list[Event]:
         """What happened to it, oldest first; never forgotten, also not by a rollback."""
         return read_events(self.folder / EVENTS_FILE)
+
+    @property
+    def steps(self) -> int:
+        """How many steps it is to have."""
+        return int(self.config["training"]["steps"])
+
+    @property
+    def skipped(self) -> Series:
+        """How many steps each report found skipped since the one before, where there were some."""
+        counted = self.series.get("train/skipped_steps")
+        if counted is None:
+            return Series(np.zeros(0, dtype=np.int64), np.zeros(0))
+        # A report before which the run was rolled back may count fewer.
+        more = np.diff(counted.values, prepend=0.0)
+        return Series(counted.steps[more > 0], more[more > 0])
 
     @property
     def checkpoints(self) -> list[int]:
@@ -98,23 +103,57 @@ def interpolated(
 
 def read_run(folder: Path) -> Run:
     """Return the run in `folder`. Raises `UserError` if there is none, or its files are damaged."""
-    if not (folder / "config.toml").is_file():
-        why = path_problem(folder, "folder") or "it has no config.toml"
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        why = path_problem(folder, "folder") or f"it has no {CONFIG_FILE}"
         raise UserError(f"{folder} is not the folder of a run: {why}")
-    return Run(folder, read_toml(folder / "config.toml"))
+    config = read_toml(file)
+    training = config.get("training")
+    if not (isinstance(training, dict) and isinstance(training.get("steps"), int)):
+        raise UserError(f"{folder} is not the folder of a run: {file} has no training.steps")
+    return Run(folder, config)
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the objects in the lines of a file of JSON lines, without what a crash cut short."""
-    if not file.exists():
-        return []
-    rows = []
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
+def read_series(file: Path) -> dict[str, Series]:
+    """Return the measurements in metrics.jsonl by name; lines that are damaged are left out.
+
+    Raises `UserError` if the file cannot be read.
+    """
+    # Rows with the same names make a table, which numpy takes at once.
+    tables: dict[tuple[str, ...], list[list[Any]]] = {}
+    try:
+        with file.open("rb") as stream:
+            for line in stream:
+                with contextlib.suppress(ValueError):
+                    row = from_json(line)
+                    if isinstance(row, dict) and isinstance(row.get("step"), int):
+                        tables.setdefault(tuple(row), []).append(list(row.values()))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    parts: dict[str, list[Series]] = {}
+    for names, rows in tables.items():
+        columns = dict(zip(names, numbers(rows).T.copy()))
+        steps = columns.pop("step").astype(np.int64)
+        for name, values in columns.items():
+            parts.setdefault(name, []).append(Series(steps, values))
+    return {name: joined(of_name) for name, of_name in parts.items()}
+
+
+def numbers(rows: list[list[Any]]) -> NDArray[np.float64]:
+    """Return rows of equally many numbers as an array; null, and what is none, is NaN."""
+    try:
+        return np.array(rows, dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        kept = [[x if isinstance(x, int | float) else None for x in row] for row in rows]
+        return np.array(kept, dtype=np.float64)
+
+
+def joined(parts: list[Series]) -> Series:
+    """Return series of the same measurement as one, by steps."""
+    if len(parts) == 1:
+        return parts[0]
+    steps = np.concatenate([part.steps for part in parts])
+    order = np.argsort(steps, kind="stable")
+    return Series(steps[order], np.concatenate([part.values for part in parts])[order])

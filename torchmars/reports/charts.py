@@ -16,6 +16,8 @@ class Chart:
     """Whether its values can be on a log axis."""
     smooth: bool = True
     """Whether its values are noisy, so that smoothing helps."""
+    from_zero: bool = False
+    """Whether 0 is the end of its scale: shares, counts."""
     stacked: bool = False
     """Whether its values are parts of a whole."""
     names: tuple[str, ...] = ()
@@ -29,11 +31,13 @@ CHARTS = (
     Chart("Validation loss of parts", r"validation/.+/loss", smooth=False),
     Chart("Learning rate", r"train/lr", smooth=False),
     Chart("Gradient norm", r"train/grad_norm"),
-    Chart("Clip rate", r"train/.+/clipped", "share of tensors", log=False),
+    Chart("Clip rate", r"train/.+/clipped", "share of tensors", log=False, from_zero=True),
     Chart("Cosine of successive gradients", r"train/.+/cosine", log=False),
-    Chart("Skipped steps", r"train/skipped_steps", "so far", log=False, smooth=False),
+    Chart(
+        "Skipped steps", r"train/skipped_steps", "so far", log=False, smooth=False, from_zero=True
+    ),
     Chart("Tokens per second", r"train/tokens_per_second"),
-    Chart("MFU", r"train/mfu", "share of the peak", log=False),
+    Chart("MFU", r"train/mfu", "share of the peak", log=False, from_zero=True),
     Chart("Time of a step", r"train/[a-z]+_ms", "ms", log=False, stacked=True),
     Chart("Memory, peak so far", r"train/memory_gib", "GiB", log=False, smooth=False),
     Chart("Stall of a checkpoint", r"checkpoint/stall_ms", "ms", smooth=False),

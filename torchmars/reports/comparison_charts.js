@@ -95,7 +95,7 @@ KINDS.saved = spec => {
   }
   return {
     traces, legend: {}, hover: "closest", note: "mean and 95% interval; to the right of 0 is better",
-    x: { title: { text: `% less than ${plain(data.baseline)} needs for its final loss`, standoff: 6 }, zeroline: true, zerolinecolor: colorOf("quiet"), zerolinewidth: 1.5 },
+    x: { title: { text: `% less than ${plain(data.baseline)}`, standoff: 6 }, zeroline: true, zerolinecolor: colorOf("quiet"), zerolinewidth: 1.5 },
     y: { autorange: "reversed", tickvals: shown.map((_, i) => i), ticktext: shown.map(each => plain(each.name)) },
   };
 };

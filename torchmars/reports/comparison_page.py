@@ -24,7 +24,7 @@ def comparison_page(
 
     Raises `UserError` without plotly.
     """
-    validation = {"kind": "validation", "large": True}
+    validation = {"kind": "validation"}
     charts: list[dict[str, Any]] = [
         {"kind": "grid", "title": "Final loss against learning rate", "large": True},
         validation | {"title": "Validation loss against tokens", "axis": "tokens"},

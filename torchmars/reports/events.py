@@ -4,12 +4,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from torchmars.metrics.events import Event
 from torchmars.records.run import Run
 
-SKIPPED = "train/skipped_steps"
 ENDS = ("stopped", "complete", "failed")
 
 
@@ -103,14 +100,9 @@ def from_step(event: Event) -> int | None:
 
 def skips(run: Run) -> list[Entry]:
     """Return where the optimizer skipped steps, as far as reports tell."""
-    series = run.series.get(SKIPPED)
-    if series is None:
-        return []
-    more = np.diff(np.nan_to_num(series.values), prepend=0.0)
     return [
-        Entry(run.name, "skipped", int(step), None, f"{count:.0f} since the report before")
-        for step, count in zip(series.steps, more)
-        if count > 0
+        Entry(run.name, "skipped", step, None, f"{count:.0f} since the report before")
+        for step, count in zip(run.skipped.steps.tolist(), run.skipped.values)
     ]
 
 

@@ -151,9 +151,17 @@ const inView = new IntersectionObserver(entries => {
 function addChart(place, spec) {
   const figure = make("figure", { className: spec.large ? "large" : "", tabIndex: 0 });
   const caption = make("figcaption");
-  const button = make("button", { type: "button", textContent: spec.large ? "smaller" : "larger" });
-  button.setAttribute("aria-label", `${spec.title}: larger or smaller`);
-  caption.append(make("h3", { textContent: spec.title }), button);
+  const title = make("h3", { textContent: spec.title });
+  const size = button(spec.large ? "smaller" : "larger", "size", () => {
+    size.textContent = figure.classList.toggle("large") ? "smaller" : "larger";
+    Plotly.Plots.resize(plot);
+  });
+  const zooms = [["−", "out"], ["+", "in"]].map(([sign, way]) => {
+    const each = button(sign, "zoom", () => moveBy(chart, sign === "+" ? "+" : "-"));
+    each.setAttribute("aria-label", `zoom ${way}`);
+    return each;
+  });
+  caption.append(title, ...zooms, size);
   const plot = make("div", { className: "plot" });
   const note = make("p", { className: "note quiet" });
   figure.append(caption, plot, note);
@@ -161,10 +169,6 @@ function addChart(place, spec) {
   place.append(figure);
   const chart = { spec, figure, plot, note, stale: true, visible: false, yRange: null };
   charts.push(chart);
-  button.addEventListener("click", () => {
-    button.textContent = figure.classList.toggle("large") ? "smaller" : "larger";
-    Plotly.Plots.resize(plot);
-  });
   figure.addEventListener("keydown", event => byKey(chart, event));
   inView.observe(figure);
 }
@@ -178,8 +182,8 @@ function draw(chart) {
   const made = KINDS[chart.spec.kind](chart.spec);
   const layout = baseLayout(made, chart);
   Plotly.react(chart.plot, made.traces, layout, {
-    displaylogo: false, responsive: true, displayModeBar: byFinger ? true : "hover",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    displaylogo: false, responsive: true, displayModeBar: byFinger ? false : "hover",
+    modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d"]],
     toImageButtonOptions: { format: "svg", filename: chart.spec.title.replace(/\W+/g, "-") },
   });
   chart.note.textContent = made.note ?? "";
@@ -206,19 +210,25 @@ function zoomed(chart, event) {
 }
 
 function byKey(chart, event) {
-  const axis = chart.plot.layout?.xaxis;
-  if (event.target !== chart.figure || !axis?.range || !chart.shared) return;
-  const [low, high] = axis.range, width = high - low;
+  if (event.target !== chart.figure || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (moveBy(chart, event.key)) event.preventDefault();
+}
+
+// Zoom or move along x as a key says. Return whether it says so.
+function moveBy(chart, key) {
+  const range = chart.plot.layout?.xaxis?.range;
+  if (!range || !chart.shared) return false;
+  const [low, high] = range, width = high - low;
   const moves = {
-    "+": [low + width / 4, high - width / 4], "=": [low + width / 4, high - width / 4],
-    "-": [low - width / 2, high + width / 2],
+    "+": [low + width / 4, high - width / 4], "-": [low - width / 2, high + width / 2],
     ArrowLeft: [low - width / 5, high - width / 5], ArrowRight: [low + width / 5, high + width / 5],
   };
-  if (event.key === "0") forgetZoom();
-  else if (event.key in moves && !event.ctrlKey && !event.metaKey) settings.range = moves[event.key];
-  else return;
-  event.preventDefault();
+  moves["="] = moves["+"];
+  if (key === "0") forgetZoom();
+  else if (key in moves) settings.range = moves[key];
+  else return false;
   changed();
+  return true;
 }
 
 function baseLayout(made, chart) {
@@ -277,6 +287,12 @@ function rangeWithin(made, [low, high]) {
 
 function make(tag, properties = {}) {
   return Object.assign(document.createElement(tag), properties);
+}
+
+function button(text, className, act) {
+  const made = make("button", { type: "button", textContent: text, className });
+  made.addEventListener("click", act);
+  return made;
 }
 
 // Plotly reads some HTML in texts: names and samples are shown as they are.

@@ -11,8 +11,8 @@ const MARKS = {
   skipped: ["circle-open", "warn"], rollback: ["triangle-left", "bad"], stopped: ["square", "quiet"],
   complete: ["star", "good"], failed: ["x", "bad"],
 };
-// The pale curve behind a smoothed one is in the way where there are many.
-const MOST_WITH_RAW = 6;
+// The pale curves behind smoothed ones, and events, are in the way where there are many runs.
+const MOST_WITH_MORE = 6;
 
 // Return the steps over which curves are smoothed: 0.05% to 20% of the longest run.
 function smoothingWindow() {
@@ -39,6 +39,12 @@ function xAxis() {
   };
   if (settings.logx) axis.dtick = 1;
   return { axis, place };
+}
+
+function yAxis(spec) {
+  if (settings.logy && spec.log) return { type: "log", tickformat: "~r", nticks: 6 };
+  if (spec.stacked) return { rangemode: "tozero", tickformat: ",~r" };
+  return { tickformat: ",~r", rangemode: spec.from_zero ? "tozero" : "normal" };
 }
 
 // Return the mean of the values before, with weights that fall off over `steps` steps.
@@ -94,7 +100,7 @@ KINDS.curves = spec => {
       trace.line.width = 0.8;
     }
     if (smooths && !spec.stacked) {
-      if (shown.length <= MOST_WITH_RAW)
+      if (shown.length <= MOST_WITH_MORE)
         traces.push({ ...trace, hoverinfo: "skip", hovertemplate: undefined, showlegend: false, line: { ...trace.line, color: pale(color, 0.28), width: 1 }, mode: "lines" });
       const meanX = curve.meanX ?? curve.x;
       trace.x = place(run, meanX);
@@ -110,7 +116,8 @@ KINDS.curves = spec => {
     if (ends.length) lines.push(`${label}: from ${number(ends[0])} to ${number(ends.at(-1))}`);
   });
   const shapes = [];
-  if (spec.marks && settings.marks) addMarks(shown, place, traces, shapes, spec);
+  const marked = spec.marks && settings.marks && shown.length <= MOST_WITH_MORE;
+  if (marked) addMarks(shown, place, traces, shapes, spec);
   const counts = drawn < rows ? `${number(drawn)} points of ${number(rows)} rows` : `${number(rows)} rows`;
   const notes = [counts];
   if (steps && traces.some(trace => trace.line?.width === 2)) notes.push(`smoothed over ${number(steps)} steps`);
@@ -118,8 +125,8 @@ KINDS.curves = spec => {
   if (spec.unit) notes.unshift(spec.unit);
   return {
     traces, shapes, shared: true, x: axis, note: notes.join(" · "),
-    y: { type: settings.logy && spec.log ? "log" : "linear", tickformat: "~g", ...(settings.logy && spec.log ? { tickformat: "~r", nticks: 6 } : {}), ...(spec.stacked ? { rangemode: "tozero", tickformat: "" } : {}) },
-    legend: spec.names.length > 1 ? { itemclick: alone ? "toggle" : false, itemdoubleclick: false } : null,
+    y: yAxis(spec),
+    legend: spec.names.length > 1 || marked ? { itemclick: alone ? "toggle" : false, itemdoubleclick: false } : null,
     description: lines.slice(0, 8).join("; "),
   };
 };

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from torchmars.checkpoint.folder import step_folder
 from torchmars.config.toml_files import Tables
+from torchmars.records.overview import last_written, state_of
 from torchmars.records.run import SPEED, Run
 from torchmars.reports.charts import LOSS, Chart, charts_of, other_charts_of
 from torchmars.reports.curves import axes, buckets_for, thinned
-from torchmars.reports.events import ENDS, SKIPPED, Entry, decimal, entries_of, samples_of
+from torchmars.reports.events import Entry, decimal, entries_of, samples_of
 from torchmars.reports.numbers import DASH, duration, short
 from torchmars.reports.page import page
 
-TRAINING, VALIDATION = "train/loss", "validation/loss"
+TRAINING, VALIDATION, SKIPPED = "train/loss", "validation/loss", "train/skipped_steps"
 # A long run has thousands of events; a table of them all would slow the page down.
 MOST_EVENTS = 1000
 # The curves of a run of more rows are smoothed at first, by 1% of the steps.
@@ -60,7 +61,7 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
         "configs": "Configs",
         "about": "How to read this page",
     }
-    data = {
+    data: dict[str, Any] = {
         "runs": [
             drawn(run, [*charts, *others], buckets_for(len(runs)), of_run)
             for run, of_run in zip(runs, entries)
@@ -91,9 +92,7 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
 def measurements(runs: list[Run]) -> set[str]:
     """Return the names of what `runs` have reported, but for counts of mishaps that had none."""
     names: set[str] = set().union(*(run.series for run in runs))
-    if not any(np.any(run.series[SKIPPED].values) for run in runs if SKIPPED in run.series):
-        names.discard(SKIPPED)
-    return names
+    return names if any(len(run.skipped.steps) for run in runs) else names - {SKIPPED}
 
 
 def is_noisy(runs: list[Run]) -> bool:
@@ -140,35 +139,19 @@ def view(run: Run, index: int) -> RunView:
     )
 
 
-def state_of(run: Run) -> str:
-    """Return what a run does."""
-    if run.events and run.events[-1].kind in ENDS:
-        return run.events[-1].kind
-    if last_step(run) >= run.config["training"]["steps"]:
-        return "complete"
-    return "stopped"
-
-
-def goes_on(run: Run) -> bool:
-    """Return whether a run may still report."""
-    return state_of(run) == "running"
-
-
 def facts(run: Run) -> dict[str, str]:
     """Return how far a run is, by name; a dash stands for what is not known."""
-    step, planned = last_step(run), run.config["training"]["steps"]
-    here = np.array([step])
-    written = run.folder / "metrics.jsonl"
-    reported = time.localtime(written.stat().st_mtime) if written.exists() else None
+    step = last_step(run)
+    here, written = np.array([step]), time.localtime(last_written(run.folder))
     return {
-        "step": f"{step:,} of {planned:,}",
+        "step": f"{step:,} of {run.steps:,}",
         "training loss": of_values(run, TRAINING, lambda values: f"{values[-1]:.4f}"),
         "validation loss": of_values(run, VALIDATION, lambda values: f"{values[-1]:.4f}"),
         "best validation": of_values(run, VALIDATION, lambda values: f"{values.min():.4f}"),
         "tokens": short(float(run.tokens(here)[0])),
         "training time": duration(float(run.seconds(here)[0])),
         "tokens/s, median": of_values(run, SPEED, lambda values: f"{np.median(values):,.0f}"),
-        "last report": time.strftime("%Y-%m-%d %H:%M", reported) if reported else DASH,
+        "last write": time.strftime("%Y-%m-%d %H:%M", written),
     }
 
 

@@ -5,10 +5,10 @@ from typing import Protocol
 
 from torchmars.comparison.results import has_comparison, read_comparison
 from torchmars.core.errors import UserError
-from torchmars.metrics.events import EVENTS_FILE
-from torchmars.records.run import Run, read_run
+from torchmars.records.overview import last_written, state_of
+from torchmars.records.run import read_run
 from torchmars.reports.comparison_page import comparison_page
-from torchmars.reports.run_page import goes_on, run_page
+from torchmars.reports.run_page import run_page
 
 
 class Subject(Protocol):
@@ -43,13 +43,13 @@ class RunsSubject(Subject):
     def __init__(self, folders: list[Path]) -> None:
         """Read them. Raises `UserError`."""
         self.runs = [read_run(folder) for folder in folders]
-        self.versions = [version(run) for run in self.runs]
+        self.written = [last_written(folder) for folder in folders]
 
     def renew(self) -> bool:
         for number, run in enumerate(self.runs):
-            if (now := version(run)) != self.versions[number]:
-                self.runs[number], self.versions[number] = read_run(run.folder), now
-        return any(map(goes_on, self.runs))
+            if (now := last_written(run.folder)) != self.written[number]:
+                self.runs[number], self.written[number] = read_run(run.folder), now
+        return any(state_of(run) == "running" for run in self.runs)
 
     def page(self, file: Path, renewed_every: int | None = None) -> str:
         return run_page(self.runs, renewed_every)
@@ -63,10 +63,3 @@ def subject_of(folders: list[Path]) -> Subject:
     if len(folders) > 1:
         raise UserError(f"{compared[0]} is a comparison: name it alone, or runs in its place")
     return ComparisonSubject(folders[0])
-
-
-def version(run: Run) -> list[tuple[int, int]]:
-    """Return what changes when the files of a run do."""
-    files = [run.folder / name for name in ("config.toml", "metrics.jsonl", EVENTS_FILE)]
-    stats = [file.stat() for file in files if file.exists()]
-    return [(stat.st_mtime_ns, stat.st_size) for stat in stats]

@@ -1,0 +1,100 @@
+"""List the runs there are: how far each is, and whether it runs."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from torchmars.core.console import say
+from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.files import path_problem
+from torchmars.core.options import parse
+from torchmars.core.results import check_results_file, write_results
+from torchmars.core.tables import table
+from torchmars.records.overview import Overview, find_runs, overview
+
+HEADINGS = ("run", "step", "loss", "validation", "tokens/s", "last write", "state")
+
+
+@dataclass
+class Runs:
+    """List the runs there are: how far each is, and whether it runs.
+
+    A run that neither runs nor was stopped nor is complete has failed: it was killed, or ended with
+    an error. Runs one level deeper are listed too.
+    """
+
+    folder: Positional[Path] = Path("runs")
+    """Folder of runs, or one run."""
+    json: Path | None = None
+    """Write the list to this file too."""
+
+
+def main() -> None:
+    """Print the runs in the folder that the command line names."""
+    with exit_on_user_error():
+        options = parse(Runs, sys.argv[1:], "torchmars runs")
+        check_results_file(options.json)
+        folder = options.folder
+        if not folder.is_dir():
+            why = path_problem(folder, "folder") or "it does not exist"
+            raise UserError(f"there are no runs in {folder} ({why}): name a folder of runs")
+        found: dict[Path, Overview | UserError] = {}
+        for run in find_runs(folder):
+            try:
+                found[run] = overview(run)
+            except UserError as error:
+                found[run] = error
+        if options.json is not None:
+            write_results(options.json, results_json(found))
+        if not found:
+            say(f"there are no runs in {folder}")
+            return
+        rows = [HEADINGS, *(row(run, each) for run, each in found.items())]
+        say("\n".join(table(rows, right=range(1, len(HEADINGS) - 1))))
+
+
+def row(folder: Path, run: Overview | UserError) -> tuple[str, ...]:
+    """Return the cells of a run."""
+    if isinstance(run, UserError):
+        return (str(folder), *[""] * (len(HEADINGS) - 2), f"damaged: {run}")
+    return (
+        str(folder),
+        f"{run.step:,}/{run.steps:,}",
+        number(run.loss, ".4f"),
+        number(run.validation_loss, ".4f"),
+        number(run.tokens_per_second, ",.0f"),
+        f"{age(time.time() - run.written)} ago",
+        run.state,
+    )
+
+
+def number(value: float | None, pattern: str) -> str:
+    """Return a number as the table shows it."""
+    return "-" if value is None or math.isnan(value) else format(value, pattern)
+
+
+def age(seconds: float) -> str:
+    """Return a time in the largest unit of which it has at least two."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def results_json(found: dict[Path, Overview | UserError]) -> str:
+    """Return the list as JSON: what is known of each run, or what is wrong with it."""
+    runs = [
+        {"folder": str(folder)}
+        | (asdict(each) if isinstance(each, Overview) else {"damaged": str(each)})
+        for folder, each in found.items()
+    ]
+    return json.dumps({"runs": runs}, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Which runs a folder has, and how far each is, without reading all that they have written."""
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchmars.core.files import is_locked
+from torchmars.metrics.events import EVENTS_FILE
+from torchmars.metrics.journal import METRICS_FILE, last_row
+from torchmars.records.run import CONFIG_FILE, SPEED, Run, read_run
+
+State = Literal["running", "stopped", "complete", "failed"]
+# Where locks do not tell whether a run goes on, one that has written this lately does.
+SILENT_SECONDS = 600.0
+BEGIN_AND_END = ("started", "stopped", "complete", "failed")
+
+
+@dataclass(frozen=True)
+class Overview:
+    """How far a run is, by the last that it has written."""
+
+    state: State
+    step: int
+    """The last step that it has reported."""
+    steps: int
+    """How many it is to have."""
+    loss: float | None
+    validation_loss: float | None
+    tokens_per_second: float | None
+    written: float
+    """When it wrote last, in seconds since 1970."""
+
+
+def overview(folder: Path) -> Overview:
+    """Return how far the run in `folder` is. Raises `UserError` if it is damaged, or none."""
+    run = read_run(folder)
+
+    def last(name: str) -> float | None:
+        value = (last_row(folder / METRICS_FILE, name) or {}).get(name)
+        return value if isinstance(value, int | float) else None
+
+    return Overview(
+        state_of(run),
+        int(last("step") or 0),
+        run.steps,
+        last("train/loss"),
+        last("validation/loss"),
+        last(SPEED),
+        last_written(folder),
+    )
+
+
+def state_of(run: Run) -> State:
+    """Return whether a run goes on or, if it does not, how it ended.
+
+    One that was killed, with no time to say so, has failed.
+    """
+    kinds = [event.kind for event in run.events if event.kind in BEGIN_AND_END]
+    ended = kinds[-1] if kinds else None
+    locked = is_locked(run.folder / "lock")
+    if locked is None:  # an end was told after the last start
+        locked = (
+            ended in (None, "started") and time.time() - last_written(run.folder) < SILENT_SECONDS
+        )
+    if locked:
+        return "running"
+    if ended == "stopped":
+        return "stopped"
+    if ended == "complete" or run.checkpoints[-1:] >= [run.steps]:
+        return "complete"
+    # Runs of older versions have no events.
+    reported = last_row(run.folder / METRICS_FILE, "step") or {"step": 0}
+    return "complete" if ended is None and reported["step"] >= run.steps else "failed"
+
+
+def last_written(folder: Path) -> float:
+    """Return when a run wrote to its files last, in seconds since 1970."""
+    times = [0.0]
+    for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE):
+        with contextlib.suppress(OSError):
+            times.append((folder / name).stat().st_mtime)
+    return max(times)
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the folders of runs in `folder`, one or two levels deep, or itself if it is one."""
+    patterns = ("", "*/", "*/*/")
+    found = (folder.glob(pattern + CONFIG_FILE) for pattern in patterns)
+    runs: list[Path] = []
+    for run in (file.parent for level in found for file in sorted(level)):
+        # What lies within a run is no run of its own.
+        if not any(other in run.parents for other in runs):
+            runs.append(run)
+    return sorted(runs)
