@@ -29,7 +29,9 @@ async function start() {
 
 // Return the text of a script element, which is gzipped and in base64.
 async function unpacked(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), c => c.charCodeAt(0));
+  const letters = atob(document.getElementById(id).textContent);
+  const bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = letters.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).text();
 }

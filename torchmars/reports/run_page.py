@@ -53,8 +53,8 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     views = [view(run, number) for number, run in enumerate(runs)]
     sections = {
         "runs": "Run" if len(runs) == 1 else "Runs",
-        "differences": "Differences" if len(runs) > 1 else "",
         "curves": "Curves",
+        "differences": "Differences" if len(runs) > 1 else "",
         "events": "Events" if shown else "",
         "checkpoints": "Checkpoints" if any(run.checkpoints for run in views) else "",
         "samples": "Samples" if any(run.samples for run in views) else "",
