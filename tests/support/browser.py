@@ -12,6 +12,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
     "--disable-background-networking --disable-component-update"
 ).split()
+PATIENCE = 120_000  # ms
 DRAWN = "figure[aria-busy=false]"
 
 
@@ -57,5 +58,5 @@ def open_page(started: Any, file: Path, address: str = "", **options: Any) -> Op
     opened.page.on("pageerror", lambda error: opened.messages.append(str(error)))
     opened.page.on("request", lambda request: opened.requests.append(request.url))
     opened.page.goto(file.as_uri() + address)
-    opened.page.wait_for_selector(DRAWN)
+    opened.page.wait_for_selector(DRAWN, timeout=PATIENCE)
     return opened

@@ -17,7 +17,7 @@ const MOST_WITH_MORE = 6;
 // Return the steps over which curves are smoothed: 0.05% to 20% of the longest run.
 function smoothingWindow() {
   if (!data || !settings.smooth) return 0;
-  return data.steps * 0.0005 * 400 ** (settings.smooth / 100);
+  return Math.max(1, Math.round(data.steps * 0.0005 * 400 ** (settings.smooth / 100)));
 }
 
 function shownRuns() {
