@@ -114,7 +114,7 @@ def drawn(found: Comparison, contender: ContenderResult) -> dict[str, Any]:
 
 def estimate_json(estimate: Estimate | None) -> dict[str, float | None] | None:
     """Return an estimate as the scripts read it."""
-    return estimate and {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+    return None if estimate is None else {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
 
 
 def trial_text(trial: TrialResult) -> str:

@@ -175,7 +175,7 @@ def differences(configs: list[Tables]) -> dict[str, list[str]]:
 
 def flattened(tables: Tables, prefix: str = "") -> dict[str, str]:
     """Return the settings of a config by their dotted names, with values as text."""
-    flat = {}
+    flat: dict[str, str] = {}
     for name, value in tables.items():
         if isinstance(value, dict):
             flat |= flattened(value, f"{prefix}{name}.")
