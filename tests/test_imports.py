@@ -32,6 +32,14 @@ launch.prepare_run(config, 2, 1)
 """
 
 
+def test_listing_runs_needs_neither_torch_nor_matplotlib(tmp_path):
+    program = "import sys; from torchmars.commands import plot, runs; print(*sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert not set(ended.stdout.split()) & {"torch", "matplotlib"}
+
+
 @pytest.mark.parametrize(
     "program,others",
     [

@@ -23,6 +23,7 @@ from tests.support.tiny import tiny_config, tiny_tables, train, write_config, wr
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.cluster.signals import ECHO_SECONDS
+from torchmars.metrics.events import EVENTS_FILE, read_events
 
 LIMIT = 600  # seconds after which a process counts as hung, on a machine busy with other things
 
@@ -326,6 +327,9 @@ def test_a_killed_rank_without_restarts_is_told_from_a_stop(config):
     os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
     process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + signal.SIGKILL and all_gone(config)
+    failed = read_events(config.parent / "runs" / "tiny" / EVENTS_FILE)[-1]
+    assert failed.kind == "failed" and "\nSignal 9 (SIGKILL) " in failed.facts["message"]
+    assert (failed.facts["rank"], failed.facts["code"]) == (0, -signal.SIGKILL)
 
 
 def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(config, tmp_path):

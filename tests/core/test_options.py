@@ -54,6 +54,23 @@ def test_mistakes_are_named(args, message):
     assert message.split(" and at most")[0] in str(error.value)
 
 
+def test_a_list_in_the_last_place_takes_what_is_left():
+    @dataclass
+    class Show:
+        """Show runs."""
+
+        kind: Positional[str]
+        runs: Positional[list[Path]]
+        large: bool = False
+
+    def show(*args):
+        return parse(Show, list(args), "show")
+
+    assert show("all", "a", "--large", "b") == Show("all", [Path("a"), Path("b")], large=True)
+    with pytest.raises(UserError, match="RUNS is missing"):
+        show("all")
+
+
 def test_what_is_no_option_of_the_command_is_left():
     @dataclass
     class Plan:

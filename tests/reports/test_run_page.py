@@ -35,7 +35,7 @@ def test_events_in_words(tmp_path):
     write_events(folder)
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write(json.dumps({"step": 61, "train/skipped_steps": 3.0}) + "\n")
-    entries = entries_of(read_run(folder))
+    entries = entries_of(read_run(folder), "run")
     words = [(each.kind, each.step, each.text) for each in entries]
     assert words == [
         ("started", 0, "2 ranks, 1 machine"),

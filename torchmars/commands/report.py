@@ -28,7 +28,7 @@ class Report:
     needs no network. Needs the extra torchmars[report].
     """
 
-    runs: Positional[tuple[Path, ...]]
+    runs: Positional[list[Path]]
     """Folders of runs, or the folder of one comparison."""
     out: Path | None = None
     """File to write. Default: report.html in the folder of the run or the comparison, or here where
@@ -41,7 +41,7 @@ def main() -> None:
     """Write the page of the runs, or of the comparison, that the command line names."""
     with exit_on_user_error():
         options = parse(Report, sys.argv[1:], "torchmars report")
-        folders = list(options.runs)
+        folders = options.runs
         subject = subject_of(folders)
         file = options.out or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
         if wrong := path_problem(file, "file"):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.tables import table
-from torchmars.core.typed import describe, make, nearest, read_words
+from torchmars.core.typed import describe, make, nearest, read_words, without_none
 
 T = TypeVar("T")
 
@@ -21,8 +21,8 @@ def parse(kind: type[T], args: list[str], prog: str) -> T:
     """Return the dataclass `kind` with the fields that a command line gives.
 
     A `tyro.conf.Positional` field is given by its place, the others as `--name value`,
-    `--name=value`, or `--name` for a bool. A place that is a tuple takes all that are left.
-    `--help` prints the help and exits. Raises `UserError`.
+    `--name=value`, or `--name` for a bool. A list in the last place takes all that is left, at
+    least one. `--help` prints the help and exits. Raises `UserError`.
     """
     print_help_if_asked(args, prog, kind)
     values, rest = read_options(kind, args)
@@ -33,14 +33,14 @@ def parse(kind: type[T], args: list[str], prog: str) -> T:
             known = [f"--{name}" for name in hints if name not in places]
             meant = f"did you mean {nearest(arg, known)}?" if known else "see --help"
             raise UserError(f"unknown option {arg}: {meant}")
-    if places and typing.get_origin(typing.get_type_hints(kind)[places[-1]]) is tuple:
-        *places, name = places
-        if many := rest[len(places) :]:
-            values[name] = make(hints[name], many, name=name.upper())
-    elif len(rest) > len(places):
-        raise UserError(f"cannot read the argument {rest[len(places)]!r}: see --help")
-    for name, arg in zip(places, rest):
-        values[name] = make(hints[name], arg, name=name.upper())
+    taken = 0
+    for index, name in enumerate(places[: len(rest)]):
+        many = typing.get_origin(without_none(hints[name])) is list
+        given: Any = rest[index:] if many else rest[index]
+        values[name] = make(hints[name], given, name=name.upper())
+        taken = len(rest) if many else index + 1
+    if rest[taken:]:
+        raise UserError(f"cannot read the argument {rest[taken]!r}: see --help")
     return build(kind, values)
 
 

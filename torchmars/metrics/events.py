@@ -18,7 +18,7 @@ EVENTS_FILE = "events.jsonl"
 #   sample    text
 #   stopped   signal
 #   complete
-#   failed    message; of a crash also rank, machine, code
+#   failed    message, whose last line says what; of a crash also rank, machine, code
 # A run whose processes were all killed has no event of its end, and starts again.
 Kind = Literal["started", "saved", "spike", "rollback", "sample", "stopped", "complete", "failed"]
 

@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,11 @@ from torchmars.core.files import path_problem
 from torchmars.metrics.events import EVENTS_FILE, Event, read_events
 from torchmars.metrics.journal import METRICS_FILE
 
+# What curves can be drawn along.
+Along = Literal["tokens", "step", "seconds"]
+
 CONFIG_FILE = "config.toml"
-TOKENS, SPEED = "train/tokens", "train/tokens_per_second"
+TOKENS, SPEED, SKIPPED = "train/tokens", "train/tokens_per_second", "train/skipped_steps"
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Run:
     @property
     def skipped(self) -> Series:
         """How many steps each report found skipped since the one before, where there were some."""
-        counted = self.series.get("train/skipped_steps")
+        counted = self.series.get(SKIPPED)
         if counted is None:
             return Series(np.zeros(0, dtype=np.int64), np.zeros(0))
         # A report before which the run was rolled back may count fewer.
@@ -71,6 +74,12 @@ class Run:
     def checkpoints(self) -> list[int]:
         """The steps of which it has checkpoints, in order."""
         return [step_of(path) for path in checkpoints(self.folder / "checkpoints")]
+
+    def along(self, axis: Along, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return where `steps` are on an axis."""
+        if axis == "step":
+            return steps.astype(np.float64)
+        return self.tokens(steps) if axis == "tokens" else self.seconds(steps)
 
     def tokens(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the tokens that it had read after each of `steps`, linear between reports."""

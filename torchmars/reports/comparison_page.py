@@ -114,7 +114,11 @@ def drawn(found: Comparison, contender: ContenderResult) -> dict[str, Any]:
 
 def estimate_json(estimate: Estimate | None) -> dict[str, float | None] | None:
     """Return an estimate as the scripts read it."""
-    return None if estimate is None else {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+    return (
+        None
+        if estimate is None
+        else {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+    )
 
 
 def trial_text(trial: TrialResult) -> str:

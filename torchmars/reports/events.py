@@ -37,17 +37,17 @@ class Entry:
         return facts | ({} if self.from_step is None else {"from": self.from_step})
 
 
-def entries_of(run: Run) -> list[Entry]:
-    """Return what happened to a run, oldest first, but for its samples.
+def entries_of(run: Run, name: str) -> list[Entry]:
+    """Return what happened to a run, which is called `name`, but for its samples; oldest first.
 
     Skipped steps are from its metrics. They have no time, and come after the events of their step.
     """
     events = [event for event in run.events if event.kind != "sample"]
     found = [
-        Entry(run.name, each.kind, each.step, each.time, words(each, before), from_step(each))
+        Entry(name, each.kind, each.step, each.time, words(each, before), from_step(each))
         for before, each in zip([None, *events], events)
     ]
-    for skipped in skips(run):
+    for skipped in skips(run, name):
         later = (n for n, each in enumerate(found) if each.step > skipped.step)
         found.insert(next(later, len(found)), skipped)
     return found
@@ -98,10 +98,10 @@ def from_step(event: Event) -> int | None:
     return reached if event.kind == "rollback" and isinstance(reached, int) else None
 
 
-def skips(run: Run) -> list[Entry]:
+def skips(run: Run, name: str) -> list[Entry]:
     """Return where the optimizer skipped steps, as far as reports tell."""
     return [
-        Entry(run.name, "skipped", step, None, f"{count:.0f} since the report before")
+        Entry(name, "skipped", step, None, f"{count:.0f} since the report before")
         for step, count in zip(run.skipped.steps.tolist(), run.skipped.values)
     ]
 

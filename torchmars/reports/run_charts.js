@@ -62,13 +62,6 @@ function smoothed(xs, ys, steps) {
   });
 }
 
-function shortName(name, spec) {
-  if (spec.stacked) return name.split("/").at(-1).replace(/_ms$/, "");
-  if (name === "train/loss") return "training";
-  if (name === "validation/loss") return "validation";
-  return name.split("/").slice(1, -1).join("/") || name;
-}
-
 KINDS.curves = spec => {
   const shown = shownRuns(), alone = data.runs.length === 1;
   if (spec.stacked && !alone) return timeOfSteps(spec, shown);
@@ -81,7 +74,7 @@ KINDS.curves = spec => {
     if (!curve) return;
     const color = colorOf(`c${(alone ? at : index) % 10}`);
     const dash = DASHES[alone ? 0 : (at + Math.floor(index / 10)) % DASHES.length];
-    const short = plain(shortName(name, spec));
+    const short = plain(spec.labels[at]);
     const several = spec.names.length > 1;
     const label = alone ? (several ? short : plain(spec.title)) : plain(run.name) + (several ? ` · ${short}` : "");
     const few = curve.x.length <= 60;
@@ -185,9 +178,9 @@ class Marks {
 function timeOfSteps(spec, shown) {
   const names = shown.map(({ run }) => plain(run.name));
   const traces = spec.names.map((name, at) => ({
-    type: "bar", orientation: "h", y: names, name: plain(shortName(name, spec)),
+    type: "bar", orientation: "h", y: names, name: plain(spec.labels[at]),
     x: shown.map(({ run }) => run.curves[name]?.median ?? 0), marker: { color: colorOf(`c${at % 10}`) },
-    hovertemplate: `%{x:.4~g} ms<extra>${plain(shortName(name, spec))}</extra>`,
+    hovertemplate: `%{x:.4~g} ms<extra>${plain(spec.labels[at])}</extra>`,
   }));
   return {
     traces, x: { title: { text: "ms, median over rows", standoff: 6 } },

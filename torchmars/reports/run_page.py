@@ -14,13 +14,21 @@ from torchmars.checkpoint.folder import step_folder
 from torchmars.config.toml_files import Tables
 from torchmars.records.overview import last_written, state_of
 from torchmars.records.run import SPEED, Run
-from torchmars.reports.charts import LOSS, Chart, charts_of, other_charts_of
+from torchmars.reports.charts import (
+    LOSS,
+    Chart,
+    charts_of,
+    measurements,
+    names_of,
+    other_charts_of,
+    short_names,
+)
 from torchmars.reports.curves import axes, buckets_for, thinned
 from torchmars.reports.events import Entry, decimal, entries_of, samples_of
 from torchmars.reports.numbers import DASH, duration, short
 from torchmars.reports.page import page
 
-TRAINING, VALIDATION, SKIPPED = "train/loss", "validation/loss", "train/skipped_steps"
+TRAINING, VALIDATION = "train/loss", "validation/loss"
 # A long run has thousands of events; a table of them all would slow the page down.
 MOST_EVENTS = 1000
 # The curves of a run of more rows are smoothed at first, by 1% of the steps.
@@ -43,14 +51,14 @@ class RunView:
 
 def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     """Return the page of `runs`. Raises `UserError` without plotly."""
-    names = measurements(runs)
-    charts, others = charts_of(names), other_charts_of(names)
-    entries = [entries_of(run) for run in runs]
+    measured, names = measurements(runs), names_of(runs)
+    charts, others = charts_of(measured), other_charts_of(measured)
+    entries = [entries_of(run, name) for run, name in zip(runs, names)]
     listed = [each for of_run in entries for each in of_run]
     if len(runs) > 1:
         listed.sort(key=lambda each: each.seconds or 0.0)
     shown = listed[-MOST_EVENTS:]
-    views = [view(run, number) for number, run in enumerate(runs)]
+    views = [view(run, name, number) for number, (run, name) in enumerate(zip(runs, names))]
     sections = {
         "runs": "Run" if len(runs) == 1 else "Runs",
         "curves": "Curves",
@@ -63,8 +71,8 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     }
     data: dict[str, Any] = {
         "runs": [
-            drawn(run, [*charts, *others], buckets_for(len(runs)), of_run)
-            for run, of_run in zip(runs, entries)
+            drawn(run, name, measured, buckets_for(len(runs)), of_run)
+            for run, name, of_run in zip(runs, names, entries)
         ],
         "charts": [chart_json(chart, runs) for chart in charts],
         "others": [chart_json(chart, runs) for chart in others],
@@ -89,12 +97,6 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     )
 
 
-def measurements(runs: list[Run]) -> set[str]:
-    """Return the names of what `runs` have reported, but for counts of mishaps that had none."""
-    names: set[str] = set().union(*(run.series for run in runs))
-    return names if any(len(run.skipped.steps) for run in runs) else names - {SKIPPED}
-
-
 def is_noisy(runs: list[Run]) -> bool:
     """Return whether a run has so many rows that its curves are read better smoothed."""
     return any(len(run.series[TRAINING].steps) > NOISY for run in runs if TRAINING in run.series)
@@ -105,13 +107,15 @@ def last_step(run: Run) -> int:
     return max((int(series.steps[-1]) for series in run.series.values()), default=0)
 
 
-def drawn(run: Run, charts: list[Chart], buckets: int, entries: list[Entry]) -> dict[str, Any]:
+def drawn(
+    run: Run, name: str, measured: set[str], buckets: int, entries: list[Entry]
+) -> dict[str, Any]:
     """Return what the scripts draw of a run."""
-    names = {name for chart in charts for name in chart.names} & set(run.series)
+    curves = {each: thinned(run.series[each], buckets) for each in measured & set(run.series)}
     return {
-        "name": run.name,
+        "name": name,
         "axes": axes(run),
-        "curves": {name: thinned(run.series[name], buckets).json() for name in sorted(names)},
+        "curves": {each: curves[each].json() for each in sorted(curves)},
         "events": [each.json() for each in entries],
     }
 
@@ -123,14 +127,14 @@ def chart_json(chart: Chart, runs: list[Run]) -> dict[str, Any]:
         facts |= {"large": True, "marks": True}
         if len(runs) == 1 and VALIDATION in runs[0].series:
             facts |= {"title": "Loss", "names": [TRAINING, VALIDATION]}
-    return facts
+    return facts | {"labels": short_names(facts["names"])}
 
 
-def view(run: Run, index: int) -> RunView:
+def view(run: Run, name: str, index: int) -> RunView:
     """Return what the template says of a run."""
     return RunView(
         index,
-        run.name,
+        name,
         state_of(run),
         facts(run),
         tomli_w.dumps(run.config),

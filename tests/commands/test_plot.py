@@ -1,0 +1,66 @@
+"""torchmars plot."""
+
+import sys
+
+import pytest
+
+from tests.reports.test_plots import make_run
+from torchmars.commands import plot
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs `torchmars plot ARGS` where there are two runs; returns exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a", "runs/b"):
+        make_run(tmp_path / name, 3)
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["torchmars plot", *args])
+        code = 0
+        try:
+            plot.main()
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "args,files",
+    [
+        (["runs/a"], ["runs/a/plot.png", "runs/a/plot.svg"]),
+        (["runs/a", "runs/b", "--x", "seconds"], ["plot.png", "plot.svg"]),
+        (["runs/a", "--out", "figures"], ["figures/plot.png", "figures/plot.svg"]),
+        (["--out=new/both.svg", "runs/a", "runs/b"], ["new/both.svg"]),
+    ],
+)
+def test_where_pictures_go(run, tmp_path, args, files):
+    code, out, err = run(*args)
+    assert (code, err) == (0, "") and out == "".join(f"wrote {file}\n" for file in files)
+    assert sorted(map(str, tmp_path.rglob("*.[ps][nv]g"))) == [str(tmp_path / f) for f in files]
+
+
+@pytest.mark.parametrize(
+    "args,error",
+    [
+        ([], "RUNS is missing"),
+        (["runs/a", "runs/c"], "runs/c is not the folder of a run: it has no config.toml"),
+        (["runs"], "runs is not the folder of a run: it has no config.toml"),
+        (["runs/a", "--x", "hours"], '--x must be one of "tokens", "step", "seconds", got'),
+        (["runs/a", "--out", "runs/a/config.toml"], "--out: runs/a/config.toml is a file"),
+        (["runs/a", "--out", "runs/a/config.toml/x.png"], "--out: cannot write runs/a/config"),
+    ],
+)
+def test_mistakes(run, args, error):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "") and err.startswith(f"error: {error}") and err.count("\n") == 1
+
+
+def test_without_matplotlib(run, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = run("runs/a")
+    assert code == 2 and err == (
+        "error: torchmars plot needs the package matplotlib: pip install 'torchmars[plot]'\n"
+    )

@@ -1,0 +1,62 @@
+"""torchmars runs."""
+
+import json
+import sys
+
+import pytest
+
+from tests.records.test_overview import make_run
+from torchmars.commands import runs
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs `torchmars runs ARGS`; returns its exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["torchmars runs", *args])
+        code = 0
+        try:
+            runs.main()
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_line_for_each_run(run, tmp_path):
+    make_run(tmp_path / "runs" / "good", ["started", "stopped"], reported=[10, 20], steps=4000)
+    make_run(tmp_path / "runs" / "new", reported=[])
+    make_run(tmp_path / "runs" / "torn")
+    (tmp_path / "runs" / "torn" / "config.toml").write_text("[training")
+    (tmp_path / "runs" / "no run").mkdir()
+    code, out, err = run("--json", "runs.json")
+    assert (code, err) == (0, "")
+    heading, good, new, torn = out.splitlines()
+    assert heading.split()[:3] == ["run", "step", "loss"]
+    assert good.split() == ["runs/good", "20/4,000", "20.0000", "-", "-", *good.split()[5:]]
+    assert good.endswith(" ago  stopped") and new.split()[1:5] == ["0/40", "-", "-", "-"]
+    assert torn.split()[:2] == ["runs/torn", "damaged:"] and "is not valid TOML" in torn
+    found = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert [each["folder"] for each in found] == ["runs/good", "runs/new", "runs/torn"]
+    assert (found[0]["state"], found[0]["loss"], found[0]["step"]) == ("stopped", 20.0, 20)
+    assert set(found[2]) == {"folder", "damaged"}
+    assert [line.split()[0] for line in run("runs/good")[1].splitlines()] == ["run", "runs/good"]
+
+
+def test_folders_without_runs(run, tmp_path):
+    code, out, err = run()
+    assert code == 2 and err.startswith("error: there are no runs in runs (it does not exist)")
+    (tmp_path / "runs").mkdir()
+    assert run() == (0, "there are no runs in runs\n", "")
+    (tmp_path / "file").write_text("")
+    assert run("file")[0] == 2 and run("--json", "none/x.json")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "seconds,text", [(0, "0 s"), (-5, "0 s"), (119, "119 s"), (120, "2 min"), (2e5, "2 days")]
+)
+def test_ages(seconds, text):
+    assert runs.age(seconds) == text

@@ -1,0 +1,110 @@
+"""Pictures of runs."""
+
+import json
+
+import numpy as np
+import pytest
+
+from torchmars.core.errors import UserError
+from torchmars.metrics.events import EventLog
+from torchmars.records.run import Series, read_run
+from torchmars.reports.plots import at_steps, event_steps, in_time, plot_runs, short_names, smoothed
+
+
+def make_run(folder, steps=100, **more):
+    """A run that was started again after step 40 and went back to step 60."""
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text("[training]\nsteps = 100\n")
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            row = {"step": step, "train/loss": 5 / step, "train/tokens": 512 * step}
+            row |= {"train/grad_norm": None if step == 30 else 1.0, "train/skipped_steps": 0}
+            row |= {"train/data_ms": 1.0, "train/forward_ms": 2.0, "train/tokens_per_second": 9.0}
+            file.write(json.dumps(row | more) + "\n")
+        file.write(json.dumps({"step": steps, "validation/loss": 2.5}) + "\n")
+    log = EventLog(folder)
+    for kind, step in (("started", 0), ("saved", 40), ("started", 40), ("rollback", 60)):
+        log.add(kind, step)
+    return read_run(folder)
+
+
+def texts(svg):
+    """The texts in an SVG, which matplotlib draws as shapes and leaves as comments."""
+    return [line.strip()[5:-4] for line in svg.read_text().splitlines() if "<!--" in line]
+
+
+def test_one_run(tmp_path):
+    run = make_run(tmp_path / "one")
+    files = [tmp_path / "new" / "plot.png", tmp_path / "new" / "plot.svg"]
+    plot_runs([run], "tokens", files)
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    found = texts(files[1])
+    panels = {"Training loss", "Validation loss", "Gradient norm", "Tokens per second"}
+    assert {*panels, "Time of a step (ms)", "data", "forward", "one"} <= set(found)
+    assert {"restart", "rollback"} <= set(found) and found.count("tokens") == 5
+    # It has neither measured nor skipped.
+    assert not {"Clip rate (share of tensors)", "Skipped steps (so far)"} & set(found)
+    before = files[1].read_bytes()
+    plot_runs([run], "tokens", files)
+    assert files[1].read_bytes() == before
+
+
+def test_several_runs_over_one_another(tmp_path):
+    clipped = {"train/matrix/clipped": 0.5, "train/embedding/clipped": 0.0}
+    runs = [
+        make_run(tmp_path / "a" / "same"),
+        make_run(tmp_path / "b" / "same", 30, **clipped),
+        make_run(tmp_path / "b" / "other", 1, **{"train/skipped_steps": 1}),
+    ]
+    for along, label in (("step", "step"), ("seconds", "minutes of training")):
+        plot_runs(runs, along, [tmp_path / "plot.svg"])
+        found = texts(tmp_path / "plot.svg")
+        assert {str(run.folder) for run in runs[:2]} | {"other"} <= set(found)
+        assert {"matrix", "embedding", "Skipped steps (so far)"} <= set(found)
+        # The time of a step is a bar for each run.
+        assert found.count(label) == len([each for each in found if "(ms)" in each]) * 6
+
+
+def test_a_run_without_metrics_is_a_mistake(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run.folder / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no metrics yet"):
+        plot_runs([run], "tokens", [tmp_path / "plot.svg"])
+    assert not (tmp_path / "plot.svg").exists()
+
+
+def test_restarts_are_all_starts_but_the_first(tmp_path):
+    run = make_run(tmp_path / "run")
+    assert event_steps(run, "restart").tolist() == [40]
+    assert event_steps(run, "rollback").tolist() == [60]
+
+
+def test_smoothing_is_the_mean_around_each_row():
+    steps, values = np.arange(10, 510), np.random.default_rng(0).normal(size=500)
+    values[[0, 250, 251]] = np.nan
+    found = smoothed(Series(steps, values))
+    assert found.steps.tolist() == steps.tolist()
+    for row, mean in enumerate(found.values):
+        reach = min(7, row, 499 - row)  # 3% of 500 rows
+        around = values[row - reach : row + reach + 1]
+        if row == 0:
+            assert np.isnan(mean)
+        else:
+            assert mean == pytest.approx(np.nanmean(around))
+    short = Series(steps[:50], values[:50])
+    assert smoothed(short) is short
+    assert len(smoothed(Series(np.arange(10**5), np.zeros(10**5))).steps) == 1000
+
+
+def test_names_and_order_of_a_legend():
+    assert short_names(["train/embedding/cosine", "train/matrix/cosine"]) == ["embedding", "matrix"]
+    assert short_names(["train/data_ms", "train/other_ms"]) == ["data", "other"]
+    names = ["train/other_ms", "train/backward_ms", "train/data_ms", "train/new_ms"]
+    assert [name[6:] for name in sorted(names, key=in_time)] == [
+        "data_ms",
+        "backward_ms",
+        "other_ms",
+        "new_ms",
+    ]
+    series = Series(np.array([2, 4]), np.array([1.0, np.nan]))
+    assert at_steps(series, np.array([1, 2, 4])).values.tolist() == [0, 1, 0]

@@ -1,0 +1,64 @@
+"""Draw the curves of runs: a PNG and an SVG."""
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from torchmars.core.console import say
+from torchmars.core.errors import UserError, exit_on_user_error, missing_package
+from torchmars.core.options import parse
+from torchmars.records.run import Along, read_run
+
+SUFFIXES = (".png", ".svg")
+
+
+@dataclass
+class Plot:
+    """Draw the curves of runs: a PNG and an SVG.
+
+    Has a panel for each of: loss, validation, learning rate, gradient norm, clip rate, cosine of
+    successive gradients, tokens per second, time of a step, memory, and what else the runs have
+    measured. Several runs are drawn over one another. Vertical lines are rollbacks and restarts.
+    """
+
+    runs: Positional[list[Path]]
+    """Folders of runs."""
+    x: Along = "tokens"
+    """What the curves are drawn along. Seconds are those of training alone."""
+    out: Path | None = None
+    """A folder for plot.png and plot.svg, or one file that ends in .png or .svg. Default: the run's
+    folder or, for several runs, this one."""
+
+
+def main() -> None:
+    """Draw the runs that the command line names."""
+    with exit_on_user_error():
+        options = parse(Plot, sys.argv[1:], "torchmars plot")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise missing_package("matplotlib", "torchmars plot", "plot")
+        from torchmars.reports.plots import plot_runs
+
+        runs = [read_run(folder) for folder in options.runs]
+        files = files_of(options)
+        plot_runs(runs, options.x, files)
+        for file in files:
+            say(f"wrote {file}")
+
+
+def files_of(options: Plot) -> list[Path]:
+    """Return the files to write. Raises `UserError` for one that is no PNG and no SVG."""
+    out = options.out
+    if out is None:
+        out = options.runs[0] if len(options.runs) == 1 else Path()
+    if out.suffix.lower() in SUFFIXES and not out.is_dir():
+        return [out]
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out: {out} is a file: name a folder, or a file of {SUFFIXES}")
+    return [out / f"plot{suffix}" for suffix in SUFFIXES]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""A picture of runs by matplotlib: a panel for each of their charts."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from numpy.typing import NDArray
+
+from torchmars.core.errors import UserError
+from torchmars.records.run import Along, Run, Series
+from torchmars.reports.charts import LOSS, Chart, charts_of, measurements, names_of, short_names
+from torchmars.reports.curves import buckets_for, thinned
+
+COLUMNS = 3
+PANEL = (4.8, 3.1)  # inches
+DOTS_PER_INCH = 130
+# A curve of more rows than this is smoothed: each value is the mean over this share of all rows.
+NOISY, SHARE = 60, 0.03
+# So few values are drawn as points too.
+FEW = 40
+# A loss falls far in this part of a run. What is higher there than later is cut off.
+START = 0.05
+# Times of a step higher than this share of all are cut off: the first one may compile.
+HIGHEST = 0.98
+LOG = "Gradient norm"  # the chart whose values are of different orders
+# The dashes of the measurements in a chart of several runs, and of what happened to runs.
+Dashes = Literal["-", "--", ":", "-."]
+DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.")
+EVENTS: dict[str, Dashes] = {"restart": ":", "rollback": "--"}
+GRAY, BLACK = "gray", "black"
+
+
+def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
+    """Draw a panel for each chart that one of `runs` has, and write the picture to `files`.
+
+    Raises `UserError` if there is nothing to draw, or a file cannot be written.
+    """
+    charts = charts_of(measurements(runs))
+    if not charts:
+        raise UserError(f"{runs[0].folder} has no metrics yet: wait for its first report")
+    rows, columns = math.ceil(len(charts) / COLUMNS), min(COLUMNS, len(charts))
+    # The same curves make the same SVG, without names by chance and without its date.
+    with matplotlib.rc_context({"svg.hashsalt": "torchmars", "font.size": 9}):
+        figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.5), layout="constrained")
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for chart, axes in zip(charts, panels):
+            draw(chart, runs, along, axes)
+        for axes in panels[len(charts) :]:
+            axes.remove()
+        add_legend(runs, figure)
+        for file in files:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                without_date = {"Date": None} if file.suffix.lower() == ".svg" else None
+                figure.savefig(file, dpi=DOTS_PER_INCH, metadata=without_date)
+            except OSError as error:
+                raise UserError(f"--out: cannot write {file}: {error.strerror}") from None
+
+
+def add_legend(runs: list[Run], figure: Figure) -> None:
+    """Say above all panels which line is which run, and what the vertical lines are."""
+    lines = [Line2D([], [], color=color(number)) for number in range(len(runs))]
+    names = names_of(runs)
+    for event, dashes in EVENTS.items():
+        if any(len(event_steps(run, event)) for run in runs):
+            lines.append(Line2D([], [], color=GRAY, linestyle=dashes))
+            names.append(event)
+    figure.legend(lines, names, loc="outside upper center", ncols=6, frameon=False)
+
+
+def draw(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None:
+    """Draw a chart of all runs into a panel."""
+    axes.set_title(f"{chart.title} ({chart.unit})" if chart.unit else chart.title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    if chart.stacked and len(runs) > 1:
+        draw_bars(chart, runs, axes)
+        return
+    if chart.stacked:
+        draw_areas(chart, runs[0], along, axes)
+    else:
+        draw_curves(chart, runs, along, axes)
+    mark_events(runs, along, axes)
+    label_axis(runs, along, axes)
+
+
+def draw_curves(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None:
+    """Draw a line for each measurement of each run."""
+    labels = []
+    for index, name in enumerate(chart.names):
+        dashes = DASHES[index % len(DASHES) if len(runs) > 1 else 0]
+        for number, run in enumerate(runs):
+            shade = color(number if len(runs) > 1 else index)
+            if name in run.series:
+                draw_curve(chart, run, name, along, axes, shade, dashes, len(runs))
+        labels.append(Line2D([], [], color=BLACK if len(runs) > 1 else shade, linestyle=dashes))
+    if len(labels) > 1:
+        axes.legend(labels, short_names(chart.names), fontsize=8)
+    if chart.title == LOG:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif chart.title == LOSS.title:
+        losses = [run.series[LOSS.pattern].values for run in runs if LOSS.pattern in run.series]
+        later = np.concatenate([values[int(START * len(values)) :] for values in losses])
+        if np.isfinite(later).any():
+            axes.set_ylim(top=1.02 * np.nanmax(later))
+
+
+def draw_curve(
+    chart: Chart,
+    run: Run,
+    name: str,
+    along: Along,
+    axes: Axes,
+    shade: str,
+    dashes: Dashes,
+    runs: int,
+) -> None:
+    """Draw one measurement of one of `runs` runs: smoothed, its values themselves pale behind."""
+    series = run.series[name]
+    if chart.smooth and len(series.steps) > NOISY:
+        raw = thinned(series, buckets_for(runs))
+        values = np.array(raw.values, dtype=np.float64)
+        where = run.along(along, np.array(raw.steps, dtype=np.int64))
+        axes.plot(where, values, color=shade, alpha=0.35, linewidth=0.7)
+        series = smoothed(series)
+    marker = "." if len(series.steps) <= FEW else ""
+    where = run.along(along, series.steps)
+    axes.plot(where, series.values, color=shade, linestyle=dashes, marker=marker, linewidth=1.3)
+
+
+def draw_areas(chart: Chart, run: Run, along: Along, axes: "Axes") -> None:
+    """Draw the parts of a whole over one another."""
+    names = chart.names
+    steps = np.unique(np.concatenate([run.series[name].steps for name in names]))
+    parts = [smoothed(at_steps(run.series[name], steps)) for name in names]
+    where = run.along(along, parts[0].steps)
+    heights = [part.values for part in parts]
+    axes.stackplot(where, heights, labels=short_names(names), alpha=0.85)
+    axes.set_ylim(0, 1.15 * float(np.quantile(np.sum(heights, axis=0), HIGHEST)))
+    axes.legend(fontsize=8, loc="upper right")
+
+
+def draw_bars(chart: Chart, runs: list[Run], axes: "Axes") -> None:
+    """Draw the parts of a whole as a bar for each run: their medians over its reports."""
+    names = chart.names
+    begins = np.zeros(len(runs))
+    for name, label in zip(names, short_names(names)):
+        found = [run.series.get(name) for run in runs]
+        lengths = np.array([0.0 if each is None else np.nanmedian(each.values) for each in found])
+        axes.barh(names_of(runs), lengths, left=begins, label=label, alpha=0.85)
+        begins += lengths
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=6, frameon=False)
+
+
+def mark_events(runs: list[Run], along: Along, axes: Axes) -> None:
+    """Mark where runs were started again, and where they went back to."""
+    for number, run in enumerate(runs):
+        shade = color(number) if len(runs) > 1 else GRAY
+        for event, dashes in EVENTS.items():
+            for where in run.along(along, event_steps(run, event)):
+                axes.axvline(where, color=shade, linestyle=dashes, linewidth=0.9, alpha=0.7)
+
+
+def event_steps(run: Run, event: str) -> NDArray[np.int64]:
+    """Return the steps at which something of `EVENTS` happened to a run."""
+    kind = "started" if event == "restart" else event
+    steps = [each.step for each in run.events if each.kind == kind]
+    return np.array(steps[1:] if event == "restart" else steps, dtype=np.int64)
+
+
+def label_axis(runs: list[Run], along: Along, axes: Axes) -> None:
+    """Give a panel the x axis of all: from 0 to where the last run ends, in numbers as 5 M."""
+    last = [max(each.steps[-1:].max(initial=0) for each in run.series.values()) for run in runs]
+    end = max(run.along(along, np.array([step]))[0] for run, step in zip(runs, last))
+    axes.set_xlim(-0.02 * end, 1.02 * end or None)
+    axes.set_xlabel(along)
+    if along == "seconds":
+        unit, size = ("hours", 3600) if end >= 7200 else ("minutes", 60)
+        unit, size = ("seconds", 1) if end < 300 else (unit, size)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
+        axes.set_xlabel(f"{unit} of training")
+    else:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+
+
+def smoothed(series: Series) -> Series:
+    """Return means over a window of rows that moves along; a short series is returned as it is.
+
+    Values that are not finite count for nothing. As many rows are left as a panel can show.
+    """
+    rows = len(series.steps)
+    if rows <= NOISY:
+        return series
+    half = max(int(SHARE * rows) // 2, 1)
+    finite = np.isfinite(series.values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, series.values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    kept = np.unique(np.linspace(0, rows - 1, min(rows, 1000)).astype(np.int64))
+    # At both ends the window is shorter, and stays around its row.
+    reach = np.minimum(half, np.minimum(kept, rows - 1 - kept))
+    begins, ends = kept - reach, kept + reach + 1
+    inside = counts[ends] - counts[begins]
+    means = np.where(inside > 0, (sums[ends] - sums[begins]) / np.maximum(inside, 1), np.nan)
+    return Series(series.steps[kept], means)
+
+
+def at_steps(series: Series, steps: NDArray[np.int64]) -> Series:
+    """Return a series at other steps, 0 where it has no value."""
+    values = np.zeros(len(steps))
+    values[np.searchsorted(steps, series.steps)] = np.nan_to_num(series.values)
+    return Series(steps, values)
+
+
+def color(number: int) -> str:
+    """Return the color of a run or, in a chart of one run, of a measurement."""
+    return f"C{number % 10}"
