@@ -1,7 +1,6 @@
 """A picture of runs by matplotlib: a panel for each of their charts."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
