@@ -17,14 +17,14 @@ def main() -> None:
     with exit_on_user_error():
         command = choose(sys.argv[1:], commands(), "torchmars", DESCRIPTION)
         sys.argv = [f"torchmars {command}", *sys.argv[2:]]
-        importlib.import_module(f"torchmars.commands.{command}").main()
+        importlib.import_module(f"torchmars.commands.{command.replace('-', '_')}").main()
 
 
 def commands() -> dict[str, str]:
     """Return the commands and the first line of the docstring of each; no file is imported."""
     files = sorted(file for file in FOLDER.glob("*.py") if not file.stem.startswith("_"))
     texts = {file.stem: ast.get_docstring(ast.parse(file.read_text())) or "" for file in files}
-    return {name: text.partition("\n")[0] for name, text in texts.items()}
+    return {name.replace("_", "-"): text.partition("\n")[0] for name, text in texts.items()}
 
 
 if __name__ == "__main__":

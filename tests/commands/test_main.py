@@ -13,11 +13,13 @@ ROOT = Path(__file__).parents[2]
 NAMES = {
     "bench",
     "checkpoint",
+    "compare",
     "evaluate",
     "export",
     "generate",
     "import",
     "launch",
+    "lr-find",
     "plan",
     "prepare",
     "presets",

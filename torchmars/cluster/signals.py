@@ -6,9 +6,9 @@ SIGINT, SIGUSR1 and SIGHUP. The end of the launcher counts as the first.
 
 import os
 import signal
+import socket
 import threading
 import time
-from types import FrameType
 from typing import Any
 
 # SLURM sends USR1 before the time limit, where a job asks for it.
@@ -62,24 +62,46 @@ def follow_launcher() -> None:
 
 
 class StopSignals:
-    """Catches the signals in this process: `with StopSignals() as signals: ...`."""
+    """Catches the signals in this process: `with StopSignals() as signals: ...`.
+
+    A thread takes them. Python's own handlers wait for the main thread, which may be in a
+    collective that never ends: then a second signal would not end the rank.
+    """
 
     def __init__(self) -> None:
         self.received: str | None = None
         """What asked the run to stop first, in words."""
         self.received_at = 0.0
         self.previous: dict[signal.Signals, Any] = {}  # handlers, by signal
+        self.previous_pipe = -1
+        self.pipe: socket.socket | None = None
 
     def __enter__(self) -> "StopSignals":
-        for number in (*stopping(), ORPHANED):
-            self.previous[number] = signal.signal(number, self._receive)
+        caught = (*stopping(), ORPHANED)
+        read, self.pipe = socket.socketpair()
+        self.pipe.setblocking(False)
+        # Python writes the number of each signal that it handles there at once, on any thread.
+        self.previous_pipe = signal.set_wakeup_fd(self.pipe.fileno(), warn_on_full_buffer=False)
+        listener = threading.Thread(target=self._listen, args=(read, caught), daemon=True)
+        listener.start()
+        for number in caught:
+            self.previous[number] = signal.signal(number, lambda number, frame: None)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self.previous_pipe)
+        if self.pipe is not None:
+            self.pipe.close()  # ends the thread
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _listen(self, read: socket.socket, caught: tuple[signal.Signals, ...]) -> None:
+        with read:
+            while numbers := read.recv(1):
+                if numbers[0] in caught:
+                    self._receive(numbers[0])
+
+    def _receive(self, number: int) -> None:
         if self.received is None:
             orphaned = number == ORPHANED
             self.received = "the end of its launcher" if orphaned else signal.Signals(number).name

@@ -99,7 +99,7 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
     if options.widen and len(grid["lr"]) < 2:
         raise UserError("--widen needs two learning rates or more, to know by which ratio")
     if "gamma" in grid and not any(each.takes_gamma for each in contenders):
-        raise UserError("--gamma_grid has no meaning: none of --optimizers is a mars-*")
+        raise UserError("--gamma-grid has no meaning: none of --optimizers is a mars-*")
     folder = Path(options.folder or f"comparisons/{config.run.name}")
     seeds = [config.run.seed + number for number in range(options.seeds)]
     own = replace(config, run=replace(config.run, folder=str(folder / "trials")))
@@ -119,7 +119,7 @@ def make_grid(options: Compare) -> Grid:
     grid: Grid = {}
     for name, text in given.items():
         if text is not None:
-            option = f"--{name}_grid"
+            option = f"--{name.replace('_', '-')}-grid"
             read = read_pair if name == "betas" else read_number
             values: list[Value] = [read(word, option) for word in words(text, option)]
             grid[name] = sorted({str(value): value for value in values}.values(), key=sort_key)

@@ -44,8 +44,9 @@ class LocalTrials:
 
     def describe(self) -> str:
         """Return how trials are run, in words."""
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.jobs} at a time, each on {ranks} of {self.threads} CPU threads"
+        return f"{self.jobs} at a time, each on {ranks} with {threads} of the CPU"
 
     def prepare(self, first: Trial) -> None:
         """Make the shards of all trials, and check what would end the first one at its start."""
@@ -79,7 +80,7 @@ class LocalTrials:
     def stop(self) -> str:
         """Ask the running trials to save and end; return that in words."""
         for _, process, _ in self.running.values():
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
         count = len(self.running)
         return f"waiting for {count} trial{'s' * (count != 1)} to save"
 

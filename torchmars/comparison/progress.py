@@ -33,14 +33,18 @@ class TrialsProgress(Progress):
 
     def total(self, plans: list[Plan]) -> int:
         """Return the steps that all trials will have made, as far as is known."""
-        each, total = self.study.base.training.steps, 0
-        for plan in plans:
-            ended = [trial for trial in plan.trials if self.result(trial).state != "pending"]
-            left = len(plan.trials) - len(ended)
-            if plan.best is None and left:  # the trials of the other seeds come too
-                left += len(self.study.seeds) - 1
-            total += sum(self.steps[trial.name] for trial in ended) + left * each
-        return total
+        ended, left = self.count(plans)
+        return (
+            sum(self.steps[trial.name] for trial in ended) + left * self.study.base.training.steps
+        )
+
+    def count(self, plans: list[Plan]) -> tuple[list[Trial], int]:
+        """Return the trials that have ended, and how many are left as far as is known."""
+        trials = [trial for plan in plans for trial in plan.trials]
+        ended = [trial for trial in trials if self.result(trial).state != "pending"]
+        # The trials of the other seeds are not yet known of a contender that is being tuned.
+        others = sum(not plan.tuned for plan in plans) * (len(self.study.seeds) - 1)
+        return ended, len(trials) - len(ended) + others
 
     def show(self, plans: list[Plan], running: Collection[str], now: bool = False) -> None:
         """Show how far the trials are, from time to time or `now`."""
@@ -55,10 +59,9 @@ class TrialsProgress(Progress):
         """Print how some trials have ended."""
         names = [each.name for each in results]
         self.show(plans, names, now=True)
-        trials = [trial for plan in plans for trial in plan.trials]
-        ended = sum(self.result(trial).state != "pending" for trial in trials)
+        ended, left = self.count(plans)
         for each in results:
             how = each.reason and f"{each.state}: {each.reason}"
             said = how or f"validation loss {each.loss:.4f}, {each.seconds:,.0f} s"
             self.bar.clear()
-            say(f"{each.name}: {said} ({ended} of {len(trials)} trials)")
+            say(f"{each.name}: {said} ({len(ended)} of {len(ended) + left} trials)")

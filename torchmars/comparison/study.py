@@ -92,15 +92,15 @@ class Study:
             trials = self.tuning(contender, lrs)
             results = [result(trial) for trial in trials]
             if any(each.state == "pending" for each in results):
-                return Plan(trials, None, {})
+                return Plan(trials, False, None, {})
             best = best_of(results)
             if best is None:
-                return Plan(trials, None, {})
+                return Plan(trials, True, None, {})
             edges = edges_of(best.settings, self.grid | {"lr": list(lrs)})
             wider = self.wider(contender, lrs, edges.get("lr")) if self.widen else None
             if wider is None:
                 others = [self.trial(contender, best.settings, seed) for seed in self.seeds[1:]]
-                return Plan([*trials, *others], best.settings, edges)
+                return Plan([*trials, *others], True, best.settings, edges)
             lrs = wider
 
     def wider(
@@ -128,9 +128,12 @@ class Plan:
     """The trials of a contender, as far as they are known."""
 
     trials: list[Trial]
+    tuned: bool
+    """Whether all trials with the first seed have ended."""
     best: Settings | None
-    """The best settings, once all trials of the grid have ended; None where none is done."""
+    """The best settings, once it is tuned; None where no trial is done."""
     edges: dict[str, Literal["lowest", "highest"]]
+    """The best settings that are the outermost ones tried."""
 
 
 def best_of(results: list[TrialResult]) -> TrialResult | None:
@@ -158,5 +161,5 @@ def short_name(setting: str) -> str:
 
 
 def text_of(value: Value) -> str:
-    """Return a value as the names of trials and tables have it."""
-    return "-".join(map(repr, value)) if isinstance(value, list) else repr(value)
+    """Return a value as the names of trials have it."""
+    return "-".join(f"{each:.12g}" for each in (value if isinstance(value, list) else [value]))

@@ -43,7 +43,7 @@ def time_rows(found: Comparison) -> Rows:
     for each in found.contenders:
         seconds = [trial.seconds for trial in found.trials_of(each) if trial.seconds is not None]
         mean = f"{sum(seconds) / len(seconds):,.1f}" if seconds else "-"
-        rows.append([each.name, mean, share(each.seconds_saved) or each.remark])
+        rows.append([each.name, mean, share(each.seconds_saved) or "-"])
     return rows
 
 
@@ -117,8 +117,9 @@ def introduction(found: Comparison) -> str:
     if len(found.seeds) > 1:
         seeds += f", the best settings repeated up to seed {found.seeds[-1]}"
     return (
-        f"`{' '.join(found.config)}`: each trial has {found.steps:,} steps, {found.tokens:,} tokens. "
-        f"Tuned over {grid} with {seeds}. Losses are validation losses after the last step."
+        f"`{' '.join(found.config)}`: each trial has {found.steps:,} steps and "
+        f"{found.tokens:,} tokens. Tuned over {grid} with {seeds}. Losses are validation losses "
+        "after the last step."
     )
 
 
@@ -143,7 +144,7 @@ def settings_text(contender: ContenderResult) -> str:
         return "-"
     return ", ".join(
         f"{name} {value_of(value)}"
-        + (f" (the {contender.edges[name]})" if name in contender.edges else "")
+        + (f" (the {contender.edges[name]} tried)" if name in contender.edges else "")
         for name, value in contender.best.items()
     )
 

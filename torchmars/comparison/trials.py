@@ -128,14 +128,14 @@ def last_error(trial: Trial) -> str:
 
 
 def last_lines(file: Path) -> list[str]:
-    """Return the last lines of a file that are not empty, stripped; none where there is no file."""
+    """Return the last lines of a file that are not empty, spaces made single; none without it."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - BYTES_READ))
             lines = stream.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    return [line.strip() for line in lines if line.strip()]
+    return [" ".join(line.split()) for line in lines if line.strip()]
 
 
 def forget_failure(trial: Trial) -> None:

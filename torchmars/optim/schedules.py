@@ -8,7 +8,7 @@ def lr_factor(
     step: int,
     total_steps: int,
     *,
-    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine",
+    name: Literal["cosine", "linear", "constant", "wsd", "range_test"] = "cosine",
     warmup_steps: int = 0,
     decay_steps: int | None = None,
     floor: float = 0.0,
@@ -17,10 +17,14 @@ def lr_factor(
 
     Warmup is linear from 0: step / warmup_steps. After it, cosine and linear fall to `floor` (the
     lowest learning rate over the peak) at `total_steps`. constant stays at 1. wsd stays at 1 until
-    a linear fall over the last `decay_steps`; it raises `ValueError` without them.
+    a linear fall over the last `decay_steps`; it raises `ValueError` without them. range_test rises
+    from `floor` by the same factor at each step, for a learning rate range test (Smith 2017,
+    arXiv 1506.01186).
     """
     if step < warmup_steps:
         return step / warmup_steps
+    if name == "range_test":
+        return floor ** ((total_steps - step) / max(total_steps - 1, 1))
     if name != "wsd":
         return between(step - warmup_steps, total_steps - warmup_steps, 1.0, floor, name)
     if decay_steps is None:

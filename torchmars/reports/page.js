@@ -13,6 +13,8 @@ let data;
 // The page -------------------------------------------------------------------
 
 async function start() {
+  history.scrollRestoration = "manual"; // the browser would scroll before there are charts
+  const scrolled = history.state?.scrolled ?? 0;
   readAddress();
   data = JSON.parse(await unpacked("data"));
   settings.smooth ??= data.smooth;
@@ -22,6 +24,8 @@ async function start() {
   fillControls();
   for (const place of document.querySelectorAll("[data-charts]"))
     for (const chart of data[place.dataset.charts] ?? []) addChart(place, chart);
+  scrollTo(0, scrolled);
+  addEventListener("pagehide", writeAddress);
   addEventListener("hashchange", () => setTimeout(writeAddress));
   dark.addEventListener("change", applyTheme);
   renewNow();
@@ -56,7 +60,7 @@ function writeAddress() {
   if (settings.hidden.size) given.set("hide", [...settings.hidden].sort((a, b) => a - b));
   if (settings.range) given.set("range", settings.range);
   if (settings.open) given.set("open", [...settings.open]);
-  history.replaceState(null, "", "#" + given);
+  history.replaceState({ scrolled: scrollY }, "", "#" + given);
 }
 
 // The page of a run that goes on is written anew; the reader's place and settings stay.

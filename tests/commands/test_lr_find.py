@@ -1,0 +1,64 @@
+"""The command that finds learning rates worth trying."""
+
+import json
+import sys
+import tempfile
+
+import pytest
+
+from tests.commands.test_bench import train
+from tests.support.tiny import tiny_config, write_config, write_text
+from torchmars.commands import lr_find
+from torchmars.comparison import lr_range
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs `torchmars lr-find ARGS`; returns its exit code, output and errors."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(lr_range, "train", train)
+    monkeypatch.setenv("NGPU", "1")
+    write_text(tmp_path)
+    write_config(tiny_config(tmp_path, optimizer={"lr": 0.01}), tmp_path / "tiny.toml")
+
+    def run(*args):
+        command = ["torchmars lr-find", str(tmp_path / "tiny.toml"), *args]
+        monkeypatch.setattr(sys, "argv", command)
+        code = 0
+        try:
+            lr_find.main()
+        except SystemExit as ended:
+            code = ended.code
+        assert not list(scratch.glob("torchmars-lr-find-*"))  # whatever happens
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_rates_and_losses_of_a_real_run(run, tmp_path):
+    file = tmp_path / "found.json"
+    code, out, err = run("--steps", "20", "--json", str(file))
+    assert code == 0, err
+    found = json.loads(file.read_text())
+    assert found["lrs"][0] == pytest.approx(1e-4) and found["lrs"][-1] == pytest.approx(1.0)
+    assert all(
+        b / a == pytest.approx(1e4 ** (1 / 19)) for a, b in zip(found["lrs"], found["lrs"][1:])
+    )
+    assert found["smoothed"][0] == found["losses"][0] > min(found["losses"])
+    assert f"at lr {found['lowest']:.2e}" in out and "--lr-grid " in out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--low", "1", "--high", "1"], "--low 1 must be below --high 1"),
+        (["--steps", "5"], "--steps must be"),
+        (["--json", "none/found.json"], "its folder does not exist"),
+    ],
+)
+def test_mistakes_are_one_line(run, args, message):
+    code, out, err = run(*args)
+    assert code == 2 and message in err and err.count("\n") == 1 and out == ""

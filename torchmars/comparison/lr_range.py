@@ -1,0 +1,134 @@
+"""A learning rate range test: one short run whose learning rate rises at each step.
+
+L. N. Smith, Cyclical Learning Rates for Training Neural Networks (arXiv 1506.01186).
+"""
+
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchmars.benchmark.measure import fail, short_run, train
+from torchmars.config import ResolvedConfig
+from torchmars.config.load import config_text
+from torchmars.config.optimizer import GROUPS, ResolvedOptimizer
+from torchmars.core.errors import EXIT_MISTAKE, UserError
+
+SMOOTHING = 0.9  # share of the losses before in the smoothed loss
+DIVERGED = 1.1  # a smoothed loss this many times the lowest has diverged
+FEWEST = 10  # steps that tell anything
+
+
+@dataclass(frozen=True)
+class LrRange:
+    """What a range test found, all for the learning rate of the matrices (optimizer.lr)."""
+
+    lrs: list[float]
+    losses: list[float]
+    """The training loss of the batch at each rate."""
+    smoothed: list[float]
+    """Their mean over the last rates, of which older ones count less."""
+    lowest: float
+    """The rate at which the smoothed loss is lowest."""
+    diverges: float | None
+    """The rate beyond which the smoothed loss is 10% above its lowest; None if there is none."""
+
+    def grid(self) -> list[float]:
+        """Return rates to compare: up to `lowest`, each twice the one before.
+
+        A test of some hundred steps bears more than a whole run, whose best rate is lower.
+        """
+        return [self.lowest / 2**halvings for halvings in (3, 2, 1, 0)]
+
+
+def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: int) -> LrRange:
+    """Train `steps` steps whose optimizer.lr rises from `low` to `high`; return what they tell.
+
+    The learning rates of all groups keep their ratios. The run's data must be there. Raises
+    `UserError` for what ends the run at its start.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchmars-lr-find-") as scratch:
+        folder = Path(scratch)
+        config = rising_run(config, low, high, steps, folder)
+        file = folder / "lr-find.toml"
+        file.write_text(config_text(config), encoding="utf-8")
+        with (folder / "output").open("w+") as output:
+            code = train(file, ranks, output.fileno())
+            output.seek(0)
+            printed = output.read()
+        lrs, losses = read_losses(config.run.path / "metrics.jsonl")
+        # A run that has diverged may end before its last step. That is what was to be found out.
+        if code and not (code == EXIT_MISTAKE and len(losses) >= FEWEST):
+            fail(code, printed)
+    if len(losses) < FEWEST:
+        raise UserError(
+            f"the loss was finite at {len(losses)} rates only: lower --low, or give more --steps"
+        )
+    return describe_range(lrs, losses)
+
+
+def rising_run(
+    config: ResolvedConfig, low: float, high: float, steps: int, folder: Path
+) -> ResolvedConfig:
+    """Return the config of the range test in `folder`."""
+    short = short_run(config, warmup=0, steps=steps, folder=folder)
+    return replace(
+        short,
+        optimizer=with_lr(config.optimizer, high),
+        schedule=replace(short.schedule, name="range_test", min_lr=low, warmup_steps=0),
+        guards=replace(short.guards, loss_spike="off"),
+        metrics=replace(short.metrics, log_interval=1),
+    )
+
+
+def with_lr(section: ResolvedOptimizer, lr: float) -> ResolvedOptimizer:
+    """Return the section with another optimizer.lr. All other rates keep their ratio to it."""
+    factor = lr / section.lr
+
+    def scaled(given: Any) -> Any:
+        return given if given.lr is None else replace(given, lr=given.lr * factor)
+
+    return replace(
+        section,
+        lr=lr,
+        lr_1d=None if section.lr_1d is None else section.lr_1d * factor,
+        **{name: scaled(getattr(section, name)) for name in GROUPS},
+        groups=[scaled(group) for group in section.groups],
+    )
+
+
+def read_losses(file: Path) -> tuple[list[float], list[float]]:
+    """Return learning rates and losses of a run's metrics, up to the first that is not finite."""
+    lrs: list[float] = []
+    losses: list[float] = []
+    if file.exists():
+        for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            if "train/lr" in row:
+                if row["train/loss"] is None:
+                    break
+                lrs.append(row["train/lr"])
+                losses.append(row["train/loss"])
+    return lrs, losses
+
+
+def describe_range(lrs: list[float], losses: list[float]) -> LrRange:
+    """Return what the losses at rising rates tell."""
+    smoothed = smooth(losses)
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    beyond = [
+        lr
+        for lr, loss in zip(lrs[lowest:], smoothed[lowest:])
+        if loss > DIVERGED * smoothed[lowest]
+    ]
+    return LrRange(lrs, losses, smoothed, lrs[lowest], beyond[0] if beyond else None)
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Return the exponential moving average at each value, without a bias to a start of 0."""
+    result, mean, weight = [], 0.0, 0.0
+    for value in values:
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        result.append(mean / weight)
+    return result
