@@ -101,8 +101,13 @@ def test_in_a_browser(tmp_path):
         page.keyboard.press("+")
         zoomed = page.evaluate("settings.range")
         assert zoomed is not None
+        page.locator("#others summary").click()
+        page.evaluate("scrollTo(0, 700)")
+        opened.wait("history.state.scrolled === 700")
         page.reload()
         page.wait_for_selector("figure[aria-busy=false]", timeout=PATIENCE)
+        opened.wait("scrollY === 700")
+        assert page.locator("#others[open]").count() == 1
         kept = page.evaluate("[settings.x, settings.logy, settings.smooth, settings.range]")
         assert kept == ["tokens", True, 0, pytest.approx(zoomed)]
         assert page.locator("html[data-theme=dark]").count() == 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,11 @@ FLAGS = (
 ).split()
 PATIENCE = 120_000  # ms
 DRAWN = "figure[aria-busy=false]"
+ALL_IN_VIEW_DRAWN = """[...document.querySelectorAll("figure")].every(figure => {
+  const { top, bottom } = figure.getBoundingClientRect();
+  const inView = bottom > Math.max(top, 0) && top < innerHeight;
+  return !inView || figure.getAttribute("aria-busy") === "false";
+})"""
 
 
 @dataclass
@@ -26,14 +32,14 @@ class Opened:
     requests: list[str] = field(default_factory=list)
     """Addresses that it asked for."""
 
-    def all_in_view_drawn(self) -> bool:
-        """Return whether every chart in view is drawn."""
-        return self.page.evaluate(
-            """[...document.querySelectorAll("figure")].every(figure => {
-              const { top, bottom } = figure.getBoundingClientRect();
-              return bottom < 0 || top > innerHeight || bottom === top
-                || figure.getAttribute("aria-busy") === "false"; })"""
-        )
+    def wait(self, condition: str) -> None:
+        """Wait until an expression of JavaScript is true. Raises `TimeoutError`."""
+        deadline = time.monotonic() + PATIENCE / 1000
+        # Not wait_for_function: the page forbids that texts are run.
+        while not self.page.evaluate(condition):
+            if time.monotonic() > deadline:
+                raise TimeoutError(condition)
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,11 @@ async function start() {
   for (const place of document.querySelectorAll("[data-charts]"))
     for (const chart of data[place.dataset.charts] ?? []) addChart(place, chart);
   scrollTo(0, scrolled);
-  addEventListener("pagehide", writeAddress);
+  let resting;
+  addEventListener("scroll", () => {
+    clearTimeout(resting);
+    resting = setTimeout(writeAddress, 200);
+  }, { passive: true });
   addEventListener("hashchange", () => setTimeout(writeAddress));
   dark.addEventListener("change", applyTheme);
   renewNow();
