@@ -247,6 +247,7 @@ function baseLayout(made, chart) {
   const line = {
     gridcolor: color("grid"), linecolor: color("line"), zeroline: false, automargin: true,
     ticks: "outside", ticklen: 4, tickcolor: color("line"),
+    spikecolor: color("quiet"), spikethickness: 1, spikedash: "solid",
   };
   const x = { ...line, ...made.x }, y = { ...line, ...made.y };
   chart.shared = Boolean(made.shared);

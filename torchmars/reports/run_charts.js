@@ -47,19 +47,31 @@ function yAxis(spec) {
   return { tickformat: ",~r", rangemode: spec.from_zero ? "tozero" : "normal" };
 }
 
-// Return the mean of the values before, with weights that fall off over `steps` steps.
+// Return the mean of the values around, with weights that fall off exponentially over `steps`.
 function smoothed(xs, ys, steps) {
-  let sum = 0, weight = 0, before = null;
-  return ys.map((y, i) => {
-    if (y === null) return null;
-    const width = before === null ? 1 : Math.max(xs[i] - before, 0);
-    const kept = before === null ? 0 : Math.exp(-width / steps);
-    const own = before === null ? 1e-9 : 1 - kept;
-    sum = sum * kept + y * own;
-    weight = weight * kept + own;
-    before = xs[i];
-    return sum / weight;
+  const known = ys.flatMap((y, i) => y === null ? [] : [i]);
+  // A value stands for the steps since the one before.
+  const widths = known.map((i, n) => n ? Math.max(xs[i] - xs[known[n - 1]], 0) : 1);
+  const sums = new Float64Array(known.length), weights = new Float64Array(known.length);
+  for (const way of [1, -1]) {
+    let sum = 0, weight = 0, before = null;
+    for (let n = way > 0 ? 0 : known.length - 1; n >= 0 && n < known.length; n += way) {
+      const i = known[n], width = widths[n];
+      const kept = before === null ? 0 : Math.exp(-Math.abs(xs[i] - before) / steps);
+      sum *= kept;
+      weight *= kept;
+      sums[n] += sum; // what lies on this side; the value itself is added once
+      weights[n] += weight;
+      sum += width * ys[i];
+      weight += width;
+      before = xs[i];
+    }
+  }
+  const result = ys.map(() => null);
+  known.forEach((i, n) => {
+    result[i] = (sums[n] + widths[n] * ys[i]) / (weights[n] + widths[n]);
   });
+  return result;
 }
 
 KINDS.curves = spec => {
@@ -82,7 +94,7 @@ KINDS.curves = spec => {
       x: place(run, curve.x), y: curve.y, name: several ? short : label,
       type: "scatter", mode: few ? "lines+markers" : "lines", marker: { size: 5, color },
       line: { color, width: 1.6, dash }, showlegend: several && (alone || index === shown[0].index),
-      hovertemplate: `%{y:.5~g}<extra>${label}</extra>`, legendgroup: name,
+      hovertemplate: `%{y:.5~g}<extra>${label}</extra>`,
     };
     const smooths = steps && name.startsWith("train/") && curve.rows > 2;
     if (spec.stacked) {
@@ -135,7 +147,7 @@ function addMarks(shown, place, traces, shapes, spec) {
       const at = Math.max(event.step, curve.x[0] ?? 0);
       marks.add(run, event, place(run, [at])[0], interpolated(curve.x, values, at));
       if (event.kind !== "rollback" || !(event.from > event.step)) continue;
-      const [x0, x1] = place(run, [Math.max(event.step, 1), event.from]).map(x => settings.logx ? Math.log10(x) : x);
+      const [x0, x1] = place(run, [Math.max(event.step, 1), event.from]);
       shapes.push({
         type: "rect", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, layer: "below",
         fillcolor: pale(colorOf("bad"), 0.14), line: { width: 0 },
