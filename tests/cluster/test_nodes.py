@@ -12,6 +12,7 @@ import pytest
 from tests.commands.test_run_train import LIMIT, all_gone, needs_proc
 from tests.support.commands import ROOT, start, start_run
 from tests.support.tiny import metrics, tiny_config, tiny_tables, train, write_config, write_text
+from torchmars.metrics.events import EVENTS_FILE, read_events
 
 
 @pytest.fixture
@@ -175,6 +176,8 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
             err,
         ), err
     assert all_gone(config)
+    [failed] = read_events(tmp_path / "runs" / "tiny" / EVENTS_FILE)  # one machine alone tells it
+    assert (failed.kind, failed.step, failed.facts["rank"]) == ("failed", 0, 3)
 
 
 @pytest.mark.slow  # test_startup.py has what ranks compare

@@ -21,8 +21,10 @@ NAMES = {
     "launch",
     "lr-find",
     "plan",
+    "plot",
     "prepare",
     "presets",
+    "runs",
     "train",
 }
 

@@ -128,35 +128,36 @@ def read_series(file: Path) -> dict[str, Series]:
 
     Raises `UserError` if the file cannot be read.
     """
-    # Rows with the same names make a table, which numpy takes at once.
-    tables: dict[tuple[str, ...], list[list[Any]]] = {}
+    # Rows with the same names make a table, row after row, which numpy takes at once.
+    tables: dict[tuple[str, ...], list[Any]] = {}
     try:
         with file.open("rb") as stream:
             for line in stream:
                 with contextlib.suppress(ValueError):
                     row = from_json(line)
                     if isinstance(row, dict) and isinstance(row.get("step"), int):
-                        tables.setdefault(tuple(row), []).append(list(row.values()))
+                        tables.setdefault(tuple(row), []).extend(row.values())
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     parts: dict[str, list[Series]] = {}
-    for names, rows in tables.items():
-        columns = dict(zip(names, numbers(rows).T.copy()))
+    for names, cells in tables.items():
+        columns = dict(zip(names, numbers(cells).reshape(-1, len(names)).T.copy()))
         steps = columns.pop("step").astype(np.int64)
         for name, values in columns.items():
             parts.setdefault(name, []).append(Series(steps, values))
     return {name: joined(of_name) for name, of_name in parts.items()}
 
 
-def numbers(rows: list[list[Any]]) -> NDArray[np.float64]:
-    """Return rows of equally many numbers as an array; null, and what is none, is NaN."""
+def numbers(cells: list[Any]) -> NDArray[np.float64]:
+    """Return numbers as an array; None, and what is no number, is NaN."""
     try:
-        return np.array(rows, dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):
-        kept = [[x if isinstance(x, int | float) else None for x in row] for row in rows]
-        return np.array(kept, dtype=np.float64)
+        return np.array(cells, dtype=np.float64)
+    except (ValueError, TypeError):
+        return np.array(
+            [cell if isinstance(cell, int | float) else None for cell in cells], dtype=np.float64
+        )
 
 
 def joined(parts: list[Series]) -> Series:
