@@ -247,9 +247,9 @@ function baseLayout(made, chart) {
   const line = {
     gridcolor: color("grid"), linecolor: color("line"), zeroline: false, automargin: true,
     ticks: "outside", ticklen: 4, tickcolor: color("line"),
-    spikecolor: color("quiet"), spikethickness: 1, spikedash: "solid",
   };
-  const x = { ...line, ...made.x }, y = { ...line, ...made.y };
+  const spike = { spikecolor: color("quiet"), spikethickness: 1, spikedash: "solid" };
+  const x = { ...line, ...(!made.hover && spike), ...made.x }, y = { ...line, ...made.y };
   chart.shared = Boolean(made.shared);
   if (chart.shared && settings.range) {
     x.range = settings.range;
@@ -260,7 +260,7 @@ function baseLayout(made, chart) {
   const many = made.traces.length > 16;
   return {
     margin: { l: 46, r: 14, t: made.legend ? 8 : 22, b: 36 },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    paper_bgcolor: color("surface"), plot_bgcolor: color("surface"),
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("quiet") },
     colorway: [...Array(10).keys()].map(n => color(`c${n}`)),
     xaxis: x, yaxis: y, ...(made.y2 && { yaxis2: made.y2 }), shapes: made.shapes ?? [],
