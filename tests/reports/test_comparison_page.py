@@ -13,10 +13,10 @@ pytest.importorskip("plotly")
 
 
 def test_savings_in_words():
-    assert saved_text(Estimate(0.23, 0.15, 0.31)) == "23% fewer (−31% to −15%)"
-    assert saved_text(Estimate(-0.12, -0.25, 0.01)) == "12% more (−1% to +25%)"
-    assert saved_text(Estimate(0.2, None, None)) == "20% fewer"
-    assert saved_text(None) == "–"
+    assert saved_text(Estimate(0.23, 0.15, 0.31), "fewer") == "23% fewer (−31% to −15%)"
+    assert saved_text(Estimate(-0.12, -0.25, 0.01), "less") == "12% more (−1% to +25%)"
+    assert saved_text(Estimate(0.2, None, None), "less") == "20% less"
+    assert saved_text(None, "less") == "–"
 
 
 def test_links_of_trials(tmp_path):
@@ -61,6 +61,12 @@ def test_in_a_browser(tmp_path):
         )
         # lr: 3 contenders, 2 of which have trials that diverged. Then lines of 9 seeds, twice.
         assert drawn[:3] == [5, 9, 9] and min(drawn) > 0
+        page.locator("figure").first.focus()
+        before = page.evaluate("charts[0].plot.layout.xaxis.range")
+        page.keyboard.press("+")
+        after = page.evaluate("charts[0].plot.layout.xaxis.range")
+        assert before[0] < after[0] < after[1] < before[1]
+        page.keyboard.press("0")
         page.get_by_role("checkbox", name="muon").uncheck()
         page.locator("figure").first.scroll_into_view_if_needed()
         assert page.evaluate("document.querySelector('.plot').data.length") == 4

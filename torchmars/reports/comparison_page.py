@@ -137,17 +137,17 @@ def contender_row(contender: ContenderResult) -> dict[str, str]:
         "mean": DASH if contender.mean is None else f"{contender.mean:.4f}",
         "spread": DASH if contender.spread is None else f"{contender.spread:.4f}",
         "seeds": str(len(contender.losses)),
-        "tokens": saved_text(contender.tokens_saved),
-        "time": saved_text(contender.seconds_saved),
+        "tokens": saved_text(contender.tokens_saved, "fewer"),
+        "time": saved_text(contender.seconds_saved, "less"),
         "remark": "; ".join([*at_edge, *([contender.remark] if contender.remark else []), *rule]),
     }
 
 
-def saved_text(saved: Estimate | None) -> str:
-    """Return a share that is saved in words, with its interval."""
+def saved_text(saved: Estimate | None, fewer: str) -> str:
+    """Return a share that is saved in words, with its interval. `fewer` is the word for less."""
     if saved is None:
         return DASH
-    which = "fewer" if saved.mean >= 0 else "more"
+    which = fewer if saved.mean >= 0 else "more"
     text = f"{abs(saved.mean):.0%} {which}"
     if saved.low is None or saved.high is None:
         return text

@@ -203,17 +203,23 @@ function draw(chart) {
   if (chart.listens) return;
   chart.listens = true;
   chart.plot.on("plotly_relayout", event => zoomed(chart, event));
-  chart.plot.on("plotly_doubleclick", () => { forgetZoom(); changed(); return false; });
+  chart.plot.on("plotly_doubleclick", () => {
+    if (!chart.shared) return true;
+    forgetZoom();
+    changed();
+    return false;
+  });
 }
 
 // A zoom along x is that of all charts with the same x axis; one along y is of its chart.
 function zoomed(chart, event) {
+  if (!chart.shared) return;
   const x = [event["xaxis.range[0]"], event["xaxis.range[1]"]];
   const y = [event["yaxis.range[0]"], event["yaxis.range[1]"]];
   if (event["xaxis.autorange"] || event["yaxis.autorange"]) forgetZoom();
   else {
     if (y[0] !== undefined) chart.yRange = y;
-    if (x[0] !== undefined && chart.shared) settings.range = x.map(Number);
+    if (x[0] !== undefined) settings.range = x.map(Number);
     if (x[0] === undefined && y[0] === undefined) return;
   }
   changed();
@@ -227,17 +233,22 @@ function byKey(chart, event) {
 // Zoom or move along x as a key says. Return whether it says so.
 function moveBy(chart, key) {
   const range = chart.plot.layout?.xaxis?.range;
-  if (!range || !chart.shared) return false;
+  if (typeof range?.[0] !== "number") return false;
   const [low, high] = range, width = high - low;
   const moves = {
     "+": [low + width / 4, high - width / 4], "-": [low - width / 2, high + width / 2],
     ArrowLeft: [low - width / 5, high - width / 5], ArrowRight: [low + width / 5, high + width / 5],
   };
   moves["="] = moves["+"];
-  if (key === "0") forgetZoom();
-  else if (key in moves) settings.range = moves[key];
-  else return false;
-  changed();
+  if (key !== "0" && !(key in moves)) return false;
+  if (chart.shared) {
+    if (key === "0") forgetZoom();
+    else settings.range = moves[key];
+    changed();
+  } else {
+    const change = key === "0" ? { "xaxis.autorange": true } : { "xaxis.range": moves[key] };
+    Plotly.relayout(chart.plot, change);
+  }
   return true;
 }
 
@@ -254,7 +265,7 @@ function baseLayout(made, chart) {
   if (chart.shared && settings.range) {
     x.range = settings.range;
     y.range = chart.yRange ?? rangeWithin(made, settings.range);
-  } else if (chart.yRange) y.range = chart.yRange;
+  }
   x.autorange = !x.range;
   y.autorange = y.range ? false : y.autorange ?? true;
   const many = made.traces.length > 16;
