@@ -1,8 +1,7 @@
 """Seconds to write and to open the page of many long runs: python -m tests.benchmarks.report_open.
 
 It opens in chromium, which must be installed, with playwright. The runs are made, not trained.
-Opening ends when all charts in view are drawn. The processor's time is that of the page's thread:
-on a busy machine it tells more than the time on the clock.
+Opening ends when all charts in view are drawn.
 """
 
 import os
@@ -43,7 +42,7 @@ def main() -> None:
 
 def opening(file: Path) -> str:
     """Return the seconds from the start of navigation until all charts in view are drawn."""
-    seconds, busy = [], []
+    seconds = []
     with browser() as started:
         for _ in range(ROUNDS):
             began = time.perf_counter()
@@ -51,14 +50,8 @@ def opening(file: Path) -> str:
             opened.wait(ALL_IN_VIEW_DRAWN)
             seconds.append(time.perf_counter() - began)
             assert not opened.messages, opened.messages
-            session = opened.page.context.new_cdp_session(opened.page)
-            session.send("Performance.enable", {"timeDomain": "threadTicks"})
-            metrics = session.send("Performance.getMetrics")["metrics"]
-            busy += [each["value"] for each in metrics if each["name"] == "ThreadTime"]
             opened.page.context.close()
-    median, processor = statistics.median(seconds), statistics.median(busy)
-    spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
-    return f"{median:.2f} s ({spread}), {processor:.2f} s of them on the processor"
+    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
 
 
 if __name__ == "__main__":
