@@ -119,6 +119,8 @@ def test_in_a_browser(tmp_path):
         )
         for figure in phone.page.locator("figure").all()[:6]:
             figure.scroll_into_view_if_needed()
+        phone.page.locator("figure").first.get_by_label("zoom in").tap()
+        assert phone.page.evaluate("settings.range") is not None
         assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390
         assert phone.messages == []
 

@@ -8,6 +8,8 @@ const KINDS = {};
 const charts = [];
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const byFinger = matchMedia("(pointer: coarse)").matches;
+// Buttons of a chart on a touch screen, where a drag scrolls the page, and the keys they stand for.
+const MOVES = [["‹", "ArrowLeft", "earlier"], ["−", "-", "zoom out"], ["+", "+", "zoom in"], ["›", "ArrowRight", "later"]];
 let data;
 
 // The page -------------------------------------------------------------------
@@ -166,9 +168,9 @@ function addChart(place, spec) {
     size.textContent = figure.classList.toggle("large") ? "smaller" : "larger";
     Plotly.Plots.resize(plot);
   });
-  const zooms = [["−", "out"], ["+", "in"]].map(([sign, way]) => {
-    const each = button(sign, "zoom", () => moveBy(chart, sign === "+" ? "+" : "-"));
-    each.setAttribute("aria-label", `zoom ${way}`);
+  const zooms = MOVES.map(([sign, key, words]) => {
+    const each = button(sign, "zoom", () => moveBy(chart, key));
+    each.setAttribute("aria-label", words);
     return each;
   });
   caption.append(title, ...zooms, size);
