@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = {
     "bench",
     "checkpoint",
+    "compare",
     "evaluate",
     "export",
     "generate",

@@ -28,7 +28,7 @@ VARIABLES = set(Environment.__dataclass_fields__) | {
     "WANDB_MODE",
 }
 # Commands whose arguments are config files and settings, beside options of their own.
-OF_CONFIG = ("train", "prepare", "plan", "bench")
+OF_CONFIG = ("train", "prepare", "plan", "bench", "compare")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -41,11 +41,12 @@ class Measurement:
     """Peak memory of rank 0, since its start."""
 
 
-def ranks_of(config: ResolvedConfig) -> int:
-    """Return how many ranks a config is measured on.
+def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
+    """Return how many ranks a config is run on.
 
-    NGPU, or as many as its degrees make: where dp_shard is the rest, as many as there are GPUs for,
-    2 on a machine without. Raises `UserError` if NGPU is no number.
+    NGPU, or as many as its degrees make: where dp_shard is the rest, as many as there are `devices`
+    for. These are by default the GPUs, 2 on a machine without. Raises `UserError` if NGPU is no
+    number.
     """
     given = read_environment(os.environ).NGPU
     if given is not None:
@@ -54,7 +55,8 @@ def ranks_of(config: ResolvedConfig) -> int:
     product = degrees.dp_replicate * degrees.cp * degrees.tp * degrees.pp
     if degrees.dp_shard > 0:
         return product * degrees.dp_shard
-    return product * max(1, (torch.cuda.device_count() or 2) // product)
+    devices = devices or torch.cuda.device_count() or 2
+    return product * max(1, devices // product)
 
 
 def has_shards(config: ResolvedConfig) -> bool:

@@ -33,7 +33,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialResult:
     """One run of a comparison: a row of its table."""
 
     name: str
@@ -64,7 +64,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Contender:
+class ContenderResult:
     """An optimizer of a comparison, with the settings that are best for it."""
 
     name: str
@@ -108,7 +108,7 @@ class Comparison:
     name: str
     config: list[str]
     """The config files and options that all trials share, as given on the command line."""
-    grid: dict[str, list[float] | list[list[float]]]
+    grid: dict[str, list[float | list[float]]]
     """The values that are tried of each setting, by name, before any widening."""
     seeds: list[int]
     steps: int
@@ -118,16 +118,16 @@ class Comparison:
     baseline: str | None
     """The contender whose final loss the savings are measured by; None where it does not take
     part."""
-    contenders: list[Contender]
+    contenders: list[ContenderResult]
     """The best first; those without a result last."""
     differences: list[Difference]
     """Of each contender and every one after it."""
-    trials: list[Trial]
+    trials: list[TrialResult]
     """In the order of contenders on the command line, settings, seeds."""
     notes: list[str]
     """What a reader must know of these results, a sentence or two each."""
 
-    def trials_of(self, contender: Contender) -> list[Trial]:
+    def trials_of(self, contender: ContenderResult) -> list[TrialResult]:
         """Return the trials of a contender's best settings, one for each seed that was run."""
         return [
             each

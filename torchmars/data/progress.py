@@ -1,7 +1,7 @@
 """How far a long piece of work is: a bar on a terminal, lines in a log."""
 
 import sys
-from typing import TextIO, cast
+from typing import Self, TextIO, cast
 
 from tqdm import tqdm
 
@@ -41,7 +41,7 @@ class Progress:
             bar_format=None if terminal else LINE,
         )
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

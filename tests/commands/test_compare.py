@@ -1,0 +1,65 @@
+"""Mistakes of `torchmars compare`: each is one line, before any trial is started."""
+
+import importlib.util
+import shutil
+
+import pytest
+
+from tests.comparison.conftest import config, run  # noqa: F401, fixtures
+from torchmars.comparison import local
+
+GRID = ["--lr-grid", "1e-3,2e-3"]
+
+
+@pytest.fixture
+def refused(run, config, monkeypatch, tmp_path):  # noqa: F811
+    """Runs `torchmars compare tiny.toml ARGS`, which is a mistake; returns its line."""
+
+    def start(*_):
+        raise AssertionError("a trial was started")
+
+    monkeypatch.setattr(local, "start_process", start)
+
+    def refused(*args):
+        code, out, err = run(config, *args)
+        assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1, err
+        assert not (tmp_path / "comparisons").exists()
+        return err
+
+    return refused
+
+
+def test_mistakes_are_one_line(refused, tmp_path):
+    (tmp_path / "mine.toml").write_text('[optimizer]\nname = "lion"\n[training]\nsteps = 7\n')
+    (tmp_path / "adamw.toml").write_text('[optimizer]\nname = "adamw"\n')
+    (tmp_path / "same.toml").write_text('[optimizer]\nname = "adamw"\nbetas = [0.9, 0.95]\n')
+    for args, wrong in [
+        ([], "--lr-grid is missing"),
+        (["--lr-grid", ""], "--lr-grid: there is nothing between two commas"),
+        (["--lr-grid", "1e-3,fast"], "--lr-grid: 'fast' is no number"),
+        (["--lr-grid", "-1"], "optimizer.lr must be more than 0"),
+        ([*GRID, "--betas-grid", "0.9"], "--betas-grid: '0.9' is no pair of numbers"),
+        ([*GRID, "--optimizers", "adamw,sgd"], "--optimizers: there is no 'sgd'"),
+        ([*GRID, "--optimizers", "mine.toml"], "mine.toml has training beside [optimizer]"),
+        ([*GRID, "--optimizers", "adamw,adamw.toml"], "two are called adamw"),
+        ([*GRID, "--optimizers", "adamw,same.toml"], "adamw and same are the same in the trial"),
+        ([*GRID, "--optimizers", "adamw", "--gamma-grid", "0.1"], "--gamma-grid has no meaning"),
+        ([*GRID, "--optimizer.gamma", "0.1"], "--optimizer.gamma has no meaning here"),
+        ([*GRID, "--seeds", "0"], "--seeds must be at least 1"),
+        ([*GRID, "--validation.interval", "0"], "validation.interval = 0"),
+        (["--lr-grid", "1e-3", "--widen"], "--widen needs two learning rates"),
+        ([*GRID, "--slurm", "--jobs", "2"], "--jobs has no meaning beside --slurm"),
+        ([*GRID, "--training.stps", "2"], "unknown key training.stps"),
+    ]:
+        assert wrong in refused(*args), args
+
+
+def test_what_is_not_installed_is_named(refused, monkeypatch):
+    find = importlib.util.find_spec
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "scipy" else find(name)
+        )
+        assert "scipy: pip install 'torchmars[compare]'" in refused(*GRID)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "--slurm: there is no sbatch here" in refused(*GRID, "--slurm")

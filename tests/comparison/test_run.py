@@ -1,0 +1,189 @@
+"""Whole comparisons on this machine: what comes out, and that nothing that ends them matters."""
+
+import csv
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.comparison.conftest import start_quickly
+from tests.support.commands import ranks_of
+from torchmars.comparison import local
+from torchmars.comparison.results import read_comparison
+from torchmars.core.errors import UserError
+
+# It fails at its start: no parameter has such a name.
+BROKEN = """[optimizer]
+name = "adamw"
+groups = [{pattern = "nothing.*"}]
+"""
+OPTIONS = ["--lr-grid", "1e-3,1e6", "--seeds", "2", "--optimizers", "adamw,mars-adamw,broken.toml"]
+
+
+class Killed(BaseException):
+    """The end of the comparing process, as by SIGKILL: nothing is tidied up."""
+
+
+# Python runs it first: the run waits after its fifth step until it is told to stop.
+WAITS = """
+import os, time
+from torchmars.training.trainer import Trainer
+
+report = Trainer.report
+def wait(self, *made):
+    report(self, *made)
+    while "WAITS" in os.environ and self.state.step == 5 and self.signals.received is None:
+        time.sleep(0.01)
+Trainer.report = wait
+"""
+
+
+def start_and_wait(file, variables):
+    """Start a trial, and wait until it waits in its middle."""
+    (file.parent / "sitecustomize.py").write_text(WAITS)
+    path = f"{file.parent}:{os.environ.get('PYTHONPATH', '')}"
+    process = start_quickly(file, variables | {"PYTHONPATH": path, "WAITS": "1"})
+    metrics, deadline = file.parent / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and '"step": 5,' in metrics.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    return process
+
+
+def kill_in_the_middle(file, variables):
+    """Start a trial, and kill its launcher, its ranks and the comparison after some steps."""
+    process = start_and_wait(file, variables)
+    for number in [process.pid, *ranks_of(process.pid)]:
+        os.kill(number, signal.SIGKILL)
+    process.wait()
+    raise Killed
+
+
+def stop_in_the_middle(file, variables):
+    """Start a trial, and send this process SIGTERM after some steps."""
+    process = start_and_wait(file, variables)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return process
+
+
+def without_seconds(value):
+    """What results.json holds, without what depends on the machine."""
+    if isinstance(value, dict):
+        return {key: without_seconds(item) for key, item in value.items() if "seconds" not in key}
+    return [without_seconds(item) for item in value] if isinstance(value, list) else value
+
+
+def outcome(folder):
+    """All that a comparison has written but for seconds."""
+    before, _, after = (folder / "table.md").read_text().partition("## Time\n")
+    rows = [row[:-1] for row in csv.reader((folder / "table.csv").read_text().splitlines())]
+    found = without_seconds(json.loads((folder / "results.json").read_text()))
+    return before + after.partition("## ")[2], rows, found
+
+
+def test_killed_and_resumed_it_finds_the_same(run, config, tmp_path, monkeypatch):
+    (tmp_path / "broken.toml").write_text(BROKEN)
+    code, out, err = run(config, *OPTIONS, "--folder", "straight/found", "--jobs", "2")
+    assert code == 0, err
+    assert "mars-adamw-lr0.001-seed1: validation loss" in out
+
+    def steer(*starts):
+        """Let the trials start by these, in turn, and those after them as usual."""
+        started, left = [], list(starts)
+
+        def start(file, variables):
+            started.append(file.parent.name)
+            return (left.pop(0) if left else start_quickly)(file, variables)
+
+        monkeypatch.setattr(local, "start_process", start)
+        return started
+
+    parts = [steer(stop_in_the_middle)]
+    code, _, err = run(config, *OPTIONS, "--folder", "resumed/found")
+    assert code == 75 and "stopped by SIGTERM: waiting for 1 trial to save" in err
+    parts.append(steer(start_quickly, start_quickly, kill_in_the_middle))
+    with pytest.raises(Killed):
+        run(config, *OPTIONS, "--folder", "resumed/found")
+    parts.append(steer())
+    code, out, err = run(config, *OPTIONS, "--folder", "resumed/found")
+    assert code == 0, err
+
+    first, second = "adamw-lr0.001-seed0", "adamw-lr1000000-seed0"
+    killed = "mars-adamw-lr0.001-seed0"
+    assert parts[0] == [first] and parts[1] == [first, second, killed]
+    assert killed in parts[2] and not {first, second} & set(parts[2])  # done stays done
+    for name in (first, killed):
+        assert (
+            "continue  from step"
+            in (tmp_path / f"resumed/found/trials/{name}/output.log").read_text()
+        )
+    assert outcome(tmp_path / "resumed/found") == outcome(tmp_path / "straight/found")
+    assert not list(tmp_path.glob("*/found/trials/*/checkpoints/*"))
+
+    found = read_comparison(tmp_path / "resumed/found")
+    states = {each.name: each.state for each in found.trials}
+    assert states == {
+        "adamw-lr0.001-seed0": "done",
+        "adamw-lr1000000-seed0": "diverged",
+        "adamw-lr0.001-seed1": "done",
+        "mars-adamw-lr0.001-seed0": "done",
+        "mars-adamw-lr1000000-seed0": "diverged",
+        "mars-adamw-lr0.001-seed1": "done",
+        "broken-lr0.001-seed0": "failed",
+        "broken-lr1000000-seed0": "failed",
+    }
+    reasons = {each.name: each.reason for each in found.trials}
+    assert "nothing.*" in reasons["broken-lr0.001-seed0"]
+    assert "lower optimizer.lr" in reasons["adamw-lr1000000-seed0"]
+    for each in found.contenders[:2]:
+        trials = found.trials_of(each)
+        assert [trial.seed for trial in trials] == found.seeds == [0, 1]
+        assert each.losses == [trial.loss for trial in trials]
+        for trial in trials:
+            assert trial.curve.tokens == [6 * 16 * 32, 12 * 16 * 32]
+            assert trial.curve.losses[-1] == trial.loss
+    assert found.contenders[2].name == "broken" and found.contenders[2].best is None
+    assert len(found.differences) == 1
+
+    # Nothing is left to do; another setting is refused; another optimizer and seed are run.
+    started = steer()
+    assert run(config, *OPTIONS, "--folder", "straight/found", "--optimizers", "adamw")[0] == 0
+    assert not started
+    other = ["--optimizers", "adamw", "--folder", "straight/found", "--training.seq_len", "16"]
+    code, _, err = run(config, *OPTIONS, *other)
+    assert code == 2 and not started and "training.seq_len = 16 instead of 32" in err
+    with pytest.raises(UserError, match="is not the folder of a comparison"):
+        read_comparison(tmp_path)
+
+
+def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
+    """No trial is run: made-up losses are lowest at a learning rate of 8e-3."""
+
+    class Ended:
+        def __init__(self, file, variables):
+            lr = float(file.parent.name.split("-lr")[1].split("-seed")[0])
+            rows = [{"step": 12, "validation/loss": 3 + abs(lr - 8e-3)}]
+            (file.parent / "metrics.jsonl").write_text("".join(map(json.dumps, rows)))
+            (file.parent / "config.toml").write_text(file.read_text())
+
+        def poll(self):
+            return 0
+
+        wait = poll
+
+    monkeypatch.setattr(local, "start_process", Ended)
+    monkeypatch.setattr("torchmars.comparison.run.POLL_SECONDS", 0)
+    options = ["--optimizers", "adamw", "--seeds", "1", "--lr-grid"]
+    code, _, err = run(config, *options, "1e-3,2e-3", "--widen", "--folder", "found")
+    assert code == 0, err
+    found = read_comparison(config.parent / "found")
+    assert [each.settings["lr"] for each in found.trials] == [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
+    assert found.contenders[0].best == {"lr": 8e-3} and not found.contenders[0].edges
+
+    run(config, *options, "1,2", "--widen", "--folder", "bounded")
+    found = read_comparison(config.parent / "bounded")
+    assert [each.settings["lr"] for each in found.trials] == [0.0625, 0.125, 0.25, 0.5, 1, 2]
+    assert found.contenders[0].edges == {"lr": "lowest"}
+    assert any("may not be tuned" in note for note in found.notes)

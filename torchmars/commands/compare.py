@@ -1,0 +1,257 @@
+"""Compare optimizers fairly: each tuned on the same grid, its best settings over several seeds."""
+
+import contextlib
+import importlib.util
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from torchmars.cluster.environment import keep_compiled_in
+from torchmars.comparison.contenders import find_contenders
+from torchmars.comparison.results import RESULTS_FILE, Comparison, write_comparison
+from torchmars.comparison.settings import check_settings, write_settings
+from torchmars.comparison.study import Grid, Study, Value
+from torchmars.comparison.tables import csv_text, lines, markdown
+from torchmars.config import ResolvedConfig
+from torchmars.config.load import load_command
+from torchmars.core.bounds import Range
+from torchmars.core.console import labelled, say
+from torchmars.core.errors import EXIT_STOPPED, UserError, exit_on_user_error, missing_package
+from torchmars.core.files import locked, write_durably
+from torchmars.core.options import take_options
+
+if TYPE_CHECKING:
+    from torchmars.comparison.local import LocalTrials
+    from torchmars.comparison.slurm import SlurmTrials
+
+PROG = "torchmars compare"
+TABLES = ("table.md", "table.csv")
+
+
+@dataclass
+class Compare:
+    """Compare optimizers fairly: each tuned on the same grid, its best settings over several seeds.
+
+    Every trial is a run of the config, on the same data for as many tokens, whose [optimizer] and
+    run.seed are replaced. Prints and writes a table, differences with their intervals, the tokens
+    and the time that each optimizer saves, and plots. Whatever ends it, the same command goes on.
+    It may then have more optimizers, values and seeds.
+    """
+
+    lr_grid: str
+    """Learning rates to try: "1e-3,2e-3,4e-3"."""
+    optimizers: str = "adamw,adamw-mars-betas,mars-adamw,muon,mars-m"
+    """Who takes part: names of files in train_configs/optimizers, and TOML files of your own with
+    an [optimizer] section."""
+    seeds: Annotated[int, Range(1, 1_000)] = 3
+    """Seeds, from run.seed on. Tuning has the first, the best settings get all of them."""
+    weight_decay_grid: str | None = None
+    """Weight decays to try with each learning rate."""
+    gamma_grid: str | None = None
+    """Values of gamma to try with each of these, for mars-*."""
+    betas_grid: str | None = None
+    """Betas to try with each of these: "0.9:0.95,0.95:0.99"."""
+    widen: bool = False
+    """Where the best learning rate is the lowest or the highest, try up to four more beyond it."""
+    jobs: Annotated[int, Range(1, 1_000)] | None = None
+    """Trials at a time on this machine, which share its GPUs and cores. Default: 1."""
+    slurm: bool = False
+    """Submit each trial as a SLURM job of one machine. SBATCH_PARTITION, SBATCH_GPUS_PER_NODE and
+    the like say where."""
+    folder: str | None = None
+    """Folder of the comparison. Default: comparisons/NAME by the config's run.name."""
+    keep_checkpoints: bool = False
+    """Keep the last checkpoints of trials. By default those of a trial that is done are deleted."""
+
+
+def main() -> None:
+    """Run the comparison that the command line asks for, or what is left of it."""
+    with exit_on_user_error():
+        options, config = load_command(Compare, sys.argv[1:], PROG)
+        for package in ("scipy", "matplotlib"):
+            if importlib.util.find_spec(package) is None:
+                raise missing_package(package, "a comparison", "compare")
+        study = make_study(options, config, take_options(Compare, sys.argv[1:])[1])
+        check_trials(study)
+        if not compare(study, options):
+            raise SystemExit(EXIT_STOPPED)
+
+
+def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -> Study:
+    """Return what is to be compared. Raises `UserError`."""
+    if given := next((each for each in arguments if each.startswith("--optimizer.")), None):
+        raise UserError(
+            f"{given} has no meaning here: each optimizer of --optimizers has settings of its own; "
+            "name a TOML file of yours there"
+        )
+    if not config.validation.interval:
+        raise UserError(
+            "validation.interval = 0: optimizers are compared by their validation loss, so set the "
+            "steps between validations"
+        )
+    if options.slurm and options.jobs is not None:
+        raise UserError("--jobs has no meaning beside --slurm: leave one of them out")
+    contenders = find_contenders(words(options.optimizers, "--optimizers"))
+    grid = make_grid(options)
+    if options.widen and len(grid["lr"]) < 2:
+        raise UserError("--widen needs two learning rates or more, to know by which ratio")
+    if "gamma" in grid and not any(each.takes_gamma for each in contenders):
+        raise UserError("--gamma-grid has no meaning: none of --optimizers is a mars-*")
+    folder = Path(options.folder or f"comparisons/{config.run.name}")
+    seeds = [config.run.seed + number for number in range(options.seeds)]
+    own = replace(config, run=replace(config.run, folder=str(folder / "trials")))
+    return Study(
+        folder, arguments, own, contenders, grid, seeds, options.widen, options.keep_checkpoints
+    )
+
+
+def make_grid(options: Compare) -> Grid:
+    """Return the values to try of each setting, in ascending order."""
+    given = {
+        "lr": options.lr_grid,
+        "weight_decay": options.weight_decay_grid,
+        "gamma": options.gamma_grid,
+        "betas": options.betas_grid,
+    }
+    grid: Grid = {}
+    for name, text in given.items():
+        if text is not None:
+            option = f"--{name.replace('_', '-')}-grid"
+            read = read_pair if name == "betas" else read_number
+            values: list[Value] = [read(word, option) for word in words(text, option)]
+            grid[name] = sorted({str(value): value for value in values}.values(), key=sort_key)
+    return grid
+
+
+def words(text: str, option: str) -> list[str]:
+    """Return what stands between commas. Raises `UserError` where there is nothing."""
+    found = [word.strip() for word in text.split(",")]
+    if "" in found:
+        raise UserError(
+            f"{option}: there is nothing between two commas, or nothing at all: {text!r}"
+        )
+    return found
+
+
+def read_number(word: str, option: str) -> float:
+    """Return the number that a word is. Raises `UserError`."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"{option}: {word!r} is no number: write 1e-3,2e-3")
+    return value
+
+
+def read_pair(word: str, option: str) -> list[float]:
+    """Return the two numbers of a word such as 0.9:0.95. Raises `UserError`."""
+    parts = word.split(":")
+    if len(parts) != 2:
+        raise UserError(f"{option}: {word!r} is no pair of numbers: write 0.9:0.95,0.95:0.99")
+    return [read_number(part, option) for part in parts]
+
+
+def sort_key(value: Value) -> list[float]:
+    """Return what values of a grid are sorted by."""
+    return value if isinstance(value, list) else [value]
+
+
+def check_trials(study: Study) -> None:
+    """Raise `UserError` for a trial that cannot be, and for two contenders that are the same."""
+    seen: dict[str, str] = {}
+    for contender in study.contenders:
+        for trial in study.tuning(contender, study.lrs):
+            same = repr(trial.config.optimizer)
+            if seen.setdefault(same, contender.name) != contender.name:
+                raise UserError(
+                    f"--optimizers: {seen[same]} and {contender.name} are the same in the trial "
+                    f"{trial.name}: leave one of them out"
+                )
+
+
+def compare(study: Study, options: Compare) -> bool:
+    """Run the trials that are left, write and print what they tell; return whether all ended."""
+    # Here, since they bring torch, and mistakes are said before.
+    from torchmars.comparison.run import Results, run_trials
+    from torchmars.comparison.summary import summarise
+    from torchmars.reports.comparison_plots import plot_comparison
+
+    runner = make_runner(study, options)
+    with folder_of(study), locked(study.folder / "lock", f"comparing in {study.folder}"):
+        check_settings(study)
+        say("\n".join(introduction(study, runner.describe())))
+        keep_compiled_in(study.folder / "compile_cache")
+        runner.prepare(study.tuning(study.contenders[0], study.lrs)[0])
+        write_settings(study)
+        results = Results(study)
+
+        def write() -> Comparison:
+            found = summarise(study, results)
+            write_tables(found, study.folder)
+            return found
+
+        complete = run_trials(study, results, runner, write)
+        found = write()
+        plot_comparison(found, study.folder)
+    say("\n".join(lines(found)))
+    say(f"{study.folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
+    return complete
+
+
+def make_runner(study: Study, options: Compare) -> "LocalTrials | SlurmTrials":
+    """Return what runs the trials. Raises `UserError` where it cannot."""
+    from torchmars.comparison.local import LocalTrials
+    from torchmars.comparison.slurm import SlurmTrials
+
+    return SlurmTrials(study) if options.slurm else LocalTrials(study, options.jobs or 1)
+
+
+@contextlib.contextmanager
+def folder_of(study: Study) -> Iterator[None]:
+    """Make the folder of a comparison. Raises `UserError` where it, or a file in it, cannot be."""
+    try:
+        study.folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {study.folder}: {error.strerror}: set --folder to one you can write"
+        ) from None
+
+
+def introduction(study: Study, how: str) -> list[str]:
+    """Return what is about to be done, in lines."""
+    training = study.base.training
+    tokens = training.steps * training.global_batch_size * training.seq_len
+    first = [study.tuning(each, study.lrs) for each in study.contenders]
+    least = sum(map(len, first)) + len(study.contenders) * (len(study.seeds) - 1)
+    seeds = f"{len(study.seeds)} seed{'s' * (len(study.seeds) > 1)}"
+    own = "each optimizer has its own [optimizer] section; the config's is not used"
+    return [
+        *labelled("compare", ", ".join(each.name for each in study.contenders), own),
+        *labelled(
+            "trials",
+            f"{least} or more of {training.steps:,} steps, {tokens:,} tokens, with {seeds}",
+            how,
+            *(
+                []
+                if study.keep_checkpoints
+                else ["checkpoints of a trial that is done are deleted"]
+            ),
+        ),
+        *labelled("folder", str(study.folder)),
+    ]
+
+
+def write_tables(found: Comparison, folder: Path) -> None:
+    """Write the tables and results.json of a comparison."""
+    for name, text in zip(TABLES, (markdown(found), csv_text(found))):
+        write_durably(folder / name, text)
+    write_comparison(found, folder)
+
+
+if __name__ == "__main__":
+    main()

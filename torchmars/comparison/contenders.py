@@ -1,0 +1,77 @@
+"""Optimizers that compete: the shipped ones by name, and those of a user's own files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmars.config import MARS_RULES
+from torchmars.config.optimizer import OptimizerConfig
+from torchmars.config.toml_files import SHIPPED, Tables, read_toml
+from torchmars.core.errors import UserError
+from torchmars.core.typed import nearest
+
+# Savings are measured by its final loss.
+BASELINE = "adamw"
+# It tells whether a gain is that of MARS, or that of MARS's betas.
+CONTROL = "adamw-mars-betas"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer that takes part."""
+
+    name: str
+    table: Tables
+    """Its [optimizer] section. What is in the grid takes the place of what is said here."""
+
+    @property
+    def rule(self) -> str:
+        """Its optimizer.name."""
+        return str(self.table.get("name", OptimizerConfig.name))
+
+    @property
+    def takes_gamma(self) -> bool:
+        """Whether gamma can be tuned."""
+        return self.rule in MARS_RULES
+
+
+def shipped_optimizers() -> dict[str, Path]:
+    """Return the files of train_configs/optimizers by the names of their contenders."""
+    files = sorted((SHIPPED / "optimizers").glob("*.toml"))
+    return {name_of(file): file for file in files}
+
+
+def find_contenders(names: list[str]) -> list[Contender]:
+    """Return the contenders of --optimizers. Raises `UserError` for a name that is none."""
+    contenders = [find_contender(name) for name in names]
+    found = [each.name for each in contenders]
+    twice = next((name for name in found if found.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"--optimizers: two are called {twice}: name it once, or rename the file")
+    return contenders
+
+
+def find_contender(name: str) -> Contender:
+    """Return the contender that a name or a file stands for. Raises `UserError`."""
+    shipped = shipped_optimizers()
+    if name in shipped:
+        return Contender(name, read_toml(shipped[name])["optimizer"])
+    if not name.endswith(".toml"):
+        raise UserError(
+            f"--optimizers: there is no {name!r}: did you mean {nearest(name, list(shipped))}? "
+            "Or name a TOML file with an [optimizer] section"
+        )
+    tables = read_toml(Path(name))
+    table = tables.pop("optimizer", None)
+    if not isinstance(table, dict):
+        raise UserError(f"--optimizers: {name} has no [optimizer] section: write one")
+    if tables:
+        raise UserError(
+            f"--optimizers: {name} has {', '.join(tables)} beside [optimizer]: all else must be "
+            "the same for all, so move it to the config"
+        )
+    return Contender(name_of(Path(name)), table)
+
+
+def name_of(file: Path) -> str:
+    """Return the name of the contender of a file."""
+    return file.stem.replace("_", "-")

@@ -1,0 +1,117 @@
+"""Trials as processes of this machine, several at a time."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from torchmars.benchmark.measure import ranks_of
+from torchmars.cluster.environment import cores_of, read_environment
+from torchmars.comparison.study import Study, Trial
+from torchmars.comparison.trials import OUTPUT_FILE, write_trial
+from torchmars.core.errors import EXIT_STOPPED, UserError
+from torchmars.training.preparation import prepare_run
+
+# `torchmars train`, which is told to stop when its parent dies, were it by SIGKILL: 1 is Linux's
+# PR_SET_PDEATHSIG. Else its run would go on alone, in the way of the comparison's next start.
+TRAIN = f"""
+import ctypes, runpy
+ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)})
+runpy.run_module("torchmars.commands.train", run_name="__main__", alter_sys=True)
+"""
+
+
+class LocalTrials:
+    """Runs trials on this machine, `jobs` at a time; each gets its share of GPUs and cores."""
+
+    def __init__(self, study: Study, jobs: int) -> None:
+        """Raises `UserError` if there are fewer GPUs than jobs, and for wrong variables."""
+        self.study, self.jobs = study, jobs
+        gpus = visible_gpus()
+        if gpus and len(gpus) < jobs:
+            raise UserError(
+                f"--jobs: {jobs} trials at a time need as many GPUs, there are {len(gpus)}"
+            )
+        share = len(gpus) // jobs
+        self.places = [",".join(gpus[job * share : (job + 1) * share]) for job in range(jobs)]
+        self.ranks = ranks_of(study.base, share or 1)
+        given = read_environment(os.environ).OMP_NUM_THREADS
+        self.threads = given or max(1, cores_of(os.environ) // (jobs * self.ranks))
+        self.running: dict[str, tuple[Trial, subprocess.Popen[bytes], str]] = {}
+
+    def describe(self) -> str:
+        """Return how trials are run, in words."""
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.jobs} at a time, each on {ranks} with {threads} of the CPU"
+
+    def prepare(self, first: Trial) -> None:
+        """Make the shards of all trials, and check what would end the first one at its start."""
+        prepare_run(first.config, self.ranks, 1)
+
+    def start(self, trials: list[Trial]) -> None:
+        """Start as many of the trials that are left to do as there is room for, in order."""
+        for trial in trials:
+            if len(self.running) == self.jobs:
+                return
+            if trial.name not in self.running:
+                taken = {place for _, _, place in self.running.values()}
+                place = next(each for each in self.places if each not in taken or not each)
+                process = start_process(write_trial(trial), self.variables(place))
+                self.running[trial.name] = (trial, process, place)
+
+    def variables(self, place: str) -> dict[str, str]:
+        """Return the environment of a trial on the GPUs of a place."""
+        gpus = {"CUDA_VISIBLE_DEVICES": place} if place else {}
+        own = {"NGPU": str(self.ranks), "NNODES": "1", "OMP_NUM_THREADS": str(self.threads)}
+        return dict(os.environ) | own | gpus
+
+    def ended(self) -> list[tuple[Trial, int | None]]:
+        """Return the trials that have ended since, and their exit codes; not those stopped."""
+        over = [(trial, process) for trial, process, _ in self.running.values() if ended(process)]
+        for trial, _ in over:
+            del self.running[trial.name]
+        codes = [(trial, exit_code(process)) for trial, process in over]
+        return [(trial, code) for trial, code in codes if code != EXIT_STOPPED]
+
+    def stop(self) -> str:
+        """Ask the running trials to save and end; return that in words."""
+        for _, process, _ in self.running.values():
+            process.send_signal(signal.SIGTERM)
+        count = len(self.running)
+        return f"waiting for {count} trial{'s' * (count != 1)} to save"
+
+
+def start_process(file: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start `torchmars train` on the config of a trial, whose output goes to a file beside it."""
+    with (file.parent / OUTPUT_FILE).open("ab") as output:
+        # In a session of its own: else a terminal would send it Ctrl-C too.
+        return subprocess.Popen(
+            [sys.executable, "-c", TRAIN, "--prepared", str(file)],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def ended(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a process has ended."""
+    return process.poll() is not None
+
+
+def exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process that has ended, 128 + n for signal n."""
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (named.split(",") if named else [str(number) for number in range(count)])[:count]

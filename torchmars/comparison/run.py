@@ -1,0 +1,96 @@
+"""The trials of a comparison, run until all have ended."""
+
+import time
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from torchmars.cluster.signals import StopSignals
+from torchmars.comparison.progress import TrialsProgress
+from torchmars.comparison.results import TrialResult
+from torchmars.comparison.study import Plan, Study, Trial
+from torchmars.comparison.trials import (
+    delete_checkpoints,
+    end_trial,
+    forget_failure,
+    read_trial,
+)
+from torchmars.core.console import say
+
+POLL_SECONDS = 0.2
+
+
+class Runner(Protocol):
+    """What runs trials: this machine, or a cluster."""
+
+    @property
+    def running(self) -> Collection[str]:
+        """The names of the trials that run."""
+
+    def start(self, trials: list[Trial]) -> None:
+        """Start those of the trials left to do that there is room for, in order."""
+
+    def ended(self) -> list[tuple[Trial, int | None]]:
+        """Return the trials that have ended since, and their exit codes where these are known."""
+
+    def stop(self) -> str:
+        """Stop the trials that must not outlive this process; return what happens now."""
+
+
+class Results:
+    """The results of the trials of a study, as their files had them when they were read."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.known: dict[str, TrialResult] = {}
+
+    def __call__(self, trial: Trial) -> TrialResult:
+        """Return the result of a trial. One that failed at an earlier start is tried again."""
+        if trial.name not in self.known:
+            forget_failure(trial)
+            result = read_trial(trial, self.study.keep_checkpoints)
+            delete_checkpoints(trial, self.study, result)
+            self.known[trial.name] = result
+        return self.known[trial.name]
+
+    def end(self, trial: Trial, code: int | None) -> None:
+        """Take in that the run of a trial has ended with an exit code, None where not known."""
+        self.known[trial.name] = end_trial(trial, self.study, code)
+
+    def plans(self) -> list[Plan]:
+        """Return the trials of each contender, as far as they are known."""
+        return [self.study.plan(each, self) for each in self.study.contenders]
+
+
+def run_trials(
+    study: Study, results: Results, runner: Runner, changed: Callable[[], object]
+) -> bool:
+    """Run the trials of a study that have not ended; return whether all have.
+
+    Else a signal has stopped it. Calls `changed` whenever one has ended.
+    """
+    plans = results.plans()
+    with StopSignals() as signals, TrialsProgress(study, results, plans) as progress:
+        while signals.received is None and (left := pending(plans, results)):
+            runner.start(left)
+            time.sleep(POLL_SECONDS)
+            if over := runner.ended():
+                for trial, code in over:
+                    results.end(trial, code)
+                plans = results.plans()
+                progress.tell([results(trial) for trial, _ in over], plans)
+                changed()
+            progress.show(plans, runner.running)
+        if signals.received is None:
+            return True
+    say(f"stopped by {signals.received}: {runner.stop()}; the same command goes on", error=True)
+    while runner.running:
+        time.sleep(POLL_SECONDS)
+        for trial, code in runner.ended():
+            results.end(trial, code)
+    return not pending(results.plans(), results)
+
+
+def pending(plans: list[Plan], results: Results) -> list[Trial]:
+    """Return the trials that have not ended: those of the grid before those of other seeds."""
+    left = [trial for plan in plans for trial in plan.trials if results(trial).state == "pending"]
+    return sorted(left, key=lambda trial: trial.config.run.seed)

@@ -1,0 +1,80 @@
+"""What trials tell: means and spreads, differences, and what is saved, with 95% intervals."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from torchmars.comparison.results import Curve, Difference, Estimate
+
+CONFIDENCE = 0.95
+
+
+def mean_with_interval(values: Sequence[float]) -> Estimate:
+    """Return the mean of values, one for each seed, with Student's interval."""
+    from scipy import stats
+
+    if len(values) < 2:
+        return Estimate(statistics.fmean(values), None, None)
+    test = stats.ttest_1samp(values, 0.0) if statistics.variance(values) else None
+    return estimate(statistics.fmean(values), test)
+
+
+def difference(
+    first: str, losses: Sequence[float], second: str, others: Sequence[float]
+) -> Difference:
+    """Return the difference of two contenders' mean losses with Welch's interval.
+
+    Source: Welch 1947, "The generalization of 'Student's' problem when several different population
+    variances are involved".
+    """
+    from scipy import stats
+
+    mean = statistics.fmean(losses) - statistics.fmean(others)
+    if min(len(losses), len(others)) < 2:
+        return Difference(first, second, Estimate(mean, None, None), None)
+    spread = statistics.variance(losses) + statistics.variance(others)
+    test = stats.ttest_ind(losses, others, equal_var=False) if spread else None
+    found = estimate(mean, test)
+    low, high = found.low, found.high
+    exceeds = low is not None and high is not None and (low > 0 or high < 0)
+    return Difference(first, second, found, exceeds)
+
+
+def estimate(mean: float, test: Any) -> Estimate:
+    """Return a mean with the interval of scipy's `test`; None where nothing varies."""
+    if test is None:
+        return Estimate(mean, mean, mean)
+    interval = test.confidence_interval(CONFIDENCE)
+    return Estimate(mean, float(interval.low), float(interval.high))
+
+
+def reached_at(curve: Curve, along: Sequence[float], loss: float) -> float | None:
+    """Return where a validation curve first reaches a loss, linear between validations.
+
+    `along` are the tokens or the seconds of the curve. None: it never does. Before its first
+    validation nothing is known, so that this one counts where it is low enough.
+    """
+    before: tuple[float, float] | None = None
+    for place, value in zip(along, curve.losses):
+        if value is None:
+            before = None
+            continue
+        if value <= loss:
+            if before is None:
+                return place
+            share = (before[1] - loss) / (before[1] - value)
+            return before[0] + share * (place - before[0])
+        before = (place, value)
+    return None
+
+
+def saved(
+    curve: Curve, along: Sequence[float], baseline: Curve, along_baseline: Sequence[float]
+) -> float | None:
+    """Return the share of the baseline's tokens, or seconds, that a trial does without.
+
+    It is what the trial does not need for the baseline's final loss. None: it never reaches it.
+    """
+    target = baseline.losses[-1]
+    needed = None if target is None else reached_at(curve, along, target)
+    return None if needed is None else 1 - needed / along_baseline[-1]

@@ -1,0 +1,165 @@
+"""What is compared: contenders, grid and seeds, and the trials that follow from them."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchmars.comparison.contenders import Contender
+from torchmars.comparison.results import Settings, TrialResult
+from torchmars.config import ResolvedConfig
+from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
+
+Value = float | list[float]
+Grid = dict[str, list[Value]]
+
+MOST_WIDENINGS = 4  # learning rates that are added at each end of a grid
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run that belongs to a comparison."""
+
+    name: str
+    contender: str
+    settings: Settings
+    """What it has of the grid."""
+    config: ResolvedConfig
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its run."""
+        return self.config.run.path
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared, and how."""
+
+    folder: Path
+    arguments: list[str]
+    """The config files and options that all trials share."""
+    base: ResolvedConfig
+    """The config that these make. Its [optimizer] is not used."""
+    contenders: list[Contender]
+    grid: Grid
+    """The values of each setting that is tuned, in ascending order; those of lr first."""
+    seeds: list[int]
+    """The first is that of tuning."""
+    widen: bool
+    """Whether to try learning rates beyond the grid where the best one lies at its edge."""
+    keep_checkpoints: bool
+    """Whether the last checkpoints of trials that are done are kept."""
+
+    def trial(self, contender: Contender, settings: Settings, seed: int) -> Trial:
+        """Return a trial. Raises `UserError` if its settings do not go together."""
+        parts = [f"{short_name(name)}{text_of(value)}" for name, value in settings.items()]
+        name = "-".join([contender.name, *parts, f"seed{seed}"])
+        tables = asdict(self.base)
+        tables["run"] |= {"name": name, "folder": str(self.folder / "trials"), "seed": seed}
+        tables["optimizer"] = contender.table | settings
+        tables["validation"]["sample_tokens"] = 0
+        tables["checkpoint"]["at_end"] = self.keep_checkpoints
+        return Trial(name, contender.name, settings, config_from_tables(tables, f"trial {name}"))
+
+    @property
+    def lrs(self) -> list[float]:
+        """The learning rates of the grid."""
+        return [value for value in self.grid["lr"] if isinstance(value, float)]
+
+    def points(self, contender: Contender, lrs: Sequence[Value]) -> list[Settings]:
+        """Return the settings of a contender's grid, with these learning rates."""
+        grid = self.grid | {"lr": list(lrs)}
+        if not contender.takes_gamma:
+            grid.pop("gamma", None)
+        return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+
+    def tuning(self, contender: Contender, lrs: Sequence[Value]) -> list[Trial]:
+        """Return the trials of a contender's grid, with these learning rates."""
+        points = self.points(contender, lrs)
+        return [self.trial(contender, point, self.seeds[0]) for point in points]
+
+    def plan(self, contender: Contender, result: Callable[[Trial], TrialResult]) -> "Plan":
+        """Return the trials of a contender, as far as the `result` of each tells.
+
+        First those of the grid, then those beyond it, one learning rate after the other. Once all
+        of them have ended come those of the best settings with the other seeds.
+        """
+        lrs = self.lrs
+        while True:
+            trials = self.tuning(contender, lrs)
+            results = [result(trial) for trial in trials]
+            if any(each.state == "pending" for each in results):
+                return Plan(trials, False, None, {})
+            best = best_of(results)
+            if best is None:
+                return Plan(trials, True, None, {})
+            edges = edges_of(best.settings, self.grid | {"lr": list(lrs)})
+            wider = self.wider(contender, lrs, edges.get("lr")) if self.widen else None
+            if wider is None:
+                others = [self.trial(contender, best.settings, seed) for seed in self.seeds[1:]]
+                return Plan([*trials, *others], True, best.settings, edges)
+            lrs = wider
+
+    def wider(
+        self, contender: Contender, lrs: list[float], edge: Literal["lowest", "highest"] | None
+    ) -> list[float] | None:
+        """Return learning rates with one more at an edge; None where there is none to add."""
+        below = lrs.index(self.lrs[0])
+        above = len(lrs) - below - len(self.lrs)
+        if edge == "highest" and above < MOST_WIDENINGS:
+            beyond = lrs[-1] * lrs[-1] / lrs[-2]
+        elif edge == "lowest" and below < MOST_WIDENINGS:
+            beyond = lrs[0] * lrs[0] / lrs[1]
+        else:
+            return None
+        wider = sorted([*lrs, float(f"{beyond:.6g}")])
+        try:
+            self.tuning(contender, wider)
+        except UserError:  # below schedule.min_lr, for one
+            return None
+        return wider
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The trials of a contender, as far as they are known."""
+
+    trials: list[Trial]
+    tuned: bool
+    """Whether all trials with the first seed have ended."""
+    best: Settings | None
+    """The best settings, once it is tuned; None where no trial is done."""
+    edges: dict[str, Literal["lowest", "highest"]]
+    """The best settings that are the outermost ones tried."""
+
+
+def best_of(results: list[TrialResult]) -> TrialResult | None:
+    """Return the result of the lowest loss, of equal ones the first; None where none is done."""
+    done = [each for each in results if each.state == "done"]
+    return min(done, key=lambda each: each.loss if each.loss is not None else 0, default=None)
+
+
+def edges_of(best: Settings, grid: Grid) -> dict[str, Literal["lowest", "highest"]]:
+    """Return the settings whose best value is the outermost one of several numbers."""
+    edges: dict[str, Literal["lowest", "highest"]] = {}
+    for name, value in best.items():
+        values = grid[name]
+        if len(values) > 1 and not isinstance(value, list):
+            if value == values[0]:
+                edges[name] = "lowest"
+            elif value == values[-1]:
+                edges[name] = "highest"
+    return edges
+
+
+def short_name(setting: str) -> str:
+    """Return what the names of trials call a setting."""
+    return {"weight_decay": "wd"}.get(setting, setting)
+
+
+def text_of(value: Value) -> str:
+    """Return a value as the names of trials have it."""
+    return "-".join(f"{each:.12g}" for each in (value if isinstance(value, list) else [value]))

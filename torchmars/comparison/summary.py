@@ -1,0 +1,154 @@
+"""From the trials of a comparison to what it has found."""
+
+import itertools
+import statistics
+from collections.abc import Callable
+
+from torchmars.comparison.contenders import BASELINE, CONTROL, Contender
+from torchmars.comparison.results import (
+    Comparison,
+    ContenderResult,
+    Curve,
+    Difference,
+    Estimate,
+    TrialResult,
+)
+from torchmars.comparison.statistics import difference, mean_with_interval, saved
+from torchmars.comparison.study import Plan, Study, Trial
+
+
+def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Comparison:
+    """Return what the trials that have ended tell."""
+    plans = {each.name: study.plan(each, result) for each in study.contenders}
+    trials = {name: [result(trial) for trial in plan.trials] for name, plan in plans.items()}
+    repeats = {name: best_trials(plans[name], trials[name]) for name in plans}
+    contenders = [
+        contender_result(each, plans[each.name], repeats[each.name], repeats.get(BASELINE))
+        for each in study.contenders
+    ]
+    contenders.sort(key=lambda each: (each.mean is None, each.mean or 0.0))
+    training = study.base.training
+    return Comparison(
+        study.folder.name,
+        study.arguments,
+        study.grid,
+        study.seeds,
+        training.steps,
+        training.steps * training.global_batch_size * training.seq_len,
+        BASELINE if BASELINE in plans else None,
+        contenders,
+        differences(contenders),
+        [each for name in plans for each in trials[name]],
+        notes(study, plans, contenders, [each for name in plans for each in trials[name]]),
+    )
+
+
+def best_trials(plan: Plan, trials: list[TrialResult]) -> list[TrialResult]:
+    """Return the trials of the best settings that are done, by seed."""
+    return [each for each in trials if each.settings == plan.best and each.state == "done"]
+
+
+def contender_result(
+    contender: Contender,
+    plan: Plan,
+    repeats: list[TrialResult],
+    baseline: list[TrialResult] | None,
+) -> ContenderResult:
+    """Return what is known of a contender.
+
+    `repeats` are the trials of its best settings that are done, `baseline` those of the baseline,
+    None where that does not take part.
+    """
+    losses = [each.loss for each in repeats if each.loss is not None]
+    tokens = seconds = None
+    if contender.name == BASELINE:
+        remark = "the others' savings are measured by it"
+    elif baseline is None:
+        remark = f"{BASELINE} does not take part"
+    else:
+        tokens, seconds, remark = savings(repeats, baseline)
+    return ContenderResult(
+        contender.name,
+        contender.rule,
+        plan.best,
+        plan.edges,
+        losses,
+        statistics.fmean(losses) if losses else None,
+        statistics.stdev(losses) if len(losses) > 1 else None,
+        tokens,
+        seconds,
+        remark,
+    )
+
+
+def savings(
+    repeats: list[TrialResult], baseline: list[TrialResult]
+) -> tuple[Estimate | None, Estimate | None, str]:
+    """Return the shares of tokens and of seconds saved, and why they are not known.
+
+    Trials with the same seed read the same data, so each is compared with the baseline's of its own
+    seed.
+    """
+    of_seed = {each.seed: each.curve for each in baseline}
+    pairs = [(each.curve, of_seed[each.seed]) for each in repeats if each.seed in of_seed]
+    if not pairs:
+        return None, None, f"no seed with which both it and {BASELINE} are done"
+
+    def shares(along: Callable[[Curve], list[float]]) -> list[float]:
+        found = [saved(own, along(own), other, along(other)) for own, other in pairs]
+        return [each for each in found if each is not None]
+
+    tokens = shares(lambda curve: curve.tokens)
+    if len(tokens) < len(pairs):
+        missed = len(pairs) - len(tokens)
+        never = f"it never reaches {BASELINE}'s final loss"
+        return (
+            None,
+            None,
+            never if missed == len(pairs) else (f"{never} with {missed} of {len(pairs)} seeds"),
+        )
+    seconds = mean_with_interval(shares(lambda curve: curve.seconds))
+    return mean_with_interval(tokens), seconds, ""
+
+
+def differences(contenders: list[ContenderResult]) -> list[Difference]:
+    """Return the differences of each contender and every one after it, of those with a result."""
+    known = [each for each in contenders if each.losses]
+    return [
+        difference(one.name, one.losses, other.name, other.losses)
+        for one, other in itertools.combinations(known, 2)
+    ]
+
+
+def notes(
+    study: Study,
+    plans: dict[str, Plan],
+    contenders: list[ContenderResult],
+    trials: list[TrialResult],
+) -> list[str]:
+    """Return what a reader must know of the results, in sentences."""
+    found = []
+    counts = {
+        state: sum(each.state == state for each in trials)
+        for state in ("pending", "failed", "diverged")
+    }
+    if counts["pending"]:
+        found.append(f"{counts['pending']} of {len(trials)} trials have not ended yet.")
+    ended = [f"{count} {state}" for state, count in counts.items() if count and state != "pending"]
+    if ended:
+        found.append(f"Of {len(trials)} trials {' and '.join(ended)}: the reasons are below.")
+    for each in contenders:
+        for setting, end in each.edges.items():
+            found.append(
+                f"The best {setting} of {each.name} is the {end} that was tried: it may not be "
+                "tuned."
+            )
+    if len(study.seeds) == 1:
+        found.append("There is one seed only. How far results spread over seeds is not known.")
+    if any(each.takes_gamma for each in study.contenders) and BASELINE in plans:
+        if CONTROL not in plans and "betas" not in study.grid:
+            found.append(
+                f"{CONTROL}, AdamW with MARS's betas, does not take part. Without that control a "
+                "gain of MARS may be one of its betas."
+            )
+    return found

@@ -1,0 +1,146 @@
+"""How far a trial is, by the files of its run; and what it leaves behind."""
+
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+
+from torchmars.comparison.results import Curve, State, TrialResult
+from torchmars.comparison.study import Study, Trial
+from torchmars.config.load import config_text
+from torchmars.core.errors import UserError
+from torchmars.core.files import remove, write_durably
+from torchmars.records.run import Run, read_run
+
+CONFIG_FILE = "trial.toml"
+OUTPUT_FILE = "output.log"
+FAILURE_FILE = "failure.txt"  # why the run ended without being complete, in a line
+
+LONGEST_REASON = 300  # characters
+BYTES_READ = 2**16  # of the end of a log
+# How a run's own guards end it: their errors say this.
+LOWER_LR = "lower optimizer.lr"
+
+
+def write_trial(trial: Trial) -> Path:
+    """Write the config file of a trial, if it has none; return it."""
+    file = trial.folder / CONFIG_FILE
+    if not file.exists():
+        try:
+            trial.folder.mkdir(parents=True, exist_ok=True)
+            write_durably(file, config_text(trial.config))
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {trial.folder}: {error.strerror}: set --folder to one you can "
+                "write"
+            ) from None
+    return file
+
+
+def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
+    """Return how far a trial is.
+
+    With `keep_checkpoints` it is done once its last checkpoint is written.
+    """
+    run = existing_run(trial.folder)
+    curve, steps = (Curve([], [], []), 0) if run is None else validation_curve(run)
+    last = trial.config.training.steps
+    state: State = "pending"
+    reason, loss = "", None
+    failure = trial.folder / FAILURE_FILE
+    if run is not None and steps == last and (not keep_checkpoints or last in run.checkpoints):
+        loss = curve.losses[-1]
+        state = "diverged" if loss is None else "done"
+        reason = "its last validation loss is not finite" if loss is None else ""
+    elif failure.exists():
+        reason = failure.read_text(encoding="utf-8").strip()
+        state = "diverged" if LOWER_LR in reason else "failed"
+    return TrialResult(
+        trial.name,
+        trial.contender,
+        trial.settings,
+        trial.config.run.seed,
+        state,
+        reason,
+        loss,
+        curve.seconds[-1] if state == "done" else None,
+        curve if state != "pending" else Curve([], [], []),
+        f"{trial.folder.parent.name}/{trial.folder.name}",
+    )
+
+
+def existing_run(folder: Path) -> Run | None:
+    """Return the run in a folder; None where it has not begun."""
+    return read_run(folder) if (folder / "config.toml").is_file() else None
+
+
+def validation_curve(run: Run) -> tuple[Curve, int]:
+    """Return the validation losses of a run, and the step of the last one."""
+    series = run.series.get("validation/loss")
+    if series is None:
+        return Curve([], [], []), 0
+    losses = [value if math.isfinite(value) else None for value in series.values.tolist()]
+    curve = Curve(run.tokens(series.steps).tolist(), run.seconds(series.steps).tolist(), losses)
+    return curve, int(series.steps[-1])
+
+
+def steps_made(trial: Trial) -> int:
+    """Return the last step that a trial has reported."""
+    for line in reversed(last_lines(trial.folder / "metrics.jsonl")):
+        with contextlib.suppress(ValueError, KeyError):
+            return int(json.loads(line)["step"])
+    return 0
+
+
+def end_trial(trial: Trial, study: Study, code: int | None) -> TrialResult:
+    """Return the result of a trial whose run has ended, and leave only what is needed of it.
+
+    `code` is its exit code, None where it is not known.
+    """
+    result = read_trial(trial, study.keep_checkpoints)
+    if result.state == "pending":
+        how = "" if code is None else f"exit code {code}: "
+        write_durably(trial.folder / FAILURE_FILE, f"{how}{last_error(trial)}\n")
+        result = read_trial(trial, study.keep_checkpoints)
+    delete_checkpoints(trial, study, result)
+    return result
+
+
+def delete_checkpoints(trial: Trial, study: Study, result: TrialResult) -> None:
+    """Delete the checkpoints of a trial that has no use for them any more."""
+    if result.state == "diverged" or result.state == "done" and not study.keep_checkpoints:
+        with contextlib.suppress(OSError):
+            remove(trial.config.run.checkpoints)
+
+
+def last_error(trial: Trial) -> str:
+    """Return what a run printed of its failure, in a line."""
+    lines = last_lines(trial.folder / OUTPUT_FILE)
+    errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    said = lines[errors[-1] :] if errors else lines[-1:]
+    # Of a crash: the rank, its last lines, how it ended.
+    told = [line for line in said if not line.startswith("it ended with exit code")]
+    if not told:
+        return "it printed nothing"
+    reason = told[-1] if " failed first; " in told[0] else told[0]
+    return reason.removeprefix("error: ")[:LONGEST_REASON]
+
+
+def last_lines(file: Path) -> list[str]:
+    """Return the last lines of a file that are not empty, spaces made single; none without it."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - BYTES_READ))
+            lines = stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+def forget_failure(trial: Trial) -> None:
+    """Let a trial that failed be tried again. One that diverged would do so again."""
+    failure = trial.folder / FAILURE_FILE
+    with contextlib.suppress(FileNotFoundError):
+        if LOWER_LR not in failure.read_text(encoding="utf-8"):
+            failure.unlink()
