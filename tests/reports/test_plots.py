@@ -8,7 +8,8 @@ import pytest
 from torchmars.core.errors import UserError
 from torchmars.metrics.events import EventLog
 from torchmars.records.run import Series, read_run
-from torchmars.reports.plots import at_steps, event_steps, in_time, plot_runs, short_names, smoothed
+from torchmars.reports.charts import in_time, short_names
+from torchmars.reports.plots import at_steps, event_steps, plot_runs, smoothed
 
 
 def make_run(folder, steps=100, **more):

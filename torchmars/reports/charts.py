@@ -1,7 +1,14 @@
 """Which charts a run's measurements make, and which of them go into one chart."""
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from torchmars.records.run import SKIPPED, Run
+
+# The phases of a step, in time order.
+PHASES = ("data", "forward", "backward", "pipeline", "reduce", "optimizer", "other")
 
 
 @dataclass(frozen=True)
@@ -16,6 +23,8 @@ class Chart:
     """Whether its values can be on a log axis."""
     smooth: bool = True
     """Whether its values are noisy, so that smoothing helps."""
+    from_zero: bool = False
+    """Whether 0 is the end of its scale: shares, counts."""
     stacked: bool = False
     """Whether its values are parts of a whole."""
     names: tuple[str, ...] = ()
@@ -29,17 +38,25 @@ CHARTS = (
     Chart("Validation loss of parts", r"validation/.+/loss", smooth=False),
     Chart("Learning rate", r"train/lr", smooth=False),
     Chart("Gradient norm", r"train/grad_norm"),
-    Chart("Clip rate", r"train/.+/clipped", "share of tensors", log=False),
+    Chart("Clip rate", r"train/.+/clipped", "share of tensors", log=False, from_zero=True),
     Chart("Cosine of successive gradients", r"train/.+/cosine", log=False),
-    Chart("Skipped steps", r"train/skipped_steps", "so far", log=False, smooth=False),
+    Chart(
+        "Skipped steps", r"train/skipped_steps", "so far", log=False, smooth=False, from_zero=True
+    ),
     Chart("Tokens per second", r"train/tokens_per_second"),
-    Chart("MFU", r"train/mfu", "share of the peak", log=False),
+    Chart("MFU", r"train/mfu", "share of the peak", log=False, from_zero=True),
     Chart("Time of a step", r"train/[a-z]+_ms", "ms", log=False, stacked=True),
     Chart("Memory, peak so far", r"train/memory_gib", "GiB", log=False, smooth=False),
     Chart("Stall of a checkpoint", r"checkpoint/stall_ms", "ms", smooth=False),
 )
 # Axes, or in other charts.
 NOT_DRAWN = re.compile(r"train/(tokens|skipped_in_a_row)")
+
+
+def measurements(runs: list[Run]) -> set[str]:
+    """Return the names of what `runs` have measured, but for skipped steps if there were none."""
+    names: set[str] = set().union(*(run.series for run in runs))
+    return names if any(len(run.skipped.steps) for run in runs) else names - {SKIPPED}
 
 
 def charts_of(names: set[str]) -> list[Chart]:
@@ -49,6 +66,8 @@ def charts_of(names: set[str]) -> list[Chart]:
     for chart in CHARTS:
         own = tuple(sorted(name for name in left if re.fullmatch(chart.pattern, name)))
         left -= set(own)
+        if chart.stacked:
+            own = tuple(sorted(own, key=in_time))
         if own:
             charts.append(replace(chart, names=own))
     evaluations = sorted(name for name in left if name.startswith("evaluation/"))
@@ -67,3 +86,24 @@ def single(name: str, log: bool) -> Chart:
     title = name.removeprefix("evaluation/").removeprefix("train/")
     smooth = name.startswith("train/")
     return Chart(title, re.escape(name), log=log, smooth=smooth, names=(name,))
+
+
+def names_of(runs: list[Run]) -> list[str]:
+    """Return what the runs are called: by their names or, where two have the same, their paths."""
+    count = Counter(run.name for run in runs)
+    return [run.name if count[run.name] == 1 else str(run.folder) for run in runs]
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return what a legend calls the measurements of a chart: by the part that differs."""
+    parts = [name.removesuffix("_ms").split("/") for name in names]
+    return [
+        "/".join(part for part, *same in zip(own, *parts) if len(set(same)) > 1) or own[-1]
+        for own in parts
+    ]
+
+
+def in_time(name: str) -> int:
+    """Return the place of a phase among those of a step."""
+    phase = short_names([name])[0]
+    return PHASES.index(phase) if phase in PHASES else len(PHASES)

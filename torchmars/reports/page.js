@@ -8,11 +8,15 @@ const KINDS = {};
 const charts = [];
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const byFinger = matchMedia("(pointer: coarse)").matches;
+// Buttons of a chart on a touch screen, where a drag scrolls the page, and the keys they stand for.
+const MOVES = [["‹", "ArrowLeft", "earlier"], ["−", "-", "zoom out"], ["+", "+", "zoom in"], ["›", "ArrowRight", "later"]];
 let data;
 
 // The page -------------------------------------------------------------------
 
 async function start() {
+  history.scrollRestoration = "manual"; // the browser would scroll before there are charts
+  const scrolled = history.state?.scrolled ?? 0;
   readAddress();
   data = JSON.parse(await unpacked("data"));
   settings.smooth ??= data.smooth;
@@ -22,6 +26,12 @@ async function start() {
   fillControls();
   for (const place of document.querySelectorAll("[data-charts]"))
     for (const chart of data[place.dataset.charts] ?? []) addChart(place, chart);
+  scrollTo(0, scrolled);
+  let resting;
+  addEventListener("scroll", () => {
+    clearTimeout(resting);
+    resting = setTimeout(writeAddress, 200);
+  }, { passive: true });
   addEventListener("hashchange", () => setTimeout(writeAddress));
   dark.addEventListener("change", applyTheme);
   renewNow();
@@ -29,7 +39,9 @@ async function start() {
 
 // Return the text of a script element, which is gzipped and in base64.
 async function unpacked(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), c => c.charCodeAt(0));
+  const letters = atob(document.getElementById(id).textContent);
+  const bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = letters.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).text();
 }
@@ -47,14 +59,14 @@ function readAddress() {
 
 function writeAddress() {
   const given = new URLSearchParams();
-  for (const name of Object.keys(DEFAULTS)) {
-    const usual = name === "smooth" ? data.smooth : DEFAULTS[name];
-    if (settings[name] !== usual) given.set(name, Number(settings[name]) === settings[name] || typeof settings[name] === "string" ? settings[name] : Number(settings[name]));
+  for (const [name, usual] of Object.entries({ ...DEFAULTS, smooth: data.smooth })) {
+    const value = settings[name];
+    if (value !== usual) given.set(name, typeof value === "boolean" ? Number(value) : value);
   }
   if (settings.hidden.size) given.set("hide", [...settings.hidden].sort((a, b) => a - b));
   if (settings.range) given.set("range", settings.range);
   if (settings.open) given.set("open", [...settings.open]);
-  history.replaceState(null, "", "#" + given);
+  history.replaceState({ scrolled: scrollY }, "", "#" + given);
 }
 
 // The page of a run that goes on is written anew; the reader's place and settings stay.
@@ -84,7 +96,7 @@ function fillControls() {
     });
   }
   form.addEventListener("submit", event => event.preventDefault());
-  form.reset?.addEventListener?.("click", () => { forgetZoom(); changed(); });
+  form.elements.reset.addEventListener("click", () => { forgetZoom(); changed(); });
   for (const box of document.querySelectorAll("[data-run]")) {
     const run = Number(box.dataset.run);
     box.parentElement.querySelector(".swatch").style.background = `var(--c${run % 10})`;
@@ -151,9 +163,17 @@ const inView = new IntersectionObserver(entries => {
 function addChart(place, spec) {
   const figure = make("figure", { className: spec.large ? "large" : "", tabIndex: 0 });
   const caption = make("figcaption");
-  const button = make("button", { type: "button", textContent: spec.large ? "smaller" : "larger" });
-  button.setAttribute("aria-label", `${spec.title}: larger or smaller`);
-  caption.append(make("h3", { textContent: spec.title }), button);
+  const title = make("h3", { textContent: spec.title });
+  const size = button(spec.large ? "smaller" : "larger", "size", () => {
+    size.textContent = figure.classList.toggle("large") ? "smaller" : "larger";
+    Plotly.Plots.resize(plot);
+  });
+  const zooms = MOVES.map(([sign, key, words]) => {
+    const each = button(sign, "zoom", () => moveBy(chart, key));
+    each.setAttribute("aria-label", words);
+    return each;
+  });
+  caption.append(title, ...zooms, size);
   const plot = make("div", { className: "plot" });
   const note = make("p", { className: "note quiet" });
   figure.append(caption, plot, note);
@@ -161,10 +181,6 @@ function addChart(place, spec) {
   place.append(figure);
   const chart = { spec, figure, plot, note, stale: true, visible: false, yRange: null };
   charts.push(chart);
-  button.addEventListener("click", () => {
-    button.textContent = figure.classList.toggle("large") ? "smaller" : "larger";
-    Plotly.Plots.resize(plot);
-  });
   figure.addEventListener("keydown", event => byKey(chart, event));
   inView.observe(figure);
 }
@@ -178,8 +194,8 @@ function draw(chart) {
   const made = KINDS[chart.spec.kind](chart.spec);
   const layout = baseLayout(made, chart);
   Plotly.react(chart.plot, made.traces, layout, {
-    displaylogo: false, responsive: true, displayModeBar: byFinger ? true : "hover",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    displaylogo: false, responsive: true, displayModeBar: byFinger ? false : "hover",
+    modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d"]],
     toImageButtonOptions: { format: "svg", filename: chart.spec.title.replace(/\W+/g, "-") },
   });
   chart.note.textContent = made.note ?? "";
@@ -189,36 +205,53 @@ function draw(chart) {
   if (chart.listens) return;
   chart.listens = true;
   chart.plot.on("plotly_relayout", event => zoomed(chart, event));
-  chart.plot.on("plotly_doubleclick", () => { forgetZoom(); changed(); return false; });
+  chart.plot.on("plotly_doubleclick", () => {
+    if (!chart.shared) return true;
+    forgetZoom();
+    changed();
+    return false;
+  });
 }
 
 // A zoom along x is that of all charts with the same x axis; one along y is of its chart.
 function zoomed(chart, event) {
+  if (!chart.shared) return;
   const x = [event["xaxis.range[0]"], event["xaxis.range[1]"]];
   const y = [event["yaxis.range[0]"], event["yaxis.range[1]"]];
   if (event["xaxis.autorange"] || event["yaxis.autorange"]) forgetZoom();
   else {
     if (y[0] !== undefined) chart.yRange = y;
-    if (x[0] !== undefined && chart.shared) settings.range = x.map(Number);
+    if (x[0] !== undefined) settings.range = x.map(Number);
     if (x[0] === undefined && y[0] === undefined) return;
   }
   changed();
 }
 
 function byKey(chart, event) {
-  const axis = chart.plot.layout?.xaxis;
-  if (event.target !== chart.figure || !axis?.range || !chart.shared) return;
-  const [low, high] = axis.range, width = high - low;
+  if (event.target !== chart.figure || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (moveBy(chart, event.key)) event.preventDefault();
+}
+
+// Zoom or move along x as a key says. Return whether it says so.
+function moveBy(chart, key) {
+  const range = chart.plot.layout?.xaxis?.range;
+  if (typeof range?.[0] !== "number") return false;
+  const [low, high] = range, width = high - low;
   const moves = {
-    "+": [low + width / 4, high - width / 4], "=": [low + width / 4, high - width / 4],
-    "-": [low - width / 2, high + width / 2],
+    "+": [low + width / 4, high - width / 4], "-": [low - width / 2, high + width / 2],
     ArrowLeft: [low - width / 5, high - width / 5], ArrowRight: [low + width / 5, high + width / 5],
   };
-  if (event.key === "0") forgetZoom();
-  else if (event.key in moves && !event.ctrlKey && !event.metaKey) settings.range = moves[event.key];
-  else return;
-  event.preventDefault();
-  changed();
+  moves["="] = moves["+"];
+  if (key !== "0" && !(key in moves)) return false;
+  if (chart.shared) {
+    if (key === "0") forgetZoom();
+    else settings.range = moves[key];
+    changed();
+  } else {
+    const change = key === "0" ? { "xaxis.autorange": true } : { "xaxis.range": moves[key] };
+    Plotly.relayout(chart.plot, change);
+  }
+  return true;
 }
 
 function baseLayout(made, chart) {
@@ -228,21 +261,22 @@ function baseLayout(made, chart) {
     gridcolor: color("grid"), linecolor: color("line"), zeroline: false, automargin: true,
     ticks: "outside", ticklen: 4, tickcolor: color("line"),
   };
-  const x = { ...line, ...made.x }, y = { ...line, ...made.y };
+  const spike = { spikecolor: color("quiet"), spikethickness: 1, spikedash: "solid" };
+  const x = { ...line, ...(!made.hover && spike), ...made.x }, y = { ...line, ...made.y };
   chart.shared = Boolean(made.shared);
   if (chart.shared && settings.range) {
     x.range = settings.range;
     y.range = chart.yRange ?? rangeWithin(made, settings.range);
-  } else if (chart.yRange) y.range = chart.yRange;
+  }
   x.autorange = !x.range;
   y.autorange = y.range ? false : y.autorange ?? true;
   const many = made.traces.length > 16;
   return {
     margin: { l: 46, r: 14, t: made.legend ? 8 : 22, b: 36 },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    paper_bgcolor: color("surface"), plot_bgcolor: color("surface"),
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("quiet") },
     colorway: [...Array(10).keys()].map(n => color(`c${n}`)),
-    xaxis: x, yaxis: y, shapes: made.shapes ?? [],
+    xaxis: x, yaxis: y, ...(made.y2 && { yaxis2: made.y2 }), shapes: made.shapes ?? [],
     showlegend: Boolean(made.legend),
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, itemclick: "toggle", ...made.legend },
     hovermode: made.hover ?? (many ? "closest" : "x unified"),
@@ -277,6 +311,12 @@ function rangeWithin(made, [low, high]) {
 
 function make(tag, properties = {}) {
   return Object.assign(document.createElement(tag), properties);
+}
+
+function button(text, className, act) {
+  const made = make("button", { type: "button", textContent: text, className });
+  made.addEventListener("click", act);
+  return made;
 }
 
 // Plotly reads some HTML in texts: names and samples are shown as they are.

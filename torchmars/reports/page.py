@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import write_durably
 
 SCRIPTS = ("page.js", "run_charts.js", "comparison_charts.js")
@@ -45,9 +45,7 @@ def plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise UserError(
-            "a report needs the plotly package: pip install 'torchmars[report]'"
-        ) from None
+        raise missing_package("plotly", "a report", "report") from None
     return packed(get_plotlyjs())
 
 

@@ -1,8 +1,6 @@
 """A picture of runs by matplotlib: a panel for each of their charts."""
 
 import math
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +13,8 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from torchmars.core.errors import UserError
-from torchmars.records.run import SKIPPED, Along, Run, Series
-from torchmars.reports.charts import LOSS, Chart, charts_of
+from torchmars.records.run import Along, Run, Series
+from torchmars.reports.charts import LOSS, Chart, charts_of, measurements, names_of, short_names
 from torchmars.reports.curves import buckets_for, thinned
 
 COLUMNS = 3
@@ -31,7 +29,6 @@ START = 0.05
 # Times of a step higher than this share of all are cut off: the first one may compile.
 HIGHEST = 0.98
 LOG = "Gradient norm"  # the chart whose values are of different orders
-PHASES = ("data", "forward", "backward", "pipeline", "reduce", "optimizer", "other")  # of a step
 # The dashes of the measurements in a chart of several runs, and of what happened to runs.
 Dashes = Literal["-", "--", ":", "-."]
 DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.")
@@ -44,10 +41,7 @@ def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
 
     Raises `UserError` if there is nothing to draw, or a file cannot be written.
     """
-    names = set().union(*(run.series for run in runs))
-    if not any(len(run.skipped.steps) for run in runs):
-        names.discard(SKIPPED)
-    charts = charts_of(names)
+    charts = charts_of(measurements(runs))
     if not charts:
         raise UserError(f"{runs[0].folder} has no metrics yet: wait for its first report")
     rows, columns = math.ceil(len(charts) / COLUMNS), min(COLUMNS, len(charts))
@@ -145,7 +139,7 @@ def draw_curve(
 
 def draw_areas(chart: Chart, run: Run, along: Along, axes: "Axes") -> None:
     """Draw the parts of a whole over one another."""
-    names = sorted(chart.names, key=in_time)
+    names = chart.names
     steps = np.unique(np.concatenate([run.series[name].steps for name in names]))
     parts = [smoothed(at_steps(run.series[name], steps)) for name in names]
     where = run.along(along, parts[0].steps)
@@ -157,7 +151,7 @@ def draw_areas(chart: Chart, run: Run, along: Along, axes: "Axes") -> None:
 
 def draw_bars(chart: Chart, runs: list[Run], axes: "Axes") -> None:
     """Draw the parts of a whole as a bar for each run: their medians over its reports."""
-    names = sorted(chart.names, key=in_time)
+    names = chart.names
     begins = np.zeros(len(runs))
     for name, label in zip(names, short_names(names)):
         found = [run.series.get(name) for run in runs]
@@ -225,27 +219,6 @@ def at_steps(series: Series, steps: NDArray[np.int64]) -> Series:
     values = np.zeros(len(steps))
     values[np.searchsorted(steps, series.steps)] = np.nan_to_num(series.values)
     return Series(steps, values)
-
-
-def names_of(runs: list[Run]) -> list[str]:
-    """Return what the runs are called: by their names or, where two have the same, their paths."""
-    count = Counter(run.name for run in runs)
-    return [run.name if count[run.name] == 1 else str(run.folder) for run in runs]
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Return what a legend calls the measurements of a chart: by the part that differs."""
-    parts = [name.removesuffix("_ms").split("/") for name in names]
-    return [
-        "/".join(part for part, *same in zip(own, *parts) if len(set(same)) > 1) or own[-1]
-        for own in parts
-    ]
-
-
-def in_time(name: str) -> int:
-    """Return the place of a phase among those of a step."""
-    phase = short_names([name])[0]
-    return PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 
 def color(number: int) -> str:

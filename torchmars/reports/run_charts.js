@@ -11,13 +11,13 @@ const MARKS = {
   skipped: ["circle-open", "warn"], rollback: ["triangle-left", "bad"], stopped: ["square", "quiet"],
   complete: ["star", "good"], failed: ["x", "bad"],
 };
-// The pale curve behind a smoothed one is in the way where there are many.
-const MOST_WITH_RAW = 6;
+// The pale curves behind smoothed ones, and events, are in the way where there are many runs.
+const MOST_WITH_MORE = 6;
 
 // Return the steps over which curves are smoothed: 0.05% to 20% of the longest run.
 function smoothingWindow() {
   if (!data || !settings.smooth) return 0;
-  return data.steps * 0.0005 * 400 ** (settings.smooth / 100);
+  return Math.max(1, Math.round(data.steps * 0.0005 * 400 ** (settings.smooth / 100)));
 }
 
 function shownRuns() {
@@ -41,26 +41,37 @@ function xAxis() {
   return { axis, place };
 }
 
-// Return the mean of the values before, with weights that fall off over `steps` steps.
-function smoothed(xs, ys, steps) {
-  let sum = 0, weight = 0, before = null;
-  return ys.map((y, i) => {
-    if (y === null) return null;
-    const width = before === null ? 1 : Math.max(xs[i] - before, 0);
-    const kept = before === null ? 0 : Math.exp(-width / steps);
-    const own = before === null ? 1e-9 : 1 - kept;
-    sum = sum * kept + y * own;
-    weight = weight * kept + own;
-    before = xs[i];
-    return sum / weight;
-  });
+function yAxis(spec) {
+  if (settings.logy && spec.log) return { type: "log", tickformat: "~r", nticks: 6 };
+  if (spec.stacked) return { rangemode: "tozero", tickformat: ",~r" };
+  return { tickformat: ",~r", rangemode: spec.from_zero ? "tozero" : "normal" };
 }
 
-function shortName(name, spec) {
-  if (spec.stacked) return name.split("/").at(-1).replace(/_ms$/, "");
-  if (name === "train/loss") return "training";
-  if (name === "validation/loss") return "validation";
-  return name.split("/").slice(1, -1).join("/") || name;
+// Return the mean of the values around, with weights that fall off exponentially over `steps`.
+function smoothed(xs, ys, steps) {
+  const known = ys.flatMap((y, i) => y === null ? [] : [i]);
+  // A value stands for the steps since the one before.
+  const widths = known.map((i, n) => n ? Math.max(xs[i] - xs[known[n - 1]], 0) : 1);
+  const sums = new Float64Array(known.length), weights = new Float64Array(known.length);
+  for (const way of [1, -1]) {
+    let sum = 0, weight = 0, before = null;
+    for (let n = way > 0 ? 0 : known.length - 1; n >= 0 && n < known.length; n += way) {
+      const i = known[n], width = widths[n];
+      const kept = before === null ? 0 : Math.exp(-Math.abs(xs[i] - before) / steps);
+      sum *= kept;
+      weight *= kept;
+      sums[n] += sum; // what lies on this side; the value itself is added once
+      weights[n] += weight;
+      sum += width * ys[i];
+      weight += width;
+      before = xs[i];
+    }
+  }
+  const result = ys.map(() => null);
+  known.forEach((i, n) => {
+    result[i] = (sums[n] + widths[n] * ys[i]) / (weights[n] + widths[n]);
+  });
+  return result;
 }
 
 KINDS.curves = spec => {
@@ -75,7 +86,7 @@ KINDS.curves = spec => {
     if (!curve) return;
     const color = colorOf(`c${(alone ? at : index) % 10}`);
     const dash = DASHES[alone ? 0 : (at + Math.floor(index / 10)) % DASHES.length];
-    const short = plain(shortName(name, spec));
+    const short = plain(spec.labels[at]);
     const several = spec.names.length > 1;
     const label = alone ? (several ? short : plain(spec.title)) : plain(run.name) + (several ? ` · ${short}` : "");
     const few = curve.x.length <= 60;
@@ -83,7 +94,7 @@ KINDS.curves = spec => {
       x: place(run, curve.x), y: curve.y, name: several ? short : label,
       type: "scatter", mode: few ? "lines+markers" : "lines", marker: { size: 5, color },
       line: { color, width: 1.6, dash }, showlegend: several && (alone || index === shown[0].index),
-      hovertemplate: `%{y:.5~g}<extra>${label}</extra>`, legendgroup: name,
+      hovertemplate: `%{y:.5~g}<extra>${label}</extra>`,
     };
     const smooths = steps && name.startsWith("train/") && curve.rows > 2;
     if (spec.stacked) {
@@ -94,7 +105,7 @@ KINDS.curves = spec => {
       trace.line.width = 0.8;
     }
     if (smooths && !spec.stacked) {
-      if (shown.length <= MOST_WITH_RAW)
+      if (shown.length <= MOST_WITH_MORE)
         traces.push({ ...trace, hoverinfo: "skip", hovertemplate: undefined, showlegend: false, line: { ...trace.line, color: pale(color, 0.28), width: 1 }, mode: "lines" });
       const meanX = curve.meanX ?? curve.x;
       trace.x = place(run, meanX);
@@ -110,7 +121,8 @@ KINDS.curves = spec => {
     if (ends.length) lines.push(`${label}: from ${number(ends[0])} to ${number(ends.at(-1))}`);
   });
   const shapes = [];
-  if (spec.marks && settings.marks) addMarks(shown, place, traces, shapes, spec);
+  const marked = spec.marks && settings.marks && shown.length <= MOST_WITH_MORE;
+  if (marked) addMarks(shown, place, traces, shapes, spec);
   const counts = drawn < rows ? `${number(drawn)} points of ${number(rows)} rows` : `${number(rows)} rows`;
   const notes = [counts];
   if (steps && traces.some(trace => trace.line?.width === 2)) notes.push(`smoothed over ${number(steps)} steps`);
@@ -118,8 +130,8 @@ KINDS.curves = spec => {
   if (spec.unit) notes.unshift(spec.unit);
   return {
     traces, shapes, shared: true, x: axis, note: notes.join(" · "),
-    y: { type: settings.logy && spec.log ? "log" : "linear", tickformat: "~g", ...(settings.logy && spec.log ? { tickformat: "~r", nticks: 6 } : {}), ...(spec.stacked ? { rangemode: "tozero", tickformat: "" } : {}) },
-    legend: spec.names.length > 1 ? { itemclick: alone ? "toggle" : false, itemdoubleclick: false } : null,
+    y: yAxis(spec),
+    legend: spec.names.length > 1 || marked ? { itemclick: alone ? "toggle" : false, itemdoubleclick: false } : null,
     description: lines.slice(0, 8).join("; "),
   };
 };
@@ -135,7 +147,7 @@ function addMarks(shown, place, traces, shapes, spec) {
       const at = Math.max(event.step, curve.x[0] ?? 0);
       marks.add(run, event, place(run, [at])[0], interpolated(curve.x, values, at));
       if (event.kind !== "rollback" || !(event.from > event.step)) continue;
-      const [x0, x1] = place(run, [Math.max(event.step, 1), event.from]).map(x => settings.logx ? Math.log10(x) : x);
+      const [x0, x1] = place(run, [Math.max(event.step, 1), event.from]);
       shapes.push({
         type: "rect", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, layer: "below",
         fillcolor: pale(colorOf("bad"), 0.14), line: { width: 0 },
@@ -178,9 +190,9 @@ class Marks {
 function timeOfSteps(spec, shown) {
   const names = shown.map(({ run }) => plain(run.name));
   const traces = spec.names.map((name, at) => ({
-    type: "bar", orientation: "h", y: names, name: plain(shortName(name, spec)),
+    type: "bar", orientation: "h", y: names, name: plain(spec.labels[at]),
     x: shown.map(({ run }) => run.curves[name]?.median ?? 0), marker: { color: colorOf(`c${at % 10}`) },
-    hovertemplate: `%{x:.4~g} ms<extra>${plain(shortName(name, spec))}</extra>`,
+    hovertemplate: `%{x:.4~g} ms<extra>${plain(spec.labels[at])}</extra>`,
   }));
   return {
     traces, x: { title: { text: "ms, median over rows", standoff: 6 } },

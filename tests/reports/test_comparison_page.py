@@ -1,0 +1,74 @@
+"""The page of a comparison: what it says, and that a browser draws it."""
+
+import dataclasses
+
+import pytest
+
+from tests.support.browser import browser, open_page
+from tests.support.records import made_comparison, made_run
+from torchmars.comparison.results import Estimate
+from torchmars.reports.comparison_page import comparison_page, link, saved_text
+
+pytest.importorskip("plotly")
+
+
+def test_savings_in_words():
+    assert saved_text(Estimate(0.23, 0.15, 0.31), "fewer") == "23% fewer (−31% to −15%)"
+    assert saved_text(Estimate(-0.12, -0.25, 0.01), "less") == "12% more (−1% to +25%)"
+    assert saved_text(Estimate(0.2, None, None), "less") == "20% less"
+    assert saved_text(None, "less") == "–"
+
+
+def test_links_of_trials(tmp_path):
+    run = made_run(tmp_path / "trials" / "a b#c", 1)
+    assert link(run, tmp_path / "report.html") == "trials/a%20b%23c"
+    (run / "report.html").touch()
+    assert link(run, tmp_path / "pages" / "x.html") == "../trials/a%20b%23c/report.html"
+
+
+def test_before_anything_is_done(tmp_path):
+    """All trials are pending, and no contender has a result."""
+    found = made_comparison()
+    nothing = {"best": None, "losses": [], "mean": None, "spread": None}
+    nothing |= {"tokens_saved": None, "seconds_saved": None}
+    pending = {"state": "pending", "loss": None, "seconds": None}
+    found = dataclasses.replace(
+        found,
+        contenders=[dataclasses.replace(each, **nothing) for each in found.contenders],
+        trials=[dataclasses.replace(each, **pending) for each in found.trials],
+        differences=[],
+        baseline=None,
+    )
+    text = comparison_page(found, tmp_path, tmp_path / "report.html", 20)
+    assert f"{len(found.trials)} pending" in text and 'data-every="20"' in text
+
+
+def test_in_a_browser(tmp_path):
+    file = tmp_path / "report.html"
+    text = comparison_page(made_comparison(), tmp_path, file)
+    assert "lr is the highest that was tried" in text
+    assert "mars-adamw is better" in text and "does not exceed the spread over seeds" in text
+    file.write_text(text)
+    with browser() as started:
+        opened = open_page(started, file, viewport={"width": 390, "height": 844})
+        page = opened.page
+        page.locator("#all summary").click()
+        for figure in page.locator("figure").all():
+            figure.scroll_into_view_if_needed()
+            figure.and_(page.locator("[aria-busy=false]")).wait_for()
+        drawn = page.evaluate(
+            "[...document.querySelectorAll('.plot')].map(plot => plot.data.length)"
+        )
+        # lr: 3 contenders, 2 of which have trials that diverged. Then lines of 9 seeds, twice.
+        assert drawn[:3] == [5, 9, 9] and min(drawn) > 0
+        page.locator("figure").first.focus()
+        before = page.evaluate("charts[0].plot.layout.xaxis.range")
+        page.keyboard.press("+")
+        after = page.evaluate("charts[0].plot.layout.xaxis.range")
+        assert before[0] < after[0] < after[1] < before[1]
+        page.keyboard.press("0")
+        page.get_by_role("checkbox", name="muon").uncheck()
+        page.locator("figure").first.scroll_into_view_if_needed()
+        assert page.evaluate("document.querySelector('.plot').data.length") == 4
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert opened.messages == [] and opened.requests == [file.as_uri()]

@@ -1,0 +1,129 @@
+"""The page of runs: what it says, and what it does in a browser."""
+
+import json
+
+import pytest
+
+from tests.support.browser import PATIENCE, browser, open_page
+from tests.support.records import made_run
+from torchmars.records.run import read_run
+from torchmars.reports.events import entries_of
+from torchmars.reports.run_page import differences, run_page
+
+pytest.importorskip("plotly")
+
+HOSTILE = "</script><script>console.log('ran')</script><b>bold</b>"
+
+
+def write_events(folder):
+    rows = [
+        {"event": "started", "step": 0, "ranks": 2, "machines": 1, "origin": None, "changes": []},
+        {"event": "saved", "step": 20, "checkpoint": "step-20", "seconds": 0.25, "mib": 12.5},
+        {"event": "started", "step": 20, "ranks": 1, "machines": 1, "origin": "from step 20"},
+        {"event": "spike", "step": 45, "loss": 9.5, "action": "rollback"},
+        {"event": "rollback", "step": 20, "from_step": 45, "checkpoint": "step-20"},
+        {"event": "sample", "step": 50, "text": HOSTILE},
+        {"event": "unheard-of", "step": 51, "what": "of a later version"},
+        {"event": "stopped", "step": 60, "signal": "SIGTERM"},
+    ]
+    lines = [json.dumps({"time": 1.8e9 + number} | row) for number, row in enumerate(rows)]
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_events_in_words(tmp_path):
+    folder = made_run(tmp_path / "run", 60)
+    write_events(folder)
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": 61, "train/skipped_steps": 3.0}) + "\n")
+    entries = entries_of(read_run(folder), "run")
+    words = [(each.kind, each.step, each.text) for each in entries]
+    assert words == [
+        ("started", 0, "2 ranks, 1 machine"),
+        ("saved", 20, "step-20: 12.5 MiB in 0.25 s"),
+        ("started", 20, "the run was killed before, from step 20, 1 rank, 1 machine"),
+        ("spike", 45, "loss 9.5000, the run goes back"),
+        ("rollback", 20, "back from step 45 to step-20"),
+        ("unheard-of", 51, "what of a later version"),
+        ("stopped", 60, "by SIGTERM"),
+        ("skipped", 61, "3 since the report before"),
+    ]
+    assert [each.from_step for each in entries if each.kind == "rollback"] == [45]
+
+
+def test_what_differs():
+    one = {"run": {"name": "a"}, "optimizer": {"lr": 0.1, "name": "lion"}, "only": {"here": True}}
+    two = {"run": {"name": "b"}, "optimizer": {"lr": 0.2, "name": "lion"}}
+    assert differences([one, two]) == {"optimizer.lr": ["0.1", "0.2"], "only.here": ["True", ""]}
+
+
+def test_what_users_write_is_shown_as_text(tmp_path):
+    """An old run without events, one whose texts are hostile, one that has written nothing."""
+    old, new = made_run(tmp_path / "old", 5), made_run(tmp_path / "<i>new & shiny", 60)
+    empty = made_run(tmp_path / "empty", 0)
+    (empty / "metrics.jsonl").unlink()
+    write_events(new)
+    text = run_page([read_run(folder) for folder in (old, new, empty)])
+    assert HOSTILE not in text and "console.log(&#39;ran&#39;)" in text
+    assert "<i>new" not in text and "&lt;i&gt;new &amp; shiny" in text
+    assert "<title>3 runs</title>" in text
+    assert "http-equiv" in run_page([read_run(empty)])
+
+
+def test_in_a_browser(tmp_path):
+    folders = [made_run(tmp_path / "<b>first", 700), made_run(tmp_path / "second", 60, seed=1)]
+    write_events(folders[0])
+    file = tmp_path / "report.html"
+    file.write_text(run_page([read_run(folder) for folder in folders]))
+    with browser() as started:
+        opened = open_page(started, file, color_scheme="light")
+        page = opened.page
+        first = page.locator("figure").first
+        assert first.locator("h3").inner_text() == "Training loss"
+        assert page.evaluate("document.querySelector('.plot').data.length") >= 4
+        assert "smoothed over 7 steps" in first.inner_text()  # 1% of the longest run
+        page.get_by_label("log y").check()
+        page.get_by_label("x axis").select_option("tokens")
+        page.get_by_label("smoothing").fill("0")
+        page.get_by_label("theme").select_option("dark")
+        shown = page.evaluate(
+            "(({layout}) => [layout.yaxis.type, layout.xaxis.title.text])"
+            "(document.querySelector('.plot'))"
+        )
+        assert shown == ["log", "tokens"] and "smoothed" not in first.inner_text()
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert max(map(int, dark[4:-1].split(","))) < 60
+        page.get_by_role("checkbox", name="second").uncheck()
+        names = page.evaluate("document.querySelector('.plot').data.map(trace => trace.name)")
+        assert "second" not in names and "&lt;b&gt;first" in names
+        page.get_by_role("checkbox", name="rollback").uncheck()
+        assert not page.locator("tr[data-kind=rollback]").is_visible()
+        first.focus()
+        page.keyboard.press("+")
+        zoomed = page.evaluate("settings.range")
+        assert zoomed is not None
+        page.locator("#others summary").click()
+        page.evaluate("scrollTo(0, 700)")
+        opened.wait("history.state.scrolled === 700")
+        page.reload()
+        page.wait_for_selector("figure[aria-busy=false]", timeout=PATIENCE)
+        opened.wait("scrollY === 700")
+        assert page.locator("#others[open]").count() == 1
+        kept = page.evaluate("[settings.x, settings.logy, settings.smooth, settings.range]")
+        assert kept == ["tokens", True, 0, pytest.approx(zoomed)]
+        assert page.locator("html[data-theme=dark]").count() == 1
+        assert opened.messages == [] and set(map(base, opened.requests)) == {file.as_uri()}
+
+        phone = open_page(started, file, viewport={"width": 390, "height": 844}, has_touch=True)
+        phone.page.evaluate(
+            "document.querySelectorAll('details').forEach(each => each.open = true)"
+        )
+        for figure in phone.page.locator("figure").all()[:6]:
+            figure.scroll_into_view_if_needed()
+        phone.page.locator("figure").first.get_by_label("zoom in").tap()
+        assert phone.page.evaluate("settings.range") is not None
+        assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert phone.messages == []
+
+
+def base(address):
+    return address.partition("#")[0]

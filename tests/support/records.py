@@ -1,0 +1,133 @@
+"""Folders of runs and results of comparisons as the commands leave them, made without training."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from torchmars.comparison.results import (
+    Comparison,
+    ContenderResult,
+    Curve,
+    Difference,
+    Estimate,
+    TrialResult,
+)
+
+TOKENS_PER_STEP = 4096
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+
+
+def made_run(folder: Path, steps: int, seed: int = 0, **settings: float) -> Path:
+    """Write a run of so many steps, a row each, without events; return its folder."""
+    folder.mkdir(parents=True)
+    lines = [f"{name} = {value}" for name, value in settings.items()]
+    (folder / "config.toml").write_text(
+        f'[run]\nname = "{folder.name}"\n[training]\nsteps = {steps}\nglobal_batch_size = 16\n'
+        "seq_len = 256\n[optimizer]\n" + "\n".join(lines) + "\n"
+    )
+    noise = np.random.default_rng(seed).standard_normal((steps, 4))
+    with (folder / "metrics.jsonl").open("w") as stream:
+        for step in range(1, steps + 1):
+            stream.write(json.dumps(made_row(step, steps, noise[step - 1], seed)) + "\n")
+            if step % max(steps // 20, 1) == 0:
+                loss = 3 + 5 * (1 + step / 50) ** -0.4 + 0.01 * seed
+                stream.write(json.dumps({"step": step, "validation/loss": loss}) + "\n")
+    return folder
+
+
+def made_row(step: int, steps: int, noise: np.ndarray, seed: int) -> dict[str, float]:
+    """Return a row of training as a run of several roles reports it."""
+    loss = 2.9 + 5 * (1 + step / 50) ** -0.4 + 0.01 * seed + 0.05 * noise[0]
+    row = {"step": step, "train/loss": loss, "train/lr": 1e-3 * math.cos(1.5 * step / steps)}
+    row |= {"train/tokens": TOKENS_PER_STEP * step, "train/memory_gib": 2.5}
+    row |= {"train/tokens_per_second": 20_000 + 800 * noise[1], "train/skipped_steps": 0.0}
+    row["train/grad_norm"] = (0.4 + 3 / math.sqrt(step)) * math.exp(0.3 * noise[2])
+    for role in ("embedding", "matrix", "vector"):
+        row |= {f"train/{role}/grad_norm": row["train/grad_norm"] / 2, f"train/{role}/momentum": 1}
+    row |= {"train/matrix/clipped": 0.1, "train/matrix/cosine": 0.2 + 0.1 * noise[3]}
+    return row | {f"train/{phase}_ms": 20 + 5 * abs(noise[1]) for phase in PHASES}
+
+
+def made_comparison() -> Comparison:
+    """Return a comparison of three optimizers, of which one differs by more than the spread."""
+    contenders = {"mars-adamw": (3.30, 0.003), "adamw": (3.42, 0.003), "muon": (3.41, 0.01)}
+    trials = []
+    for name, (floor, best) in contenders.items():
+        for lr in (0.001, 0.003, 0.01, 0.03):
+            for seed in range(3 if lr == best else 1):
+                trials.append(made_trial(name, floor, best, lr, seed))
+    losses = {
+        name: [
+            each.loss
+            for each in trials
+            if each.contender == name and each.settings["lr"] == best and each.loss is not None
+        ]
+        for name, (_, best) in contenders.items()
+    }
+    means = {name: float(np.mean(values)) for name, values in losses.items()}
+    savings = {
+        "mars-adamw": (Estimate(0.23, 0.15, 0.31), Estimate(0.14, 0.02, 0.27)),
+        "adamw": (None, None),
+        "muon": (Estimate(0.02, -0.06, 0.10), Estimate(-0.12, -0.25, 0.01)),
+    }
+    results = [
+        ContenderResult(
+            name,
+            name,
+            {"lr": best},
+            {"lr": "highest"} if name == "muon" else {},
+            losses[name],
+            means[name],
+            float(np.std(losses[name], ddof=1)),
+            *savings[name],
+            "the baseline" if name == "adamw" else "",
+        )
+        for name, (_, best) in sorted(contenders.items(), key=lambda item: means[item[0]])
+    ]
+    pairs = [(a, b) for n, a in enumerate(results) for b in results[n + 1 :]]
+    differences = []
+    for a, b in pairs:
+        difference = means[a.name] - means[b.name]
+        low, high = difference - 0.03, difference + 0.03
+        exceeds = low > 0 or high < 0
+        loss = Estimate(difference, low, high)
+        differences.append(Difference(a.name, b.name, loss, exceeds))
+    return Comparison(
+        "optimizers",
+        ["books.toml"],
+        {"lr": [0.001, 0.003, 0.01, 0.03]},
+        [0, 1, 2],
+        1200,
+        1200 * TOKENS_PER_STEP,
+        "adamw",
+        results,
+        differences,
+        trials,
+        ["The model has half a million parameters. Larger ones can differ."],
+    )
+
+
+def made_trial(name: str, floor: float, best: float, lr: float, seed: int) -> TrialResult:
+    """Return a trial whose loss is the higher the farther its lr is from the `best`."""
+    loss = floor + 0.12 * math.log10(lr / best) ** 2 + 0.01 * (seed - 1) * (1 + len(name) % 3)
+    diverged = lr / best > 5
+    steps = np.arange(100, 1300, 100)
+    curve = loss + 3 * ((1 + steps / 100.0) ** -1.0 - 13.0**-1.0)
+    return TrialResult(
+        f"{name}-lr{lr:g}-seed{seed}",
+        name,
+        {"lr": lr},
+        seed,
+        "diverged" if diverged else "done",
+        "the loss is not finite: lower optimizer.lr" if diverged else "",
+        None if diverged else float(loss),
+        None if diverged else 300.0,
+        Curve([], [], [])
+        if diverged
+        else Curve(
+            (steps * float(TOKENS_PER_STEP)).tolist(), (steps / 4.0).tolist(), curve.tolist()
+        ),
+        f"trials/{name}-lr{lr:g}-seed{seed}",
+    )
