@@ -24,6 +24,7 @@ NAMES = {
     "plot",
     "prepare",
     "presets",
+    "report",
     "runs",
     "train",
 }
