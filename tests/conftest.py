@@ -1,6 +1,8 @@
 """What all tests share: CPU only, one thread per process, as many workers as cores."""
 
+import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the number of workers: a core each, and at most 4, since a test may start 4 ranks."""
     return min(os.cpu_count() or 1, 4)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs `torchmars COMMAND ARGS` in this process; returns its exit code, output and errors."""
+
+    def call(command, *args):
+        main = importlib.import_module(f"torchmars.commands.{command.replace('-', '_')}").main
+        monkeypatch.setattr(sys, "argv", [f"torchmars {command}", *map(str, args)])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return call

@@ -28,7 +28,7 @@ def train(file, ranks, output):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(call, monkeypatch, tmp_path):
     """Runs `torchmars bench ARGS`; returns its exit code, output and errors."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -37,14 +37,9 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["torchmars bench", *map(str, args)])
-        code = 0
-        try:
-            bench.main()
-        except SystemExit as ended:
-            code = ended.code
+        result = call("bench", *args)
         assert not list(scratch.glob("torchmars-bench-*"))  # whatever happens
-        return code, *capsys.readouterr()
+        return result
 
     return run
 

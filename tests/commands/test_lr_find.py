@@ -1,38 +1,30 @@
 """The command that finds learning rates worth trying."""
 
 import json
-import sys
 import tempfile
 
 import pytest
 
 from tests.commands.test_bench import train
 from tests.support.tiny import tiny_config, write_config, write_text
-from torchmars.commands import lr_find
-from torchmars.comparison import lr_range
+from torchmars.benchmark import measure
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(call, monkeypatch, tmp_path):
     """Runs `torchmars lr-find ARGS`; returns its exit code, output and errors."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(lr_range, "train", train)
+    monkeypatch.setattr(measure, "train", train)
     monkeypatch.setenv("NGPU", "1")
     write_text(tmp_path)
     write_config(tiny_config(tmp_path, optimizer={"lr": 0.01}), tmp_path / "tiny.toml")
 
     def run(*args):
-        command = ["torchmars lr-find", str(tmp_path / "tiny.toml"), *args]
-        monkeypatch.setattr(sys, "argv", command)
-        code = 0
-        try:
-            lr_find.main()
-        except SystemExit as ended:
-            code = ended.code
+        result = call("lr-find", tmp_path / "tiny.toml", *args)
         assert not list(scratch.glob("torchmars-lr-find-*"))  # whatever happens
-        return code, *capsys.readouterr()
+        return result
 
     return run
 

@@ -1,30 +1,20 @@
 """torchmars plot."""
 
-import sys
+import functools
 
 import pytest
 
 from tests.reports.test_plots import make_run
-from torchmars.commands import plot
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(call, monkeypatch, tmp_path):
     """Runs `torchmars plot ARGS` where there are two runs; returns exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
     for name in ("runs/a", "runs/b"):
         make_run(tmp_path / name, 3)
 
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["torchmars plot", *args])
-        code = 0
-        try:
-            plot.main()
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capsys.readouterr()
-
-    return run
+    return functools.partial(call, "plot")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The report command."""
 
+import functools
 import json
 import sys
 
@@ -13,20 +14,11 @@ pytest.importorskip("plotly")
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(call, monkeypatch, tmp_path):
     """Runs `torchmars report ARGS`; returns its exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["torchmars report", *map(str, args)])
-        code = 0
-        try:
-            report.main()
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capsys.readouterr()
-
-    return run
+    return functools.partial(call, "report")
 
 
 def test_where_the_page_is_written(run, tmp_path):

@@ -1,7 +1,7 @@
 """torchmars runs."""
 
+import functools
 import json
-import sys
 
 import pytest
 
@@ -10,20 +10,11 @@ from torchmars.commands import runs
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(call, monkeypatch, tmp_path):
     """Runs `torchmars runs ARGS`; returns its exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["torchmars runs", *args])
-        code = 0
-        try:
-            runs.main()
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capsys.readouterr()
-
-    return run
+    return functools.partial(call, "runs")
 
 
 def test_a_line_for_each_run(run, tmp_path):

@@ -1,14 +1,12 @@
 """What tests of comparisons share: a tiny config, and trials in processes that start quickly."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import Command
 from tests.support.tiny import tiny_config, write_config, write_text
-from torchmars.commands import compare
 from torchmars.comparison import local
 
 
@@ -35,21 +33,16 @@ def start_quickly(file, variables):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(call, monkeypatch):
     """Runs `torchmars compare ARGS`; returns its exit code, output and errors."""
     monkeypatch.setattr(local, "start_process", start_quickly)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["torchmars compare", *map(str, args)])
-        code = 0
         try:
-            compare.main()
-        except SystemExit as ended:
-            code = ended.code
+            return call("compare", *args)
         finally:
             os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        return code, *capsys.readouterr()
 
     return run

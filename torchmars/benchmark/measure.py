@@ -77,12 +77,7 @@ def measure(config: ResolvedConfig, warmup: int, steps: int, ranks: int) -> Meas
             needed = (warmup + steps) * config.training.global_batch_size * config.training.seq_len
             data = write_random_shards(config.data, needed + 1, folder / "shards")
             config = replace(config, data=data)
-        file = folder / "bench.toml"
-        file.write_text(config_text(config), encoding="utf-8")
-        with (folder / "output").open("w+") as output:
-            code = train(file, ranks, output.fileno())
-            output.seek(0)
-            printed = output.read()
+        code, printed = train_in(folder, config, ranks)
         if code:
             fail(code, printed)
         return read_measurement(config.run.path / METRICS_FILE, warmup, config)
@@ -115,6 +110,16 @@ def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> 
             config.metrics, log_interval=math.gcd(warmup, steps), tensorboard=False, wandb=False
         ),
     )
+
+
+def train_in(folder: Path, config: ResolvedConfig, ranks: int) -> tuple[int, str]:
+    """Train a config on this machine; return its exit code, and all that it printed."""
+    file = folder / "run.toml"
+    file.write_text(config_text(config), encoding="utf-8")
+    with (folder / "output").open("w+") as output:
+        code = train(file, ranks, output.fileno())
+        output.seek(0)
+        return code, output.read()
 
 
 def train(file: Path, ranks: int, output: int) -> int:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchmars.benchmark.measure import fail, short_run, train
+from torchmars.benchmark.measure import fail, short_run, train_in
 from torchmars.config import ResolvedConfig
-from torchmars.config.load import config_text
 from torchmars.config.optimizer import GROUPS, ResolvedOptimizer
 from torchmars.core.errors import EXIT_MISTAKE, UserError
 
@@ -51,12 +50,7 @@ def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: 
     with tempfile.TemporaryDirectory(prefix="torchmars-lr-find-") as scratch:
         folder = Path(scratch)
         config = rising_run(config, low, high, steps, folder)
-        file = folder / "lr-find.toml"
-        file.write_text(config_text(config), encoding="utf-8")
-        with (folder / "output").open("w+") as output:
-            code = train(file, ranks, output.fileno())
-            output.seek(0)
-            printed = output.read()
+        code, printed = train_in(folder, config, ranks)
         lrs, losses = read_losses(config.run.path / "metrics.jsonl")
         # A run that has diverged may end before its last step. That is what was to be found out.
         if code and not (code == EXIT_MISTAKE and len(losses) >= FEWEST):
