@@ -11,8 +11,33 @@ from torchmars.optim.matrices import Interval, intervals
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without gradient tracking."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """Return this rank's part of a tensor, without gradient tracking.
+
+    A tensor that only wraps another, such as a weight that FSDP is to gather in another dtype, has
+    no memory of its own: the result is the one inside.
+    """
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    if type(local) is Tensor or not hasattr(local, "__tensor_flatten__"):
+        return local
+    (inner, *_), _ = local.__tensor_flatten__()
+    return local_part(getattr(local, inner))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return a tensor, or DTensor, that shares memory with `tensor`, in no wrapper.
+
+    Without gradient tracking.
+    """
+    if not isinstance(tensor, DTensor):
+        return local_part(tensor)
+    return DTensor.from_local(
+        local_part(tensor),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def local_intervals(tensor: Tensor) -> tuple[Interval, ...]:
