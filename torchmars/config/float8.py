@@ -25,8 +25,8 @@ class Float8Config:
         """Raise `UserError` for an option without its recipe."""
         require(
             not self.all_gather or self.recipe == "tensorwise",
-            f'training.float8.all_gather does not go with training.float8.recipe = "{self.recipe}": '
-            'choose "tensorwise", or set it to false',
+            "training.float8.all_gather does not go with training.float8.recipe = "
+            f'"{self.recipe}": choose "tensorwise", or set it to false',
         )
         require(
             not self.emulate or self.recipe != "none",

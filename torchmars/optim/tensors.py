@@ -14,13 +14,20 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, without gradient tracking.
 
     A tensor that only wraps another, such as a weight that FSDP is to gather in another dtype, has
-    no memory of its own: the result is the one inside.
+    no memory of its own: the result is the one inside. Raises `TypeError` if that has not the same
+    values, as in a quantised weight.
     """
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if type(local) is Tensor or not hasattr(local, "__tensor_flatten__"):
         return local
-    (inner, *_), _ = local.__tensor_flatten__()
-    return local_part(getattr(local, inner))
+    # The protocol of torch's wrappers: first the attributes that hold tensors.
+    (name, *_), _ = local.__tensor_flatten__()
+    inner = getattr(local, name)
+    if (inner.shape, inner.dtype) != (local.shape, local.dtype):
+        raise TypeError(
+            f"a {type(local).__name__} of {local.dtype} has its values in a tensor of {inner.dtype}"
+        )
+    return local_part(inner)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

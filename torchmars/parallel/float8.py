@@ -66,7 +66,11 @@ def is_converted(module: nn.Module, name: str) -> bool:
 def converted_rows(model: Model) -> set[int]:
     """Return the numbers of rows of the weights that compute in float8."""
     modules = (module for block in model.blocks.values() for module in block.modules())
-    return {module.weight.shape[0] for module in modules if is_converted(module, "")}
+    return {
+        module.out_features
+        for module in modules
+        if isinstance(module, nn.Linear) and is_converted(module, "")
+    }
 
 
 def update_scales(part: nn.Module) -> None:
