@@ -55,7 +55,7 @@ def test_a_wrapped_weight_is_updated_as_a_plain_one(rule):
 
 def test_a_weight_of_other_values_is_refused():
     quantised = Wrapper(torch.zeros(6, 4, dtype=torch.int8), torch.float32)
-    with pytest.raises(TypeError, match="a Wrapper of torch.float32 has its values in .* int8"):
+    with pytest.raises(TypeError, match="a Wrapper of torch.float32 has its values in .*int8"):
         MARS([{"params": [nn.Parameter(quantised)], "rule": "adamw"}])
 
 
