@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
@@ -103,7 +104,7 @@ def test_a_run_learns_as_in_float32_and_goes_on_without_float8(tmp_path, recipe)
 
 
 def traffic_on(config):
-    """The bytes and times of each kind of collective of a backward pass, and the loss."""
+    """The bytes and times of each kind of collective of a backward pass, and what scales take."""
     layout = Layout.create(torch.device("cpu"), config.parallelism.degrees(2))
     model = ParallelModel(
         build_meta_model(config.model, 257, 32),
@@ -117,7 +118,10 @@ def traffic_on(config):
     torch.manual_seed(layout.world.rank)
     with TrafficCounter() as counter:
         model.backward([torch.randint(257, (2, 33))])
-    return {kind.operation: (counter.sent[kind], times) for kind, times in counter.times.items()}
+    found = {kind.operation: (counter.sent[kind], times) for kind, times in counter.times.items()}
+    with CommDebugMode() as scales:
+        model.follow_weights()
+    return found, scales.get_total_counts()
 
 
 def train_in_float8(configs, runs):
@@ -159,7 +163,9 @@ def test_weights_gathered_in_float8_are_those_that_layers_round_themselves(tmp_p
         tiny_tables(tmp_path, **sections(*each)) for each in (*parts, ("plain", 9, False))
     )
     configs = [tiny_config(tmp_path, **sections("none", 1, each)) for each in (True, False)]
-    (sent, own), said = run_ranks(train_in_float8, 2, configs, [*gathered, plain])[0]
+    ((sent, scales), (own, none)), said = run_ranks(
+        train_in_float8, 2, configs, [*gathered, plain]
+    )[0]
     assert "float8" in said[0] and "from step 3" in said[1]
     assert "changed   training.float8.all_gather True -> False" in said[2]
     assert metrics(plain) == metrics(gathered[0]) and list(metrics(plain)) == list(range(1, 10))
@@ -169,6 +175,5 @@ def test_weights_gathered_in_float8_are_those_that_layers_round_themselves(tmp_p
     # Half of each weight goes to the other rank, of 12 * 32 * 32 in each of two blocks.
     saved = (own["all-gather"][0] - sent["all-gather"][0]) / own["all-gather"][1]
     assert saved == 2 * 12 * 32 * 32 / 2 * (4 - 1)
-    assert {kind: times for kind, (_, times) in sent.items()} == {
-        kind: times for kind, (_, times) in own.items()
-    }
+    assert {kind: sent[kind][1] for kind in sent} == {kind: own[kind][1] for kind in own}
+    assert (scales, none) == (1, 0)
