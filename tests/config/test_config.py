@@ -161,6 +161,10 @@ def test_groups_of_the_optimizer(tmp_path):
             'training.dtype must be one of "auto", "float32", "bfloat16", got \'float8\'',
         ),
         (
+            ["--training.float8.recipe", "rowwise", "--training.float8.all_gather", "true"],
+            'training.float8.all_gather does not go with training.float8.recipe = "rowwise"',
+        ),
+        (
             ["--optimizer.matrix_dtype", "float16"],
             'optimizer.matrix_dtype must be one of "auto", "bfloat16", "mixed", "float32", got ',
         ),

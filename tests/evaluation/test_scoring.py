@@ -53,7 +53,6 @@ def scorer_on(layout, seq_len=SEQ_LEN, batch_size=2):
         ranks.device,
     )
     model.init_weights(0)
-    model.copy_tied_weights()
     return Scorer(model, ranks, ByteTokenizer(), batch_size)
 
 

@@ -9,11 +9,13 @@ from torchmars.config import (
     ParallelismConfig,
     TrainingConfig,
 )
+from torchmars.config.float8 import Float8Config
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
 
 SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 32}
+FLOAT8 = Float8Config("tensorwise", all_gather=True)
 LLAMA = {"name": "llama", "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 96, "n_layer": 4}
 
 
@@ -93,6 +95,26 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
             },
             "reshard_after_forward = 4 does not divide the 6 ranks",
         ),
+        (
+            2,
+            {"tp": 2, "training": {"float8": FLOAT8}},
+            "float8 does not go with parallelism.tp = 2",
+        ),
+        (
+            3,
+            {"training": {"float8": FLOAT8, "global_batch_size": 3}},
+            "3 ranks cannot share 32 rows",
+        ),
+        (
+            2,
+            {"cpu_offload": True, "training": {"float8": FLOAT8}},
+            "float8.all_gather does not go with parallelism.cpu_offload: set",
+        ),
+        (
+            4,
+            {"reshard_after_forward": 2, "training": {"float8": FLOAT8}},
+            "float8.all_gather does not go with parallelism.reshard_after_forward = 2: set",
+        ),
         (4, {"tp": 3}, "tp = 3 times parallelism.dp_shard = 1 does not make 4 ranks"),
     ],
 )
@@ -111,6 +133,7 @@ def test_what_does_not_fit_is_named(ranks, settings, message):
         (2, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),
         (2, {"pp_schedule": "ZBVZeroBubble", "activations": {"mode": "full"}}),  # no pipeline
         (2, {"pp": 2, "training": {"compile": True}, "activations": {"mode": "selective"}}),
+        (16, {"training": {"float8": FLOAT8}}),
         (8, {"cp": 2, "reshard_after_forward": 4}),  # weights are sharded over cp too
     ],
 )

@@ -53,7 +53,7 @@ def init_from(
                 "name a run or a checkpoint in checkpoint.init_from"
             )
         layout.on_all(lambda: load_weights(saved_weights, model.weights))
-        model.copy_tied_weights()
+        model.follow_weights()
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(Path(source), "full"))
     saved = layout.on_first(lambda: saved_shapes(folder))
@@ -76,7 +76,7 @@ def init_from(
         ours = optimizer_state(optimizer)
         state |= {name: value for name, value in ours.items() if name in saved_keys}
     read_state(folder, manifest, model.whole, state, saved, layout.control)
-    model.copy_tied_weights()
+    model.follow_weights()
     origin = f"weights of {folder}"
     if with_optimizer:
         counts = f"{len(taken)} of {len(manifest.optimizer)}"

@@ -25,6 +25,7 @@ from torchmars.core.files import read_bytes
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.optim.rules.rule import SQUARED_NORM
+from torchmars.optim.tensors import unwrapped
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
 
@@ -53,7 +54,7 @@ def training_state(
 
 def model_state(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights by their names in a checkpoint."""
-    return {f"model.{name}": value.detach() for name, value in weights.items()}
+    return {f"model.{name}": unwrapped(value) for name, value in weights.items()}
 
 
 def average_state(average: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -137,7 +138,7 @@ def load(
     if not has_average:
         state = {name: value for name, value in state.items() if not name.startswith("ema.")}
     read_state(folder, manifest, model.whole, state | random, saved, layout.control)
-    model.copy_tied_weights()
+    model.follow_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     set_rng_state(random)
     return has_average

@@ -11,8 +11,40 @@ from torchmars.optim.matrices import Interval, intervals
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without gradient tracking."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """Return this rank's part of a tensor, without gradient tracking.
+
+    A tensor that only wraps another, such as a weight that FSDP is to gather in another dtype, has
+    no memory of its own: the result is the one inside. Raises `TypeError` if that has not the same
+    values, as in a quantised weight.
+    """
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    if type(local) is Tensor or not hasattr(local, "__tensor_flatten__"):
+        return local
+    # The protocol of torch's wrappers: first the attributes that hold tensors.
+    (name, *_), _ = local.__tensor_flatten__()
+    inner = getattr(local, name)
+    if (inner.shape, inner.dtype) != (local.shape, local.dtype):
+        raise TypeError(
+            f"a {type(local).__name__} of {local.dtype} has its values in a tensor of {inner.dtype}"
+        )
+    return local_part(inner)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return a tensor, or DTensor, that shares memory with `tensor`, in no wrapper.
+
+    Without gradient tracking.
+    """
+    if not isinstance(tensor, DTensor):
+        return local_part(tensor)
+    return DTensor.from_local(
+        local_part(tensor),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def local_intervals(tensor: Tensor) -> tuple[Interval, ...]:

@@ -5,6 +5,7 @@ from torchmars.config.compile import compile_problem, needs_compile
 from torchmars.config.fields import require
 from torchmars.models import Model
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
+from torchmars.parallel.float8 import converted_rows
 
 
 def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
@@ -16,6 +17,7 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     check_sequences(config, degrees, model)
     check_pipeline(config, degrees, model)
     check_memory(config, degrees)
+    check_float8(config, degrees, model)
 
 
 def check_tensors(degrees: Degrees, model: Model) -> None:
@@ -75,14 +77,39 @@ def check_memory(config: Config, degrees: Degrees) -> None:
         f'parallelism.pp_schedule = "{parallelism.pp_schedule}", which splits the backward pass: '
         'choose "1F1B" or "Interleaved1F1B"',
     )
-    require(
-        config.training.float8.recipe == "none" or degrees.tp == 1,
-        f"training.float8 does not go with parallelism.tp = {degrees.tp}: choose another axis",
-    )
     shards, size = degrees.dp_shard * degrees.cp, parallelism.reshard_after_forward
     if isinstance(size, int):
         require(
             shards % size == 0,
             f"parallelism.reshard_after_forward = {size} does not divide the {shards} ranks that "
             'weights are sharded over: choose a divisor, or "always"',
+        )
+
+
+def check_float8(config: Config, degrees: Degrees, model: Model) -> None:
+    """Raise `UserError` for a layout on which layers cannot compute, or travel, in float8."""
+    float8, parallelism = config.training.float8, config.parallelism
+    require(
+        float8.recipe == "none" or degrees.tp == 1,
+        f"training.float8 does not go with parallelism.tp = {degrees.tp}: choose another axis",
+    )
+    if not float8.all_gather:
+        return
+    size = parallelism.reshard_after_forward
+    for option, used in (
+        (f"reshard_after_forward = {size}", isinstance(size, int)),
+        ("cpu_offload", parallelism.cpu_offload),
+    ):
+        require(
+            not used,
+            f"training.float8.all_gather does not go with parallelism.{option}: set one of them "
+            "back",
+        )
+    shards = degrees.dp_shard * degrees.cp
+    for rows in sorted(converted_rows(model)):
+        require(
+            rows % shards == 0,
+            f"training.float8.all_gather needs ranks that share the rows of each weight evenly: "
+            f"{shards} ranks cannot share {rows} rows. Set it to false, or choose another "
+            "parallelism.dp_shard",
         )

@@ -1,7 +1,9 @@
 """Linear layers whose matrix products are computed in float8, by torchao.
 
-Only the products change: parameters keep their names, shapes and float32 values. Source:
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433.
+Only the products change: parameters keep their names, shapes and float32 values. Where they are
+gathered in float8, their local tensors are wrappers of torchao's around those values, and
+`optim.tensors` sees through them. Source: Micikevicius et al. 2022, "FP8 Formats for Deep
+Learning", arXiv 2209.05433.
 """
 
 import importlib.util
@@ -47,7 +49,9 @@ def convert_layers(model: Model, config: Float8Config, device: torch.device) -> 
         # The recipe has no such option, and its result is frozen.
         object.__setattr__(layers, "emulate", config.emulate)
     else:
-        layers = Float8LinearConfig(emulate=config.emulate)
+        layers = Float8LinearConfig(
+            enable_fsdp_float8_all_gather=config.all_gather, emulate=config.emulate
+        )
     for block in model.blocks.values():
         convert_to_float8_training(block, config=layers, module_filter_fn=is_converted)
 
@@ -57,3 +61,23 @@ def is_converted(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and not any(
         size % UNIT for size in (module.in_features, module.out_features)
     )
+
+
+def converted_rows(model: Model) -> set[int]:
+    """Return the numbers of rows of the weights that compute in float8."""
+    modules = (module for block in model.blocks.values() for module in block.modules())
+    return {
+        module.out_features
+        for module in modules
+        if isinstance(module, nn.Linear) and is_converted(module, "")
+    }
+
+
+def update_scales(part: nn.Module) -> None:
+    """Compute the scales that weights are gathered in float8 with, after the weights have changed.
+
+    One all-reduce for all of them. Without it each gather would make one for each weight.
+    """
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(part)

@@ -17,6 +17,7 @@ from torchmars.models.documents import document_starts
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.cuts import blocks_of_stages, cut_model, sequence_unit, stage_ranks
+from torchmars.parallel.float8 import update_scales
 from torchmars.parallel.fsdp import call_before_reduction_ends, set_reduction, weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import chunk_tokens
@@ -65,7 +66,7 @@ class ParallelModel:
         """Copies batches to the GPU beside its other work, where they are staged."""
         self.staged: tuple[Sequence[Tensor], list[Inputs]] = [], []
         """The batch that was staged last, and what the passes over it take."""
-        self.parallelism = parallelism
+        self.parallelism, self.gathers_float8 = parallelism, training.float8.all_gather
         cp, tp = layout.group("cp"), layout.group("tp")
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), tp.size
         pipeline, ranks = layout.group("pp"), stage_ranks(parallelism)
@@ -127,11 +128,18 @@ class ParallelModel:
         """Fill the weights with their initial values, which do not depend on the layout."""
         for part in self.parts:
             init_weights(part.model, seed)
+        self.follow_weights()
 
-    def copy_tied_weights(self) -> None:
-        """Let a copy of the token table follow, after the weights have changed."""
+    def follow_weights(self) -> None:
+        """Let what is made from the weights follow, after they have changed.
+
+        That are the copy of a tied token table, and the scales of weights that travel in float8.
+        """
         if self.tied is not None:
             self.tied.copy_weights()
+        if self.gathers_float8:
+            for part in self.parts:
+                update_scales(part)
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on, or off."""

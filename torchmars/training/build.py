@@ -79,7 +79,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     max_grad_norm = training.max_grad_norm
     optimizer = build_optimizer(config.optimizer, max_grad_norm, whole, model.weights, layout, seed)
     whole_optimizer = build_optimizer(config.optimizer, max_grad_norm, whole)
-    optimizer.register_step_post_hook(lambda *_: model.copy_tied_weights())
+    optimizer.register_step_post_hook(lambda *_: model.follow_weights())
     average = MovingAverage(model.weights, training.ema_decay) if training.ema_decay else None
     if average is not None:
         optimizer.register_step_post_hook(lambda *_: average.update())

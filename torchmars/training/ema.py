@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchmars.optim.tensors import local_part
+from torchmars.optim.tensors import local_part, unwrapped
 
 
 class MovingAverage:
@@ -18,7 +18,7 @@ class MovingAverage:
     @torch.no_grad()
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
         self.decay = decay
-        self.values = {name: weight.detach().clone() for name, weight in weights.items()}
+        self.values = {name: unwrapped(weight).clone() for name, weight in weights.items()}
         """The average of each weight."""
         self._ours = [local_part(value) for value in self.values.values()]
         self._weights = [local_part(weight) for weight in weights.values()]
