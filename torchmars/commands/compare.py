@@ -185,7 +185,7 @@ def compare(study: Study, options: Compare) -> bool:
         check_settings(study)
         say("\n".join(introduction(study, runner.describe())))
         keep_compiled_in(study.folder / "compile_cache")
-        runner.prepare(study.tuning(study.contenders[0], study.lrs)[0])
+        runner.prepare()
         write_settings(study)
         results = Results(study)
 

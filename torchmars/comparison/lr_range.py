@@ -13,6 +13,7 @@ from torchmars.benchmark.measure import fail, short_run, train_in
 from torchmars.config import ResolvedConfig
 from torchmars.config.optimizer import GROUPS, ResolvedOptimizer
 from torchmars.core.errors import EXIT_MISTAKE, UserError
+from torchmars.metrics.journal import METRICS_FILE
 
 SMOOTHING = 0.9  # share of the losses before in the smoothed loss
 DIVERGED = 1.1  # a smoothed loss this many times the lowest has diverged
@@ -51,7 +52,7 @@ def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: 
         folder = Path(scratch)
         config = rising_run(config, low, high, steps, folder)
         code, printed = train_in(folder, config, ranks)
-        lrs, losses = read_losses(config.run.path / "metrics.jsonl")
+        lrs, losses = read_losses(config.run.path / METRICS_FILE)
         # A run that has diverged may end before its last step. That is what was to be found out.
         if code and not (code == EXIT_MISTAKE and len(losses) >= FEWEST):
             fail(code, printed)
