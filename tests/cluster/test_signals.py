@@ -1,5 +1,6 @@
 """Signals that stop a run, for a rank whose main thread is in a wait of C++ that never ends."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -43,6 +44,20 @@ def test_a_second_signal_ends_a_rank_that_waits_in_a_collective(number):
     finally:
         rank.kill()
         rank.wait()
+
+
+def test_a_signal_to_a_worker_does_not_stop_the_run():
+    """The worker is a fork: until it ignores signals it has the handlers of the run."""
+    with StopSignals() as signals:
+        worker = multiprocessing.get_context("fork").Process(
+            target=signal.raise_signal, args=(signal.SIGTERM,)
+        )
+        worker.start()
+        worker.join()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while signals.received is None:
+            time.sleep(0.01)
+        assert signals.received == "SIGUSR1"
 
 
 def test_afterwards_the_handlers_are_those_of_before():
