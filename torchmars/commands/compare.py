@@ -194,6 +194,7 @@ def compare(study: Study, options: Compare) -> bool:
             write_tables(found, study.folder)
             return found
 
+        write()  # so that it can be watched from the first trial on
         complete = run_trials(study, results, runner, write)
         found = write()
         plot_comparison(found, study.folder)
