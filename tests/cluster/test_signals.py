@@ -1,5 +1,6 @@
 """Signals that stop a run, for a rank whose main thread is in a wait of C++ that never ends."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,12 +9,15 @@ import time
 
 import pytest
 
-from torchmars.cluster.signals import ECHO_SECONDS, StopSignals
+from torchmars.cluster.signals import StopSignals
 
 STUCK = """
 import datetime, threading, time
 import torch.distributed as dist
+from torchmars.cluster import signals as module
 from torchmars.cluster.signals import StopSignals
+
+module.ECHO_SECONDS = 0
 
 def tell(signals):
     while signals.received is None:
@@ -35,14 +39,38 @@ def test_a_second_signal_ends_a_rank_that_waits_in_a_collective(number):
         assert rank.stdout.readline() == "waits\n"
         rank.send_signal(number)
         assert rank.stdout.readline() == f"{number.name}\n"
-        rank.send_signal(number)  # too early: the echo of a launcher
-        time.sleep(2 * ECHO_SECONDS)
-        assert rank.poll() is None
         rank.send_signal(number)
         assert rank.wait(timeout=600) == 128 + number
     finally:
         rank.kill()
         rank.wait()
+
+
+def test_the_echo_of_a_launcher_is_no_second_signal(monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    signals = StopSignals()
+    monkeypatch.setattr("torchmars.cluster.signals.ECHO_SECONDS", 3600)
+    for _ in range(2):
+        signals._receive(signal.SIGTERM)
+    assert signals.received == "SIGTERM" and not ended
+    monkeypatch.setattr("torchmars.cluster.signals.ECHO_SECONDS", -1)
+    signals._receive(signal.SIGTERM)
+    assert ended == [128 + signal.SIGTERM]
+
+
+def test_a_signal_to_a_worker_does_not_stop_the_run():
+    """The worker is a fork: until it ignores signals it has the handlers of the run."""
+    with StopSignals() as signals:
+        worker = multiprocessing.get_context("fork").Process(
+            target=signal.raise_signal, args=(signal.SIGTERM,)
+        )
+        worker.start()
+        worker.join()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while signals.received is None:
+            time.sleep(0.01)
+        assert signals.received == "SIGUSR1"
 
 
 def test_afterwards_the_handlers_are_those_of_before():

@@ -199,6 +199,27 @@ def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
     assert any("may not be tuned" in note for note in found.notes)
 
 
+def test_a_first_optimizer_that_cannot_start_does_not_end_the_others(run, config, monkeypatch):
+    """No trial is run: each fails as soon as it is started."""
+
+    class Failed:
+        def __init__(self, file, variables):
+            (file.parent / "output.log").write_text("error: it cannot be\n")
+
+        def poll(self):
+            return 2
+
+        wait = poll
+
+    (config.parent / "broken.toml").write_text(BROKEN)
+    monkeypatch.setattr(local, "start_process", Failed)
+    options = ["--optimizers", "broken.toml,adamw", "--seeds", "1", "--lr-grid", "1e-3"]
+    code, _, err = run(config, *options, "--folder", "found")
+    assert code == 0, err
+    found = read_comparison(config.parent / "found")
+    assert [each.reason for each in found.trials] == ["exit code 2: it cannot be"] * 2
+
+
 @pytest.mark.slow
 def test_trials_save_and_end_when_their_comparison_is_killed(config, tmp_path):
     """Real processes: none of them is left in the way of the next start."""

@@ -60,6 +60,8 @@ def test_a_job_is_submitted_once_also_when_the_waiting_process_dies(
     monkeypatch.setattr(SlurmTrials, "ended", die)
     with pytest.raises(Killed):
         run(config, *OPTIONS)
+    found = read_comparison(config.parent / "comparisons" / "tiny")
+    assert [each.state for each in found.trials] == ["pending"] * 2
     names = queue.read_text().splitlines()
     assert [name[:-13] for name in names] == ["adamw-lr0.001-seed0", "lion-lr0.001-seed0"]
     with pytest.raises(Killed):

@@ -75,3 +75,14 @@ def test_a_failure_says_why_and_is_tried_again(trial, output, reason, state):
     assert found.reason == f"exit code 1: {last_error(trial)}"
     forget_failure(trial)
     assert read_trial(trial, False).state == state
+
+
+def test_a_failure_without_a_word_is_not_given_the_reason_of_the_one_before(trial):
+    output = trial.folder / "output.log"
+    output.write_text("error: the data is gone\n")
+    (trial.folder / "failure.txt").write_text("exit code 1: the data is gone\n")
+    forget_failure(trial)
+    with output.open("a") as file:  # as a trial begins
+        file.write("Killed\n")
+    assert last_error(trial) == "Killed"
+    assert (trial.folder / "failed.log").read_text() == "error: the data is gone\n"

@@ -60,6 +60,18 @@ def test_tokens_and_seconds_of_steps(folder):
     assert run.seconds(steps).tolist() == [0, 5, 10, 40, 70]
 
 
+def test_a_report_without_a_speed_counts_as_the_next_one(folder):
+    speeds = {1: None, 2: 0.0, 10: 100.0, 20: None}
+    rows = (
+        {"step": step, "train/tokens": 100 * step, "train/tokens_per_second": speed}
+        for step, speed in speeds.items()
+    )
+    write_rows(folder, *rows)
+    run = read_run(folder)
+    assert run.seconds(np.array([0, 5, 10, 20])).tolist() == [0, 5, 10, 10]
+    assert run.last_step == 20
+
+
 def test_skipped_steps_are_those_since_the_report_before(folder):
     assert read_run(folder).skipped.steps.tolist() == []
     counts = [0, 2, 2, 1, 4]

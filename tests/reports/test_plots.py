@@ -15,7 +15,9 @@ from torchmars.reports.plots import at_steps, event_steps, plot_runs, smoothed
 def make_run(folder, steps=100, **more):
     """A run that was started again after step 40 and went back to step 60."""
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text("[training]\nsteps = 100\n")
+    (folder / "config.toml").write_text(
+        "[training]\nsteps = 100\nglobal_batch_size = 4\nseq_len = 128\n"
+    )
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             row = {"step": step, "train/loss": 5 / step, "train/tokens": 512 * step}
@@ -72,6 +74,14 @@ def test_a_run_without_metrics_is_a_mistake(tmp_path):
     with pytest.raises(UserError, match="has no metrics yet"):
         plot_runs([run], "tokens", [tmp_path / "plot.svg"])
     assert not (tmp_path / "plot.svg").exists()
+
+
+def test_a_run_that_has_not_reported_yet_is_drawn_beside_others(tmp_path):
+    runs = [make_run(tmp_path / "one"), make_run(tmp_path / "begun")]
+    (runs[1].folder / "metrics.jsonl").unlink()
+    for along in ("tokens", "step", "seconds"):
+        plot_runs([runs[0], read_run(runs[1].folder)], along, [tmp_path / "plot.svg"])
+        assert "begun" in texts(tmp_path / "plot.svg")
 
 
 def test_restarts_are_all_starts_but_the_first(tmp_path):

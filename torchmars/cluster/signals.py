@@ -84,6 +84,8 @@ class StopSignals:
         self.previous_pipe = signal.set_wakeup_fd(self.pipe.fileno(), warn_on_full_buffer=False)
         listener = threading.Thread(target=self._listen, args=(read, caught), daemon=True)
         listener.start()
+        # Else a signal to a data worker would be written there too, and stop the run.
+        os.register_at_fork(after_in_child=self._close_pipe)
         for number in caught:
             self.previous[number] = signal.signal(number, lambda number, frame: None)
         return self
@@ -91,9 +93,14 @@ class StopSignals:
     def __exit__(self, *exception: Any) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self.previous_pipe)
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        """Give up the pipe, which ends the thread. A forked child does so at its start."""
         if self.pipe is not None:
-            self.pipe.close()  # ends the thread
+            signal.set_wakeup_fd(self.previous_pipe)
+            self.pipe.close()
+            self.pipe = None
 
     def _listen(self, read: socket.socket, caught: tuple[signal.Signals, ...]) -> None:
         with read:

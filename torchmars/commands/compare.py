@@ -185,7 +185,7 @@ def compare(study: Study, options: Compare) -> bool:
         check_settings(study)
         say("\n".join(introduction(study, runner.describe())))
         keep_compiled_in(study.folder / "compile_cache")
-        runner.prepare(study.tuning(study.contenders[0], study.lrs)[0])
+        runner.prepare()
         write_settings(study)
         results = Results(study)
 
@@ -194,6 +194,7 @@ def compare(study: Study, options: Compare) -> bool:
             write_tables(found, study.folder)
             return found
 
+        write()  # so that it can be watched from the first trial on
         complete = run_trials(study, results, runner, write)
         found = write()
         plot_comparison(found, study.folder)

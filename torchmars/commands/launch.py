@@ -38,7 +38,7 @@ from torchmars.core.bounds import Range
 from torchmars.core.errors import EXIT_CODE_FILE, UserError, exit_on_user_error
 from torchmars.core.typed import make
 from torchmars.metrics.events import EventLog
-from torchmars.metrics.journal import METRICS_FILE, last_row
+from torchmars.metrics.journal import METRICS_FILE, last_step
 from torchmars.training.preparation import prepare_run
 
 # How long ranks that were asked to stop may take to save. torch 2.11 ends them after 30 seconds.
@@ -96,10 +96,9 @@ def main(options: list[str] | None = None) -> None:
 
 def record_failure(folder: Path, failure: Failure) -> None:
     """Add the failure of a rank to the events of the run in `folder`."""
-    newest = last_row(folder / METRICS_FILE, "step") or {"step": 0}
     EventLog(folder).add(
         "failed",
-        newest["step"],
+        last_step(folder / METRICS_FILE),
         rank=failure.rank,
         machine=failure.node,
         code=failure.code,

@@ -17,7 +17,6 @@ from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.results import check_results_file, write_results
 from torchmars.core.tables import table
-from torchmars.training.preparation import prepare_run
 
 PROG = "torchmars lr-find"
 ROWS = 16  # of the table
@@ -53,9 +52,7 @@ def main() -> None:
         high = options.high or config.optimizer.lr * 100
         if low >= high:
             raise UserError(f"--low {low:g} must be below --high {high:g}")
-        ranks = ranks_of(config)
-        prepare_run(config, ranks, 1)
-        found = find_lr(config, low, high, options.steps, ranks)
+        found = find_lr(config, low, high, options.steps, ranks_of(config))
         say("\n".join(report(found)))
         if options.json is not None:
             write_results(options.json, json.dumps(asdict(found), indent=2) + "\n")

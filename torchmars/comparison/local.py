@@ -48,9 +48,12 @@ class LocalTrials:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         return f"{self.jobs} at a time, each on {ranks} with {threads} of the CPU"
 
-    def prepare(self, first: Trial) -> None:
-        """Make the shards of all trials, and check what would end the first one at its start."""
-        prepare_run(first.config, self.ranks, 1)
+    def prepare(self) -> None:
+        """Make the shards of all trials, and check what would end each of them at its start.
+
+        What one of them alone has, such as a checkpoint that is damaged, ends that one.
+        """
+        prepare_run(self.study.base, self.ranks, 1)
 
     def start(self, trials: list[Trial]) -> None:
         """Start as many of the trials that are left to do as there is room for, in order."""

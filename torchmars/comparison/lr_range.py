@@ -13,6 +13,8 @@ from torchmars.benchmark.measure import fail, short_run, train_in
 from torchmars.config import ResolvedConfig
 from torchmars.config.optimizer import GROUPS, ResolvedOptimizer
 from torchmars.core.errors import EXIT_MISTAKE, UserError
+from torchmars.metrics.journal import METRICS_FILE
+from torchmars.training.preparation import prepare_run
 
 SMOOTHING = 0.9  # share of the losses before in the smoothed loss
 DIVERGED = 1.1  # a smoothed loss this many times the lowest has diverged
@@ -44,14 +46,15 @@ class LrRange:
 def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: int) -> LrRange:
     """Train `steps` steps whose optimizer.lr rises from `low` to `high`; return what they tell.
 
-    The learning rates of all groups keep their ratios. The run's data must be there. Raises
-    `UserError` for what ends the run at its start.
+    The learning rates of all groups keep their ratios. Raises `UserError` for what ends the run at
+    its start.
     """
     with tempfile.TemporaryDirectory(prefix="torchmars-lr-find-") as scratch:
         folder = Path(scratch)
         config = rising_run(config, low, high, steps, folder)
+        prepare_run(config, ranks, 1)
         code, printed = train_in(folder, config, ranks)
-        lrs, losses = read_losses(config.run.path / "metrics.jsonl")
+        lrs, losses = read_losses(config.run.path / METRICS_FILE)
         # A run that has diverged may end before its last step. That is what was to be found out.
         if code and not (code == EXIT_MISTAKE and len(losses) >= FEWEST):
             fail(code, printed)

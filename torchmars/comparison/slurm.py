@@ -41,9 +41,9 @@ class SlurmTrials:
         """Return how trials are run, in words."""
         return "as SLURM jobs, each on one machine"
 
-    def prepare(self, first: Trial) -> None:
+    def prepare(self) -> None:
         """Make the shards of all trials."""
-        prepare_data(first.config)
+        prepare_data(self.study.base)
 
     def start(self, trials: list[Trial]) -> None:
         """Submit the trials that are not in the queue."""

@@ -1,7 +1,6 @@
 """How far a trial is, by the files of its run; and what it leaves behind."""
 
 import contextlib
-import json
 import math
 import os
 from pathlib import Path
@@ -10,10 +9,12 @@ from torchmars.comparison.results import Curve, State, TrialResult
 from torchmars.comparison.study import Study, Trial
 from torchmars.config.load import config_text
 from torchmars.core.files import remove, write_durably
+from torchmars.metrics.journal import METRICS_FILE, last_step
 from torchmars.records.run import Run, read_run
 
 CONFIG_FILE = "trial.toml"
 OUTPUT_FILE = "output.log"
+FAILED_OUTPUT_FILE = "failed.log"  # the output of the try that failed last
 FAILURE_FILE = "failure.txt"  # why the run ended without being complete, in a line
 
 LONGEST_REASON = 300  # characters
@@ -81,10 +82,7 @@ def validation_curve(run: Run) -> tuple[Curve, int]:
 
 def steps_made(trial: Trial) -> int:
     """Return the last step that a trial has reported."""
-    for line in reversed(last_lines(trial.folder / "metrics.jsonl")):
-        with contextlib.suppress(ValueError, KeyError):
-            return int(json.loads(line)["step"])
-    return 0
+    return last_step(trial.folder / METRICS_FILE)
 
 
 def end_trial(trial: Trial, study: Study, code: int | None) -> TrialResult:
@@ -134,7 +132,11 @@ def last_lines(file: Path) -> list[str]:
 
 def forget_failure(trial: Trial) -> None:
     """Let a trial that failed be tried again. One that diverged would do so again."""
-    failure = trial.folder / FAILURE_FILE
+    failure, output = trial.folder / FAILURE_FILE, trial.folder / OUTPUT_FILE
     with contextlib.suppress(FileNotFoundError):
-        if LOWER_LR not in failure.read_text(encoding="utf-8"):
-            failure.unlink()
+        if LOWER_LR in failure.read_text(encoding="utf-8"):
+            return
+        # The next try may end without a word. Its reason must not be this one.
+        with contextlib.suppress(FileNotFoundError):
+            output.rename(trial.folder / FAILED_OUTPUT_FILE)
+        failure.unlink()

@@ -107,6 +107,12 @@ def last_row(file: Path, name: str) -> dict[str, Any] | None:
     return None
 
 
+def last_step(file: Path) -> int:
+    """Return the step of the newest line, 0 without one."""
+    row = last_row(file, "step")
+    return 0 if row is None else int(row["step"])
+
+
 def is_kept(line: str, step: int, validated: bool) -> bool:
     """Return whether a line stays when the run goes back to `step`."""
     try:

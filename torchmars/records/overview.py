@@ -8,7 +8,7 @@ from typing import Literal
 
 from torchmars.core.files import is_locked
 from torchmars.metrics.events import EVENTS_FILE
-from torchmars.metrics.journal import METRICS_FILE, last_row
+from torchmars.metrics.journal import METRICS_FILE, last_row, last_step
 from torchmars.records.run import CONFIG_FILE, SPEED, Run, read_run
 
 State = Literal["running", "stopped", "complete", "failed"]
@@ -43,7 +43,7 @@ def overview(folder: Path) -> Overview:
 
     return Overview(
         state_of(run),
-        int(last("step") or 0),
+        last_step(folder / METRICS_FILE),
         run.steps,
         last("train/loss"),
         last("validation/loss"),
@@ -71,8 +71,8 @@ def state_of(run: Run) -> State:
     if ended == "complete" or run.checkpoints[-1:] >= [run.steps]:
         return "complete"
     # Runs of older versions have no events.
-    reported = last_row(run.folder / METRICS_FILE, "step") or {"step": 0}
-    return "complete" if ended is None and reported["step"] >= run.steps else "failed"
+    reported = last_step(run.folder / METRICS_FILE)
+    return "complete" if ended is None and reported >= run.steps else "failed"
 
 
 def last_written(folder: Path) -> float:

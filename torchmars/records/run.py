@@ -61,6 +61,11 @@ class Run:
         return int(self.config["training"]["steps"])
 
     @property
+    def last_step(self) -> int:
+        """The last step that it has reported, 0 without one."""
+        return max((int(series.steps[-1]) for series in self.series.values()), default=0)
+
+    @property
     def skipped(self) -> Series:
         """How many steps each report found skipped since the one before, where there were some."""
         counted = self.series.get(SKIPPED)
@@ -93,13 +98,14 @@ class Run:
         """Return the seconds of training until each of `steps`, over all its starts.
 
         They are the tokens of each report over the tokens per second in it: without validations,
-        saves and the time in which it was stopped.
+        saves and the time in which it was stopped. A report without a speed counts as the next one.
         """
         speed = self.series.get(SPEED)
         if speed is None:
             return np.zeros(len(steps))
-        read = np.diff(self.tokens(speed.steps), prepend=0.0)
-        return interpolated(steps, speed.steps, np.cumsum(read / speed.values))
+        known = np.isfinite(speed.values) & (speed.values > 0)
+        read = np.diff(self.tokens(speed.steps[known]), prepend=0.0)
+        return interpolated(steps, speed.steps[known], np.cumsum(read / speed.values[known]))
 
 
 def interpolated(

@@ -104,8 +104,7 @@ def rounded(values: NDArray[np.float64]) -> list[float]:
 
 def axes(run: Run, knots: int = 200) -> dict[str, list[float]]:
     """Return tokens and seconds at some steps of a run. Between them they are nearly linear."""
-    ends = [series.steps[-1] for series in run.series.values()]
-    steps = np.unique(np.linspace(0, max(ends, default=0), knots).astype(np.int64))
+    steps = np.unique(np.linspace(0, run.last_step, knots).astype(np.int64))
     return {
         "step": steps.tolist(),
         "tokens": rounded(run.tokens(steps)),

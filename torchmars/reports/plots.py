@@ -180,8 +180,7 @@ def event_steps(run: Run, event: str) -> NDArray[np.int64]:
 
 def label_axis(runs: list[Run], along: Along, axes: Axes) -> None:
     """Give a panel the x axis of all: from 0 to where the last run ends, in numbers as 5 M."""
-    last = [max(each.steps[-1:].max(initial=0) for each in run.series.values()) for run in runs]
-    end = max(run.along(along, np.array([step]))[0] for run, step in zip(runs, last))
+    end = max(run.along(along, np.array([run.last_step]))[0] for run in runs)
     axes.set_xlim(-0.02 * end, 1.02 * end or None)
     axes.set_xlabel(along)
     if along == "seconds":

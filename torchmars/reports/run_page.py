@@ -77,7 +77,7 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
         "charts": [chart_json(chart, runs) for chart in charts],
         "others": [chart_json(chart, runs) for chart in others],
         "progress": [{"kind": "progress", "title": "Progress", "large": True}],
-        "steps": max([1, *map(last_step, runs)]),
+        "steps": max(1, *(run.last_step for run in runs)),
         "smooth": ONE_PERCENT if is_noisy(runs) else 0,
     }
     return page(
@@ -100,11 +100,6 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
 def is_noisy(runs: list[Run]) -> bool:
     """Return whether a run has so many rows that its curves are read better smoothed."""
     return any(len(run.series[TRAINING].steps) > NOISY for run in runs if TRAINING in run.series)
-
-
-def last_step(run: Run) -> int:
-    """Return the last step that a run has reported, 0 without one."""
-    return max((int(series.steps[-1]) for series in run.series.values()), default=0)
 
 
 def drawn(
@@ -145,7 +140,7 @@ def view(run: Run, name: str, index: int) -> RunView:
 
 def facts(run: Run) -> dict[str, str]:
     """Return how far a run is, by name; a dash stands for what is not known."""
-    step = last_step(run)
+    step = run.last_step
     here, written = np.array([step]), time.localtime(last_written(run.folder))
     return {
         "step": f"{step:,} of {run.steps:,}",
