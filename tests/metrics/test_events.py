@@ -25,9 +25,13 @@ def test_a_line_that_was_cut_short_costs_no_other(tmp_path):
         assert [event.kind for event in read_events(file)] == ["started", "saved"]
 
 
+BROKEN = [("Infinity", 1), (1, "Infinity"), ("NaN", 1), (1, "-Infinity")]
+
+
 def test_lines_that_are_no_events_are_passed_over(tmp_path):
     good = json.dumps({"time": 1.5, "event": "of a later version", "step": 3, "more": [1]})
     bad = ["[]", "3", "{}", '{"time": "x", "event": "a", "step": 1}', "\x00\xff", ""]
+    bad += [f'{{"time": {time}, "event": "a", "step": {step}}}' for time, step in BROKEN]
     (tmp_path / EVENTS_FILE).write_text("\n".join([*bad, good, *bad]))
     [event] = read_events(tmp_path / EVENTS_FILE)
     assert (event.time, event.facts) == (1.5, {"more": [1]})

@@ -15,11 +15,12 @@ from torchmars.comparison.trials import OUTPUT_FILE, write_trial
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.training.preparation import prepare_run
 
-# `torchmars train`, which is told to stop when its parent dies, were it by SIGKILL: 1 is Linux's
+# `torchmars train`, which Linux tells to stop when its parent dies, were it by SIGKILL: 1 is
 # PR_SET_PDEATHSIG. Else its run would go on alone, in the way of the comparison's next start.
 TRAIN = f"""
-import ctypes, runpy
-ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)})
+import ctypes, runpy, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)})
 runpy.run_module("torchmars.commands.train", run_name="__main__", alter_sys=True)
 """
 

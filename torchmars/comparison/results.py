@@ -127,6 +127,11 @@ class Comparison:
     notes: list[str]
     """What a reader must know of these results, a sentence or two each."""
 
+    def place_of(self, contender: ContenderResult) -> int:
+        """Return the place of a contender on the command line, from 0. It has its color by that."""
+        names = list(dict.fromkeys(each.contender for each in self.trials))
+        return names.index(contender.name)
+
     def trials_of(self, contender: ContenderResult) -> list[TrialResult]:
         """Return the trials of a contender's best settings, one for each seed that was run."""
         return [

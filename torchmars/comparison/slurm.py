@@ -27,8 +27,11 @@ class SlurmTrials:
     def __init__(self, study: Study) -> None:
         """Raises `UserError` where jobs cannot be submitted."""
         self.study = study
-        if shutil.which("sbatch") is None:
-            raise UserError("--slurm: there is no sbatch here: start it where jobs are submitted")
+        for program in ("sbatch", "squeue"):
+            if shutil.which(program) is None:
+                raise UserError(
+                    f"--slurm: there is no {program} here: start it where jobs are submitted"
+                )
         if not SCRIPT.is_file():
             raise UserError(
                 f"--slurm: {SCRIPT} is missing: install torchmars by pip install -e from its "

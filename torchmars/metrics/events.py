@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -69,5 +70,6 @@ def read_events(file: Path) -> list[Event]:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 row = json.loads(line)
                 time_of, kind, step = row.pop("time"), row.pop("event"), row.pop("step")
-                events.append(Event(str(kind), int(step), float(time_of), row))
+                if math.isfinite(time_of) and math.isfinite(step):
+                    events.append(Event(str(kind), int(step), float(time_of), row))
     return events

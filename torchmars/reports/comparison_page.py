@@ -63,7 +63,9 @@ def comparison_page(
         notes=found.notes,
         facts=facts(found),
         baseline=found.baseline,
-        contenders=[contender_row(each) for each in found.contenders],
+        contenders=[
+            {"place": found.place_of(each), **contender_row(each)} for each in found.contenders
+        ],
         differences=[difference_row(each) for each in found.differences],
         trials=[trial_row(each, folder, file) for each in found.trials],
     )
@@ -88,6 +90,7 @@ def drawn(found: Comparison, contender: ContenderResult) -> dict[str, Any]:
     best = {trial.name for trial in found.trials_of(contender)}
     return {
         "name": contender.name,
+        "place": found.place_of(contender),
         "finals": contender.losses,
         "mean": contender.mean,
         "saved": {

@@ -45,13 +45,13 @@ def draw_curves(
 ) -> None:
     """Draw the validation curves of each contender's best settings: mean and range over seeds."""
     tops = []
-    for number, contender in enumerate(found.contenders):
+    for contender in found.contenders:
         curves = [each.curve for each in found.trials_of(contender) if each.state == "done"]
         if not curves:
             continue
         losses = np.array([curve.losses for curve in curves], dtype=np.float64)
         places = np.mean([along(curve) for curve in curves], axis=0)
-        color = f"C{number % 10}"
+        color = f"C{found.place_of(contender) % 10}"
         axes.plot(places, losses.mean(0), color=color, label=contender.name)
         axes.fill_between(places, losses.min(0), losses.max(0), color=color, alpha=0.2, linewidth=0)
         tops.append(np.nanmax(losses[:, int(SHOWN_FROM * losses.shape[1])]))
@@ -65,7 +65,7 @@ def draw_tuning(axes: Any, found: Comparison) -> None:
 
     A cross at the top is a learning rate with which no trial is done.
     """
-    for number, contender in enumerate(found.contenders):
+    for contender in found.contenders:
         trials = [
             each
             for each in found.trials
@@ -79,7 +79,7 @@ def draw_tuning(axes: Any, found: Comparison) -> None:
         lrs = sorted(best)
         losses = np.array([best[lr] for lr in lrs])
         losses[np.isinf(losses)] = np.nan
-        color = f"C{number % 10}"
+        color = f"C{found.place_of(contender) % 10}"
         axes.plot(lrs, losses, marker="o", color=color, label=contender.name)
         missing = [lr for lr in lrs if np.isinf(best[lr])]
         where = axes.get_xaxis_transform()

@@ -21,7 +21,7 @@ function smoothingWindow() {
 }
 
 function shownRuns() {
-  return data.runs.map((run, index) => ({ run, index })).filter(({ index }) => !settings.hidden.has(index));
+  return data.runs.map((run, index) => ({ run, index: run.place ?? index })).filter(({ index }) => !settings.hidden.has(index));
 }
 
 // Return the x axis, and a function from a run and its steps to places on it.
