@@ -1,7 +1,15 @@
 "use strict";
 
 // What the reader has set. It is kept in the page's address, so that a reload keeps it.
-const DEFAULTS = { x: "step", logx: false, logy: false, smooth: 0, marks: true, renew: true, theme: "auto" };
+const DEFAULTS = {
+  x: "step",
+  logx: false,
+  logy: false,
+  smooth: 0,
+  marks: true,
+  renew: true,
+  theme: "auto",
+};
 const settings = { ...DEFAULTS, hidden: new Set(), range: null, open: null };
 // Makes the traces and the layout of a chart, by the kind of the chart: see the other scripts.
 const KINDS = {};
@@ -9,7 +17,12 @@ const charts = [];
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const byFinger = matchMedia("(pointer: coarse)").matches;
 // Buttons of a chart on a touch screen, where a drag scrolls the page, and the keys they stand for.
-const MOVES = [["‹", "ArrowLeft", "earlier"], ["−", "-", "zoom out"], ["+", "+", "zoom in"], ["›", "ArrowRight", "later"]];
+const MOVES = [
+  ["‹", "ArrowLeft", "earlier"],
+  ["−", "-", "zoom out"],
+  ["+", "+", "zoom in"],
+  ["›", "ArrowRight", "later"],
+];
 let data;
 
 // The page -------------------------------------------------------------------
@@ -28,10 +41,14 @@ async function start() {
     for (const chart of data[place.dataset.charts] ?? []) addChart(place, chart);
   scrollTo(0, scrolled);
   let resting;
-  addEventListener("scroll", () => {
-    clearTimeout(resting);
-    resting = setTimeout(writeAddress, 200);
-  }, { passive: true });
+  addEventListener(
+    "scroll",
+    () => {
+      clearTimeout(resting);
+      resting = setTimeout(writeAddress, 200);
+    },
+    { passive: true },
+  );
   addEventListener("hashchange", () => setTimeout(writeAddress));
   dark.addEventListener("change", applyTheme);
   renewNow();
@@ -63,7 +80,11 @@ function writeAddress() {
     const value = settings[name];
     if (value !== usual) given.set(name, typeof value === "boolean" ? Number(value) : value);
   }
-  if (settings.hidden.size) given.set("hide", [...settings.hidden].sort((a, b) => a - b));
+  if (settings.hidden.size)
+    given.set(
+      "hide",
+      [...settings.hidden].sort((a, b) => a - b),
+    );
   if (settings.range) given.set("range", settings.range);
   if (settings.open) given.set("open", [...settings.open]);
   history.replaceState({ scrolled: scrollY }, "", "#" + given);
@@ -73,10 +94,13 @@ function writeAddress() {
 function renewNow() {
   const box = document.querySelector("[name=renew]");
   if (!box) return;
-  setInterval(() => {
-    const busy = document.hidden || document.querySelector(".plot:hover, #controls:focus-within");
-    if (settings.renew && !busy) location.reload();
-  }, 1000 * Number(box.dataset.every));
+  setInterval(
+    () => {
+      const busy = document.hidden || document.querySelector(".plot:hover, #controls:focus-within");
+      if (settings.renew && !busy) location.reload();
+    },
+    1000 * Number(box.dataset.every),
+  );
 }
 
 // Controls ---------------------------------------------------------------------
@@ -89,14 +113,22 @@ function fillControls() {
     if (type === "checkbox") control.checked = settings[name];
     else control.value = settings[name];
     control.addEventListener("input", () => {
-      settings[name] = type === "checkbox" ? control.checked : type === "range" ? Number(control.value) : control.value;
+      settings[name] =
+        type === "checkbox"
+          ? control.checked
+          : type === "range"
+            ? Number(control.value)
+            : control.value;
       if (name === "x" || name === "logx") forgetZoom();
       if (name === "theme") applyTheme();
       else changed();
     });
   }
-  form.addEventListener("submit", event => event.preventDefault());
-  form.elements.reset.addEventListener("click", () => { forgetZoom(); changed(); });
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.elements.reset.addEventListener("click", () => {
+    forgetZoom();
+    changed();
+  });
   for (const box of document.querySelectorAll("[data-run]")) {
     const run = Number(box.dataset.run);
     box.parentElement.querySelector(".swatch").style.background = `var(--c${run % 10})`;
@@ -122,7 +154,7 @@ function fillControls() {
   for (const each of document.querySelectorAll("details[id]")) {
     if (settings.open) each.open = settings.open.has(each.id);
     each.addEventListener("toggle", () => {
-      settings.open = new Set([...document.querySelectorAll("details[id][open]")].map(d => d.id));
+      settings.open = new Set([...document.querySelectorAll("details[id][open]")].map((d) => d.id));
       writeAddress();
     });
   }
@@ -139,7 +171,8 @@ function changed() {
   const steps = smoothingWindow();
   const output = document.querySelector("output[name=window]");
   if (output) output.value = steps ? `${number(steps)} steps` : "off";
-  document.getElementById("controls").elements.reset.hidden = !settings.range && !charts.some(c => c.yRange);
+  document.getElementById("controls").elements.reset.hidden =
+    !settings.range && !charts.some((c) => c.yRange);
   for (const chart of charts) chart.stale = true;
   drawVisible();
   writeAddress();
@@ -152,13 +185,16 @@ function forgetZoom() {
 
 // Charts -----------------------------------------------------------------------
 
-const inView = new IntersectionObserver(entries => {
-  for (const entry of entries) {
-    const chart = charts.find(each => each.figure === entry.target);
-    chart.visible = entry.isIntersecting;
-  }
-  drawVisible();
-}, { rootMargin: "150px" });
+const inView = new IntersectionObserver(
+  (entries) => {
+    for (const entry of entries) {
+      const chart = charts.find((each) => each.figure === entry.target);
+      chart.visible = entry.isIntersecting;
+    }
+    drawVisible();
+  },
+  { rootMargin: "150px" },
+);
 
 function addChart(place, spec) {
   const figure = make("figure", { className: spec.large ? "large" : "", tabIndex: 0 });
@@ -181,7 +217,7 @@ function addChart(place, spec) {
   place.append(figure);
   const chart = { spec, figure, plot, note, stale: true, visible: false, yRange: null };
   charts.push(chart);
-  figure.addEventListener("keydown", event => byKey(chart, event));
+  figure.addEventListener("keydown", (event) => byKey(chart, event));
   inView.observe(figure);
 }
 
@@ -194,7 +230,9 @@ function draw(chart) {
   const made = KINDS[chart.spec.kind](chart.spec);
   const layout = baseLayout(made, chart);
   Plotly.react(chart.plot, made.traces, layout, {
-    displaylogo: false, responsive: true, displayModeBar: byFinger ? false : "hover",
+    displaylogo: false,
+    responsive: true,
+    displayModeBar: byFinger ? false : "hover",
     modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d"]],
     toImageButtonOptions: { format: "svg", filename: chart.spec.title.replace(/\W+/g, "-") },
   });
@@ -204,7 +242,7 @@ function draw(chart) {
   chart.figure.setAttribute("aria-busy", "false");
   if (chart.listens) return;
   chart.listens = true;
-  chart.plot.on("plotly_relayout", event => zoomed(chart, event));
+  chart.plot.on("plotly_relayout", (event) => zoomed(chart, event));
   chart.plot.on("plotly_doubleclick", () => {
     if (!chart.shared) return true;
     forgetZoom();
@@ -236,10 +274,13 @@ function byKey(chart, event) {
 function moveBy(chart, key) {
   const range = chart.plot.layout?.xaxis?.range;
   if (typeof range?.[0] !== "number") return false;
-  const [low, high] = range, width = high - low;
+  const [low, high] = range,
+    width = high - low;
   const moves = {
-    "+": [low + width / 4, high - width / 4], "-": [low - width / 2, high + width / 2],
-    ArrowLeft: [low - width / 5, high - width / 5], ArrowRight: [low + width / 5, high + width / 5],
+    "+": [low + width / 4, high - width / 4],
+    "-": [low - width / 2, high + width / 2],
+    ArrowLeft: [low - width / 5, high - width / 5],
+    ArrowRight: [low + width / 5, high + width / 5],
   };
   moves["="] = moves["+"];
   if (key !== "0" && !(key in moves)) return false;
@@ -256,42 +297,67 @@ function moveBy(chart, key) {
 
 function baseLayout(made, chart) {
   const style = getComputedStyle(document.documentElement);
-  const color = name => style.getPropertyValue(`--${name}`).trim();
+  const color = (name) => style.getPropertyValue(`--${name}`).trim();
   const line = {
-    gridcolor: color("grid"), linecolor: color("line"), zeroline: false, automargin: true,
-    ticks: "outside", ticklen: 4, tickcolor: color("line"),
+    gridcolor: color("grid"),
+    linecolor: color("line"),
+    zeroline: false,
+    automargin: true,
+    ticks: "outside",
+    ticklen: 4,
+    tickcolor: color("line"),
   };
   const spike = { spikecolor: color("quiet"), spikethickness: 1, spikedash: "solid" };
-  const x = { ...line, ...(!made.hover && spike), ...made.x }, y = { ...line, ...made.y };
+  const x = { ...line, ...(!made.hover && spike), ...made.x },
+    y = { ...line, ...made.y };
   chart.shared = Boolean(made.shared);
   if (chart.shared && settings.range) {
     x.range = settings.range;
     y.range = chart.yRange ?? rangeWithin(made, settings.range);
   }
   x.autorange = !x.range;
-  y.autorange = y.range ? false : y.autorange ?? true;
+  y.autorange = y.range ? false : (y.autorange ?? true);
   const many = made.traces.length > 16;
   return {
     margin: { l: 46, r: 14, t: made.legend ? 8 : 22, b: 36 },
-    paper_bgcolor: color("surface"), plot_bgcolor: color("surface"),
+    paper_bgcolor: color("surface"),
+    plot_bgcolor: color("surface"),
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("quiet") },
-    colorway: [...Array(10).keys()].map(n => color(`c${n}`)),
-    xaxis: x, yaxis: y, ...(made.y2 && { yaxis2: made.y2 }), shapes: made.shapes ?? [],
+    colorway: [...Array(10).keys()].map((n) => color(`c${n}`)),
+    xaxis: x,
+    yaxis: y,
+    ...(made.y2 && { yaxis2: made.y2 }),
+    shapes: made.shapes ?? [],
     showlegend: Boolean(made.legend),
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, itemclick: "toggle", ...made.legend },
+    legend: {
+      orientation: "h",
+      y: 1.02,
+      yanchor: "bottom",
+      x: 0,
+      itemclick: "toggle",
+      ...made.legend,
+    },
     hovermode: made.hover ?? (many ? "closest" : "x unified"),
-    hoverlabel: { bgcolor: color("surface"), bordercolor: color("line"), font: { color: color("text"), size: 12 }, namelength: 40 },
+    hoverlabel: {
+      bgcolor: color("surface"),
+      bordercolor: color("line"),
+      font: { color: color("text"), size: 12 },
+      namelength: 40,
+    },
     dragmode: byFinger ? false : "zoom",
     modebar: { bgcolor: "rgba(0,0,0,0)", color: color("quiet"), activecolor: color("accent") },
-    barmode: "stack", bargap: 0.35,
+    barmode: "stack",
+    bargap: 0.35,
     uirevision: false,
   };
 }
 
 // Return the y range of what lies within an x range, both as Plotly has them on a log axis.
 function rangeWithin(made, [low, high]) {
-  const xLog = made.x.type === "log", yLog = made.y.type === "log";
-  let least = Infinity, most = -Infinity;
+  const xLog = made.x.type === "log",
+    yLog = made.y.type === "log";
+  let least = Infinity,
+    most = -Infinity;
   for (const { x, y, stackgroup, yaxis } of made.traces) {
     if (stackgroup) return undefined;
     for (let i = 0; i < x.length; i++) {
@@ -325,7 +391,9 @@ function plain(text) {
 }
 
 function number(value) {
-  return Number(value.toPrecision(value >= 1000 ? 4 : 3)).toLocaleString("en-US", { maximumSignificantDigits: 6 });
+  return Number(value.toPrecision(value >= 1000 ? 4 : 3)).toLocaleString("en-US", {
+    maximumSignificantDigits: 6,
+  });
 }
 
 function colorOf(name) {
@@ -333,19 +401,20 @@ function colorOf(name) {
 }
 
 function pale(color, opacity) {
-  const parts = [1, 3, 5].map(at => parseInt(color.slice(at, at + 2), 16));
+  const parts = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
   return `rgba(${parts}, ${opacity})`;
 }
 
 // Return the value at `at` of the line through (xs, ys), both in order.
 function interpolated(xs, ys, at) {
   if (!xs.length || at <= xs[0]) return ys[0] ?? 0;
-  let low = 0, high = xs.length - 1;
+  let low = 0,
+    high = xs.length - 1;
   if (at >= xs[high]) return ys[high];
   while (high - low > 1) {
     const middle = (low + high) >> 1;
     if (xs[middle] <= at) low = middle;
     else high = middle;
   }
-  return ys[low] + (ys[high] - ys[low]) * (at - xs[low]) / (xs[high] - xs[low]);
+  return ys[low] + ((ys[high] - ys[low]) * (at - xs[low])) / (xs[high] - xs[low]);
 }
