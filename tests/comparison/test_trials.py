@@ -7,6 +7,7 @@ import pytest
 from tests.support.tiny import tiny_config, write_config
 from torchmars.comparison.study import Trial
 from torchmars.comparison.trials import forget_failure, last_error, read_trial, steps_made
+from torchmars.metrics.events import EventLog
 
 
 @pytest.fixture
@@ -40,14 +41,16 @@ def test_the_last_validation_ends_it(trial):
 
 def test_checkpoints_that_are_kept_must_be_there(trial):
     report(trial, 20, 3.0)
+    assert read_trial(trial, False).state == "done"
+    assert read_trial(trial, True).state == "pending"  # killed before its only save
     checkpoints = trial.config.run.checkpoints
     (checkpoints / "step-00000010").mkdir(parents=True)
-    assert read_trial(trial, False).state == "done"
     assert read_trial(trial, True).state == "pending"  # killed in its last save
     (checkpoints / "step-00000020").mkdir()
     assert read_trial(trial, True).state == "done"
     for folder in checkpoints.iterdir():
         folder.rmdir()
+    EventLog(trial.folder).add("complete", 20)
     assert read_trial(trial, True).state == "done"  # at a start that kept none
 
 

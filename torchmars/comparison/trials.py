@@ -34,8 +34,8 @@ def write_trial(trial: Trial) -> Path:
 def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
     """Return how far a trial is.
 
-    With `keep_checkpoints` it is done once its last checkpoint is written, unless it was done
-    without them before.
+    With `keep_checkpoints` it is done once its last checkpoint is written, or once its run said
+    that it is complete: it may have been so at a start that kept none.
     """
     run = existing_run(trial.folder)
     curve, steps = (Curve([], [], []), 0) if run is None else validation_curve(run)
@@ -43,8 +43,7 @@ def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
     state: State = "pending"
     reason, loss = "", None
     failure = trial.folder / FAILURE_FILE
-    saved = run.checkpoints if run is not None and keep_checkpoints else []
-    if steps == last and (last in saved or not saved):
+    if run is not None and steps == last and (not keep_checkpoints or is_saved(run)):
         loss = curve.losses[-1]
         state = "diverged" if loss is None else "done"
         reason = "its last validation loss is not finite" if loss is None else ""
@@ -78,6 +77,11 @@ def validation_curve(run: Run) -> tuple[Curve, int]:
     losses = [value if math.isfinite(value) else None for value in series.values.tolist()]
     curve = Curve(run.tokens(series.steps).tolist(), run.seconds(series.steps).tolist(), losses)
     return curve, int(series.steps[-1])
+
+
+def is_saved(run: Run) -> bool:
+    """Return whether a run has written its last checkpoint, which may be deleted by now."""
+    return run.steps in run.checkpoints or any(each.kind == "complete" for each in run.events)
 
 
 def steps_made(trial: Trial) -> int:
