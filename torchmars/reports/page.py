@@ -12,7 +12,8 @@ from typing import Any
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import write_durably
 
-SCRIPTS = ("page.js", "run_charts.js", "comparison_charts.js")
+STYLES = ("page.css", "charts.css")
+SCRIPTS = ("page.js", "charts.js", "run_charts.js", "comparison_charts.js")
 
 
 def page(template: str, data: dict[str, Any], renewed_every: int | None, **texts: Any) -> str:
@@ -29,7 +30,7 @@ def page(template: str, data: dict[str, Any], renewed_every: int | None, **texts
         loader=PackageLoader("torchmars.reports", "."), autoescape=True, undefined=StrictUndefined
     )
     return environment.get_template(template).render(
-        css=Markup(own_file("page.css")),
+        css=Markup("".join(map(own_file, STYLES))),
         script=Markup("\n".join([*map(own_file, SCRIPTS), "start();"])),
         plotly=plotly(),
         data=packed(json.dumps(data, allow_nan=False)),
