@@ -42,7 +42,7 @@ def test_where_the_page_is_written(run, tmp_path):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["nowhere"], "nowhere is not the folder of a run: it has no config.toml"),
+        (["nowhere"], "nowhere is not the folder of a run: it does not exist"),
         ([], "RUNS is missing"),
         (["c", "a"], "c is a comparison: name it alone"),
         (["a", "--out", "."], "--out: cannot write .: Is a directory"),

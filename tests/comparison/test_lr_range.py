@@ -24,7 +24,18 @@ def test_a_valley_is_found():
     # The smoothed loss is late by about 9 steps, a tenth of a decade.
     assert 0.09 < found.lowest < 0.13
     assert found.lowest < found.diverges < 0.15
-    assert found.grid() == pytest.approx([found.lowest * each for each in (0.125, 0.25, 0.5, 1)])
+    # The loss itself is 2% above its lowest at 10^-1.77: 6 / 0.043 = 1 + exp(4 (-1.77 + 3)).
+    assert math.log10(found.enough) == pytest.approx(-1.77 + 0.09, abs=0.05)
+    assert found.grid() == pytest.approx([found.enough * each for each in (0.25, 0.5, 1, 2)])
+
+
+def test_on_a_plateau_noise_does_not_say_which_rate():
+    lrs = [10 ** (-4 + number / 50) for number in range(201)]
+    losses = [max(3.0, 6 - 3 * number / 60) + 0.02 * (-1) ** number for number in range(201)]
+    losses[190] -= 0.1  # luck, two decades beyond the rate from which the loss falls no more
+    found = describe_range(lrs, losses, end=2.0)
+    assert found.lowest > lrs[180] and lrs[60] < found.enough < lrs[90]
+    assert found.diverges == 2.0
 
 
 def test_a_loss_that_only_falls_diverges_nowhere_and_one_that_only_rises_has_a_grid():
@@ -70,5 +81,5 @@ def test_losses_end_where_they_are_not_finite(tmp_path):
         '{"step": 2, "train/loss": 4.0, "train/lr": 0.2}\n'
         '{"step": 3, "train/loss": null, "train/lr": 0.4}\n'
     )
-    assert read_losses(file) == ([0.1, 0.2], [5.0, 4.0])
-    assert read_losses(tmp_path / "none") == ([], [])
+    assert read_losses(file) == ([0.1, 0.2], [5.0, 4.0], 0.4)
+    assert read_losses(tmp_path / "none") == ([], [], None)

@@ -159,8 +159,8 @@ def test_killed_and_resumed_it_finds_the_same(run, config, tmp_path, monkeypatch
 
     # Nothing is left to do; another setting is refused; another optimizer and seed are run.
     started = steer()
-    assert run(config, *OPTIONS, "--folder", "straight/found", "--optimizers", "adamw")[0] == 0
-    assert not started
+    code, out, _ = run(config, *OPTIONS, "--folder", "straight/found", "--optimizers", "adamw")
+    assert code == 0 and not started and "5 of the trials in this folder are not in" in out
     other = ["--optimizers", "adamw", "--folder", "straight/found", "--training.seq_len", "16"]
     code, _, err = run(config, *OPTIONS, *other)
     assert code == 2 and not started and "training.seq_len = 16 instead of 32" in err

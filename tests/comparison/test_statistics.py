@@ -6,7 +6,13 @@ import statistics
 import pytest
 
 from torchmars.comparison.results import Curve, Estimate
-from torchmars.comparison.statistics import difference, mean_with_interval, reached_at, saved
+from torchmars.comparison.statistics import (
+    difference,
+    mean_with_interval,
+    needed,
+    reached_at,
+    saved,
+)
 
 # The quantile of Student's distribution at 97.5% with 2 degrees of freedom, from a table.
 T2 = 4.30265
@@ -42,9 +48,22 @@ def test_savings_are_read_off_the_curve():
     baseline = Curve([100, 200, 300, 400], [10, 20, 30, 40], [5.0, 4.0, 3.5, 3.0])
     faster = Curve([100, 200, 300, 400], [20, 40, 60, 80], [4.0, 3.2, 2.8, 2.5])
     assert reached_at(faster, faster.tokens, 3.0) == 250  # half of the way from 3.2 to 2.8
-    assert saved(faster, faster.tokens, baseline, baseline.tokens) == 1 - 250 / 400
-    assert saved(faster, faster.seconds, baseline, baseline.seconds) == 1 - 50 / 40
-    assert saved(baseline, baseline.tokens, faster, faster.tokens) is None
+    assert needed(faster, faster.tokens, baseline, baseline.tokens) == 250 / 400
+    assert needed(faster, faster.seconds, baseline, baseline.seconds) == 50 / 40
+    assert needed(baseline, baseline.tokens, faster, faster.tokens) is None
     # The first that reaches it counts, also where the loss rises again or was not finite before.
     restless = Curve([1, 2, 3, 4], [1, 2, 3, 4], [None, 2.0, 4.0, 2.5])
     assert reached_at(restless, restless.tokens, 3.0) == 2
+
+
+def test_nobody_saves_more_than_all():
+    """Half, a fifth and a twentieth are needed: a geometric mean of 0.005^(1/3) = 0.171."""
+    found = saved([0.5, 0.2, 0.05])
+    assert found.mean == pytest.approx(1 - 0.005 ** (1 / 3))
+    half = T2 * statistics.stdev([math.log(0.5), math.log(0.2), math.log(0.05)]) / math.sqrt(3)
+    assert found.high == pytest.approx(1 - 0.005 ** (1 / 3) * math.exp(-half), rel=1e-5)
+    assert found.low == pytest.approx(1 - 0.005 ** (1 / 3) * math.exp(half), rel=1e-5)
+    assert found.low < found.mean < found.high < 1
+    # Twice as many is as far from 1 as half as many.
+    assert saved([2.0, 0.5]).mean == pytest.approx(0)
+    assert saved([0.8]) == Estimate(pytest.approx(0.2), None, None)

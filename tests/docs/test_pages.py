@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
+from torchmars.__main__ import commands
 from torchmars.config.load import load_config
 
 README = ROOT / "README.md"
@@ -40,6 +41,11 @@ def test_quickstart_is_the_documented_one():
         and f"step   1/{config.training.steps} | loss" in transcript
         and f"run       {config.run.path}, seed 0" in transcript
     )
+
+
+def test_every_command_is_in_the_list_of_commands():
+    listed = (ROOT / "docs" / "config.md").read_text()
+    assert not [name for name in commands() if f"| `torchmars {name}` |" not in listed]
 
 
 def test_tree_is_the_package():

@@ -103,11 +103,11 @@ def test_the_last_values_are_found_from_the_end(tmp_path):
     assert last_row(folder / "none", "step") is None
 
 
-def test_runs_are_found_two_levels_deep(tmp_path):
-    for name in ("a", "group/b", "group/c", "a/logs", "x/y/z"):
+def test_runs_are_found_three_levels_deep(tmp_path):
+    for name in ("a", "group/b", "group/c", "a/logs", "x/trials/z", "1/2/3/4"):
         make_run(tmp_path / name)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     names = [str(run.relative_to(tmp_path)) for run in find_runs(tmp_path)]
-    assert names == ["a", "group/b", "group/c"]
+    assert names == ["a", "group/b", "group/c", "x/trials/z"]
     assert find_runs(tmp_path / "a") == [tmp_path / "a"]

@@ -13,10 +13,10 @@ pytest.importorskip("plotly")
 
 
 def test_savings_in_words():
-    assert saved_text(Estimate(0.23, 0.15, 0.31), "fewer") == "23% fewer (−31% to −15%)"
-    assert saved_text(Estimate(-0.12, -0.25, 0.01), "less") == "12% more (−1% to +25%)"
-    assert saved_text(Estimate(0.2, None, None), "less") == "20% less"
-    assert saved_text(None, "less") == "–"
+    assert saved_text(Estimate(0.23, -0.15, 0.31)) == "23% (−15% to 31%)"
+    assert saved_text(Estimate(-0.12, -0.25, -0.01)) == "−12% (−25% to −1%)"
+    assert saved_text(Estimate(0.2, None, None)) == "20%"
+    assert saved_text(None) == "–"
 
 
 def test_links_of_trials(tmp_path):

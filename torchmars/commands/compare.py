@@ -41,8 +41,8 @@ class Compare:
     It may then have more optimizers, values and seeds.
     """
 
-    lr_grid: str
-    """Learning rates to try: "1e-3,2e-3,4e-3"."""
+    lr_grid: str | None = None
+    """Learning rates to try: "1e-3,2e-3,4e-3". Always needed."""
     optimizers: str = "adamw,adamw-mars-betas,mars-adamw,muon,mars-m"
     """Who takes part: names of files in train_configs/optimizers, and TOML files of your own with
     an [optimizer] section."""
@@ -92,6 +92,8 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
             "validation.interval = 0: optimizers are compared by their validation loss, so set the "
             "steps between validations"
         )
+    if options.lr_grid is None:
+        raise UserError("--lr-grid is missing: give the learning rates to try, 1e-3,2e-3,4e-3")
     if options.slurm and options.jobs is not None:
         raise UserError("--jobs has no meaning beside --slurm: leave one of them out")
     contenders = find_contenders(words(options.optimizers, "--optimizers"))

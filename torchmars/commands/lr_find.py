@@ -30,7 +30,7 @@ class LrFind:
     Trains the config once, in a folder that is deleted again, while optimizer.lr rises from --low
     to --high by the same factor at each step. The rates of other groups keep their ratio to it.
     Prints where the smoothed loss is lowest and where it diverges, and rates to give to torchmars
-    compare: the best one for a whole run is mostly lower than the one of the lowest loss here.
+    compare. These are about the lowest rate whose loss is within 2% of the lowest.
     """
 
     low: Rate | None = None
@@ -72,6 +72,7 @@ def report(found: LrRange) -> list[str]:
         *table([("lr", "loss", "smoothed"), *rows], right=(0, 1, 2)),
         "",
         *labelled("lowest", f"{min(found.smoothed):.4f} at lr {found.lowest:.2e}"),
+        *labelled("enough", f"within 2% of that from lr {found.enough:.2e} on"),
         *labelled("diverges", diverges),
         *labelled("try", "--lr-grid " + ",".join(f"{lr:.1e}" for lr in found.grid())),
     ]

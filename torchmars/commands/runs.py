@@ -25,7 +25,7 @@ class Runs:
     """List the runs there are: how far each is, and whether it runs.
 
     A run that neither runs nor was stopped nor is complete has failed: it was killed, or ended with
-    an error. Runs one level deeper are listed too.
+    an error. Runs up to three levels deep are listed, as in comparisons/NAME/trials/RUN.
     """
 
     folder: Positional[Path] = Path("runs")

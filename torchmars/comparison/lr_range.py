@@ -19,6 +19,7 @@ from torchmars.training.preparation import prepare_run
 SMOOTHING = 0.9  # share of the losses before in the smoothed loss
 DIVERGED = 1.1  # a smoothed loss this many times the lowest has diverged
 FEWEST = 10  # steps that tell anything
+NEAR = 1.02  # a smoothed loss this many times the lowest is as good: noise alone does as much
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,19 @@ class LrRange:
     """Their mean over the last rates, of which older ones count less."""
     lowest: float
     """The rate at which the smoothed loss is lowest."""
+    enough: float
+    """The lowest rate whose smoothed loss is within 2% of the lowest one."""
     diverges: float | None
-    """The rate beyond which the smoothed loss is 10% above its lowest; None if there is none."""
+    """The first rate whose smoothed loss is 10% above its lowest, or whose loss is not finite; None
+    if there is none."""
 
     def grid(self) -> list[float]:
-        """Return rates to compare: up to `lowest`, each twice the one before.
+        """Return rates to compare: about `enough`, each twice the one before.
 
-        A test of some hundred steps bears more than a whole run, whose best rate is lower.
+        Those up to `lowest` could all be too high: a loss that falls no more stays where it is over
+        a decade or two of rates, and noise says where in them it is lowest.
         """
-        return [self.lowest / 2**halvings for halvings in (3, 2, 1, 0)]
+        return [self.enough * 2.0**doublings for doublings in (-2, -1, 0, 1)]
 
 
 def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: int) -> LrRange:
@@ -54,7 +59,7 @@ def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: 
         config = rising_run(config, low, high, steps, folder)
         prepare_run(config, ranks, 1)
         code, printed = train_in(folder, config, ranks)
-        lrs, losses = read_losses(config.run.path / METRICS_FILE)
+        lrs, losses, end = read_losses(config.run.path / METRICS_FILE)
         # A run that has diverged may end before its last step. That is what was to be found out.
         if code and not (code == EXIT_MISTAKE and len(losses) >= FEWEST):
             fail(code, printed)
@@ -62,7 +67,7 @@ def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: 
         raise UserError(
             f"the loss was finite at {len(losses)} rates only: lower --low, or give more --steps"
         )
-    return describe_range(lrs, losses)
+    return describe_range(lrs, losses, end)
 
 
 def rising_run(
@@ -95,30 +100,34 @@ def with_lr(section: ResolvedOptimizer, lr: float) -> ResolvedOptimizer:
     )
 
 
-def read_losses(file: Path) -> tuple[list[float], list[float]]:
-    """Return learning rates and losses of a run's metrics, up to the first that is not finite."""
+def read_losses(file: Path) -> tuple[list[float], list[float], float | None]:
+    """Return learning rates and losses of a run's metrics, up to the first that is not finite.
+
+    The third is the rate of that one, None where all are finite.
+    """
     lrs: list[float] = []
     losses: list[float] = []
     if file.exists():
         for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
             if "train/lr" in row:
                 if row["train/loss"] is None:
-                    break
+                    return lrs, losses, row["train/lr"]
                 lrs.append(row["train/lr"])
                 losses.append(row["train/loss"])
-    return lrs, losses
+    return lrs, losses, None
 
 
-def describe_range(lrs: list[float], losses: list[float]) -> LrRange:
-    """Return what the losses at rising rates tell."""
+def describe_range(lrs: list[float], losses: list[float], end: float | None = None) -> LrRange:
+    """Return what the losses at rising rates tell. At the rate `end` the loss is not finite."""
     smoothed = smooth(losses)
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    enough = next(lr for lr, loss in zip(lrs, smoothed) if loss <= NEAR * smoothed[lowest])
     beyond = [
         lr
         for lr, loss in zip(lrs[lowest:], smoothed[lowest:])
         if loss > DIVERGED * smoothed[lowest]
     ]
-    return LrRange(lrs, losses, smoothed, lrs[lowest], beyond[0] if beyond else None)
+    return LrRange(lrs, losses, smoothed, lrs[lowest], enough, beyond[0] if beyond else end)
 
 
 def smooth(values: list[float]) -> list[float]:

@@ -1,5 +1,6 @@
 """What trials tell: means and spreads, differences, and what is saved, with 95% intervals."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -68,13 +69,28 @@ def reached_at(curve: Curve, along: Sequence[float], loss: float) -> float | Non
     return None
 
 
-def saved(
+def needed(
     curve: Curve, along: Sequence[float], baseline: Curve, along_baseline: Sequence[float]
 ) -> float | None:
-    """Return the share of the baseline's tokens, or seconds, that a trial does without.
+    """Return the share of the baseline's tokens, or seconds, that a trial needs for its final loss.
 
-    It is what the trial does not need for the baseline's final loss. None: it never reaches it.
+    It is above 1 where the trial needs more of them. None: it never reaches that loss.
     """
     target = baseline.losses[-1]
-    needed = None if target is None else reached_at(curve, along, target)
-    return None if needed is None else 1 - needed / along_baseline[-1]
+    place = None if target is None else reached_at(curve, along, target)
+    return None if place is None else place / along_baseline[-1]
+
+
+def saved(needed: Sequence[float]) -> Estimate:
+    """Return what is saved where these shares are `needed`, one for each seed.
+
+    It is 1 minus their geometric mean, with Student's interval of their logarithms: an interval of
+    the shares themselves could end above 1, and nobody saves more than all.
+    """
+    logs = mean_with_interval([math.log(share) for share in needed])
+    low, high = logs.low, logs.high
+    return Estimate(
+        -math.expm1(logs.mean),
+        None if high is None else -math.expm1(high),
+        None if low is None else -math.expm1(low),
+    )

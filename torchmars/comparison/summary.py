@@ -13,8 +13,9 @@ from torchmars.comparison.results import (
     Estimate,
     TrialResult,
 )
-from torchmars.comparison.statistics import difference, mean_with_interval, saved
+from torchmars.comparison.statistics import difference, needed, saved
 from torchmars.comparison.study import Plan, Study, Trial
+from torchmars.comparison.trials import trial_folders
 
 
 def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Comparison:
@@ -95,7 +96,7 @@ def savings(
         return None, None, f"no seed with which both it and {BASELINE} are done"
 
     def shares(along: Callable[[Curve], list[float]]) -> list[float]:
-        found = [saved(own, along(own), other, along(other)) for own, other in pairs]
+        found = [needed(own, along(own), other, along(other)) for own, other in pairs]
         return [each for each in found if each is not None]
 
     tokens = shares(lambda curve: curve.tokens)
@@ -107,8 +108,7 @@ def savings(
             None,
             never if missed == len(pairs) else (f"{never} with {missed} of {len(pairs)} seeds"),
         )
-    seconds = mean_with_interval(shares(lambda curve: curve.seconds))
-    return mean_with_interval(tokens), seconds, ""
+    return saved(tokens), saved(shares(lambda curve: curve.seconds)), ""
 
 
 def differences(contenders: list[ContenderResult]) -> list[Difference]:
@@ -132,9 +132,23 @@ def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialRes
     ended = [f"{count} {state}" for state, count in counts.items() if count and state != "pending"]
     if ended:
         found.append(
-            f"Of {len(trials)} trials {' and '.join(ended)}: the table of trials says why."
+            f"Of {len(trials)} trials {' and '.join(ended)}: the table of trials in table.md says "
+            "why."
+        )
+    if not counts["pending"] and (left_out := len(trial_folders(study) - {t.name for t in trials})):
+        found.append(
+            f"{left_out} of the trials in this folder are not in these tables, since the command "
+            "does not name their optimizers, settings or seeds. Name these to have them back."
         )
     for each in contenders:
+        repeats = [t for t in trials if t.contender == each.name and t.settings == each.best]
+        lost = [t for t in repeats if t.state in ("failed", "diverged")]
+        if lost:
+            found.append(
+                f"With its best settings {each.name} has no result of {len(lost)} of "
+                f"{len(repeats)} seeds. Its mean and spread are those of the others, which "
+                "flatters it."
+            )
         for setting, end in each.edges.items():
             found.append(
                 f"The best {setting} of {each.name} is the {end} that was tried: it may not be "

@@ -31,6 +31,11 @@ def write_trial(trial: Trial) -> Path:
     return file
 
 
+def trial_folders(study: Study) -> set[str]:
+    """Return the names of the trials that have a folder, also by commands that named others."""
+    return {file.parent.name for file in study.folder.glob(f"trials/*/{CONFIG_FILE}")}
+
+
 def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
     """Return how far a trial is.
 

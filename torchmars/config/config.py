@@ -74,7 +74,8 @@ class Config:
         )
         require(
             schedule.min_lr <= optimizer.lr,
-            f"schedule.min_lr = {schedule.min_lr} is above optimizer.lr = {optimizer.lr}: lower it",
+            f"schedule.min_lr = {schedule.min_lr} is above optimizer.lr = {optimizer.lr}: "
+            "lower schedule.min_lr",
         )
         resolved = {"data": data, "optimizer": optimizer, "schedule": schedule}
         return ResolvedConfig(**vars(self) | resolved)

@@ -85,8 +85,8 @@ def last_written(folder: Path) -> float:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the folders of runs in `folder`, one or two levels deep, or itself if it is one."""
-    patterns = ("", "*/", "*/*/")
+    """Return the folders of runs in `folder`, up to three levels deep, or itself if it is one."""
+    patterns = ("", "*/", "*/*/", "*/*/*/")  # the last as comparisons/NAME/trials/RUN
     found = (folder.glob(pattern + CONFIG_FILE) for pattern in patterns)
     runs: list[Path] = []
     for run in (file.parent for level in found for file in sorted(level)):

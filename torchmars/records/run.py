@@ -120,8 +120,11 @@ def read_run(folder: Path) -> Run:
     """Return the run in `folder`. Raises `UserError` if there is none, or its files are damaged."""
     file = folder / CONFIG_FILE
     if not file.is_file():
-        why = path_problem(folder, "folder") or f"it has no {CONFIG_FILE}"
-        raise UserError(f"{folder} is not the folder of a run: {why}")
+        lacks = f"it has no {CONFIG_FILE}" if folder.exists() else "it does not exist"
+        why = path_problem(folder, "folder") or lacks
+        raise UserError(
+            f"{folder} is not the folder of a run: {why}: name one that torchmars runs lists"
+        )
     config = read_toml(file)
     training = config.get("training")
     if not (isinstance(training, dict) and isinstance(training.get("steps"), int)):

@@ -56,10 +56,11 @@ def comparison_page(
         },
         renewed_every,
         title=found.name,
-        subtitle=f"A comparison of {len(found.contenders)} optimizers. {folder.absolute()}.",
+        subtitle=f"A comparison of optimizers. {folder.absolute()}.",
         sections={id: name for id, name in sections.items() if name},
         has_steps=False,
         folder=str(folder),
+        config=" ".join(found.config),
         notes=found.notes,
         facts=facts(found),
         baseline=found.baseline,
@@ -75,7 +76,6 @@ def facts(found: Comparison) -> dict[str, str]:
     """Return what was compared, by name."""
     states = Counter(trial.state for trial in found.trials)
     return {
-        "config": " ".join(found.config),
         "tokens of each trial": short(found.tokens),
         "steps": f"{found.steps:,}",
         "seeds": ", ".join(map(str, found.seeds)),
@@ -140,26 +140,18 @@ def contender_row(contender: ContenderResult) -> dict[str, str]:
         "mean": DASH if contender.mean is None else f"{contender.mean:.4f}",
         "spread": DASH if contender.spread is None else f"{contender.spread:.4f}",
         "seeds": str(len(contender.losses)),
-        "tokens": saved_text(contender.tokens_saved, "fewer"),
-        "time": saved_text(contender.seconds_saved, "less"),
+        "tokens": saved_text(contender.tokens_saved),
+        "time": saved_text(contender.seconds_saved),
         "remark": "; ".join([*at_edge, *([contender.remark] if contender.remark else []), *rule]),
     }
 
 
-def saved_text(saved: Estimate | None, fewer: str) -> str:
-    """Return a share that is saved in words, with its interval. `fewer` is the word for less."""
+def saved_text(saved: Estimate | None) -> str:
+    """Return a share that is saved with its interval, in percent."""
     if saved is None:
         return DASH
-    which = fewer if saved.mean >= 0 else "more"
-    text = f"{abs(saved.mean):.0%} {which}"
-    if saved.low is None or saved.high is None:
-        return text
-    return f"{text} ({signed_percent(-saved.high)} to {signed_percent(-saved.low)})"
-
-
-def signed_percent(share: float) -> str:
-    """Return a share with its sign, in percent."""
-    return f"{share:+.0%}".replace("-", "−")
+    interval = "" if saved.low is None else f" ({saved.low:.0%} to {saved.high:.0%})"
+    return f"{saved.mean:.0%}{interval}".replace("-", "−")
 
 
 def difference_row(each: Difference) -> dict[str, str]:
