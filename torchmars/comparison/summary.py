@@ -102,7 +102,7 @@ def savings(
     tokens = shares(lambda curve: curve.tokens)
     if len(tokens) < len(pairs):
         missed = len(pairs) - len(tokens)
-        never = f"it never reaches {BASELINE}'s final loss"
+        never = f"it stays above {BASELINE}'s loss"
         return (
             None,
             None,
