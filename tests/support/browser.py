@@ -64,5 +64,7 @@ def open_page(started: Any, file: Path, address: str = "", **options: Any) -> Op
     opened.page.on("pageerror", lambda error: opened.messages.append(str(error)))
     opened.page.on("request", lambda request: opened.requests.append(request.url))
     opened.page.goto(file.as_uri() + address)
+    # On a phone the first chart may begin below what is seen, and only what is near that is drawn.
+    opened.page.locator("figure").first.scroll_into_view_if_needed(timeout=PATIENCE)
     opened.page.wait_for_selector(DRAWN, timeout=PATIENCE)
     return opened
