@@ -248,8 +248,11 @@ def test_a_second_signal_ends_at_once(config, tmp_path):
 
 
 @needs_proc
-def test_sigquit_ends_at_once_without_saving(config, tmp_path):
-    process = begun(config)
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "ignored"])
+def test_sigquit_ends_at_once_without_saving(config, tmp_path, ignored):
+    """Also where it is ignored at the start, as in what a script starts in the background."""
+    within = {"within": ["bash", "-c", 'trap "" QUIT; exec "$0" "$@"']}
+    process = begun(config, start=start, **within) if ignored else begun(config)
     process.send_signal(signal.SIGQUIT)
     process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + signal.SIGQUIT

@@ -44,11 +44,13 @@ def ignore_stop_signals(*unused: Any) -> None:
 
 
 def follow_launcher() -> None:
-    """Send this process, a rank, `ORPHANED` once its launcher is gone.
+    """Send this process, a rank, `ORPHANED` once its launcher is gone; let SIGQUIT end it.
 
     `StopSignals` takes that for a request to save and end. Outside of it, it ends the process.
     A process that was started alone has no launcher.
     """
+    # A launcher ends its ranks by SIGQUIT. What a script starts in the background ignores it.
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     launcher = int(os.environ.get(LAUNCHER, os.getppid())) if under_torchrun else None
 
