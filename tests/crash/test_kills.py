@@ -19,17 +19,19 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.config.load import config_from_tables
 
 
-def tables_of(folder, name, steps, parallelism):
-    return tiny_tables(
+def tables_of(folder, name, steps, overrides):
+    tables = tiny_tables(
         folder,
         run={"name": name},
         model={"dropout": 0.1},
         training={"steps": steps},
         schedule={"name": "constant"},
-        parallelism=parallelism,
         checkpoint={"interval": 4, "keep_last": 2},
         validation={"interval": 50, "windows": 4},
     )
+    for section, table in overrides.items():
+        tables[section] = tables.get(section, {}) | table
+    return tables
 
 
 HOLDING = """
@@ -131,10 +133,14 @@ def finish(launcher, log):
     assert launcher.wait(timeout=600) == 0, Path(log.name).read_text()[-3000:]
 
 
-def campaign(folder, kills, steps, ranks=2, parallelism=None):
+def campaign(folder, kills, steps, ranks=2, **overrides):
+    """Kill a run `kills` times, and compare it with one that nobody killed.
+
+    `overrides` replace keys of its config's sections.
+    """
     write_text(folder)
     straight, killed = (
-        tables_of(folder, name, steps, parallelism or {}) for name in ("straight", "killed")
+        tables_of(folder, name, steps, overrides) for name in ("straight", "killed")
     )
     with (folder / "straight.log").open("w") as log:
         assert launch(straight, ranks, log).wait(timeout=600) == 0, (
@@ -192,5 +198,15 @@ def test_a_hundred_kills(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to find ranks")
-def test_twenty_kills_of_a_pipeline_of_shards(tmp_path):
-    assert campaign(tmp_path, kills=20, steps=200, ranks=4, parallelism={"pp": 2}) >= 5
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (4, {"parallelism": {"pp": 2}}),
+        (4, {"parallelism": {"cp": 2}, "model": {"dropout": 0.0}}),
+        (2, {"training": {"ema_decay": 0.9}}),
+        (2, {"optimizer": {"mode": "exact"}}),
+    ],
+    ids=["a pipeline of shards", "sequences cut over shards", "a moving average", "exact mode"],
+)
+def test_ten_kills(tmp_path, ranks, overrides):
+    assert campaign(tmp_path, 10, 150, ranks, **overrides) >= 3
