@@ -1,13 +1,18 @@
 """The page of runs: what it says, and what it does in a browser."""
 
 import json
+import random
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from tests.support.browser import PATIENCE, browser, open_page
 from tests.support.records import made_run
+from torchmars.metrics.events import Event
 from torchmars.records.run import read_run
-from torchmars.reports.events import entries_of
+from torchmars.reports.events import entries_of, some_of
+from torchmars.reports.page import plotly
 from torchmars.reports.run_page import differences, run_page
 
 pytest.importorskip("plotly")
@@ -48,6 +53,45 @@ def test_events_in_words(tmp_path):
         ("skipped", 61, "3 since the report before"),
     ]
     assert [each.from_step for each in entries if each.kind == "rollback"] == [45]
+
+
+class CountedStep(int):
+    """A step that counts how often it is compared."""
+
+    compared = 0
+
+    def __lt__(self, other):
+        CountedStep.compared += 1
+        return int(self) < int(other)
+
+    def __gt__(self, other):
+        CountedStep.compared += 1
+        return int(self) > int(other)
+
+
+def test_many_events_take_little_time_and_room(tmp_path):
+    run = read_run(made_run(tmp_path / "run", 3000))
+    rng, kinds = random.Random(0), ("saved", "sample", "rollback")
+    run.events.extend(
+        Event(rng.choice(kinds), CountedStep(number - rng.randrange(9)), 1.8e9, {"from_step": 0})
+        for number in range(10, 3000)
+    )
+    run.series["train/skipped_steps"].values[:] = np.arange(3000.0)
+    entries = entries_of(run, "run")
+    assert CountedStep.compared < 100 * len(entries)
+    skipped = [n for n, each in enumerate(entries) if each.kind == "skipped"]
+    assert len(skipped) == 2999 and [entries[n].step for n in skipped] == list(range(2, 3001))
+    for number in skipped:  # it comes before the first event of a later step
+        others = [each.step for each in entries[:number] if each.kind != "skipped"]
+        assert max(others, default=0) <= entries[number].step
+        after = next((each for each in entries[number:] if each.kind != "skipped"), None)
+        assert after is None or after.step > entries[number].step
+    drawn = some_of(entries, 200)
+    assert Counter(each.kind for each in drawn) == {"saved": 200, "rollback": 200, "skipped": 200}
+    assert drawn[0] is entries[0] and drawn[-1] is entries[-1]
+    text = run_page([run])
+    assert text.count("<tr data-kind=") == 1000 and text.count('<details id="sample-') == 100
+    assert len(text) - len(plotly()) < 2**20
 
 
 def test_what_differs():

@@ -44,6 +44,8 @@ def main() -> None:
         runs = [read_run(folder) for folder in options.runs]
         files = files_of(options)
         plot_runs(runs, options.x, files)
+        for run in runs:
+            run.warn_of_damage()
         for file in files:
             say(f"wrote {file}")
 

@@ -49,6 +49,7 @@ def main() -> None:
         if options.follow:
             follow(subject, file)
         write_page(file, subject.page(file))
+        subject.warn()
         say(f"report    {file}")
 
 

@@ -15,7 +15,9 @@ from torchmars.core.files import path_problem
 from torchmars.core.options import parse
 from torchmars.core.results import check_results_file, write_results
 from torchmars.core.tables import table
+from torchmars.metrics.lines import warn_of_damage
 from torchmars.records.overview import Overview, find_runs, overview
+from torchmars.records.run import LINES
 
 HEADINGS = ("run", "step", "loss", "validation", "tokens/s", "last write", "state")
 
@@ -56,6 +58,9 @@ def main() -> None:
             return
         rows = [HEADINGS, *(row(run, each) for run, each in found.items())]
         say("\n".join(table(rows, right=range(1, len(HEADINGS) - 1))))
+        for run, each in found.items():
+            if isinstance(each, Overview):
+                warn_of_damage(run / LINES, each.damaged_lines)
 
 
 def row(folder: Path, run: Overview | UserError) -> tuple[str, ...]:

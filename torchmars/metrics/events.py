@@ -2,12 +2,14 @@
 
 import contextlib
 import json
-import math
 import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
+
+from torchmars.metrics.lines import Lines, Row, check_types, read_lines
 
 EVENTS_FILE = "events.jsonl"
 
@@ -22,6 +24,23 @@ EVENTS_FILE = "events.jsonl"
 #   failed    message, whose last line says what; of a crash also rank, machine, code
 # A run whose processes were all killed has no event of its end, and starts again.
 Kind = Literal["started", "saved", "spike", "rollback", "sample", "stopped", "complete", "failed"]
+# The types of what events have. What a later version adds is shown as it is.
+NUMBER: tuple[type, ...] = (float, int)
+FACTS: dict[str, tuple[type, ...]] = {
+    "time": NUMBER,
+    "event": (str,),
+    "ranks": (int,),
+    "machines": (int,),
+    "changes": (list,),
+    "checkpoint": (str,),
+    "seconds": NUMBER,
+    "mib": NUMBER,
+    "loss": NUMBER,
+    "from_step": (int,),
+    "text": (str,),
+}
+OTHER_FACTS = (str, float, int, bool, NoneType, list)
+END_OF_TIME = 253402214400.0  # the last day of the year 9999, with which calendars end
 
 
 @dataclass(frozen=True)
@@ -62,14 +81,15 @@ class EventLog:
                 os.close(descriptor)
 
 
-def read_events(file: Path) -> list[Event]:
-    """Return the events in a file, oldest first, without a line that a crash cut short."""
-    events = []
-    with contextlib.suppress(OSError):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                row = json.loads(line)
-                time_of, kind, step = row.pop("time"), row.pop("event"), row.pop("step")
-                if math.isfinite(time_of) and math.isfinite(step):
-                    events.append(Event(str(kind), int(step), float(time_of), row))
-    return events
+def read_events(file: Path) -> Lines[Event]:
+    """Return the events in a file, oldest first. Raises `UserError` if it cannot be read."""
+    return read_lines(file, event_of)
+
+
+def event_of(row: Row) -> Event:
+    """Return the event that a line tells. Raises `ValueError` for any other line."""
+    check_types(row, FACTS, OTHER_FACTS)
+    if not {"time", "event"} <= set(row) or not 0 <= row["time"] <= END_OF_TIME:
+        raise ValueError("it has no time, or is no event")
+    kind, step, seconds = row.pop("event"), row.pop("step"), row.pop("time")
+    return Event(kind, step, float(seconds), row)

@@ -1,15 +1,15 @@
 """metrics.jsonl: one line of JSON for each report, kept through crashes and full disks."""
 
-import contextlib
 import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from types import NoneType
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
+from torchmars.metrics.lines import Row, check_types, opened, parse_line, read_lines, warn_of_damage
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -37,12 +37,11 @@ class Journal:
             os.close(self.descriptor)
             self.descriptor = None
         self.pending = b""
+        rows = read_lines(self.path, measurements)
+        warn_of_damage(self.path, rows.damaged)
+        kept = [json.dumps(row) + "\n" for row in rows if is_kept(row, step, validated)]
         try:
-            text = ""
-            if self.path.exists():
-                text = self.path.read_text(encoding="utf-8", errors="replace")
-            lines = [line for line in text.splitlines() if is_kept(line, step, validated)]
-            write_durably(self.path, "".join(line + "\n" for line in lines))
+            write_durably(self.path, "".join(kept))
             self.descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             raise UserError(
@@ -84,27 +83,49 @@ class Journal:
             self.warned = True
 
 
-def last_row(file: Path, name: str) -> dict[str, Any] | None:
-    """Return the newest line that has the measurement `name`, "step" for any; None without one.
+def measurements(row: Row) -> Row:
+    """Return a line's step and measurements. Raises `ValueError` for anything but numbers."""
+    return check_types(row, {}, (float, int, NoneType))
 
-    It is read from the end of the file, so that it takes no time for a long run.
+
+def last_rows(file: Path, names: tuple[str, ...]) -> tuple[dict[str, Row], int]:
+    """Return the newest line with each measurement of `names` that there is, "step" for any.
+
+    And how many of the lines that were looked at for them are damaged. It is read from the end of
+    the file, so that it takes no time for a long run.
     """
-    key, size = f'"{name}": '.encode(), 2**16
-    with contextlib.suppress(OSError), file.open("rb") as stream:
+    size, keys = 2**16, {name: f'"{name}": '.encode() for name in names}
+    found: dict[str, Row] = {}
+    damaged = 0
+    with opened(file) as stream:
         length = stream.seek(0, os.SEEK_END)
         while True:
             begin = max(length - size, 0)
             stream.seek(begin)
-            lines = stream.read(length - begin).split(b"\n")
-            # The first one is cut, unless the file begins with it.
-            for line in reversed(lines[begin > 0 :]):
-                with contextlib.suppress(ValueError):
-                    if key in line and isinstance(row := json.loads(line), dict):
-                        return row
+            # The first line is cut, unless the file begins with it; the last may not be complete.
+            lines = stream.read(length - begin).split(b"\n")[begin > 0 :]
+            found, damaged = {}, 0
+            for number, line in enumerate(reversed(lines)):
+                left = [name for name in names if name not in found]
+                if not left:
+                    return found, damaged
+                if not any(keys[name] in line for name in left):
+                    continue
+                try:
+                    row = measurements(parse_line(line))
+                except ValueError:
+                    damaged += number > 0
+                    continue
+                found |= {name: row for name in left if name in row}
             if begin == 0:
-                return None
+                break
             size *= 8
-    return None
+    return found, damaged
+
+
+def last_row(file: Path, name: str) -> Row | None:
+    """Return the newest line that has the measurement `name`, "step" for any; None without one."""
+    return last_rows(file, (name,))[0].get(name)
 
 
 def last_step(file: Path) -> int:
@@ -113,12 +134,8 @@ def last_step(file: Path) -> int:
     return 0 if row is None else int(row["step"])
 
 
-def is_kept(line: str, step: int, validated: bool) -> bool:
+def is_kept(row: Row, step: int, validated: bool) -> bool:
     """Return whether a line stays when the run goes back to `step`."""
-    try:
-        values = json.loads(line)
-        if values["step"] == step:
-            return validated or "validation/loss" not in values
-        return values["step"] < step
-    except (ValueError, KeyError, TypeError):  # cut short by a crash
-        return False
+    if row["step"] == step:
+        return validated or "validation/loss" not in row
+    return bool(row["step"] < step)

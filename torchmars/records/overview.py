@@ -8,7 +8,7 @@ from typing import Literal
 
 from torchmars.core.files import is_locked
 from torchmars.metrics.events import EVENTS_FILE
-from torchmars.metrics.journal import METRICS_FILE, last_row, last_step
+from torchmars.metrics.journal import METRICS_FILE, last_rows, last_step
 from torchmars.records.run import CONFIG_FILE, SPEED, Run, read_run
 
 State = Literal["running", "stopped", "complete", "failed"]
@@ -31,24 +31,25 @@ class Overview:
     tokens_per_second: float | None
     written: float
     """When it wrote last, in seconds since 1970."""
+    damaged_lines: int = 0
+    """How many lines were left out of what was read."""
 
 
 def overview(folder: Path) -> Overview:
     """Return how far the run in `folder` is. Raises `UserError` if it is damaged, or none."""
     run = read_run(folder)
-
-    def last(name: str) -> float | None:
-        value = (last_row(folder / METRICS_FILE, name) or {}).get(name)
-        return value if isinstance(value, int | float) else None
-
+    names = ("step", "train/loss", "validation/loss", SPEED)
+    rows, damaged = last_rows(folder / METRICS_FILE, names)
+    last = {name: row[name] for name, row in rows.items()}
     return Overview(
         state_of(run),
-        last_step(folder / METRICS_FILE),
+        last.get("step", 0),
         run.steps,
-        last("train/loss"),
-        last("validation/loss"),
-        last(SPEED),
+        last.get("train/loss"),
+        last.get("validation/loss"),
+        last.get(SPEED),
         last_written(folder),
+        run.events.damaged + damaged,
     )
 
 

@@ -1,6 +1,5 @@
 """A run as its folder tells it: config, curves, events."""
 
-import contextlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,19 +7,21 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic_core import from_json
 
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config.toml_files import Tables, read_toml
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.metrics.events import EVENTS_FILE, Event, read_events
-from torchmars.metrics.journal import METRICS_FILE
+from torchmars.metrics.journal import METRICS_FILE, measurements
+from torchmars.metrics.lines import Lines, Row, read_lines, warn_of_damage
 
 # What curves can be drawn along.
 Along = Literal["tokens", "step", "seconds"]
 
 CONFIG_FILE = "config.toml"
+LINES = "*.jsonl"  # its files of lines, in what is said of them
+LARGEST = 10**15  # what counts steps and tokens of a step is smaller
 TOKENS, SPEED, SKIPPED = "train/tokens", "train/tokens_per_second", "train/skipped_steps"
 
 
@@ -48,12 +49,25 @@ class Run:
     @cached_property
     def series(self) -> dict[str, Series]:
         """Every measurement in metrics.jsonl, by name, such as train/loss."""
-        return read_series(self.folder / METRICS_FILE)
+        return self._metrics[0]
 
     @cached_property
-    def events(self) -> list[Event]:
+    def events(self) -> Lines[Event]:
         """What happened to it, oldest first; never forgotten, also not by a rollback."""
         return read_events(self.folder / EVENTS_FILE)
+
+    def warn_of_damage(self) -> None:
+        """Print how many lines of its metrics and events are left out, if any are."""
+        warn_of_damage(self.folder / LINES, self.damaged)
+
+    @property
+    def damaged(self) -> int:
+        """How many lines of its metrics and events are damaged, and left out."""
+        return self._metrics[1] + self.events.damaged
+
+    @cached_property
+    def _metrics(self) -> tuple[dict[str, Series], int]:
+        return read_series(self.folder / METRICS_FILE)
 
     @property
     def steps(self) -> int:
@@ -91,7 +105,13 @@ class Run:
         reported = self.series.get(TOKENS)
         if reported is None:
             training = self.config["training"]
-            return steps.astype(np.float64) * (training["global_batch_size"] * training["seq_len"])
+            sizes = [training.get(name) for name in ("global_batch_size", "seq_len")]
+            if not all(type(size) is int and 0 < size < LARGEST for size in sizes):
+                raise UserError(
+                    f"{self.folder / CONFIG_FILE} has no training.global_batch_size or no "
+                    "training.seq_len: restore it, or leave this run out"
+                )
+            return steps.astype(np.float64) * sizes[0] * sizes[1]
         return interpolated(steps, reported.steps, reported.values)
 
     def seconds(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -127,52 +147,35 @@ def read_run(folder: Path) -> Run:
         )
     config = read_toml(file)
     training = config.get("training")
-    if not (isinstance(training, dict) and isinstance(training.get("steps"), int)):
+    steps = training.get("steps") if isinstance(training, dict) else None
+    if type(steps) is not int or not 0 <= steps < LARGEST:
         raise UserError(f"{folder} is not the folder of a run: {file} has no training.steps")
     return Run(folder, config)
 
 
-def read_series(file: Path) -> dict[str, Series]:
-    """Return the measurements in metrics.jsonl by name; lines that are damaged are left out.
+def read_series(file: Path) -> tuple[dict[str, Series], int]:
+    """Return the measurements in metrics.jsonl by name, and how many lines are damaged.
 
     Raises `UserError` if the file cannot be read.
     """
     # Rows with the same names make a table, row after row, which numpy takes at once.
     tables: dict[tuple[str, ...], list[Any]] = {}
-    try:
-        with file.open("rb") as stream:
-            for line in stream:
-                with contextlib.suppress(ValueError):
-                    row = from_json(line)
-                    if isinstance(row, dict) and isinstance(row.get("step"), int):
-                        tables.setdefault(tuple(row), []).extend(row.values())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
+
+    def take(row: Row) -> None:
+        tables.setdefault(tuple(measurements(row)), []).extend(row.values())
+
+    damaged = read_lines(file, take).damaged
     parts: dict[str, list[Series]] = {}
     for names, cells in tables.items():
-        columns = dict(zip(names, numbers(cells).reshape(-1, len(names)).T.copy()))
+        columns = dict(zip(names, np.array(cells, np.float64).reshape(-1, len(names)).T.copy()))
         steps = columns.pop("step").astype(np.int64)
         for name, values in columns.items():
             parts.setdefault(name, []).append(Series(steps, values))
-    return {name: joined(of_name) for name, of_name in parts.items()}
-
-
-def numbers(cells: list[Any]) -> NDArray[np.float64]:
-    """Return numbers as an array; None, and what is no number, is NaN."""
-    try:
-        return np.array(cells, dtype=np.float64)
-    except (ValueError, TypeError):
-        return np.array(
-            [cell if isinstance(cell, int | float) else None for cell in cells], dtype=np.float64
-        )
+    return {name: joined(of_name) for name, of_name in parts.items()}, damaged
 
 
 def joined(parts: list[Series]) -> Series:
     """Return series of the same measurement as one, by steps."""
-    if len(parts) == 1:
-        return parts[0]
     steps = np.concatenate([part.steps for part in parts])
     order = np.argsort(steps, kind="stable")
     return Series(steps[order], np.concatenate([part.values for part in parts])[order])

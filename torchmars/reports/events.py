@@ -1,8 +1,12 @@
 """What happened to a run, in words."""
 
 import time
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from torchmars.metrics.events import Event
 from torchmars.records.run import Run
@@ -47,10 +51,24 @@ def entries_of(run: Run, name: str) -> list[Entry]:
         Entry(name, each.kind, each.step, each.time, words(each, before), from_step(each))
         for before, each in zip([None, *events], events)
     ]
-    for skipped in skips(run, name):
-        later = (n for n, each in enumerate(found) if each.step > skipped.step)
-        found.insert(next(later, len(found)), skipped)
-    return found
+    # The first event of a later step is the first at which the highest step so far is later.
+    highest = list(accumulate((each.step for each in found), max))
+    placed = [(bisect_right(highest, each.step), 0, each) for each in skips(run, name)]
+    placed += [(number, 1, each) for number, each in enumerate(found)]
+    return [each for *_, each in sorted(placed, key=lambda place: place[:2])]
+
+
+def some_of(entries: list[Entry], most: int) -> list[Entry]:
+    """Return entries in their order, of each kind at most `most`, evenly spaced."""
+    places: dict[str, list[int]] = {}
+    for number, each in enumerate(entries):
+        places.setdefault(each.kind, []).append(number)
+    kept = {
+        of_kind[place]
+        for of_kind in places.values()
+        for place in np.linspace(0, len(of_kind) - 1, min(most, len(of_kind))).astype(int)
+    }
+    return [entries[number] for number in sorted(kept)]
 
 
 def words(event: Event, before: Event | None) -> str:

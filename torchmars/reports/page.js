@@ -21,7 +21,7 @@ async function start() {
   history.scrollRestoration = "manual"; // the browser would scroll before there are charts
   const scrolled = history.state?.scrolled ?? 0;
   readAddress();
-  data = JSON.parse(await unpacked("data"));
+  data = JSON.parse(await unpacked("data"), ownFields);
   settings.smooth ??= data.smooth;
   const script = document.createElement("script");
   script.textContent = await unpacked("plotly");
@@ -138,8 +138,8 @@ function fillControls() {
     });
   for (const box of document.querySelectorAll("input[data-kind]"))
     box.addEventListener("input", () => {
-      for (const row of document.querySelectorAll(`tr[data-kind="${box.dataset.kind}"]`))
-        row.hidden = !box.checked;
+      for (const row of document.querySelectorAll("tr[data-kind]"))
+        if (row.dataset.kind === box.dataset.kind) row.hidden = !box.checked;
     });
   for (const each of document.querySelectorAll("details[id]")) {
     if (settings.open) each.open = settings.open.has(each.id);
@@ -185,9 +185,17 @@ function button(text, className, act) {
   return made;
 }
 
-// Plotly reads some HTML in texts: names and samples are shown as they are.
+// Plotly reads some HTML and templates in texts: names and events are shown as they are.
 function plain(text) {
-  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const escaped = { "&": "&amp;", "<": "&lt;", ">": "&gt;", "%": "&#37;" };
+  return String(text).replace(/[&<>%]/g, (letter) => escaped[letter]);
+}
+
+// Return an object as JSON has it, whose fields are its own: a measurement or a kind of event may
+// be called as what every object has, such as "constructor".
+function ownFields(name, value) {
+  const isTable = value && typeof value === "object" && !Array.isArray(value);
+  return isTable ? Object.assign(Object.create(null), value) : value;
 }
 
 function number(value) {

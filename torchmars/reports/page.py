@@ -29,7 +29,7 @@ def page(template: str, data: dict[str, Any], renewed_every: int | None, **texts
     environment = Environment(
         loader=PackageLoader("torchmars.reports", "."), autoescape=True, undefined=StrictUndefined
     )
-    return environment.get_template(template).render(
+    text = environment.get_template(template).render(
         css=Markup("".join(map(own_file, STYLES))),
         script=Markup("\n".join([*map(own_file, SCRIPTS), "start();"])),
         plotly=plotly(),
@@ -38,6 +38,8 @@ def page(template: str, data: dict[str, Any], renewed_every: int | None, **texts
         renewed_every=renewed_every,
         **texts,
     )
+    # Names of files and texts of events may have what no UTF-8 file can: half of a pair of UTF-16.
+    return text.encode(errors="backslashreplace").decode()
 
 
 @cache

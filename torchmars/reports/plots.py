@@ -33,6 +33,7 @@ LOG = "Gradient norm"  # the chart whose values are of different orders
 Dashes = Literal["-", "--", ":", "-."]
 DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.")
 EVENTS: dict[str, Dashes] = {"restart": ":", "rollback": "--"}
+MOST_LINES = 100  # of each kind of event of a run
 GRAY, BLACK = "gray", "black"
 
 
@@ -167,7 +168,9 @@ def mark_events(runs: list[Run], along: Along, axes: Axes) -> None:
     for number, run in enumerate(runs):
         shade = color(number) if len(runs) > 1 else GRAY
         for event, dashes in EVENTS.items():
-            for where in run.along(along, event_steps(run, event)):
+            steps = event_steps(run, event)
+            kept = np.linspace(0, len(steps) - 1, min(len(steps), MOST_LINES)).astype(np.int64)
+            for where in run.along(along, steps[kept]):
                 axes.axvline(where, color=shade, linestyle=dashes, linewidth=0.9, alpha=0.7)
 
 

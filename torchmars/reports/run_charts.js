@@ -219,7 +219,7 @@ class Marks {
   kinds = {};
 
   add(run, event, x, y) {
-    if (!(event.kind in MARKS)) return;
+    if (!Object.hasOwn(MARKS, event.kind)) return;
     const mark = (this.kinds[event.kind] ??= { x: [], y: [], text: [] });
     const who = data.runs.length > 1 ? `${run.name}: ` : "";
     mark.x.push(x);
@@ -266,7 +266,7 @@ function timeOfSteps(spec, shown) {
   return {
     traces,
     x: { title: { text: "ms, median over rows", standoff: 6 } },
-    y: { autorange: "reversed", tickfont: { size: 11 } },
+    y: { autorange: "reversed", type: "category", tickfont: { size: 11 } },
     hover: "closest",
     legend: { traceorder: "normal" },
     note: "each phase's median over all rows",

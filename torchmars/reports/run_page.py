@@ -24,13 +24,14 @@ from torchmars.reports.charts import (
     short_names,
 )
 from torchmars.reports.curves import axes, buckets_for, thinned
-from torchmars.reports.events import Entry, decimal, entries_of, samples_of
+from torchmars.reports.events import Entry, decimal, entries_of, samples_of, some_of
 from torchmars.reports.numbers import DASH, duration, short
 from torchmars.reports.page import page
 
 TRAINING, VALIDATION = "train/loss", "validation/loss"
-# A long run has thousands of events; a table of them all would slow the page down.
-MOST_EVENTS = 1000
+# A long run has thousands of events: a page of them all would be large and slow. So many are in
+# the table, so many of each kind in the charts, and so many samples of each run are shown.
+MOST_EVENTS, MOST_MARKS, MOST_SAMPLES = 1000, 200, 100
 # The curves of a run of more rows are smoothed at first, by 1% of the steps.
 NOISY, ONE_PERCENT = 300, 50
 
@@ -94,6 +95,9 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
         events=shown,
         events_left_out=len(listed) - len(shown),
         kinds=Counter(each.kind for each in shown),
+        most_marks=MOST_MARKS,
+        most_samples=MOST_SAMPLES,
+        damaged=[(name, run.damaged) for run, name in zip(runs, names) if run.damaged],
     )
 
 
@@ -111,7 +115,7 @@ def drawn(
         "name": name,
         "axes": axes(run),
         "curves": {each: curves[each].json() for each in sorted(curves)},
-        "events": [each.json() for each in entries],
+        "events": [each.json() for each in some_of(entries, MOST_MARKS)],
     }
 
 
@@ -134,7 +138,7 @@ def view(run: Run, name: str, index: int) -> RunView:
         facts(run),
         tomli_w.dumps(run.config),
         checkpoints_of(run),
-        samples_of(run),
+        samples_of(run)[:MOST_SAMPLES],
     )
 
 

@@ -20,6 +20,9 @@ class Subject(Protocol):
     def page(self, file: Path, renewed_every: int | None = None) -> str:
         """Return the page for `file`. Raises `UserError` without plotly."""
 
+    def warn(self) -> None:
+        """Print what the page leaves out."""
+
 
 class ComparisonSubject(Subject):
     """A comparison as a page shows it."""
@@ -53,6 +56,10 @@ class RunsSubject(Subject):
 
     def page(self, file: Path, renewed_every: int | None = None) -> str:
         return run_page(self.runs, renewed_every)
+
+    def warn(self) -> None:
+        for run in self.runs:
+            run.warn_of_damage()
 
 
 def subject_of(folders: list[Path]) -> Subject:
