@@ -13,6 +13,7 @@ def run(call, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("runs/a", "runs/b"):
         make_run(tmp_path / name, 3)
+    (tmp_path / "v1.2").mkdir()
 
     return functools.partial(call, "plot")
 
@@ -24,6 +25,7 @@ def run(call, monkeypatch, tmp_path):
         (["runs/a", "runs/b", "--x", "seconds"], ["plot.png", "plot.svg"]),
         (["runs/a", "--out", "figures"], ["figures/plot.png", "figures/plot.svg"]),
         (["--out=new/both.svg", "runs/a", "runs/b"], ["new/both.svg"]),
+        (["runs/a", "--out=v1.2"], ["v1.2/plot.png", "v1.2/plot.svg"]),
     ],
 )
 def test_where_pictures_go(run, tmp_path, args, files):
@@ -39,12 +41,16 @@ def test_where_pictures_go(run, tmp_path, args, files):
         (["runs/a", "runs/c"], "runs/c is not the folder of a run: it does not exist: name one"),
         (["runs"], "runs is not the folder of a run: it has no config.toml"),
         (["runs/a", "--x", "hours"], '--x must be one of "tokens", "step", "seconds", got'),
-        (["runs/a", "--out", "runs/a/config.toml"], "--out: runs/a/config.toml is a file"),
+        (["runs/a", "--out", "runs/a/config.toml"], "--out: runs/a/config.toml must end in .png or"),
+        (["runs/a", "--out", "x.gif"], "--out: x.gif must end in .png or .svg, or be a folder that"),
+        (["runs/a", "--out", "new/both.pdf"], "--out: new/both.pdf must end in .png or .svg, or be"),
         (["runs/a", "--out", "runs/a/config.toml/x.png"], "--out: cannot write runs/a/config"),
     ],
 )
-def test_mistakes(run, args, error):
+def test_mistakes(run, tmp_path, args, error):
+    before = sorted(tmp_path.rglob("*"))
     code, out, err = run(*args)
+    assert sorted(tmp_path.rglob("*")) == before
     assert (code, out) == (2, "") and err.startswith(f"error: {error}") and err.count("\n") == 1
 
 

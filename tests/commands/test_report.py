@@ -45,7 +45,10 @@ def test_where_the_page_is_written(run, tmp_path):
         (["nowhere"], "nowhere is not the folder of a run: it does not exist"),
         ([], "RUNS is missing"),
         (["c", "a"], "c is a comparison: name it alone"),
-        (["a", "--out", "."], "--out: cannot write .: Is a directory"),
+        (["a", "--out", "."], "--out: . must end in .html or .htm"),
+        (["a", "--out", "x.html"], "--out: cannot write x.html: Is a directory"),
+        (["a", "--out", "x.gif"], "--out: x.gif must end in .html or .htm"),
+        (["c", "--out", "page"], "--out: page must end in .html or .htm"),
         (["a", "--out", "no/page.html"], "cannot write no/page.html: No such file or directory"),
         (["a", "--ot", "x"], "unknown option --ot: did you mean --out?"),
     ],
@@ -53,6 +56,7 @@ def test_where_the_page_is_written(run, tmp_path):
 def test_mistakes(run, tmp_path, args, message):
     made_run(tmp_path / "a", 3)
     (tmp_path / "c").mkdir()
+    (tmp_path / "x.html").mkdir()
     write_comparison(made_comparison(), tmp_path / "c")
     code, out, err = run(*args)
     assert code == 2 and not out and message in err and err.count("\n") == 1

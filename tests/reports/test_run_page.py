@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.support.browser import PATIENCE, browser, open_page
+from tests.support.browser import BUTTONS_IN_THE_WAY, PATIENCE, browser, draw, open_page
 from tests.support.records import made_run
 from torchmars.metrics.events import Event
 from torchmars.records.run import read_run
@@ -17,6 +17,7 @@ from torchmars.reports.run_page import differences, run_page
 
 pytest.importorskip("plotly")
 
+HOSTILE_NAMES = ['"]', "'\\", "constructor", "__proto__", "%{x}", "hidden", "$a_1$"]
 HOSTILE = "</script><script>console.log('ran')</script><b>bold</b>"
 
 
@@ -53,6 +54,15 @@ def test_events_in_words(tmp_path):
         ("skipped", 61, "3 since the report before"),
     ]
     assert [each.from_step for each in entries if each.kind == "rollback"] == [45]
+
+
+def write_hostile_names(folder):
+    """Add events and measurements of names that scripts, selectors and templates must not read."""
+    rows = [{"time": 1.81e9, "event": name, "step": 60} for name in HOSTILE_NAMES]
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write("".join(json.dumps(row) + "\n" for row in rows))
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": 701} | dict.fromkeys(HOSTILE_NAMES, 1.0)) + "\n")
 
 
 class CountedStep(int):
@@ -116,8 +126,11 @@ def test_what_users_write_is_shown_as_text(tmp_path):
 def test_in_a_browser(tmp_path):
     folders = [made_run(tmp_path / "<b>first", 700), made_run(tmp_path / "second", 60, seed=1)]
     write_events(folders[0])
-    file = tmp_path / "report.html"
-    file.write_text(run_page([read_run(folder) for folder in folders]))
+    write_hostile_names(folders[0])
+    runs = [read_run(folder) for folder in folders]
+    file, alone = tmp_path / "report.html", tmp_path / "alone.html"
+    file.write_text(run_page(runs))
+    alone.write_text(run_page(runs[:1]))
     with browser() as started:
         opened = open_page(started, file, color_scheme="light")
         page = opened.page
@@ -141,6 +154,11 @@ def test_in_a_browser(tmp_path):
         assert "second" not in names and "&lt;b&gt;first" in names
         page.get_by_role("checkbox", name="rollback").uncheck()
         assert not page.locator("tr[data-kind=rollback]").is_visible()
+        for kind in HOSTILE_NAMES:
+            row = page.locator("tbody tr").filter(has=page.get_by_text(kind, exact=True))
+            assert row.is_visible()
+            page.get_by_role("checkbox", name=kind).uncheck()
+            assert not row.is_visible()
         first.focus()
         page.keyboard.press("+")
         zoomed = page.evaluate("settings.range")
@@ -156,6 +174,16 @@ def test_in_a_browser(tmp_path):
         assert kept == ["tokens", True, 0, pytest.approx(zoomed)]
         assert page.locator("html[data-theme=dark]").count() == 1
         assert opened.messages == [] and set(map(base, opened.requests)) == {file.as_uri()}
+
+        one = open_page(started, alone)
+        for width in (1280, 390):
+            one.page.set_viewport_size({"width": width, "height": 900})
+            draw(one, ["Loss", "Time of a step", "Progress"])
+            assert one.page.locator(".legend").count() == 3
+            assert one.page.evaluate(BUTTONS_IN_THE_WAY) == []
+        with one.page.expect_download() as saved:
+            one.page.locator("figure").first.get_by_label("save as SVG").click()
+        assert saved.value.suggested_filename == "Loss.svg" and one.messages == []
 
         phone = open_page(started, file, viewport={"width": 390, "height": 844}, has_touch=True)
         phone.page.evaluate(

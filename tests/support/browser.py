@@ -14,10 +14,23 @@ FLAGS = (
     "--disable-background-networking --disable-component-update"
 ).split()
 PATIENCE = 120_000  # ms
+# Buttons of charts that lie on a legend or on each other, or reach out of their figure.
+BUTTONS_IN_THE_WAY = """[...document.querySelectorAll("figure[aria-busy=false]")].flatMap(figure => {
+  const places = [...figure.querySelectorAll("button, .modebar-btn, .legend, h3")]
+    .map(each => [each, each.getBoundingClientRect()]).filter(([, { width }]) => width);
+  const whole = figure.getBoundingClientRect();
+  const isButton = each => each.matches("button, .modebar-btn");
+  return places.flatMap(([one, a], n) => [
+    ...(a.left < whole.left || a.right > whole.right ? [one] : []),
+    ...places.slice(n + 1).filter(([other, b]) => (isButton(one) || isButton(other)) &&
+      Math.min(a.right, b.right) - Math.max(a.left, b.left) > 0.5 &&
+      Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.5).map(([other]) => other),
+  ]).map(each => figure.querySelector("h3").textContent + ": " + each.outerHTML.slice(0, 80));
+})"""
 DRAWN = "figure[aria-busy=false]"
 ALL_IN_VIEW_DRAWN = """[...document.querySelectorAll("figure")].every(figure => {
   const { top, bottom } = figure.getBoundingClientRect();
-  const inView = bottom > Math.max(top, 0) && top < innerHeight;
+  const inView = bottom > Math.max(top, 0) && top < innerHeight && figure.checkVisibility();
   return !inView || figure.getAttribute("aria-busy") === "false";
 })"""
 
@@ -40,6 +53,14 @@ class Opened:
             if time.monotonic() > deadline:
                 raise TimeoutError(condition)
             time.sleep(0.01)
+
+
+def draw(opened: Opened, titles: list[str]) -> None:
+    """Scroll the charts of these titles into view, and wait until they are drawn."""
+    for title in titles:
+        heading = opened.page.get_by_role("heading", name=title, exact=True)
+        heading.scroll_into_view_if_needed(timeout=PATIENCE)
+        opened.wait(ALL_IN_VIEW_DRAWN)
 
 
 @contextlib.contextmanager

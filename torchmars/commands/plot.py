@@ -10,6 +10,7 @@ from tyro.conf import Positional
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error, missing_package
 from torchmars.core.options import parse
+from torchmars.core.results import check_suffix
 from torchmars.records.run import Along, read_run
 
 SUFFIXES = (".png", ".svg")
@@ -29,8 +30,8 @@ class Plot:
     x: Along = "tokens"
     """What the curves are drawn along. Seconds are those of training alone."""
     out: Path | None = None
-    """A folder for plot.png and plot.svg, or one file that ends in .png or .svg. Default: the run's
-    folder or, for several runs, this one."""
+    """A folder for plot.png and plot.svg, or one file that ends in .png or .svg. A folder that has a
+    dot in its name must exist. Default: the run's folder or, for several runs, this one."""
 
 
 def main() -> None:
@@ -55,11 +56,10 @@ def files_of(options: Plot) -> list[Path]:
     out = options.out
     if out is None:
         out = options.runs[0] if len(options.runs) == 1 else Path()
-    if out.suffix.lower() in SUFFIXES and not out.is_dir():
-        return [out]
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out: {out} is a file: name a folder, or a file of {SUFFIXES}")
-    return [out / f"plot{suffix}" for suffix in SUFFIXES]
+    if out.is_dir() or not (out.suffix or out.exists()):
+        return [out / f"plot{suffix}" for suffix in SUFFIXES]
+    check_suffix(out, SUFFIXES, "a folder that exists")
+    return [out]
 
 
 if __name__ == "__main__":

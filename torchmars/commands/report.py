@@ -11,10 +11,11 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.options import parse
+from torchmars.core.results import check_suffix
 from torchmars.reports.page import write_page
 from torchmars.reports.subjects import Subject, subject_of
 
-PAGE = "report.html"
+PAGE, SUFFIXES = "report.html", (".html", ".htm")
 # Seconds from one page to the next with --follow.
 EVERY = 20
 
@@ -31,7 +32,7 @@ class Report:
     runs: Positional[list[Path]]
     """Folders of runs, or the folder of one comparison."""
     out: Path | None = None
-    """File to write. Default: report.html in the folder of the run or the comparison, or here where
+    """File to write, of .html. Default: report.html in the folder of the run or the comparison, or here where
     there are several runs."""
     follow: bool = False
     """Write the page anew until all runs have ended. The page renews itself as often."""
@@ -44,6 +45,7 @@ def main() -> None:
         folders = options.runs
         subject = subject_of(folders)
         file = options.out or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
+        check_suffix(file, SUFFIXES)
         if wrong := path_problem(file, "file"):
             raise UserError(f"--out: cannot write {file}: {wrong}")
         if options.follow:

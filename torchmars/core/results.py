@@ -6,6 +6,16 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem, write_durably
 
 
+def check_suffix(out: Path, suffixes: tuple[str, ...], else_be: str = "") -> None:
+    """Raise `UserError` if the file of `--out` does not end in one of `suffixes`.
+
+    `else_be` is what else it could have been, if anything.
+    """
+    if out.suffix.lower() not in suffixes:
+        also = else_be and f", or be {else_be}"
+        raise UserError(f"--out: {out} must end in {' or '.join(suffixes)}{also}")
+
+
 def check_results_file(file: Path | None) -> None:
     """Raise `UserError` if the file of `--json` cannot be written, before the work begins."""
     if file is None:

@@ -5,7 +5,8 @@
 // Makes the traces and the layout of a chart, by the kind of the chart: see the other scripts.
 const KINDS = {};
 const byFinger = matchMedia("(pointer: coarse)").matches;
-// Buttons of a chart on a touch screen, where a drag scrolls the page, and the keys they stand for.
+// Buttons of a chart, for a touch screen too, where a drag scrolls the page; the keys they stand for.
+// They are beside its title: Plotly's own would lie over legends.
 const MOVES = [
   ["‹", "ArrowLeft", "earlier"],
   ["−", "-", "zoom out"],
@@ -37,7 +38,9 @@ function addChart(place, spec) {
     each.setAttribute("aria-label", words);
     return each;
   });
-  caption.append(title, ...zooms, size);
+  const image = button("SVG", "image", () => saveImage(chart));
+  image.setAttribute("aria-label", "save as SVG");
+  caption.append(title, ...zooms, image, size);
   const plot = make("div", { className: "plot" });
   const note = make("p", { className: "note quiet" });
   figure.append(caption, plot, note);
@@ -58,11 +61,8 @@ function draw(chart) {
   const made = KINDS[chart.spec.kind](chart.spec);
   const layout = baseLayout(made, chart);
   Plotly.react(chart.plot, made.traces, layout, {
-    displaylogo: false,
     responsive: true,
-    displayModeBar: byFinger ? false : "hover",
-    modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d"]],
-    toImageButtonOptions: { format: "svg", filename: chart.spec.title.replace(/\W+/g, "-") },
+    displayModeBar: false,
   });
   chart.note.textContent = made.note ?? "";
   chart.plot.setAttribute("role", "img");
@@ -77,6 +77,13 @@ function draw(chart) {
     changed();
     return false;
   });
+}
+
+function saveImage(chart) {
+  if (chart.figure.getAttribute("aria-busy") === "true") return;
+  const filename = chart.spec.title.replace(/\W+/g, "-");
+  const { clientWidth: width, clientHeight: height } = chart.plot;
+  Plotly.downloadImage(chart.plot, { format: "svg", filename, width, height });
 }
 
 // A zoom along x is that of all charts with the same x axis; one along y is of its chart.
@@ -147,7 +154,7 @@ function baseLayout(made, chart) {
   y.autorange = y.range ? false : (y.autorange ?? true);
   const many = made.traces.length > 16;
   return {
-    margin: { l: 46, r: 14, t: made.legend ? 8 : 22, b: 36 },
+    margin: { l: 46, r: 14, t: 8, b: 36 },
     paper_bgcolor: color("surface"),
     plot_bgcolor: color("surface"),
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("quiet") },
@@ -173,7 +180,6 @@ function baseLayout(made, chart) {
       namelength: 40,
     },
     dragmode: byFinger ? false : "zoom",
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: color("quiet"), activecolor: color("accent") },
     barmode: "stack",
     bargap: 0.35,
     uirevision: false,
