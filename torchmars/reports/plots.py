@@ -46,8 +46,10 @@ def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
     if not charts:
         raise UserError(f"{runs[0].folder} has no metrics yet: wait for its first report")
     rows, columns = math.ceil(len(charts) / COLUMNS), min(COLUMNS, len(charts))
-    # The same curves make the same SVG, without names by chance and without its date.
-    with matplotlib.rc_context({"svg.hashsalt": "torchmars", "font.size": 9}):
+    # The same curves make the same SVG, without names by chance and without its date. Names with
+    # dollars are no formulas.
+    style = {"svg.hashsalt": "torchmars", "font.size": 9, "text.parse_math": False}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.5), layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for chart, axes in zip(charts, panels):
