@@ -41,9 +41,18 @@ def test_where_pictures_go(run, tmp_path, args, files):
         (["runs/a", "runs/c"], "runs/c is not the folder of a run: it does not exist: name one"),
         (["runs"], "runs is not the folder of a run: it has no config.toml"),
         (["runs/a", "--x", "hours"], '--x must be one of "tokens", "step", "seconds", got'),
-        (["runs/a", "--out", "runs/a/config.toml"], "--out: runs/a/config.toml must end in .png or"),
-        (["runs/a", "--out", "x.gif"], "--out: x.gif must end in .png or .svg, or be a folder that"),
-        (["runs/a", "--out", "new/both.pdf"], "--out: new/both.pdf must end in .png or .svg, or be"),
+        (
+            ["runs/a", "--out", "runs/a/config.toml"],
+            "--out: runs/a/config.toml must end in .png or",
+        ),
+        (
+            ["runs/a", "--out", "x.gif"],
+            "--out: x.gif must end in .png or .svg, or be a folder that",
+        ),
+        (
+            ["runs/a", "--out", "new/both.pdf"],
+            "--out: new/both.pdf must end in .png or .svg, or be",
+        ),
         (["runs/a", "--out", "runs/a/config.toml/x.png"], "--out: cannot write runs/a/config"),
     ],
 )

@@ -48,8 +48,9 @@ def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
     rows, columns = math.ceil(len(charts) / COLUMNS), min(COLUMNS, len(charts))
     # The same curves make the same SVG, without names by chance and without its date. Names with
     # dollars are no formulas.
-    style = {"svg.hashsalt": "torchmars", "font.size": 9, "text.parse_math": False}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "torchmars", "font.size": 9, "text.parse_math": False}
+    ):
         figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.5), layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for chart, axes in zip(charts, panels):

@@ -21,7 +21,8 @@ class Subject(Protocol):
         """Return the page for `file`. Raises `UserError` without plotly."""
 
     def warn(self) -> None:
-        """Print what the page leaves out."""
+        """Print what of the files is damaged and left out, if anything is."""
+        return
 
 
 class ComparisonSubject(Subject):
