@@ -5,8 +5,6 @@ import json
 import pytest
 
 from tests.support.records import made_run
-from torchmars.commands import plot
-from torchmars.core.errors import UserError
 from torchmars.metrics.events import EVENTS_FILE, read_events
 from torchmars.metrics.journal import Journal, last_row, last_step
 from torchmars.records.run import read_run

@@ -15,7 +15,7 @@ FLAGS = (
 ).split()
 PATIENCE = 120_000  # ms
 # Buttons of charts that lie on a legend or on each other, or reach out of their figure.
-BUTTONS_IN_THE_WAY = """[...document.querySelectorAll("figure[aria-busy=false]")].flatMap(figure => {
+BUTTONS_IN_THE_WAY = """[...document.querySelectorAll("figure")].flatMap(figure => {
   const places = [...figure.querySelectorAll("button, .modebar-btn, .legend, h3")]
     .map(each => [each, each.getBoundingClientRect()]).filter(([, { width }]) => width);
   const whole = figure.getBoundingClientRect();

@@ -8,7 +8,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, exit_on_user_error, missing_package
+from torchmars.core.errors import exit_on_user_error, missing_package
 from torchmars.core.options import parse
 from torchmars.core.results import check_suffix
 from torchmars.records.run import Along, read_run
@@ -30,8 +30,8 @@ class Plot:
     x: Along = "tokens"
     """What the curves are drawn along. Seconds are those of training alone."""
     out: Path | None = None
-    """A folder for plot.png and plot.svg, or one file that ends in .png or .svg. A folder that has a
-    dot in its name must exist. Default: the run's folder or, for several runs, this one."""
+    """A folder for plot.png and plot.svg, or one file that ends in .png or .svg. A folder that has
+    a dot in its name must exist. Default: the run's folder or, for several runs, this one."""
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ class Report:
     runs: Positional[list[Path]]
     """Folders of runs, or the folder of one comparison."""
     out: Path | None = None
-    """File to write, of .html. Default: report.html in the folder of the run or the comparison, or here where
-    there are several runs."""
+    """File to write, which ends in .html. Default: report.html in the folder of the run or the
+    comparison, or here where there are several runs."""
     follow: bool = False
     """Write the page anew until all runs have ended. The page renews itself as often."""
 

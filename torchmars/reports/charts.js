@@ -5,8 +5,8 @@
 // Makes the traces and the layout of a chart, by the kind of the chart: see the other scripts.
 const KINDS = {};
 const byFinger = matchMedia("(pointer: coarse)").matches;
-// Buttons of a chart, for a touch screen too, where a drag scrolls the page; the keys they stand for.
-// They are beside its title: Plotly's own would lie over legends.
+// Buttons of a chart, for touch screens too, where a drag scrolls the page, and the keys that they
+// stand for. They are beside its title: Plotly's own would lie over legends.
 const MOVES = [
   ["‹", "ArrowLeft", "earlier"],
   ["−", "-", "zoom out"],
