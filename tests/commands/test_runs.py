@@ -37,6 +37,19 @@ def test_a_line_for_each_run(run, tmp_path):
     assert [line.split()[0] for line in run("runs/good")[1].splitlines()] == ["run", "runs/good"]
 
 
+def test_names_do_not_steer_a_terminal(run, tmp_path):
+    for name in ("\x1b]0;title\x07", "\u202eevil\x9b2J", "日本\nrow"):
+        make_run(tmp_path / "runs" / name)
+    code, out, err = run()
+    names = [line.split()[0] for line in out.splitlines()]
+    assert (code, err) == (0, "") and names == [
+        "run",
+        r"runs/\x1b]0;title\x07",
+        r"runs/\u202eevil\x9b2J",
+        r"runs/日本\nrow",
+    ]
+
+
 def test_folders_without_runs(run, tmp_path):
     code, out, err = run()
     assert code == 2 and err.startswith("error: there are no runs in runs (it does not exist)")

@@ -4,6 +4,7 @@ A file of the run folder for each rank gets all of it, with time, machine and ra
 The console gets what the ranks print that are shown.
 """
 
+import codecs
 import contextlib
 import os
 import selectors
@@ -15,6 +16,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from torchmars.cluster import process
+from torchmars.core.console import harmless
 
 LAST_LINES = 10  # of a rank, to be shown once it has failed
 
@@ -112,6 +114,8 @@ class Stream:
     ) -> None:
         self.prefix, self.console, self.marked, self.last = prefix, console, marked, last
         self.rest = b""
+        # A terminal gets whole characters that do not steer it.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self.file: int | None = None
         with contextlib.suppress(OSError):
             self.file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -119,7 +123,7 @@ class Stream:
     def write(self, data: bytes) -> None:
         """Take some bytes."""
         if not self.marked:
-            self._put(self.console, data)
+            self._show(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
             self._line(line)
@@ -135,7 +139,14 @@ class Stream:
         whole = self.prefix.encode() + line + b"\n"
         self._put(self.file, time.strftime("%Y-%m-%d %H:%M:%S ").encode() + whole)
         if self.marked:
-            self._put(self.console, whole)
+            self._show(whole)
+
+    def _show(self, data: bytes) -> None:
+        if self.console is not None and os.isatty(self.console):
+            # Progress bars go back to the begin of their line.
+            parts = self.decoder.decode(data).split("\r")
+            data = "\r".join(map(harmless, parts)).encode()
+        self._put(self.console, data)
 
     @staticmethod
     def _put(descriptor: int | None, data: bytes) -> None:

@@ -28,7 +28,8 @@ from torchmars.evaluation.sampling import (
 class Generate:
     """Sample text from a model.
 
-    It is printed as it is drawn, to the end of a document.
+    It is printed as it is drawn, to the end of a document. A terminal gets control characters as
+    escapes, a file or a pipe gets the exact text.
     """
 
     folder: Positional[Path]
@@ -66,7 +67,7 @@ def main() -> None:
             return
         texts = continuations(predict, tokenizer, prompts, options.max_tokens, draw)
         for prompt, text in zip(prompts, texts):
-            say(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+            write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
 def read_prompts(file: Path) -> list[str]:

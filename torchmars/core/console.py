@@ -1,22 +1,41 @@
 """The console. A terminal that is gone or a log on a full disk must not end a run."""
 
 import os
+import re
 import select
 import sys
 from typing import TextIO
 
+# Characters that steer a terminal in place of being shown: control characters but for the end of a
+# line and tabs, the separators of lines and paragraphs, those that change a text's direction, and
+# halves of pairs of UTF-16, which stand for bytes of names that are no UTF-8.
+STEERING = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+    r"|\r(?!\n)"
+)
+
+
+def harmless(text: str) -> str:
+    """Return a text whose characters that steer a terminal are written as Python writes them."""
+    return STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
+
 
 def say(text: str, error: bool = False) -> None:
-    """Print a line at once, on stdout or, for an `error`, on stderr.
+    """Print a line at once, `harmless`, on stdout or, for an `error`, on stderr.
 
     What cannot be written is dropped.
     """
-    write(text + "\n", sys.stderr if error else sys.stdout)
+    write(harmless(text) + "\n", sys.stderr if error else sys.stdout)
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
-    """Print a text at once, on stdout or another stream. What cannot be written is dropped."""
+    """Print a text at once, on stdout or another stream. What cannot be written is dropped.
+
+    A terminal gets it `harmless`; a file, and a program at the other end of a pipe, as it is.
+    """
     stream = stream or sys.stdout
+    if stream is not None and stream.isatty():
+        text = harmless(text)
     try:
         print(text, end="", file=stream, flush=True)
     except UnicodeEncodeError:  # the terminal knows fewer characters

@@ -3,6 +3,8 @@
 import io
 from collections.abc import Collection, Sequence
 
+from torchmars.core.console import harmless
+
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Return rows of equally many cells as lines with aligned columns.
@@ -18,7 +20,7 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
     for number in range(len(rows[0])):
         lines.add_column(justify="right" if number in right else "left", no_wrap=True)
     for row in rows:
-        lines.add_row(*(Text(cell) for cell in row))
+        lines.add_row(*(Text(harmless(cell).replace("\n", "\\n")) for cell in row))
     out = io.StringIO()
     Console(file=out, width=100_000, color_system=None, legacy_windows=False).print(lines)
     return [line.rstrip() for line in out.getvalue().splitlines()]

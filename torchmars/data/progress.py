@@ -5,7 +5,7 @@ from typing import Self, TextIO, cast
 
 from tqdm import tqdm
 
-from torchmars.core.console import say
+from torchmars.core.console import harmless, say
 from torchmars.data.documents import Encoded
 
 LOG_SECONDS = 30.0  # between two lines of a log
@@ -35,7 +35,7 @@ class Progress:
             initial=done,
             unit=unit,
             unit_scale=True,
-            desc=what,
+            desc=harmless(what),
             file=sys.stderr if terminal else cast(TextIO, LogLines()),
             mininterval=0.1 if terminal else LOG_SECONDS,
             bar_format=None if terminal else LINE,
