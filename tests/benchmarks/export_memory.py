@@ -77,7 +77,8 @@ def save(size: str, folder: Path) -> None:
         optimizer={},
         config=asdict(config),
     )
-    saver = Saver(config.checkpoint, config.run.checkpoints, layout, EventLog(None).add)
+    events = EventLog(None)
+    saver = Saver(config.checkpoint, config.run.checkpoints, layout, events.add, events.deleted)
     saver.save(manifest, model_state(model.weights))
     saver.finish()
 

@@ -274,10 +274,12 @@ def test_a_full_disk(tables, tmp_path):
 @needs_mount
 def test_a_disk_too_full_for_metrics(tables, tmp_path):
     """Lines that do not fit are kept in memory; a start without room for any is refused."""
+    from torchmars.metrics.events import EventLog
     from torchmars.metrics.journal import Journal
 
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16k", "none"):
-        journal = Journal(tmp_path / "small" / "metrics.jsonl", 0, True)
+        file = tmp_path / "small" / "metrics.jsonl"
+        journal = Journal(file, 0, True, EventLog(None).deleted)
         filler = tmp_path / "small" / "filler"
         for step in range(1, 4):
             journal.write(step, {})

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 from collections import deque
 
 from torchmars.cluster.logs import Stream
@@ -13,7 +14,7 @@ def test_what_a_rank_prints_does_not_steer_a_terminal(tmp_path):
     said = "50%\r100% größer \x1b]0;title\x07\u202e\n".encode() + b"\x9b2J\n"
     for number, marked in enumerate((False, True)):
         file = tmp_path / f"{number}.log"
-        stream = Stream(file, "a | ", outside, marked, deque())
+        stream = Stream(file, "a | ", outside, marked, deque(), print)
         for part in (said[:13], said[13:14], said[14:]):
             stream.write(part)
         shown = b""
@@ -29,3 +30,26 @@ def test_what_a_rank_prints_does_not_steer_a_terminal(tmp_path):
         assert all(line in logged for line in said.split(b"\n"))
     os.close(inside)
     os.close(outside)
+
+
+def test_logs_that_are_deleted_begin_anew(tmp_path):
+    """Of a folder it is said once; a run folder that is gone stays so."""
+    deleted, folder = [], tmp_path / "run" / "logs"
+    folder.mkdir(parents=True)
+    files = [folder / "rank-0.log", folder / "rank-0.log", folder / "rank-1.log"]
+    streams = [Stream(file, "", None, False, deque(), deleted.append) for file in files]
+
+    def write(text):
+        for stream in streams:
+            stream.write(text + b"\n")
+        return [file.read_text().split()[2::3] if file.exists() else None for file in files[1:]]
+
+    assert write(b"a") == [["a", "a"], ["a"]] and deleted == []
+    shutil.rmtree(folder)
+    assert write(b"b") == [["b", "b"], ["b"]] and deleted == [folder]
+    files[2].unlink()
+    assert write(b"c") == [["b", "b", "c", "c"], ["c"]] and deleted == [folder]
+    shutil.rmtree(tmp_path / "run")
+    assert write(b"d") == [None, None] and deleted == [folder]
+    for stream in streams:
+        stream.close()

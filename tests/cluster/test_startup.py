@@ -184,7 +184,7 @@ def test_machines_that_have_met_may_take_long_to_start_their_ranks(tmp_path, mon
     monkeypatch.setattr(launcher, "elastic_launch", meet)
     args = parse_args(["--rdzv-endpoint", "localhost:0", "-m", "torchmars.train"])
     args.rendezvous = "n1:29400"
-    logs = RankLogs(tmp_path / "logs", tmp_path, {0})
+    logs = RankLogs(tmp_path / "logs", tmp_path, {0}, print)
     assert launcher.launch(args, logs, tmp_path / "hang", 600.0, lambda *failure: None) == 0
     said = "did not meet at n1:29400 (whoever listens there does not answer)"
     assert capsys.readouterr().err.count(said) == 1

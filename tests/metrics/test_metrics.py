@@ -9,6 +9,7 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, train_here, write_text
 from torchmars.metrics import throughput
+from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import Journal
 from torchmars.metrics.metrics import Metrics
 from torchmars.metrics.throughput import Throughput
@@ -21,7 +22,8 @@ def open_metrics(config, step=0, ranks=1, flops_per_token=100):
         torch.device("cpu"),
         config.training.global_batch_size * config.training.seq_len,
     )
-    journal = Journal(config.run.path / "metrics.jsonl", step, validated=True)
+    file, events = config.run.path / "metrics.jsonl", EventLog(config.run.path)
+    journal = Journal(file, step, True, events.deleted)
     speed = Throughput(step, tokens, flops_per_token, device, ranks)
     return Metrics(journal, [], speed, config.training.steps, device)
 

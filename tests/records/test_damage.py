@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.records import made_run
-from torchmars.metrics.events import EVENTS_FILE, read_events
+from torchmars.metrics.events import EVENTS_FILE, EventLog, read_events
 from torchmars.metrics.journal import Journal, last_row, last_step
 from torchmars.records.run import read_run
 
@@ -64,7 +64,7 @@ def test_a_damaged_line_of_metrics_costs_no_other(tmp_path, line, capsys):
     run = read_run(folder)
     assert run.damaged == 1 and run.series["train/loss"].steps.tolist() == [1, 2, 3]
     assert last_step(file) == 3 and last_row(file, "train/loss")["step"] == 3
-    Journal(file, 2, validated=True).close()
+    Journal(file, 2, True, EventLog(None).deleted).close()
     assert [json.loads(each)["step"] for each in file.read_text().splitlines()] == [1, 1, 2, 2]
     assert capsys.readouterr().err == f"warning: {file}: 1 damaged line is left out\n"
 

@@ -35,7 +35,7 @@ from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.state import reason
 from torchmars.config import CheckpointConfig
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, sync_folder
+from torchmars.core.files import PARTIAL, is_gone, sync_folder
 from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
 
@@ -63,12 +63,16 @@ class Saver:
         folder: Path,
         layout: Layout,
         record: Callable[..., None],
+        deleted: Callable[[int, Path], None],
     ) -> None:
         """`folder` is the run's folder of checkpoints.
 
-        `record` is `EventLog.add`, for each checkpoint that is complete. A thread calls it.
+        `record` is `EventLog.add`, for each checkpoint that is complete, and `deleted` is
+        `EventLog.deleted`, for a folder that is gone. A thread calls them.
         """
-        self.config, self.folder, self.record = config, folder, record
+        self.config, self.folder = config, folder
+        self.record, self.deleted = record, deleted
+        self.existed = folder.exists()
         # The collectives of a save run beside those of the training. They need a group of their
         # own: in one group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
@@ -175,7 +179,7 @@ class Saver:
         self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: Path
     ) -> CheckpointManifest:
         """Write a checkpoint under another name and rename it. Return its complete manifest."""
-        partial = self.layout.on_first(lambda: self._make_partial(folder))
+        partial = self.layout.on_first(lambda: self._make_partial(folder, manifest.step))
         try:
             # DCP flushes each file to the disk; the manifest does the same for their names.
             writer = _TensorWriter(partial)
@@ -189,11 +193,14 @@ class Saver:
         return complete
 
     @_reporting_disk_errors()
-    def _make_partial(self, folder: Path) -> Path:
+    def _make_partial(self, folder: Path, step: int) -> Path:
         """Make the folder that `folder` is until it is complete."""
+        if self.existed and is_gone(self.folder):
+            self.deleted(step, self.folder)
         self._clear()
         partial = clear_path(folder.with_name(folder.name + PARTIAL))
         partial.mkdir(parents=True)
+        self.existed = True
         return partial
 
     @_reporting_disk_errors()

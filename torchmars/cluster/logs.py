@@ -11,12 +11,14 @@ import selectors
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from torchmars.cluster import process
 from torchmars.core.console import harmless
+from torchmars.core.files import is_at, is_gone
 
 LAST_LINES = 10  # of a rank, to be shown once it has failed
 
@@ -28,13 +30,16 @@ class RankLogs(DefaultLogsSpecs):
     lost of a rank that dies at once. Output that cannot be written anywhere is dropped.
     """
 
-    def __init__(self, folder: Path, scratch: Path, shown: set[int]) -> None:
+    def __init__(
+        self, folder: Path, scratch: Path, shown: set[int], deleted: Callable[[Path], None]
+    ) -> None:
         """Log to the run's `folder` of logs, by pipes in `scratch`.
 
-        `shown` are the local ranks whose output the console gets.
+        `shown` are the local ranks whose output the console gets. `deleted` is told of the
+        folder if it turns out to be deleted while ranks print.
         """
         super().__init__(log_dir=str(scratch))
-        self.folder, self.shown = folder, shown
+        self.folder, self.shown, self.deleted = folder, shown, deleted
         self.last: dict[int, deque[str]] = {}  # the last lines of each rank
         self.machines = self.ranks = 1
         self.launch = ""  # the same on all machines, another one at each start of the ranks
@@ -69,6 +74,7 @@ class RankLogs(DefaultLogsSpecs):
                     number if local in self.shown else None,
                     len(self.shown) > 1,
                     self.last[rank],
+                    self.deleted,
                 )
                 self.pipes.register(pipe, selectors.EVENT_READ, stream)
         if not self.thread.is_alive():
@@ -110,18 +116,26 @@ class Stream:
     """
 
     def __init__(
-        self, file: Path, prefix: str, console: int | None, marked: bool, last: deque[str]
+        self,
+        file: Path,
+        prefix: str,
+        console: int | None,
+        marked: bool,
+        last: deque[str],
+        deleted: Callable[[Path], None],
     ) -> None:
+        self.path, self.deleted = file, deleted
         self.prefix, self.console, self.marked, self.last = prefix, console, marked, last
         self.rest = b""
         # A terminal gets whole characters that do not steer it.
         self.decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self.file: int | None = None
-        with contextlib.suppress(OSError):
-            self.file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._open()
 
     def write(self, data: bytes) -> None:
         """Take some bytes."""
+        if self.file is not None and not is_at(self.file, self.path):
+            self._begin_anew(self.file)
         if not self.marked:
             self._show(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
@@ -133,6 +147,23 @@ class Stream:
         if self.rest:
             self._line(self.rest)
             self.rest = b""
+
+    def _open(self) -> None:
+        with contextlib.suppress(OSError):
+            self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def _begin_anew(self, former: int) -> None:
+        """Go on in a new file, unless the run's folder is gone with the `former` one.
+
+        Whoever finds that the folder of logs is gone makes it again, and tells of it.
+        """
+        folder, self.file = self.path.parent, None
+        if is_gone(folder):
+            with contextlib.suppress(OSError):
+                folder.mkdir()
+                self.deleted(folder)
+        self._open()
+        os.close(former)
 
     def _line(self, line: bytes) -> None:
         self.last.append(line.decode(errors="replace"))

@@ -13,6 +13,7 @@ signal n; anything else: a crash.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -85,13 +86,22 @@ def main(options: list[str] | None = None) -> None:
             args.rdzv_endpoint, is_host, address = find_endpoint(args.rdzv_endpoint)
             args.local_addr = args.local_addr or address
             args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
-        logs = RankLogs(config.run.path / "logs", Path(scratch), shown)
+        folder, deleted = config.run.path / "logs", partial(record_deletion, config.run.path)
+        logs = RankLogs(folder, Path(scratch), shown, deleted)
         os.environ[EXIT_CODE_FILE] = str(logs.exit_code_file)
         hang, hang_seconds = config.run.hang, config.guards.hang_seconds
         record = partial(record_failure, config.run.path)
         code = launch(args, logs, hang, hang_seconds, record)
     # A negative code is the signal that ended the rank.
     sys.exit(code if code >= 0 else 128 - code)
+
+
+def record_deletion(folder: Path, path: Path) -> None:
+    """Say that logs were deleted, and add that to the events of the run in `folder`."""
+    step = 0
+    with contextlib.suppress(UserError):  # its metrics cannot be read
+        step = last_step(folder / METRICS_FILE)
+    EventLog(folder).deleted(step, path)
 
 
 def record_failure(folder: Path, failure: Failure) -> None:

@@ -176,6 +176,20 @@ def locked(file: Path, doing: str, patience: float = 60.0) -> Iterator[None]:
             os.close(descriptor)
 
 
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is the one at `path`, and not one that was deleted or moved.
+
+    Where the file system cannot be asked just now, it counts as being there.
+    """
+    try:
+        there, here = os.stat(path), os.fstat(descriptor)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
 def is_gone(file: Path) -> bool:
     """Return whether a file that existed does not exist any more.
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
+from torchmars.core.console import say
+from torchmars.core.files import is_gone
 from torchmars.metrics.lines import Lines, Row, check_types, read_lines
 
 EVENTS_FILE = "events.jsonl"
@@ -22,8 +24,19 @@ EVENTS_FILE = "events.jsonl"
 #   stopped   signal
 #   complete
 #   failed    message, whose last line says what; of a crash also rank, machine, code
+#   deleted   what: a file or folder of the run that was deleted while the run went on
 # A run whose processes were all killed has no event of its end, and starts again.
-Kind = Literal["started", "saved", "spike", "rollback", "sample", "stopped", "complete", "failed"]
+Kind = Literal[
+    "started",
+    "saved",
+    "spike",
+    "rollback",
+    "sample",
+    "stopped",
+    "complete",
+    "failed",
+    "deleted",
+]
 # The types of what events have. What a later version adds is shown as it is.
 NUMBER: tuple[type, ...] = (float, int)
 FACTS: dict[str, tuple[type, ...]] = {
@@ -63,11 +76,15 @@ class EventLog:
     def __init__(self, folder: Path | None) -> None:
         """`folder` is that of the run; None on all ranks but the first, which alone writes."""
         self.file = folder and folder / EVENTS_FILE
+        self.began = self.file is not None and self.file.exists()
 
     def add(self, kind: Kind, step: int, **facts: Any) -> None:
         """Add an event of now, after `step`. What the disk refuses is left out."""
         if self.file is None:
             return
+        if self.began and is_gone(self.file):
+            self.began = False  # and begins again
+            self.deleted(step, self.file)
         row = {"time": time.time(), "event": kind, "step": step} | facts
         line = json.dumps(row).encode() + b"\n"
         with contextlib.suppress(OSError):
@@ -77,8 +94,21 @@ class EventLog:
                 if size and os.pread(descriptor, 1, size - 1) != b"\n":
                     line = b"\n" + line  # a crash or a full disk has cut the line before short
                 os.write(descriptor, line)
+                self.began = True
             finally:
                 os.close(descriptor)
+
+    def deleted(self, step: int, path: Path) -> None:
+        """Say that a file or folder of the run was deleted before `step`, and add the event.
+
+        Of a run folder that is gone itself nothing is said: that ends the run.
+        """
+        if not is_gone(path.parent):
+            say(
+                f"warning: {path} was deleted or moved while the run went on, and begins anew",
+                error=True,
+            )
+            self.add("deleted", step, what=path.name)
 
 
 def read_events(file: Path) -> Lines[Event]:

@@ -1,14 +1,16 @@
 """metrics.jsonl: one line of JSON for each report, kept through crashes and full disks."""
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import write_durably
+from torchmars.core.files import is_at, write_durably
 from torchmars.metrics.lines import Row, check_types, opened, parse_line, read_lines, warn_of_damage
 
 METRICS_FILE = "metrics.jsonl"
@@ -21,9 +23,15 @@ class Journal:
     printed.
     """
 
-    def __init__(self, path: Path, step: int, validated: bool) -> None:
-        """Open the file `path` to go on after `step`, see `rewind`."""
-        self.path, self.warned = path, False
+    def __init__(
+        self, path: Path, step: int, validated: bool, deleted: Callable[[int, Path], None]
+    ) -> None:
+        """Open the file `path` to go on after `step`, see `rewind`.
+
+        `deleted` is told of a step at which the file turns out to be deleted, see
+        `EventLog.deleted`.
+        """
+        self.path, self.warned, self.deleted = path, False, deleted
         self.pending = b""
         self.descriptor: int | None = None
         self.rewind(step, validated)
@@ -42,7 +50,7 @@ class Journal:
         kept = [json.dumps(row) + "\n" for row in rows if is_kept(row, step, validated)]
         try:
             write_durably(self.path, "".join(kept))
-            self.descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            self._open()
         except OSError as error:
             raise UserError(
                 f"cannot write {self.path}: {error.strerror}: "
@@ -53,6 +61,10 @@ class Journal:
         """Append a line: the step and its measurements, null for one that is not finite."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.pending += json.dumps({"step": step} | finite).encode() + b"\n"
+        if self.descriptor is not None and not is_at(self.descriptor, self.path):
+            self.deleted(step, self.path)
+            with contextlib.suppress(OSError):  # of a run folder that is gone, its lines are lost
+                self._open()
         self._flush()
 
     def sync(self) -> None:
@@ -64,6 +76,13 @@ class Journal:
         self._flush()
         if self.descriptor is not None:
             os.close(self.descriptor)
+
+    def _open(self) -> None:
+        """Open the file to add to it, a new one if there is none."""
+        former = self.descriptor
+        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        if former is not None:
+            os.close(former)
 
     def _flush(self, durably: bool = False) -> None:
         if self.descriptor is None:  # after a failed rewind

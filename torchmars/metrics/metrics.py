@@ -6,6 +6,7 @@ import torch
 
 from torchmars.config import ResolvedConfig
 from torchmars.core.console import say
+from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import METRICS_FILE, Journal
 from torchmars.metrics.throughput import Throughput, peak_memory
 from torchmars.metrics.trackers import Tracker, open_trackers
@@ -125,19 +126,21 @@ def open_metrics(
     step: int,
     validated: bool,
     flops_per_token: int,
+    events: EventLog,
     write: bool = True,
 ) -> Metrics:
     """Open what a run reports to, to go on after `step`. Called by every rank.
 
     The lines of later steps are dropped, and of a validation after `step` unless it was
-    `validated`. With `write` False no file is opened, and nothing is reported. Raises `UserError`
-    on every rank if a file cannot be written.
+    `validated`. `events` are told if metrics.jsonl is deleted. With `write` False no file is
+    opened, and nothing is reported. Raises `UserError` on every rank if a file cannot be written.
     """
     journals: list[Journal] = []
     trackers: list[Tracker] = []
 
     def open_files() -> None:
-        journals.append(Journal(config.run.path / METRICS_FILE, step, validated))
+        file = config.run.path / METRICS_FILE
+        journals.append(Journal(file, step, validated, events.deleted))
         trackers.extend(open_trackers(config, step))
 
     if write:

@@ -85,7 +85,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         optimizer.register_step_post_hook(lambda *_: average.update())
 
     events = EventLog(config.run.path if layout.first else None)
-    saver = Saver(config.checkpoint, config.run.checkpoints, layout, events.add)
+    saver = Saver(config.checkpoint, config.run.checkpoints, layout, events.add, events.deleted)
     seed_rng(seed, 0, layout.world.rank)
     lock_file = config.run.path / "lock"
     layout.on_first(lambda: lock(lock_file, f"training the run {config.run.path}"))
@@ -118,6 +118,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         resumed.state.step,
         resumed.state.validation_loss is not None,
         whole.flops_per_token(),
+        events,
         write=not complete,
     )
     model.enter_phase = metrics.throughput.phases.enter
