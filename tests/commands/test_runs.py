@@ -27,8 +27,8 @@ def test_a_line_for_each_run(run, tmp_path):
     assert (code, err) == (0, "")
     heading, good, new, torn = out.splitlines()
     assert heading.split()[:3] == ["run", "step", "loss"]
-    assert good.split() == ["runs/good", "20/4,000", "20.0000", "-", "-", *good.split()[5:]]
-    assert good.endswith(" ago  stopped") and new.split()[1:5] == ["0/40", "-", "-", "-"]
+    assert good.split() == ["runs/good", "20/4,000", "20.0000", "-", "-", "-", *good.split()[6:]]
+    assert good.endswith(" ago  stopped") and new.split()[1:6] == ["0/40", "-", "-", "-", "-"]
     assert torn.split()[:2] == ["runs/torn", "damaged:"] and "is not valid TOML" in torn
     found = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert [each["folder"] for each in found] == ["runs/good", "runs/new", "runs/torn"]

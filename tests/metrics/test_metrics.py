@@ -1,6 +1,7 @@
 """What a run writes about itself."""
 
 import json
+import math
 import os
 
 import pytest
@@ -35,7 +36,7 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path):
     lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 6)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "tra')
     writer = open_metrics(config, step=3)
-    writer.train(4, loss=2.0, lr=0.1, telemetry={"grad_norm": 0.5})
+    writer.train(4, loss=2.0, bits=math.nan, lr=0.1, telemetry={"grad_norm": 0.5})
     writer.close()
     written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in written] == [1, 2, 3, 4] and written[3]["train/loss"] == 2.0
@@ -48,7 +49,7 @@ def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
     now[0] += 4
     with writer.throughput.paused():
         now[0] += 50
-    writer.train(2, loss=2.0, lr=0.1, telemetry={"grad_norm": 0.5})
+    writer.train(2, loss=2.0, bits=math.nan, lr=0.1, telemetry={"grad_norm": 0.5})
     line = capsys.readouterr().out
     assert (
         "256 tok/s" in line and "eta 0:00:36" in line
@@ -61,7 +62,7 @@ def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
     writer = open_metrics(tiny_config(tmp_path), ranks=2, flops_per_token=1000)
     now[0] = 1.0
-    writer.train(1, loss=2.0, lr=0.1, telemetry={"grad_norm": 0.5})
+    writer.train(1, loss=2.0, bits=math.nan, lr=0.1, telemetry={"grad_norm": 0.5})
     assert "mfu 25.6%" in capsys.readouterr().out  # 512 tokens/s x 1000 FLOP of 2 x 10^6
 
 
@@ -69,7 +70,7 @@ def test_one_gradient_that_rules_the_momentum_is_in_the_line(tmp_path, capsys):
     writer = open_metrics(tiny_config(tmp_path))
     for step, momentum in enumerate((9.0, 3e23), start=1):
         telemetry = {"grad_norm": 0.5, "a/momentum": momentum, "b/momentum": 1.0}
-        writer.train(step, loss=2.0, lr=0.1, telemetry=telemetry)
+        writer.train(step, loss=2.0, bits=math.nan, lr=0.1, telemetry=telemetry)
     ordinary, ruled = capsys.readouterr().out.splitlines()
     assert "momentum" not in ordinary
     assert "an earlier gradient rules: momentum 3e+23 x gradient" in ruled

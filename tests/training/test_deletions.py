@@ -1,7 +1,10 @@
 """Files and folders that are deleted while a run goes on: it says so, and begins them anew."""
 
+import contextlib
+import io
 import shutil
 
+from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     metrics,
     run_folder_of,
@@ -13,14 +16,12 @@ from tests.support.tiny import (
 from torchmars.metrics.events import EVENTS_FILE, read_events
 from torchmars.training.trainer import Trainer
 
+NAMES = ("metrics.jsonl", "checkpoints", EVENTS_FILE)
 
-def test_what_is_deleted_is_said_once_and_begins_anew(tmp_path, monkeypatch, capfd):
-    write_text(tmp_path)
-    tables = tiny_tables(
-        tmp_path, metrics={"log_interval": 2}, checkpoint={"interval": 4, "async_save": False}
-    )
+
+def with_deletions(tables):
+    """Train; files and folders are gone after step 6. What this rank prints on stderr."""
     folder, report = run_folder_of(tables), Trainer.report
-    names = ("metrics.jsonl", "checkpoints", EVENTS_FILE)
 
     def then_delete(self, *made):
         report(self, *made)
@@ -29,16 +30,24 @@ def test_what_is_deleted_is_said_once_and_begins_anew(tmp_path, monkeypatch, cap
             (folder / EVENTS_FILE).unlink()
             shutil.rmtree(folder / "checkpoints")
 
-    monkeypatch.setattr(Trainer, "report", then_delete)
-    train_here(tables)
-    said = capfd.readouterr().err
-    for name in names:
+    Trainer.report = then_delete
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        train_here(tables)
+    return said.getvalue()
+
+
+def test_what_is_deleted_is_said_once_and_begins_anew(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, metrics={"log_interval": 2}, checkpoint={"interval": 4})
+    [said] = run_ranks(with_deletions, 1, tables)
+    folder = run_folder_of(tables)
+    for name in NAMES:
         line = f"warning: {folder / name} was deleted or moved while the run went on"
         assert said.count(line) == 1
     assert list(metrics(tables)) == [*range(8, 21, 2)] and steps_kept(tables) == [8, 12, 16, 20]
     assert (folder / "elsewhere").read_text().count("train/loss") == 4
     events = read_events(folder / EVENTS_FILE)
     assert {each.facts["what"]: each.step for each in events if each.kind == "deleted"} == {
-        name: 8 for name in names
+        name: 8 for name in NAMES
     }
     assert events[-1].kind == "complete"

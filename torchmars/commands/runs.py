@@ -19,7 +19,7 @@ from torchmars.metrics.lines import warn_of_damage
 from torchmars.records.overview import Overview, find_runs, overview
 from torchmars.records.run import LINES
 
-HEADINGS = ("run", "step", "loss", "validation", "tokens/s", "last write", "state")
+HEADINGS = ("run", "step", "loss", "validation", "bits/byte", "tokens/s", "last write", "state")
 
 
 @dataclass
@@ -72,6 +72,7 @@ def row(folder: Path, run: Overview | UserError) -> tuple[str, ...]:
         f"{run.step:,}/{run.steps:,}",
         number(run.loss, ".4f"),
         number(run.validation_loss, ".4f"),
+        number(run.bits_per_byte, ".3f"),
         number(run.tokens_per_second, ",.0f"),
         f"{age(time.time() - run.written)} ago",
         run.state,

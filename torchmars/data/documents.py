@@ -6,7 +6,7 @@ A process imports this file and a tokenizer, and nothing heavy.
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -74,8 +74,8 @@ class Encoded:
     documents: dict[str, int]
     damaged: list[dict[str, str]]
     """File, place and reason of each record that cannot be read."""
-    text: int = 0
-    """Bytes of the documents in UTF-8."""
+    text: dict[str, int] = field(default_factory=dict)
+    """Bytes of the documents of each split, in UTF-8."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Encoder:
         """Return the tokens of a block. Raises `UserError` where the tokenizer cannot be had."""
         texts: dict[str, list[str]] = {"train": [], "validation": []}
         damaged: list[dict[str, str]] = []
-        size = 0
+        sizes = dict.fromkeys(texts, 0)
         for part in block.parts:
             for at, raw in self.records(part):
                 try:
@@ -112,15 +112,16 @@ class Encoder:
                     reason = "its text has half of a surrogate pair"
                 else:
                     if content:
-                        size += len(content)
-                        texts[self.split_of(content)].append(text)
+                        split = self.split_of(content)
+                        sizes[split] += len(text.encode())
+                        texts[split].append(text)
                     continue
                 damaged.append({"file": part.file, "place": place(part, at), "reason": reason})
         return Encoded(
             {name: self.tokens_of(each) for name, each in texts.items()},
             {name: len(each) for name, each in texts.items()},
             damaged,
-            size,
+            sizes,
         )
 
     def tokens_of(self, texts: list[str]) -> np.ndarray:

@@ -21,11 +21,12 @@ from torchmars.data.manifest import (
     write_manifest,
 )
 from torchmars.data.plan import Plan
-from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
+from torchmars.data.tokenizer import Tokenizer, load_tokenizer, smallest_dtype
 from torchmars.data.writer import Record, damaged_file, read_record, sync_file
 
 DAMAGED = "damaged.jsonl"
 TAIL = "validation-tail.bin"
+PIECE = 2**20  # tokens that are made text at once
 
 
 def finish_folder(config: ResolvedData, plan: Plan, partial: Path) -> None:
@@ -36,6 +37,7 @@ def finish_folder(config: ResolvedData, plan: Plan, partial: Path) -> None:
     """
     records = [read_record(partial, number) for number in range(len(plan.pieces))]
     splits = {name: joined(record.splits[name] for record in records) for name in SPLITS}
+    text_bytes = joined_bytes(records)
     damaged = damaged_records(records, partial)
     if not any(split.tokens for split in splits.values()):
         remove(partial)
@@ -45,13 +47,12 @@ def finish_folder(config: ResolvedData, plan: Plan, partial: Path) -> None:
     tokenizer = load_tokenizer(config.tokenizer)
     dtype = smallest_dtype(tokenizer.vocab_size)
     if not all(split.tokens for split in splits.values()):
-        fraction, end = config.validation_fraction, tokenizer.end_of_text
-        cut_tail(splits, fraction, partial, numpy_dtype(dtype), end)
+        cut_tail(splits, text_bytes, config, partial, numpy_dtype(dtype), tokenizer)
     if damaged:
         write_durably(partial / DAMAGED, "".join(damaged))
         say(f"left out {named(damaged)}; all are in {DAMAGED} of {config.path}")
     sources.write(partial, plan)
-    manifest = make_manifest(config, tokenizer, splits, dtype, config.validation_seed)
+    manifest = make_manifest(config, tokenizer, splits, dtype, config.validation_seed, text_bytes)
     write_manifest(partial, manifest)
 
 
@@ -76,6 +77,14 @@ def joined(splits: Iterable[Split]) -> Split:
         whole.max_token = max(whole.max_token, split.max_token)
         whole.shards += split.shards
     return whole
+
+
+def joined_bytes(records: list[Record]) -> dict[str, int]:
+    """Return the bytes of text in each split of all pieces; nothing if a piece does not know."""
+    known = [record.text_bytes for record in records if record.text_bytes is not None]
+    if len(known) < len(records):
+        return {}
+    return {name: sum(each.get(name, 0) for each in known) for name in SPLITS}
 
 
 def check_damage(config: ResolvedData, damaged: int, partial: Path) -> None:
@@ -106,13 +115,19 @@ def named(damaged: list[str]) -> str:
 
 
 def cut_tail(
-    splits: dict[str, Split], fraction: float, folder: Path, dtype: np.dtype, end_of_text: int
+    splits: dict[str, Split],
+    text_bytes: dict[str, int],
+    config: ResolvedData,
+    folder: Path,
+    dtype: np.dtype,
+    tokenizer: Tokenizer,
 ) -> None:
     """Give the end of the only split that has tokens to validation, and the rest to training.
 
     Each step finds out whether it was done already, since a kill may come between any two.
     """
     whole = next(split for split in splits.values() if split.tokens)
+    fraction, end_of_text = config.validation_fraction, tokenizer.end_of_text
     say(
         f"the hash puts every document ({whole.documents:,}) into one split: the last "
         f"{fraction:.2%} of the tokens become the validation split instead"
@@ -154,3 +169,7 @@ def cut_tail(
     splits["validation"] = Split(
         length, ends, int(tail.max()), [Shard(TAIL, length, sha256(folder / TAIL))]
     )
+    if text_bytes:
+        pieces = (tail[begin : begin + PIECE].tolist() for begin in range(0, len(tail), PIECE))
+        cut_off = sum(len(tokenizer.decode(piece).encode()) for piece in pieces)
+        text_bytes |= {"train": sum(text_bytes.values()) - cut_off, "validation": cut_off}

@@ -87,6 +87,8 @@ class DataManifest:
     """Of the file that the tokenizer was read from; None for one that has a name."""
     validation_seed: int | None = None
     """None where documents were not split by their hash, as older versions did."""
+    text_bytes: dict[str, Annotated[int, Range(0, 10**16)]] = field(default_factory=dict)
+    """Of the documents of each split, in UTF-8; empty where nobody has counted them."""
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
@@ -106,10 +108,12 @@ def make_manifest(
     splits: dict[str, Split],
     dtype: TokenDtype,
     validation_seed: int | None = None,
+    text_bytes: dict[str, int] | None = None,
 ) -> DataManifest:
     """Return the manifest of shards that were made for `config`.
 
     `validation_seed` is the key of the hash that documents were split by; None if by none.
+    `text_bytes` are those of each split, where they were counted.
     """
     return DataManifest(
         tokenizer.name,
@@ -121,6 +125,7 @@ def make_manifest(
         config.validation_fraction,
         tokenizer.sha256,
         validation_seed,
+        text_bytes or {},
     )
 
 

@@ -1,6 +1,7 @@
 """A run's corpora: one, or several with weights, and which of them each sample is read from."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -139,6 +140,22 @@ class Mixture:
     def names(self) -> list[str]:
         """What to call each part in a report; nothing where there is only one."""
         return [part.name for part in self.parts] if len(self.parts) > 1 else []
+
+    def bits_per_byte(
+        self, split: Literal["train", "validation"], loss: float, shares: Sequence[float]
+    ) -> float:
+        """Return a loss, in nats per token, in bits per byte of text.
+
+        It is over tokens of a split of each part, in these shares, which need not add up to 1.
+        A token has the bytes of the mean token of its part's split. NaN where a part does not know
+        them.
+        """
+        size = 0.0
+        for part, share in zip(self.parts, shares):
+            if share:
+                known = part.manifest.text_bytes.get(split, 0) or math.nan
+                size += share * known / part.manifest.splits[split].tokens
+        return loss / math.log(2) * sum(shares) / size
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens of all parts, and of their order."""

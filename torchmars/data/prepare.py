@@ -143,7 +143,7 @@ def make_pieces(
                 continue
             writer.add(block, encoded)
             progress.add(block.read - before, encoded)
-            text += encoded.text
+            text += sum(encoded.text.values())
             tokens += sum(len(each) for each in encoded.tokens.values())
             damaged += len(encoded.damaged)
             if damaged > config.max_damaged:

@@ -36,6 +36,8 @@ class Record:
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     """The shards are listed when the piece is done."""
     done: bool = False
+    text_bytes: dict[str, int] | None = None
+    """Of the documents of each split, in UTF-8; None in a piece that an older version began."""
 
 
 def record_file(folder: Path, number: int) -> Path:
@@ -54,7 +56,7 @@ def read_record(folder: Path, number: int) -> Record:
     try:
         return make(Record, parse_json(read_text(file)))
     except FileNotFoundError:
-        return Record()
+        return Record(text_bytes=dict.fromkeys(SPLITS, 0))
     except (OSError, ValueError, UserError) as error:
         raise UserError(
             f"{file} cannot be read ({error}): remove the folder {folder} to begin anew"
@@ -137,6 +139,9 @@ class PieceWriter:
             split.tokens += len(tokens)
             split.documents += encoded.documents[name]
             split.max_token = max(split.max_token, int(tokens.max(initial=0)))
+            if record.text_bytes is not None:
+                known = record.text_bytes.get(name, 0)
+                record.text_bytes[name] = known + encoded.text.get(name, 0)
         if encoded.damaged:
             lines = "".join(json.dumps(each) + "\n" for each in encoded.damaged).encode()
             self.append(damaged_file(self.folder, self.number), lines)

@@ -1,5 +1,6 @@
 """What a run reports: the console's progress lines, metrics.jsonl, TensorBoard, W&B."""
 
+import math
 from datetime import timedelta
 
 import torch
@@ -41,10 +42,13 @@ class Metrics:
             self.journal.rewind(step, validated)
         self.throughput.restart(step)
 
-    def train(self, step: int, loss: float, lr: float, telemetry: dict[str, float]) -> None:
+    def train(
+        self, step: int, loss: float, bits: float, lr: float, telemetry: dict[str, float]
+    ) -> None:
         """Report training step number `step`, with the optimizer's `telemetry`.
 
-        Its speed and its time by phases are means since the last report.
+        `bits` is the loss in bits per byte, NaN where it is not known. Speed and time by phases are
+        means since the last report.
         """
         if self.journal is None:
             return
@@ -52,11 +56,12 @@ class Metrics:
         rate = self.throughput.tokens_per_step / seconds
         mfu = self.throughput.mfu(rate)
         memory = peak_memory(self.device)
-        values = {"loss": loss, "lr": lr, "tokens_per_second": rate, "memory_gib": memory}
+        values = losses(loss, bits)
+        values |= {"lr": lr, "tokens_per_second": rate, "memory_gib": memory}
         split = self.throughput.milliseconds(step)
         values |= {f"{phase}_ms": value for phase, value in split.items()} | telemetry
         parts = [
-            f"loss {loss:.4f}",
+            f"loss {loss_text(loss, bits)}",
             f"lr {lr:.2e}",
             f"grad norm {telemetry['grad_norm']:.3f}",
             f"{rate:,.0f} tok/s",
@@ -79,12 +84,15 @@ class Metrics:
         """Report what has been read of each part of a mixture by step number `step`."""
         self._write(step, "data", values)
 
-    def validation(self, step: int, loss: float, of_parts: dict[str, float]) -> None:
-        """Report the validation loss after step number `step`, and those of a mixture's parts."""
+    def validation(self, step: int, loss: float, bits: float, of_parts: dict[str, float]) -> None:
+        """Report the validation loss after step number `step`, and those of a mixture's parts.
+
+        `bits` is the loss in bits per byte, NaN where it is not known.
+        """
         if self.journal is not None:
-            say(f"{self._progress(step)} | validation loss {loss:.4f}")
+            say(f"{self._progress(step)} | validation loss {loss_text(loss, bits)}")
             named = {f"{name}/loss": value for name, value in of_parts.items()}
-            self._write(step, "validation", {"loss": loss} | named)
+            self._write(step, "validation", losses(loss, bits) | named)
 
     def evaluation(self, step: int, task: str, values: dict[str, float], line: str) -> None:
         """Report how the model answered a task after step number `step`, in words a `line`."""
@@ -118,6 +126,16 @@ class Metrics:
             self.journal.write(step, named)
         for tracker in self.trackers:
             tracker.write(step, named)
+
+
+def losses(loss: float, bits: float) -> dict[str, float]:
+    """Return a loss and, where it is known, the same in bits per byte, by name."""
+    return {"loss": loss} | ({} if math.isnan(bits) else {"bits_per_byte": bits})
+
+
+def loss_text(loss: float, bits: float) -> str:
+    """Return a loss and, where it is known, the same in bits per byte, for a line."""
+    return f"{loss:.4f}" + ("" if math.isnan(bits) else f" | {bits:.3f} bits/byte")
 
 
 def open_metrics(

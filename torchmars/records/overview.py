@@ -9,7 +9,7 @@ from typing import Literal
 from torchmars.core.files import is_locked
 from torchmars.metrics.events import EVENTS_FILE
 from torchmars.metrics.journal import METRICS_FILE, last_rows, last_step
-from torchmars.records.run import CONFIG_FILE, SPEED, Run, read_run
+from torchmars.records.run import BITS, CONFIG_FILE, SPEED, Run, read_run
 
 State = Literal["running", "stopped", "complete", "failed"]
 # Where locks do not tell whether a run goes on, one that has written this lately does.
@@ -28,6 +28,8 @@ class Overview:
     """How many it is to have."""
     loss: float | None
     validation_loss: float | None
+    bits_per_byte: float | None
+    """The validation loss, for each byte of text."""
     tokens_per_second: float | None
     written: float
     """When it wrote last, in seconds since 1970."""
@@ -38,7 +40,7 @@ class Overview:
 def overview(folder: Path) -> Overview:
     """Return how far the run in `folder` is. Raises `UserError` if it is damaged, or none."""
     run = read_run(folder)
-    names = ("step", "train/loss", "validation/loss", SPEED)
+    names = ("step", "train/loss", "validation/loss", BITS, SPEED)
     rows, damaged = last_rows(folder / METRICS_FILE, names)
     last = {name: row[name] for name, row in rows.items()}
     return Overview(
@@ -47,6 +49,7 @@ def overview(folder: Path) -> Overview:
         run.steps,
         last.get("train/loss"),
         last.get("validation/loss"),
+        last.get(BITS),
         last.get(SPEED),
         last_written(folder),
         run.events.damaged + damaged,

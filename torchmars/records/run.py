@@ -22,6 +22,7 @@ Along = Literal["tokens", "step", "seconds"]
 CONFIG_FILE = "config.toml"
 LINES = "*.jsonl"  # its files of lines, in what is said of them
 LARGEST = 10**15  # what counts steps and tokens of a step is smaller
+BITS = "validation/bits_per_byte"
 TOKENS, SPEED, SKIPPED = "train/tokens", "train/tokens_per_second", "train/skipped_steps"
 
 

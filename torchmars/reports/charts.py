@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchmars.records.run import SKIPPED, Run
+from torchmars.records.run import BITS, SKIPPED, Run
 
 # The phases of a step, in time order.
 PHASES = ("data", "forward", "backward", "pipeline", "reduce", "optimizer", "other")
@@ -35,6 +35,7 @@ LOSS = Chart("Training loss", r"train/loss")
 CHARTS = (
     LOSS,
     Chart("Validation loss", r"validation/loss", smooth=False),
+    Chart("Validation loss, bits per byte", re.escape(BITS), smooth=False),
     Chart("Validation loss of parts", r"validation/.+/loss", smooth=False),
     Chart("Learning rate", r"train/lr", smooth=False),
     Chart("Gradient norm", r"train/grad_norm"),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torchmars.checkpoint.folder import step_folder
 from torchmars.config.toml_files import Tables
 from torchmars.records.overview import last_written, state_of
-from torchmars.records.run import SPEED, Run
+from torchmars.records.run import BITS, SPEED, Run
 from torchmars.reports.charts import (
     LOSS,
     Chart,
@@ -150,6 +150,7 @@ def facts(run: Run) -> dict[str, str]:
         "step": f"{step:,} of {run.steps:,}",
         "training loss": of_values(run, TRAINING, lambda values: f"{values[-1]:.4f}"),
         "validation loss": of_values(run, VALIDATION, lambda values: f"{values[-1]:.4f}"),
+        "bits per byte": of_values(run, BITS, lambda values: f"{values[-1]:.4f}"),
         "best validation": of_values(run, VALIDATION, lambda values: f"{values.min():.4f}"),
         "tokens": short(float(run.tokens(here)[0])),
         "training time": duration(float(run.seconds(here)[0])),

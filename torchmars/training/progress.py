@@ -71,7 +71,8 @@ class Progress:
         telemetry = self.optimizer.telemetry()
         self.optimizer.start_interval()
         tokens = state.position * self.config.seq_len
-        self.metrics.train(state.step, loss, lr, telemetry | {"tokens": tokens})
+        bits = self.data.bits_per_byte("train", loss, self.data.weights)
+        self.metrics.train(state.step, loss, bits, lr, telemetry | {"tokens": tokens})
         if self.data.names:
             self.metrics.data(state.step, self._read(state))
         return telemetry

@@ -239,9 +239,9 @@ class Trainer:
     def validate(self) -> None:
         """Measure and report the validation loss."""
         self.watchdog.beat(f"the validation after step {self.state.step}")
-        loss, of_parts = self.validation.losses()
+        loss, bits, of_parts = self.validation.losses()
         self.state.validation_loss = loss
-        self.metrics.validation(self.state.step, loss, of_parts)
+        self.metrics.validation(self.state.step, loss, bits, of_parts)
 
     def evaluation_due(self) -> bool:
         """Return whether the model is to be asked tasks at this step."""

@@ -32,10 +32,11 @@ class Validation:
         self.model, self.tokenizer, self.layout = model, tokenizer, layout
 
     @torch.no_grad()
-    def losses(self) -> tuple[float, dict[str, float]]:
-        """Return the mean loss over the validation windows.
+    def losses(self) -> tuple[float, float, dict[str, float]]:
+        """Return the mean loss over the validation windows, and the same in bits per byte.
 
-        And that of each part of the mixture that has some of them, by name.
+        And the loss of each part of the mixture that has some of them, by name. Bits per byte are
+        NaN where the data do not know their bytes.
         """
         layout, names = self.layout, self.data.names
         # Of each part: the sum of its losses, and its targets.
@@ -53,7 +54,9 @@ class Validation:
         self.model.train()
         means = [[layout.mean_loss(number) for number in row] for row in totals]
         of_parts = {name: row[0] / row[1] for name, row in zip(names, means) if row[1]}
-        return sum(row[0] for row in means) / sum(row[1] for row in means), of_parts
+        targets = [row[1] for row in means]
+        loss = sum(row[0] for row in means) / sum(targets)
+        return loss, self.data.bits_per_byte("validation", loss, targets), of_parts
 
     def _batches(self) -> list[tuple[Tensor, list[int]]]:
         ranks, config = self.layout.data, self.config

@@ -1,0 +1,58 @@
+"""The bytes of text that tokens stand for, and losses in bits per byte."""
+
+import math
+
+import pytest
+
+from tests.support.tiny import listen, metrics, tiny_config, tiny_tables, write_text
+from torchmars.data.manifest import DataManifest, Split, read_manifest
+from torchmars.data.mixture import Mixture, Part
+from torchmars.training.preparation import prepare_data
+
+TEXTS = [f"  ä b {n}\n日本語 text" for n in range(99)]
+
+
+@pytest.mark.parametrize("texts", [TEXTS, ["one document, Größe 1 " * 120]], ids=["many", "one"])
+def test_the_manifest_knows_the_bytes_of_each_split(tmp_path, texts):
+    """With a token for each byte they are the tokens but those that end documents.
+
+    Of a single document, the tail becomes the validation split.
+    """
+    (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(texts))
+    config = tiny_config(tmp_path)
+    prepare_data(config)
+    manifest = read_manifest(tmp_path / "shards")
+    assert sum(manifest.text_bytes.values()) > 900
+    for name, split in manifest.splits.items():
+        ends = split.documents if len(texts) > 1 else (name == "validation")
+        assert manifest.text_bytes[name] == split.tokens - ends
+
+
+def part(name, weight, **text_bytes):
+    split = {"train": Split(tokens=1000), "validation": Split(tokens=100)}
+    manifest = DataManifest("bytes", 257, "", [], split, "uint16", text_bytes=text_bytes)
+    return Part(name, None, weight, manifest)
+
+
+def test_bits_per_byte_of_a_mixture():
+    """Each part's tokens have the bytes of its own mean token."""
+    parts = [part("a", 3.0, train=4000, validation=200), part("b", 1.0, train=2000), part("c", 0.0)]
+    mixture, loss = Mixture(parts), 2 * math.log(2)
+    assert mixture.bits_per_byte("train", loss, mixture.weights) == pytest.approx(2 * 4 / 14)
+    assert mixture.bits_per_byte("validation", loss, [50.0, 0.0, 0.0]) == pytest.approx(1.0)
+    assert math.isnan(mixture.bits_per_byte("validation", loss, [50.0, 1.0, 0.0]))
+    assert math.isnan(mixture.bits_per_byte("train", loss, [1.0, 1.0, 1e-9]))
+
+
+def test_a_run_reports_bits_per_byte(tmp_path):
+    write_text(tmp_path)
+    tables = tiny_tables(tmp_path, training={"steps": 2}, validation={"interval": 2})
+    out = listen(1, tables)
+    manifest = read_manifest(tmp_path / "shards")
+    for split, kind in (("train", "train"), ("validation", "validation")):
+        losses, bits = metrics(tables, f"{kind}/loss"), metrics(tables, f"{kind}/bits_per_byte")
+        ratio = manifest.splits[split].tokens / manifest.text_bytes[split]
+        assert bits == {
+            step: pytest.approx(loss / math.log(2) * ratio) for step, loss in losses.items()
+        }
+        assert f"loss {losses[2]:.4f} | {bits[2]:.3f} bits/byte" in out
