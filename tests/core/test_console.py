@@ -1,5 +1,6 @@
 """What a terminal is shown, and what a pipe gets."""
 
+import contextlib
 import os
 import pty
 
@@ -27,18 +28,14 @@ def terminal():
     inside, outside = pty.openpty()
 
     def show(act, text):
-        import sys
-
         stream = open(outside, "w", closefd=False)
-        before, sys.stdout = sys.stdout, stream
-        try:
-            act(text + "|")
-        finally:
-            sys.stdout = before
+        with contextlib.redirect_stdout(stream):
+            act(text)
+            console.write("END")
         found = b""
-        while not found.endswith((b"|", b"|\r\n")):
+        while not found.endswith(b"END"):
             found += os.read(inside, 2**16)
-        return found.removesuffix(b"\r\n").removesuffix(b"|").decode()
+        return found.removesuffix(b"END").decode().removesuffix("\r\n")
 
     yield show
     os.close(inside)
