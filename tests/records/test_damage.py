@@ -1,6 +1,7 @@
 """Damaged files of runs: what is good is read, what is left out is counted and said."""
 
 import json
+import math
 
 import pytest
 
@@ -20,6 +21,8 @@ METRICS = [
     f'{{"step": {"9" * 5000}, "train/loss": 1}}',
     f'{{"step": 7, "train/loss": {DIGITS}}}',
     f'{{"step": 7, "train/loss": {NESTED}}}',
+    '{"step": 7, "train/loss": 1e308}',
+    '{"step": 7, "train/tokens": -Infinity}',
     '{"step": 7, "train/loss": [[1]]}',
     '{"step": 7, "train/loss": {"a": 1}}',
     '{"step": 7, "train/loss": "\\ud800"}',
@@ -111,6 +114,19 @@ def test_one_bad_run_is_a_row(tmp_path, call, monkeypatch, name):
     ]
     assert "3/3" in rows[0] and "3/3" in rows[2] and "has no training.steps" in rows[3]
     assert f"damaged: cannot read runs/b/{name}: Is a directory" in rows[1]
+
+
+def test_numbers_that_are_unknown_or_extreme_are_drawn(tmp_path, call, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_run(tmp_path / "good", 3)
+    folder = made_run(tmp_path / "run", 3)
+    unknown = dict.fromkeys(["train/tokens", "train/loss", "train/tokens_per_second"])
+    extreme = {"train/loss": 1e150, "train/tokens": 2**63 - 1, "train/tokens_per_second": 1e-150}
+    rows = [{"step": 4} | unknown, {"step": 10**15} | extreme, {"step": 5, "train/a_ms": math.nan}]
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write(text(map(json.dumps, rows)))
+    for args in (["report", "run", "good"], ["plot", "run", "good"]):
+        assert call(*args)[::2] == (0, "")
 
 
 def test_a_config_without_a_batch_size(tmp_path, call, monkeypatch):

@@ -20,6 +20,7 @@ T = TypeVar("T")
 Row = dict[str, Any]
 LARGEST_STEP = 10**15
 LARGEST_WHOLE = 2**63  # numpy, JavaScript and formats take no larger ones
+LARGEST_FLOAT = 1e150  # larger ones overflow where they are added up or drawn
 
 
 class Lines(list[T]):
@@ -91,8 +92,8 @@ def parse_slowly(line: bytes) -> Any:
 def check_types(row: Row, declared: Mapping[str, tuple[type, ...]], other: tuple[type, ...]) -> Row:
     """Return a row whose values have the `declared` types, or else one of `other`.
 
-    A list has numbers and texts. Raises `ValueError` for another type, and for a whole number of
-    more than 64 bits.
+    A list has numbers and texts. Raises `ValueError` for another type, for a whole number of more
+    than 64 bits, and for a float beyond `LARGEST_FLOAT`.
     """
     for name, value in row.items():
         if type(value) not in declared.get(name, other):
@@ -101,5 +102,7 @@ def check_types(row: Row, declared: Mapping[str, tuple[type, ...]], other: tuple
             if type(each) in (list, dict):
                 raise ValueError(f"{name} is nested")
             if type(each) is int and abs(each) >= LARGEST_WHOLE:
+                raise ValueError(f"{name} is too large")
+            if type(each) is float and abs(each) > LARGEST_FLOAT:
                 raise ValueError(f"{name} is too large")
     return row

@@ -113,7 +113,8 @@ class Run:
                     "training.seq_len: restore it, or leave this run out"
                 )
             return steps.astype(np.float64) * sizes[0] * sizes[1]
-        return interpolated(steps, reported.steps, reported.values)
+        known = np.isfinite(reported.values)
+        return interpolated(steps, reported.steps[known], reported.values[known])
 
     def seconds(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the seconds of training until each of `steps`, over all its starts.
