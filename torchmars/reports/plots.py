@@ -158,8 +158,9 @@ def draw_bars(chart: Chart, runs: list[Run], axes: "Axes") -> None:
     names = chart.names
     begins = np.zeros(len(runs))
     for name, label in zip(names, short_names(names)):
-        found = [run.series.get(name) for run in runs]
-        lengths = np.array([0.0 if each is None else np.nanmedian(each.values) for each in found])
+        found = [run.series[name].values if name in run.series else np.empty(0) for run in runs]
+        known = [values[np.isfinite(values)] for values in found]
+        lengths = np.array([np.median(values) if len(values) else 0.0 for values in known])
         axes.barh(names_of(runs), lengths, left=begins, label=label, alpha=0.85)
         begins += lengths
     axes.invert_yaxis()
