@@ -52,7 +52,9 @@ SMOKE = [
 ]
 
 
-def ours(config: ModelConfig, vocab_size: int, batch: int, length: int, compiled: bool) -> Step:
+def ours(
+    config: ModelConfig, vocab_size: int, batch: int, length: int, compiled: bool, rule: str
+) -> Step:
     """Return a step of torchmars on one rank."""
     layout = connection.start(ParallelismConfig())
     training = TrainingConfig(
@@ -67,7 +69,7 @@ def ours(config: ModelConfig, vocab_size: int, batch: int, length: int, compiled
         layout.device,
     )
     model.init_weights(0)
-    groups = param_groups(model.whole, "mars-adamw", lr=6e-4)
+    groups = param_groups(model.whole, rule, lr=6e-4)
     for group in groups:
         group["params"] = [(name, model.weights[name]) for name, _ in group["params"]]
     optimizer = MARS(groups, max_grad_norm=1.0)
@@ -113,41 +115,52 @@ def some_windows(vocab_size: int, batch: int, length: int) -> torch.Tensor:
     return torch.randint(vocab_size, (batch, length + 1), generator=generator)
 
 
-def model_rows(smoke: bool, steps: int) -> Iterator[dict[str, Any]]:
+def model_rows(smoke: bool) -> Iterator[dict[str, Any]]:
     """Yield what each loop reaches on each model, eager and compiled."""
     for config, vocab_size, batch, length in SMOKE if smoke else MODELS:
         flops = build_meta_model(config, vocab_size, length).flops_per_token()
         for compiled in (False, True):
-            for name, make in (("plain loop, AdamW", plain), ("torchmars, mars-adamw", ours)):
-                seconds, memory = measure(make(config, vocab_size, batch, length, compiled), steps)
-                speed = batch * length / statistics.median(seconds)
+            for rule in ("plain", "adamw", "mars-adamw", "mars-m"):
+                if rule == "plain":
+                    step = plain(config, vocab_size, batch, length, compiled)
+                else:
+                    step = ours(config, vocab_size, batch, length, compiled, rule)
+                steps = measure(step, 2 if smoke else 20)
+                del step
+                speed = batch * length / statistics.median(steps["step, ms"]) * 1e3
                 throughput = Throughput(0, batch * length, flops, DEVICE, ranks=1)
                 yield {
                     "model": f"{config.name} {config.size}",
-                    "loop": name,
+                    "loop": "plain loop, AdamW" if rule == "plain" else f"torchmars, {rule}",
                     "blocks": "compiled" if compiled else "eager",
                     "tokens/s": speed,
                     "MFU": throughput.mfu(speed),
-                    "step, ms": [1e3 * second for second in seconds],
-                    "peak, GiB": memory,
-                }
+                } | steps
 
 
-def measure(step: Step, steps: int) -> tuple[list[float], float]:
-    """Return the seconds of each of `steps` steps, and the peak memory in GiB."""
+def measure(step: Step, steps: int) -> dict[str, Any]:
+    """Return the times of a step in milliseconds, and the peak memory in GiB.
+
+    A step's time is that of `steps` steps, without waiting for the device between them, over their
+    number: three times of it. The host's time is that until the call of a step returns.
+    """
     for _ in range(WARM_UP):
         step()
-    on_gpu, seconds = DEVICE.type == "cuda", []
+    on_gpu, rounds, host = DEVICE.type == "cuda", [], []
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(steps):
+    for _ in range(3):
         optimizer_step.synchronize()
         began = time.perf_counter()
-        step()
+        for _ in range(steps):
+            step()
         optimizer_step.synchronize()
-        seconds.append(time.perf_counter() - began)
+        rounds.append(1e3 * (time.perf_counter() - began) / steps)
+        began = time.perf_counter()
+        step()
+        host.append(1e3 * (time.perf_counter() - began))
     memory = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
-    return seconds, memory
+    return {"step, ms": rounds, "host, ms": host, "peak, GiB": memory}
 
 
 def forget() -> None:
@@ -158,27 +171,25 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def optimizer_rows(smoke: bool, steps: int) -> Iterator[dict[str, Any]]:
+def optimizer_rows(smoke: bool) -> Iterator[dict[str, Any]]:
     """Yield the milliseconds of each optimizer's step on GPT-2 small, side by side."""
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 320, "seq_len": 64}
     if not smoke:
         shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304, "seq_len": 1024}
     args = GPT2Args(**shape)
-    rows = optimizer_step.measure(optimizer_step.elementwise_contenders, args, steps, threads=1)
     bandwidth = optimizer_step.copy_bandwidth() if DEVICE.type == "cuda" else None
-    elements = sum(
-        parameter.numel()
-        for parameter in build_meta_model(
-            ModelConfig(name="gpt2", size="small"), 50304, 1024
-        ).parameters()
-    )
-    for name, milliseconds, _, _ in rows:
-        share = None
-        if name == "mars-adamw" and bandwidth and not smoke:
-            # 11 passes of 4 bytes: g, h; then g, h, m, v, p read and h, m, v, p written.
-            share = 44 * elements / (milliseconds * 1e-3) / bandwidth
-        ratio = milliseconds / rows[0][1]
-        yield {"step": name, "ms": milliseconds, "ratio": ratio, "of copy bandwidth": share}
+    for kind in (*optimizer_step.TABLE_SIZES, "matrices"):
+        rows = optimizer_step.measure(
+            kind, args, 2 if smoke else 10, threads=1, few=False, cpu_time=False
+        )
+        for name, times, _, _ in rows:
+            share = None
+            if name == "mars-adamw" and bandwidth:
+                share = optimizer_step.mars_traffic(args) / statistics.median(times) * 1e3
+                share /= bandwidth
+            ratios = [one / other for one, other in zip(times, rows[0][1])]
+            yield {"of": kind, "step": name, "ms": times, "ratio": ratios, "of copy speed": share}
+        forget()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -207,7 +218,7 @@ def main() -> None:
     options = parser.parse_args()
     if DEVICE.type != "cuda" and not options.smoke:
         sys.exit("error: no GPU is seen: --smoke runs the same code without one")
-    began, steps = time.monotonic(), 2 if options.smoke else 10
+    began = time.monotonic()
     on_gpu = DEVICE.type == "cuda"
     machine = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -217,8 +228,8 @@ def main() -> None:
     print(*(f"{name}: {value}" for name, value in machine.items()), sep="\n", flush=True)
     found: dict[str, Any] = machine | {"models": [], "optimizers": []}
     for name, rows in (
-        ("optimizers", optimizer_rows(options.smoke, steps)),  # before there are process groups
-        ("models", model_rows(options.smoke, steps)),
+        ("optimizers", optimizer_rows(options.smoke)),  # before there are process groups
+        ("models", model_rows(options.smoke)),
     ):
         for row in rows:
             found[name].append(row)
