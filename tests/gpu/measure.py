@@ -1,6 +1,6 @@
 """Measure on one GPU all that the pages say of GPUs, in less than ten minutes.
 
-    python -m tests.gpu.measure [FILE.json] [--smoke]
+    python -m tests.gpu.measure [FILE.json] [--only optimizers gpt2 llama] [--smoke]
 
 Tokens per second and MFU of GPT-2 small and of Llama 1B, in bfloat16, eager and compiled: a step of
 torchmars with mars-adamw, and the plainest loop around the same model with `clip_grad_norm_` and
@@ -10,6 +10,7 @@ tiny sizes, also on a CPU, where its numbers mean nothing.
 """
 
 import argparse
+import functools
 import gc
 import json
 import statistics
@@ -115,9 +116,11 @@ def some_windows(vocab_size: int, batch: int, length: int) -> torch.Tensor:
     return torch.randint(vocab_size, (batch, length + 1), generator=generator)
 
 
-def model_rows(smoke: bool) -> Iterator[dict[str, Any]]:
-    """Yield what each loop reaches on each model, eager and compiled."""
+def model_rows(name: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    """Yield what each loop reaches on the model, eager and compiled."""
     for config, vocab_size, batch, length in SMOKE if smoke else MODELS:
+        if config.name != name:
+            continue
         flops = build_meta_model(config, vocab_size, length).flops_per_token()
         for compiled in (False, True):
             for rule in ("plain", "adamw", "mars-adamw", "mars-m"):
@@ -214,6 +217,7 @@ def main() -> None:
     """Measure, print and write all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--only", nargs="+", default=["optimizers", "gpt2", "llama"])
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if DEVICE.type != "cuda" and not options.smoke:
@@ -226,12 +230,11 @@ def main() -> None:
         "peak bfloat16 FLOP/s, by the data sheet": peak_flops(DEVICE),
     }
     print(*(f"{name}: {value}" for name, value in machine.items()), sep="\n", flush=True)
-    found: dict[str, Any] = machine | {"models": [], "optimizers": []}
-    for name, rows in (
-        ("optimizers", optimizer_rows(options.smoke)),  # before there are process groups
-        ("models", model_rows(options.smoke)),
-    ):
-        for row in rows:
+    found: dict[str, Any] = dict(machine)
+    for name in options.only:  # the optimizers first: before there are process groups
+        rows = optimizer_rows if name == "optimizers" else functools.partial(model_rows, name)
+        found[name] = []
+        for row in rows(options.smoke):
             found[name].append(row)
             print(f"{time.monotonic() - began:4.0f} s: {row}", file=sys.stderr, flush=True)
             if options.file:  # also of a run that is ended early

@@ -116,10 +116,11 @@ def test_a_step_does_not_wait_for_the_device(rule, settings, compile):
         optimizer.zero_grad()
 
 
-def test_a_model_may_move_after_its_optimizer_was_made():
+@pytest.mark.parametrize("settings", [{}, ROUNDED])
+def test_a_model_may_move_after_its_optimizer_was_made(settings):
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
-    optimizer = MARS([model.weight, model.bias], lr=0.01, rule="mars-adamw")
+    optimizer = MARS([model.weight, model.bias], lr=0.01, rule="mars-adamw", **settings)
     model.to(DEVICE)
     for _ in range(2):
         model(torch.randn(8, 64, device=DEVICE)).square().mean().backward()

@@ -29,6 +29,9 @@ from torchmars.training.build import build_trainer
 
 pytestmark = pytest.mark.gpu
 
+# A machine without a network may have some packages by PYTHONPATH alone.
+WITH_ROOT = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
 
 def test_a_run_in_bfloat16_goes_on_where_it_was_stopped(tmp_path):
     write_text(tmp_path)
@@ -116,7 +119,7 @@ def test_a_rank_that_hangs_leaves_the_flight_recorder_of_nccl(tmp_path):
     ended = subprocess.run(
         [sys.executable, str(tmp_path / "hangs.py"), str(tmp_path / "tiny.toml")],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | WITH_ROOT,
         capture_output=True,
         text=True,
     )
@@ -195,7 +198,7 @@ def test_the_peak_of_the_plan_is_that_of_a_step(tmp_path):
         int(
             subprocess.run(
                 [sys.executable, "-c", program, str(tmp_path / "tiny.toml")],
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | WITH_ROOT,
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,

@@ -26,7 +26,7 @@ class ParameterRounding(NamedTuple):
     seed: Tensor
     """A hash of the optimizer's seed and the parameter's name: 0-d int32 on its device."""
     first: Tensor
-    """The number of this rank's first element in the whole tensor: 0-d int32 on the CPU."""
+    """The number of this rank's first element in the whole tensor: likewise."""
     shape: tuple[int, ...]
     """Of this rank's part, with the outermost dim of its memory first. Dims that count on from one
     another are one: it has more than one where an inner dim is cut."""
@@ -55,7 +55,8 @@ def parameter_roundings(
         shape, rises = _memory_dims(parameter)
         result[parameter] = ParameterRounding(
             seed=torch.tensor(number, dtype=torch.int32, device=device),
-            first=torch.tensor(_first_number(parameter), dtype=torch.int32),
+            # On the device: kernels for GPUs take an integer of the CPU as one of 64 bits.
+            first=torch.tensor(_first_number(parameter), dtype=torch.int32, device=device),
             shape=shape,
             rises=rises,
         )
