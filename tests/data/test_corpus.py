@@ -1,10 +1,12 @@
 """Which files a corpus has, how it is cut into pieces, and what data.source may name."""
 
+import re
 import sys
 
 import pytest
 
 from torchmars.config import DataConfig
+from torchmars.config.data import PartConfig
 from torchmars.config.source import Source, parse_source
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes, corpus_pieces, source_files
@@ -50,7 +52,34 @@ def test_sources_of_another_form(text, message):
 def test_the_folder_of_the_shards_names_their_source():
     assert DataConfig().resolve().path == "data/stdlib-bytes"
     config = DataConfig("jsonl:/pile/*.jsonl.zst:body", tokenizer="gpt2").resolve()
-    assert config.path == "data/jsonl-pile-jsonl.zst-body-gpt2"
+    assert re.fullmatch(r"data/jsonl-pile-jsonl.zst-body-gpt2-[0-9a-f]{8}", config.path)
+    assert DataConfig("hf:a/b", tokenizer="gpt2").resolve().path == "data/hf-a-b-gpt2"
+
+
+CORPORA = [  # source and files; without their hash, folders of some would be the same
+    ("text", ["a"]),
+    ("text", ["b"]),
+    ("text", ["a", "b"]),
+    ("text", ["ab"]),
+    ("text:a/*.txt", []),
+    ("text:a?*.txt", []),
+    ("text:a/*.txt", ["b"]),
+    ("jsonl", ["a"]),
+    ("jsonl::a", ["a"]),
+    ("parquet", ["a"]),
+]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_corpora_of_files_do_not_share_a_default_folder(mixed):
+    def path(source, files):
+        if not mixed:
+            return DataConfig(source, files=files).resolve().path
+        part = PartConfig(source, 1.0, name="part", files=files)
+        return DataConfig(mixture=[part]).resolve().corpora()[0].path
+
+    assert len({path(*corpus) for corpus in CORPORA}) == len(CORPORA)
+    assert path(*CORPORA[0]) == path(*CORPORA[0])
 
 
 def test_files_folders_and_globs(tmp_path):

@@ -352,7 +352,8 @@ def test_the_command_prepares_a_corpus_alone_and_as_an_array(tmp_path, monkeypat
         (tmp_path / f"{number}.txt").write_text("\n<|endoftext|>\n".join(texts(5, number)))
     source = ["--source", "text:*.txt", "--validation_fraction=0.3"]
     prepare(monkeypatch, *source)
-    assert "data/text-txt-bytes: train " in capsys.readouterr().out
+    path = DataConfig("text:*.txt").resolve().path
+    assert f"{path}: train " in capsys.readouterr().out
     for task in (4, 6, 8):
         variables = {"ID": task, "MIN": 4, "STEP": 2, "COUNT": 3}
         for name, value in variables.items():
@@ -361,7 +362,7 @@ def test_the_command_prepares_a_corpus_alone_and_as_an_array(tmp_path, monkeypat
         said = capsys.readouterr().out
         assert ("array: train" in said) == (task == 8)
     assert files_of(DataConfig(path="array").resolve()) == files_of(
-        DataConfig(path="data/text-txt-bytes").resolve()
+        DataConfig(path=path).resolve()
     )
 
 

@@ -1,5 +1,7 @@
 """Where the tokens come from."""
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -25,7 +27,7 @@ class PartConfig:
     files: list[Annotated[str, Place()]] = field(default_factory=list)
     """As data.files."""
     path: Annotated[str, Place()] | None = None
-    """Folder of its shards. Default: NAME-TOKENIZER in data.path."""
+    """Folder of its shards. Default: in data.path, NAME-TOKENIZER, and a hash as in data.path."""
 
     @property
     def label(self) -> str:
@@ -49,8 +51,9 @@ class DataConfig:
     """bytes (256 values and an end-of-text token), gpt2 or another encoding of tiktoken, or the
     path of a Hugging Face tokenizer.json."""
     path: Annotated[str, Place()] | None = None
-    """Folder of the tokenised shards. The first run fills it. Default: data/SOURCE-TOKENIZER. With
-    a mixture: the folder of its parts' folders, by default data."""
+    """Folder of the tokenised shards. The first run fills it. Default: data/SOURCE-TOKENIZER; for
+    text, jsonl and parquet -HASH follows, of source and files as written. With a mixture: the
+    folder of its parts' folders, by default data."""
     mixture: list[PartConfig] = field(default_factory=list)
     """[[data.mixture]] tables: several corpora, with weights. In TOML only."""
     validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
@@ -83,7 +86,7 @@ class DataConfig:
                 check_source(part.source, part.files, part.path, where)
             return ResolvedData(**vars(self) | {"path": self.path or "data"})
         check_source(self.source, self.files, self.path)
-        path = self.path or f"data/{folder_name(self.source, self.tokenizer)}"
+        path = self.path or f"data/{folder_name(self.source, self)}"
         return ResolvedData(**vars(self) | {"path": path})
 
     def _check_mixture(self) -> None:
@@ -115,15 +118,13 @@ class ResolvedData(DataConfig):
         """Return the section of each part of the mixture; this one where there is none."""
         if not self.mixture:
             return [self]
-        return [
-            replace(
-                self,
-                mixture=[],
-                source=part.source,
-                files=part.files,
-                path=part.path or f"{self.path}/{folder_name(part.label, self.tokenizer)}",
-            )
+        corpora = [
+            replace(self, mixture=[], source=part.source, files=part.files)
             for part in self.mixture
+        ]
+        return [
+            replace(corpus, path=part.path or f"{self.path}/{folder_name(part.label, corpus)}")
+            for part, corpus in zip(self.mixture, corpora)
         ]
 
 
@@ -148,11 +149,16 @@ def check_source(text: str, files: list[str], path: str | None, where: str = "")
     )
 
 
-def folder_name(source: str, tokenizer: str) -> str:
+def folder_name(label: str, corpus: DataConfig) -> str:
     """Return the name of the folder of shards that a run makes where data.path is not given.
 
-    Of a source or a tokenizer that is a path, it has what a file name can have.
+    Of a `label` or a tokenizer that is a path, it has what a file name can have. The patterns of
+    files tell corpora apart of which that is the same, so it ends with a hash of them.
     """
-    name = f"{source}-{tokenizer.removesuffix('.json').removesuffix('/tokenizer')}"
+    name = f"{label}-{corpus.tokenizer.removesuffix('.json').removesuffix('/tokenizer')}"
     name = re.sub(r"[^\w.-]+", "-", name)
-    return re.sub(r"[-.]*-[-.]*", "-", name)[-150:].strip("-.") or "data"
+    name = re.sub(r"[-.]*-[-.]*", "-", name)[-150:].strip("-.") or "data"
+    if parse_source(corpus.source).kind not in OF_FILES:
+        return name
+    written = json.dumps([corpus.source, corpus.files])
+    return f"{name}-{hashlib.sha256(written.encode()).hexdigest()[:8]}"
