@@ -1,4 +1,4 @@
-"""`python -m torchmars.train [CONFIG.toml] [--section.key value ...]`: one rank of a run.
+"""`python -m torchmars.train CONFIG.toml [--section.key value ...]`: one rank of a run.
 
 torchrun starts one for each GPU; a process that is started alone trains alone. `torchmars train`
 starts all ranks of a machine. Exit codes: see torchmars/commands/launch.py.
@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchmars.cluster import process
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.cluster.signals import follow_launcher
-from torchmars.config.load import load_config
+from torchmars.config.load import load_config, require_config
 from torchmars.core.errors import (
     LostRank,
     OutOfMemory,
@@ -29,6 +29,7 @@ def main() -> None:
     # A mistake that one machine alone may find: its launcher must end the others.
     with exit_on_user_error(quiet=process.local_rank() != 0):
         config = load_config(sys.argv[1:], "python -m torchmars.train")
+        require_config(sys.argv[1:])
         process.check_devices()
     keep_compiled_in(config.run.compile_cache)
     from torchmars.cluster import connection, startup  # they bring torch's compiler

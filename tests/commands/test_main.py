@@ -57,6 +57,21 @@ def test_a_command_gets_the_other_arguments(monkeypatch, capsys):
     assert code == 2 and "--world-size must be at least 1, got 0" in err
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["train"],
+        ["train", "--prepare", "--training.steps", "3"],
+        ["launch", "--nproc-per-node", "2", "-m", "torchmars.train", "--training.steps", "3"],
+    ],
+)
+def test_a_run_needs_a_config(monkeypatch, capsys, tmp_path, args):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = main(monkeypatch, capsys, *args)
+    assert (code, out) == (2, "") and not any(tmp_path.iterdir())
+    assert err.startswith("error: no config is named: torchmars train quickstart.toml")
+
+
 @pytest.mark.parametrize("module", ["torchmars.checkpoint", "torchmars.plan"])
 def test_the_names_with_a_dot_are_the_same_commands(module):
     ended = subprocess.run(

@@ -1,7 +1,8 @@
-"""Config files that extend others."""
+"""Config files: which they extend, and what a run is called after."""
 
 import pytest
 
+from torchmars.config.load import load_config
 from torchmars.config.toml_files import read_sources
 from torchmars.core.errors import UserError
 
@@ -42,3 +43,20 @@ def test_mistakes(tmp_path, monkeypatch, text, message):
     write(tmp_path, mine=text)
     with pytest.raises(UserError, match=message):
         read_sources("mine.toml")
+
+
+@pytest.mark.parametrize("first,name", [("my.toml", "my"), ("a_0.6b.toml", "a_0.6b"), ("b", "b")])
+def test_a_run_without_a_name_is_called_as_its_first_config(tmp_path, first, name):
+    for file in (first, "second.toml"):
+        (tmp_path / file).write_text("[training]\nsteps = 7\n")
+    files = [str(tmp_path / first), str(tmp_path / "second.toml")]
+    assert load_config(files, "test").run.name == name
+    assert load_config([*files, "--run.name", "own"], "test").run.name == "own"
+    (tmp_path / "second.toml").write_text('[run]\nname = "second"\n')
+    assert load_config(files, "test").run.name == "second"
+
+
+def test_a_config_whose_name_is_no_name_of_a_run(tmp_path):
+    (tmp_path / "a\n.toml").write_text("")
+    with pytest.raises(UserError, match="run.name must be one folder name .*the name of "):
+        load_config([str(tmp_path / "a\n.toml")], "test")

@@ -361,9 +361,7 @@ def test_the_command_prepares_a_corpus_alone_and_as_an_array(tmp_path, monkeypat
         prepare(monkeypatch, *source, "--path", "array")
         said = capsys.readouterr().out
         assert ("array: train" in said) == (task == 8)
-    assert files_of(DataConfig(path="array").resolve()) == files_of(
-        DataConfig(path=path).resolve()
-    )
+    assert files_of(DataConfig(path="array").resolve()) == files_of(DataConfig(path=path).resolve())
 
 
 @pytest.mark.parametrize(

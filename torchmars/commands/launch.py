@@ -34,7 +34,7 @@ from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
-from torchmars.config.load import load_config
+from torchmars.config.load import load_config, require_config
 from torchmars.core.bounds import Range
 from torchmars.core.errors import EXIT_CODE_FILE, UserError, exit_on_user_error
 from torchmars.core.typed import make
@@ -73,6 +73,7 @@ def main(options: list[str] | None = None) -> None:
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0"))
         check_shown(list(shown), ranks)
         config = load_config(args.training_script_args, "torchmars launch")
+        require_config(args.training_script_args)
         keep_compiled_in(config.run.compile_cache)
         if not prepared:
             prepare_run(config, nodes * ranks, nodes)

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from torchmars.cluster.environment import check_shown, cores_of, read_environment
-from torchmars.config.load import load_command
+from torchmars.config.load import load_command, require_config
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.options import take_options
 
@@ -35,6 +35,7 @@ def main() -> None:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
         environment = read_environment(os.environ)
         _, config = load_command(Train, sys.argv[1:], "torchmars train")
+        require_config(rest)
         ranks = environment.NGPU or default_ranks()
         check_shown(environment.LOG_RANK, ranks)
         os.environ.update(environment.rank_variables(ranks, cores_of(os.environ)))

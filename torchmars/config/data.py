@@ -119,8 +119,7 @@ class ResolvedData(DataConfig):
         if not self.mixture:
             return [self]
         corpora = [
-            replace(self, mixture=[], source=part.source, files=part.files)
-            for part in self.mixture
+            replace(self, mixture=[], source=part.source, files=part.files) for part in self.mixture
         ]
         return [
             replace(corpus, path=part.path or f"{self.path}/{folder_name(part.label, corpus)}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tomli_w
@@ -49,10 +50,23 @@ def load_config(args: list[str], prog: str) -> ResolvedConfig:
     print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", settings=Config, more=DESCRIPTION)
     files = list(takewhile(lambda arg: not arg.startswith("--"), args))
     sources = [source for file in files for source in find_sources(file)]
+    if files:
+        sources.insert(0, (f"the name of {files[0]}", {"run": {"name": config_name(files[0])}}))
     sources.append((COMMAND_LINE, parse_overrides(args[len(files) :])))
     config = config_from_sources(sources)
     check_places(config)
     return config
+
+
+def require_config(args: list[str]) -> None:
+    """Raise `UserError` if `args`, as of `load_config`, begin with no config."""
+    if not args or args[0].startswith("--"):
+        raise UserError("no config is named: torchmars train quickstart.toml trains a small model")
+
+
+def config_name(file: str) -> str:
+    """Return what the run of a config file, or of a preset, is called by default."""
+    return Path(file).name.removesuffix(".toml")
 
 
 def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:

@@ -12,8 +12,9 @@ from torchmars.core.bounds import Name, Place, Range
 class RunConfig:
     """What the run is called and where it lives."""
 
-    name: Annotated[str, Name("folder")] = "quickstart"
-    """Name of the run. Its folder is FOLDER/NAME. A run found there is continued."""
+    name: Annotated[str, Name("folder")] = "run"
+    """Name of the run. Its folder is FOLDER/NAME. A run found there is continued. Default with a
+    config: the name of its first file, without .toml."""
     folder: Annotated[str, Place()] = "runs"
     """Folder that holds all runs."""
     seed: Annotated[int, Range(0, 2**63 - 1), Mark.IDENTITY] = 0
