@@ -8,8 +8,8 @@ once with gradients spread so that no last gradient must be read, once with most
 table, whose last gradient is then read. Matrices: hidden matrices, against `torch.optim.Muon`.
 `--ranks 2` does all on FSDP shards of gloo ranks with one thread each, beside one rank with one
 thread. `--only` takes some of the tables, `--few` the contenders of the project's goal.
-`--only rounding` prints another one: `mars-adamw` with momentum and last gradient in float32, and
-in bfloat16, rounded to nearest and stochastically.
+`--only dtypes` prints another one: `mars-adamw` with momentum and last gradient in float32, and in
+bfloat16.
 `--cpu-time` counts the time that the process computes, and not that it waits for others on a busy
 machine: take one thread with it. On a GPU it runs there, on one rank.
 
@@ -130,13 +130,9 @@ def matrix_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
         yield rule, MARS([{"params": parameters, "rule": rule}]).step, model
 
 
-def rounding_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
+def dtype_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
     narrow = {"momentum_dtype": torch.bfloat16, "last_grad_dtype": torch.bfloat16}
-    for name, settings in (
-        ("float32", {}),
-        ("bfloat16, nearest", narrow),
-        ("bfloat16, stochastic", narrow | {"stochastic_rounding": True}),
-    ):
+    for name, settings in (("float32", {}), ("bfloat16", narrow)):
         model = model_with_gradients(args, TABLE_SIZES["spread"])
         yield name, MARS(param_groups(model), max_grad_norm=1.0, **settings).step, model
 
@@ -149,8 +145,8 @@ def synchronize() -> None:
 def contenders(kind: str, args: GPT2Args, few: bool) -> Iterator[tuple[str, Step, nn.Module]]:
     if kind == "matrices":
         return matrix_contenders(args)
-    if kind == "rounding":
-        return rounding_contenders(args)
+    if kind == "dtypes":
+        return dtype_contenders(args)
     return elementwise_contenders(args, TABLE_SIZES[kind], few)
 
 

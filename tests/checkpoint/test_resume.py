@@ -24,10 +24,10 @@ from torchmars.training.optimizer import build_optimizer
 # Layouts that a run is saved on and goes on on: ranks and parallelism.
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2})}
 NAMES = ("mars-adamw", "mars-m", "exact", "adamw")  # exact: mars-adamw in exact mode
-# The other rules, and the other mode and forms. rounded: the state is kept as NARROW says.
+# The other rules, and the other mode and forms. narrow: the state is kept as NARROW says.
 OTHERS = ("mars-lion", "mars-shampoo", "lion", "muon")
-RULES = (*OTHERS, "exact mars-m", "lean mars-lion", "rounded mars-m")
-NARROW = {"momentum_dtype": "bfloat16", "last_grad_dtype": "bfloat16", "stochastic_rounding": True}
+RULES = (*OTHERS, "exact mars-m", "lean mars-lion", "narrow mars-m")
+NARROW = {"momentum_dtype": "bfloat16", "last_grad_dtype": "bfloat16"}
 SAVED, STEPS = 4, 8
 
 
@@ -39,7 +39,7 @@ def tables_of(folder, run, name, layout="fsdp2", **overrides):
     }
     optimizer |= {"mode": "exact"} if "exact" in name else {}
     optimizer |= {"clip": 0.0} if form == "lean" else {}
-    optimizer |= NARROW if form == "rounded" else {}
+    optimizer |= NARROW if form == "narrow" else {}
     return tiny_tables(
         folder,
         run={"name": f"{run}-{name}"},

@@ -366,6 +366,5 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "optimizer.mode",
         "optimizer.momentum_dtype",
         "optimizer.last_grad_dtype",
-        "optimizer.stochastic_rounding",
     ]
     assert reported_sections() == ["model", "training", "optimizer", "schedule", "guards"]

@@ -19,11 +19,7 @@ pytestmark = pytest.mark.gpu
 
 ARGS = GPT2Args(n_layer=2, n_head=4, n_embd=256, vocab_size=4096, seq_len=128)
 RULES = ["mars-adamw", "mars-lion", "mars-m", "mars-shampoo", "muon", "adamw"]
-ROUNDED = {
-    "momentum_dtype": torch.bfloat16,
-    "last_grad_dtype": torch.bfloat16,
-    "stochastic_rounding": True,
-}
+NARROW = {"momentum_dtype": torch.bfloat16, "last_grad_dtype": torch.bfloat16}
 
 
 def filled(model, seed):
@@ -75,15 +71,6 @@ def test_steps_are_those_of_a_cpu(rule, compile):
     assert relative(found, stepped(rule, torch.device("cpu"))) < tolerance
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_stochastic_rounding_is_that_of_a_cpu(compile):
-    found = stepped("mars-adamw", DEVICE, compile, **ROUNDED)
-    expected = stepped("mars-adamw", torch.device("cpu"), **ROUNDED)
-    nearest = stepped("mars-adamw", torch.device("cpu"), **ROUNDED | {"stochastic_rounding": False})
-    # Other random bits would make as much of a difference as other rounding.
-    assert relative(found, expected) < 0.1 * relative(nearest, expected)
-
-
 @pytest.fixture
 def one_rank():
     connection.start(ParallelismConfig())
@@ -99,7 +86,7 @@ def test_rules_over_nccl_are_those_without_ranks(one_rank, rule):
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(
     "rule,settings",
-    [("mars-adamw", {}), ("mars-lion", {}), ("mars-m", {}), ("mars-adamw", ROUNDED)],
+    [("mars-adamw", {}), ("mars-lion", {}), ("mars-m", {}), ("mars-adamw", NARROW)],
 )
 def test_a_step_does_not_wait_for_the_device(rule, settings, compile):
     torch.manual_seed(0)
@@ -116,7 +103,7 @@ def test_a_step_does_not_wait_for_the_device(rule, settings, compile):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("settings", [{}, ROUNDED])
+@pytest.mark.parametrize("settings", [{}, NARROW])
 def test_a_model_may_move_after_its_optimizer_was_made(settings):
     torch.manual_seed(0)
     model = nn.Linear(64, 64)

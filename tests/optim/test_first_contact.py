@@ -160,8 +160,6 @@ def test_mistakes_in_the_constructor():
     ):
         with pytest.raises(ValueError, match=f"{name} must be {wanted}, got torch.int32"):
             MARS([parameter], **{name: torch.int32})
-    with pytest.raises(ValueError, match="stochastic_rounding rounds to bfloat16 only: set mom"):
-        MARS([parameter], stochastic_rounding=True, momentum_dtype=torch.float32)
     with pytest.raises(ValueError, match="group 0 has one parameter twice, as 'a' and as 'b'"):
         MARS([("a", parameter), ("b", parameter)])
     MARS([{"params": []}]).add_param_group({"params": [parameter]})  # as a stage without parameters

@@ -131,7 +131,6 @@ def same(optimizer, other):
 CASES = [
     {},
     {"last_grad_dtype": torch.bfloat16},
-    {"last_grad_dtype": torch.bfloat16, "stochastic_rounding": True},
     {"exact": True},
     {"clip": None},
     {"rule": "mars-lion", "exact": True, "last_grad_dtype": torch.bfloat16},

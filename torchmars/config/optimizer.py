@@ -92,9 +92,6 @@ class OptimizerConfig:
     """What the momentum is kept in, the first moment of every rule."""
     last_grad_dtype: Annotated[Literal["float32", "bfloat16"], Mark.IDENTITY] = "float32"
     """mars-*: what the last gradient is kept in."""
-    stochastic_rounding: Annotated[bool, Mark.IDENTITY] = False
-    """Round what is kept in bfloat16 up or down by chance, so that its expectation is exact. It is
-    the same on every layout. It needs momentum_dtype or last_grad_dtype to be bfloat16."""
     matrix_dtype: Literal["auto", "bfloat16", "mixed", "float32"] = "auto"
     """Matrix rules: what matrices are sent to their owners in, and multiplied in. mixed: they are
     multiplied in float32; input and direction are sent in bfloat16. auto: bfloat16 where every
@@ -153,12 +150,6 @@ class OptimizerConfig:
         require(
             self.name in MARS_RULES or self.mode == "approx",
             f'optimizer.mode has no meaning for optimizer.name = "{self.name}"',
-        )
-        require(
-            not self.stochastic_rounding
-            or "bfloat16" in (self.momentum_dtype, self.last_grad_dtype),
-            "optimizer.stochastic_rounding rounds to bfloat16 only: set optimizer.momentum_dtype "
-            'or optimizer.last_grad_dtype to "bfloat16"',
         )
         try:
             settings = complete_settings(self.name, **self.rule_settings())

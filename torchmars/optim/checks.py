@@ -39,20 +39,13 @@ def _in_range(name: str, value: Any) -> tuple[bool, str]:
 
 
 def check_state_dtypes(
-    momentum_dtype: torch.dtype | None,
-    last_grad_dtype: torch.dtype | None,
-    stochastic_rounding: bool,
+    momentum_dtype: torch.dtype | None, last_grad_dtype: torch.dtype | None
 ) -> None:
     """Raise `ValueError` for dtypes that `MARS` cannot keep its state in, naming them."""
     dtypes = {"momentum_dtype": momentum_dtype, "last_grad_dtype": last_grad_dtype}
     for name, dtype in dtypes.items():
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
-    if stochastic_rounding and torch.bfloat16 not in dtypes.values():
-        raise ValueError(
-            "stochastic_rounding rounds to bfloat16 only: set momentum_dtype or last_grad_dtype "
-            "to it"
-        )
 
 
 def check_parameters(group: dict[str, Any], number: int) -> None:

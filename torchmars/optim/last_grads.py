@@ -59,8 +59,8 @@ def must_be_read(
 
     No other c is clipped, since ||c|| <= (1 + kappa) s ||g|| + kappa ||h||. The known ||h|| is that
     before h was rounded, and differs by no more than 2 eps of the coarser dtype of g and h: round
-    to nearest errs by eps / 2 of a number, stochastic rounding by less than eps. One that is not
-    known is NaN. The ranks that share a tensor have the same numbers: all decide alike.
+    to nearest errs by eps / 2 of a number. One that is not known is NaN. The ranks that share a
+    tensor have the same numbers: all decide alike.
     """
     chosen: set[Tensor] = set()
     if not reduction.ok:  # the step changes nothing

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from torchmars.optim.passes import write_if
 from torchmars.optim.reduction import Reduction
-from torchmars.optim.rounding import random_bits
 from torchmars.optim.rules.rule import SQUARED_NORM, GroupTensors, State
 from torchmars.optim.tensors import flat, local_part
 
@@ -39,20 +38,19 @@ class LookAhead:
     def take(self, groups: Sequence[GroupTensors], reduction: Reduction) -> None:
         """Take the gradients of `groups` after the global clip; zeros where there is none."""
         gradients = {
-            parameter: (gradient, rounding)
+            parameter: gradient
             for group in groups
-            for parameter, gradient, rounding in zip(group.parameters, group.grads, group.roundings)
+            for parameter, gradient in zip(group.parameters, group.grads)
         }
         for parameter, target in self.last_grads.items():
             if parameter not in gradients:
                 target.zero_()
                 continue
-            gradient, rounding = gradients[parameter]
+            gradient = gradients[parameter]
             used = gradient * reduction.scale.to(gradient.dtype)
-            _, bits = random_bits(rounding, gradient)
             # Where one is broken none of them counts, since their norm is unknown.
             used = torch.where(reduction.ok, used, math.nan)
-            write_if(None, flat(local_part(target), used.shape), used, bits)
+            write_if(None, flat(local_part(target)), used)
         norms = list(self.squared_norms.values())
         if norms:
             used = reduction.used_squared_norms(self.squared_norms)

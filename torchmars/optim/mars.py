@@ -97,10 +97,6 @@ class MARS(torch.optim.Optimizer):
         momentum_dtype: dtype to keep the momentum (the first moment) in; None: the parameter's.
             torch.bfloat16 halves it.
         last_grad_dtype: the same of the last gradient.
-        stochastic_rounding: round both, where they are kept in bfloat16, up or down by chance, so
-            that their expectation is exact. The result is the same on every layout and after a
-            resume. It needs one of these dtypes to be torch.bfloat16.
-        rounding_seed: seed of that chance. Parameters without names differ by their place.
         matrix_dtype: in which matrices travel and are orthogonalised: "bfloat16", "float32", a
             torch.dtype, or "mixed": they are multiplied in float32, and the input and the direction
             are rounded to bfloat16, in which they travel. "auto": bfloat16 where all ranks of the
@@ -141,22 +137,19 @@ class MARS(torch.optim.Optimizer):
         exact: bool = False,
         momentum_dtype: torch.dtype | None = None,
         last_grad_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int = 0,
         matrix_dtype: str | torch.dtype = "auto",
         overlap: bool = True,
         compile: bool | None = None,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_hyperparameters(max_grad_norm=max_grad_norm, rule=rule)
-        check_state_dtypes(momentum_dtype, last_grad_dtype, stochastic_rounding)
+        check_state_dtypes(momentum_dtype, last_grad_dtype)
         self.max_grad_norm, self.exact = max_grad_norm, exact
         self.momentum_dtype, self.last_grad_dtype = momentum_dtype, last_grad_dtype
         self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
-        seed = rounding_seed if stochastic_rounding else None
-        self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype, seed)
+        self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype)
         self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
         self.compile = bool(compile)
@@ -347,7 +340,7 @@ class MARS(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[GroupTensors]:
-        return gather_gradients(self.param_groups, self.state, self._wire, self.plans.roundings)
+        return gather_gradients(self.param_groups, self.state, self._wire)
 
     def _reduce(self, groups: list[GroupTensors], with_last: bool) -> Reduction:
         return reduce_gradients(groups, self.plans, self.max_grad_norm, with_last, self.compile)

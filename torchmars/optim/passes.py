@@ -18,8 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.optim.rounding import TensorRounding, random_bits, stochastically_rounded
-
 logger = logging.getLogger(__name__)
 
 # Elements of a tensor. A kernel of its own does not pay for a smaller one.
@@ -136,14 +134,12 @@ class KeepFactors(NamedTuple):
     """The factor of the global clip, s."""
     guard: Tensor | None
     """`StepFactors.guard`."""
-    rounding: TensorRounding | None
 
 
 def keep_gradient_(tensors: Tensors, factors: Sequence[KeepFactors]) -> None:
     """Set h to s g on each (g, h), in place."""
     for (g, h), f in zip(tensors, factors):
-        _, bits = random_bits(f.rounding, g)
-        write_if(f.guard, h, g.to(f.scale.dtype) * f.scale, bits)
+        write_if(f.guard, h, g.to(f.scale.dtype) * f.scale)
 
 
 def pays_to_keep_apart(last_grad: Tensor, momentum: Tensor) -> bool:
@@ -157,16 +153,11 @@ def pays_to_keep_apart(last_grad: Tensor, momentum: Tensor) -> bool:
     return on_cpu and last_grad.element_size() == 2 and momentum.element_size() > 2
 
 
-def write_if(
-    guard: Tensor | None, target: Tensor, values: Tensor, bits: Tensor | None = None
-) -> None:
+def write_if(guard: Tensor | None, target: Tensor, values: Tensor) -> None:
     """Write `values` to `target` in its dtype, if the step counts: `StepFactors.guard`, 0-d bool.
 
     None: it does. A kernel then spends no time on the choice, which on a CPU is a tenth of a step.
-    With the random `bits` of `rounding.py` a `target` in bfloat16 is rounded stochastically.
     """
     if guard is not None:
         values = torch.where(guard, values, target.to(values.dtype))
-    if bits is not None and target.dtype == torch.bfloat16:
-        values = stochastically_rounded(values, bits)
     target.copy_(values)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchmars.optim.exchange import MatrixTraffic, OwnerLoads
 from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.norms import Agreement, MeshAxes, MeshGroups, ShardSum, layout_key
-from torchmars.optim.rounding import ParameterRounding, parameter_roundings
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import MatrixRule
 from torchmars.optim.state import Known, known_parameters
@@ -23,9 +22,8 @@ from torchmars.optim.tensors import local_part
 class Plans:
     """Plans for the groups that `add` was called with. All follows from shapes and layouts.
 
-    `mesh_groups` keeps the process groups, also from plans to later ones. `norm_group`,
-    `matrix_dtype` and `rounding_seed` are those of `MARS`; without a seed nothing is rounded
-    stochastically.
+    `mesh_groups` keeps the process groups, also from plans to later ones. `norm_group` and
+    `matrix_dtype` are those of `MARS`.
     """
 
     def __init__(
@@ -33,10 +31,8 @@ class Plans:
         mesh_groups: MeshGroups,
         norm_group: dist.ProcessGroup | None,
         matrix_dtype: str,
-        rounding_seed: int | None,
     ) -> None:
         self.mesh_groups, self.matrix_dtype = mesh_groups, matrix_dtype
-        self.rounding_seed = rounding_seed
         self.shard_sum = ShardSum(mesh_groups)
         self.agreement = Agreement(mesh_groups, norm_group)
         self.parameters: list[Tensor] = []
@@ -46,13 +42,11 @@ class Plans:
         self.owner_loads: OwnerLoads = {}
         self.known: Known = []
         """The parameters of each group, and their layouts."""
-        self.roundings: dict[Tensor, ParameterRounding] = {}
-        """How the state of each parameter is rounded; empty: to nearest."""
 
     def without_groups(self) -> "Plans":
         """Return plans with the same settings and process groups, to which no group was added."""
         norm_group = self.agreement.norm_group
-        return Plans(self.mesh_groups, norm_group, self.matrix_dtype, self.rounding_seed)
+        return Plans(self.mesh_groups, norm_group, self.matrix_dtype)
 
     def add(self, group: dict[str, Any]) -> None:
         """Give a group's parameters a place in the reductions and its matrices owners.
@@ -77,10 +71,6 @@ class Plans:
             self.parameters.append(parameter)
             self.shard_sum.add(parameter)
         self.agreement.cover(self.parameters)
-        if self.rounding_seed is not None:
-            places = [f"{len(self.known)}.{place}" for place in range(len(group["params"]))]
-            names = group.get("param_names", places)
-            self.roundings |= parameter_roundings(group["params"], names, self.rounding_seed)
         self.traffic += traffic
         self.owner_loads = loads
         self.known += known_parameters([group])

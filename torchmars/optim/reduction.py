@@ -16,7 +16,6 @@ from torchmars.optim.passes import (
     squared_sums,
 )
 from torchmars.optim.plans import Plans
-from torchmars.optim.rounding import ParameterRounding
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.rule import GroupTensors, State, StepFactors
 
@@ -25,12 +24,11 @@ def gather_gradients(
     param_groups: Sequence[dict[str, Any]],
     state: Mapping[Tensor, State],
     wire: torch.dtype,
-    roundings: Mapping[Tensor, ParameterRounding],
 ) -> list[GroupTensors]:
     """Return the tensors of the parameters that have a gradient: of each group, by kind.
 
     Those of a kind have one dtype, and state of the same names. `wire` is the dtype in which
-    matrices travel. `roundings` has all parameters, or none without stochastic rounding.
+    matrices travel.
     """
     result = []
     for group in param_groups:
@@ -41,9 +39,7 @@ def gather_gradients(
                 kinds.setdefault(kind, []).append(parameter)
         for parameters in kinds.values():
             states = [state[parameter] for parameter in parameters]
-            result.append(
-                GroupTensors(RULES[group["rule"]], group, parameters, states, wire, roundings)
-            )
+            result.append(GroupTensors(RULES[group["rule"]], group, parameters, states, wire))
     return result
 
 

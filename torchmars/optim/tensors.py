@@ -1,8 +1,5 @@
 """A tensor as one rank's kernels see it: local, flat, and laid out in memory like its parameter."""
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -57,16 +54,14 @@ def local_intervals(tensor: Tensor) -> tuple[Interval, ...]:
     return intervals(tensor.shape, mesh.shape, tensor.placements, coordinate)
 
 
-def flat(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """Return a dense tensor's elements in the order of its memory, as one dim that shares it.
 
-    With `shape`, as dims of these sizes. The result is no view of the tensor: torch.compile would
-    make kernels for every shape that a view comes from.
+    The result is no view of the tensor: torch.compile would make kernels for every shape that a
+    view comes from.
     """
-    sizes = (tensor.numel(),) if shape is None else tuple(shape)
-    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     return tensor.new_empty(0).set_(
-        tensor.untyped_storage(), tensor.storage_offset(), sizes, strides
+        tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,)
     )
 
 

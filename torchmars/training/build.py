@@ -77,7 +77,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     )
     model.init_weights(seed)
     max_grad_norm = training.max_grad_norm
-    optimizer = build_optimizer(config.optimizer, max_grad_norm, whole, model.weights, layout, seed)
+    optimizer = build_optimizer(config.optimizer, max_grad_norm, whole, model.weights, layout)
     whole_optimizer = build_optimizer(config.optimizer, max_grad_norm, whole)
     optimizer.register_step_post_hook(lambda *_: model.follow_weights())
     average = MovingAverage(model.weights, training.ema_decay) if training.ema_decay else None

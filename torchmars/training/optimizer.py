@@ -18,13 +18,12 @@ def build_optimizer(
     model: Model,
     weights: Mapping[str, Tensor] | None = None,
     layout: Layout | None = None,
-    seed: int = 0,
 ) -> MARS:
     """Make the optimizer over the parameters of `model`, which may be on the meta device.
 
     With `weights`, those that a rank of `layout` has a part of, it is over them: `model` is then
-    only asked for roles. `max_grad_norm` 0 switches the global clip off. `seed` is that of
-    stochastic rounding. Raises `UserError` for groups that do not fit the model.
+    only asked for roles. `max_grad_norm` 0 switches the global clip off. Raises `UserError` for
+    groups that do not fit the model.
     """
     try:
         groups = param_groups(model, **config.settings())
@@ -39,8 +38,6 @@ def build_optimizer(
             overlap=config.overlap,
             momentum_dtype=getattr(torch, config.momentum_dtype),
             last_grad_dtype=getattr(torch, config.last_grad_dtype),
-            stochastic_rounding=config.stochastic_rounding,
-            rounding_seed=seed,
             matrix_dtype=config.matrix_dtype,
             norm_group=None if layout is None else layout.norm_group,
         )

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchmars.optim.passes import Tensors, run_pass, write_if
-from torchmars.optim.rounding import TensorRounding, random_bits
 from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
 from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, State, StepFactors
 from torchmars.optim.rules.shared_settings import MARS_DEFAULTS, mars_settings_by_role
@@ -19,7 +18,7 @@ from torchmars.optim.tensors import local_part
 class AdamW(ElementwiseRule):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), by torch's own fused kernel.
 
-    That takes moments of the parameter's dtype, and rounds to nearest. Others have a pass here.
+    That takes moments of the parameter's dtype. Others have a pass here.
     """
 
     name = "adamw"
@@ -39,7 +38,7 @@ class AdamW(ElementwiseRule):
     def update(self, group: GroupTensors, step: StepFactors) -> None:
         beta1, beta2 = group.settings["betas"]
         first, second = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
-        if group.roundings[0] is not None or first[0].dtype != second[0].dtype:
+        if first[0].dtype != second[0].dtype:
             tensors = list(zip(group.weights, group.grads, first, second))
             run_pass(adamw_, tensors, moment_factors(group, step), step.compile)
             torch._foreach_add_(group.steps, [step.ok.float()] * len(group.steps))
@@ -111,7 +110,6 @@ class MomentFactors(NamedTuple):
     """The bias correction of the first moment, 1 / (1 - beta1^t)."""
     unbias2: Tensor
     """The bias correction of the second moment."""
-    rounding: TensorRounding | None
 
 
 class MarsAdamWFactors(NamedTuple):
@@ -144,9 +142,8 @@ def moment_factors(group: GroupTensors, step: StepFactors) -> list[MomentFactors
             rate2=rate2,
             unbias1=first,
             unbias2=second,
-            rounding=rounding,
         )
-        for first, second, rounding in zip(unbias1, unbias2, group.roundings)
+        for first, second in zip(unbias1, unbias2)
     ]
 
 
@@ -154,26 +151,22 @@ def mars_adamw_(tensors: Tensors, factors: Sequence[MarsAdamWFactors]) -> None:
     """Update each (p, g, h, m, v) in place."""
     for (p, g, h, m, v), (correction, f, keep) in zip(tensors, factors):
         used, c = corrected_gradient(g, h, correction)
-        bits = random_bits(f.rounding, g)
-        _step_by_moments(p, c, m, v, f, bits[0])
+        _step_by_moments(p, c, m, v, f)
         if keep:
-            write_if(f.guard, h, used, bits[1])
+            write_if(f.guard, h, used)
 
 
 def adamw_(tensors: Tensors, factors: Sequence[MomentFactors]) -> None:
     """Update each (p, g, m, v) in place."""
     for (p, g, m, v), f in zip(tensors, factors):
-        bits, _ = random_bits(f.rounding, g)
-        _step_by_moments(p, g.to(f.scale.dtype) * f.scale, m, v, f, bits)
+        _step_by_moments(p, g.to(f.scale.dtype) * f.scale, m, v, f)
 
 
-def _step_by_moments(
-    p: Tensor, c: Tensor, m: Tensor, v: Tensor, f: MomentFactors, bits: Tensor | None
-) -> None:
-    """Update p, and m and v by the gradient c. `bits` round m."""
+def _step_by_moments(p: Tensor, c: Tensor, m: Tensor, v: Tensor, f: MomentFactors) -> None:
+    """Update p, and m and v by the gradient c."""
     new_m, new_v = m + f.rate1 * (c - m), v + f.rate2 * (c * c - v)
     direction = new_m * f.unbias1 / ((new_v * f.unbias2).sqrt() + f.eps)
     x = p.to(c.dtype)
     write_if(f.guard, p, x - f.lr * (direction + f.weight_decay * x))
-    write_if(f.guard, m, new_m, bits)
+    write_if(f.guard, m, new_m)
     write_if(f.guard, v, new_v)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchmars.optim.passes import Tensors, write_if
-from torchmars.optim.rounding import TensorRounding, random_bits
 from torchmars.optim.rules.rule import GroupTensors, Settings, StepFactors
 
 
@@ -58,7 +57,6 @@ class LeanFactors(NamedTuple):
     out: Tensor
     decay: Tensor
     weight: Tensor
-    rounding: TensorRounding | None
 
 
 def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> list[LeanFactors]:
@@ -71,13 +69,12 @@ def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> list
         for value in (form.out, form.weight)
     )
     return [
-        LeanFactors(step.scale, step.guard, lr, weight_decay, mix, out, decay, weight, rounding)
-        for out, weight, rounding in zip(outs, weights, group.roundings)
+        LeanFactors(step.scale, step.guard, lr, weight_decay, mix, out, decay, weight)
+        for out, weight in zip(outs, weights)
     ]
 
 
 def lean_momentum_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
     """Set u <- decay u + weight g on each (u, g), in place."""
     for (u, g), f in zip(tensors, factors):
-        bits, _ = random_bits(f.rounding, g)
-        write_if(f.guard, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale), bits)
+        write_if(f.guard, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale))

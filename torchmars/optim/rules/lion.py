@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.passes import Tensors, run_pass, write_if
-from torchmars.optim.rounding import TensorRounding, random_bits
 from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
 from torchmars.optim.rules.lean import LeanFactors, LeanForm, lean_factors, mars_lean_form
 from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, StepFactors
@@ -66,10 +65,8 @@ class MarsLion(Lion):
         lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
         rate = group.scalar(1 - group.settings["betas"][0])
         factors = [
-            LionFactors(
-                correction, step.guard, lr, weight_decay, rate, rounding, step.keep_gradient
-            )
-            for correction, rounding in zip(step.correction_of_each(), group.roundings)
+            LionFactors(correction, step.guard, lr, weight_decay, rate, step.keep_gradient)
+            for correction in step.correction_of_each()
         ]
         run_pass(mars_lion_, tensors, factors, step.compile)
         step.keep_gradients(group)
@@ -85,7 +82,6 @@ class LionFactors(NamedTuple):
     weight_decay: Tensor
     rate: Tensor
     """One minus beta1."""
-    rounding: TensorRounding | None
     keep: bool
     """Whether the gradient just used becomes the last gradient."""
 
@@ -94,21 +90,19 @@ def mars_lion_(tensors: Tensors, factors: Sequence[LionFactors]) -> None:
     """Update each (p, g, h, m) in place: x <- x - lr (sign(m) + weight_decay x)."""
     for (p, g, h, m), f in zip(tensors, factors):
         used, c = corrected_gradient(g, h, f.correction)
-        bits = random_bits(f.rounding, g)
         new_m = m + f.rate * (c - m)
         _step_by_sign(p, new_m, f)
-        write_if(f.guard, m, new_m, bits[0])
+        write_if(f.guard, m, new_m)
         if f.keep:
-            write_if(f.guard, h, used, bits[1])
+            write_if(f.guard, h, used)
 
 
 def lean_lion_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
     """Update each (p, u, g) in place, by the sign of mix u + out g."""
     for (p, u, g), f in zip(tensors, factors):
         used, wide = g.to(f.scale.dtype) * f.scale, u.to(f.scale.dtype)
-        bits, _ = random_bits(f.rounding, g)
         _step_by_sign(p, f.mix * wide + f.out * used, f)
-        write_if(f.guard, u, f.decay * wide + f.weight * used, bits)
+        write_if(f.guard, u, f.decay * wide + f.weight * used)
 
 
 def _step_by_sign(p: Tensor, momentum: Tensor, f: LionFactors | LeanFactors) -> None:

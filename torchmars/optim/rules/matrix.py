@@ -16,7 +16,6 @@ from torchmars.optim.exchange import MatrixTraffic
 from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.passes import Tensors, run_pass, write_if
 from torchmars.optim.pieces import Piece, Slices
-from torchmars.optim.rounding import TensorRounding, random_bits
 from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
 from torchmars.optim.rules.lean import (
     LeanFactors,
@@ -165,7 +164,6 @@ class MomentumFactors(NamedTuple):
     """`StepFactors.guard`."""
     rate: Tensor
     """One minus beta1."""
-    rounding: TensorRounding | None
     keep: bool
     """Whether the gradient just used becomes the last gradient."""
 
@@ -174,10 +172,9 @@ def mars_momentum_(tensors: Tensors, factors: Sequence[MomentumFactors]) -> None
     """Update the first moment of the corrected gradient on each (m, g, h), in place."""
     for (m, g, h), f in zip(tensors, factors):
         used, c = corrected_gradient(g, h, f.correction)
-        bits = random_bits(f.rounding, g)
-        write_if(f.guard, m, m + f.rate * (c - m), bits[0])
+        write_if(f.guard, m, m + f.rate * (c - m))
         if f.keep:
-            write_if(f.guard, h, used, bits[1])
+            write_if(f.guard, h, used)
 
 
 class MatrixUpdate:
@@ -199,8 +196,8 @@ class MatrixUpdate:
             return
         rate = self.group.scalar(1 - self.group.settings["betas"][0])
         factors = [
-            MomentumFactors(correction, self.step.guard, rate, rounding, self.step.keep_gradient)
-            for correction, rounding in zip(self.step.correction_of_each(), self.group.roundings)
+            MomentumFactors(correction, self.step.guard, rate, self.step.keep_gradient)
+            for correction in self.step.correction_of_each()
         ]
         tensors = list(zip(self.momenta, self.group.grads, self.group.last_grads))
         run_pass(mars_momentum_, tensors, factors, self.step.compile)

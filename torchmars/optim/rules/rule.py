@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.passes import KeepFactors, keep_gradient_, run_pass
-from torchmars.optim.rounding import ParameterRounding, tensor_roundings
 from torchmars.optim.rules.correction import (
     GroupCorrections,
     TensorCorrection,
@@ -98,10 +97,9 @@ class ElementwiseRule(Rule):
 class GroupTensors:
     """The parameters of one group and dtype that have a gradient, for one step.
 
-    Lists run over `parameters`. The tensors in them are local and flat; those of a state that is
-    rounded stochastically have `ParameterRounding.shape`. `dtype` is that of the computation: at
-    least float32. `roundings` has all parameters, or none. Raises `ValueError` if the per-tensor
-    clip was switched on after the state was made without a last gradient.
+    Lists run over `parameters`. The tensors in them are local and flat. `dtype` is that of the
+    computation: at least float32. Raises `ValueError` if the per-tensor clip was switched on after
+    the state was made without a last gradient.
     """
 
     def __init__(
@@ -111,20 +109,14 @@ class GroupTensors:
         parameters: list[Tensor],
         states: list[State],
         wire: torch.dtype,
-        roundings: Mapping[Tensor, ParameterRounding],
     ) -> None:
         self.rule, self.settings, self.parameters = rule, settings, parameters
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        kept = (states[0][name] for name in (*MOMENTA, "last_grad") if name in states[0])
-        if not any(each.dtype == torch.bfloat16 for each in kept):
-            roundings = {}
-        shapes = [roundings[p].shape if p in roundings else None for p in parameters]
-        self.weights = [flat(local_part(p), shape) for p, shape in zip(parameters, shapes)]
-        self.grads = [flat(local_gradient(p), shape) for p, shape in zip(parameters, shapes)]
+        self.weights = [flat(local_part(p)) for p in parameters]
+        self.grads = [flat(local_gradient(p)) for p in parameters]
         self.steps = [state["step"] for state in states]
-        self.roundings = tensor_roundings(roundings, parameters, self.steps)
         self.buffers = {
-            name: [flat(local_part(state[name]), shape) for state, shape in zip(states, shapes)]
+            name: [flat(local_part(state[name])) for state in states]
             for name in states[0]
             if name not in ("step", SQUARED_NORM)
         }
@@ -229,7 +221,5 @@ class StepFactors:
         """Make the gradients just used the last gradients, where the rule's pass has not."""
         if self.keep_apart:
             pairs = list(zip(group.grads, group.last_grads))
-            factors = [
-                KeepFactors(self.scale, self.guard, rounding) for rounding in group.roundings
-            ]
+            factors = [KeepFactors(self.scale, self.guard)] * len(pairs)
             run_pass(keep_gradient_, pairs, factors, self.compile)

@@ -1,12 +1,11 @@
 """Measure what a momentum and a last gradient in bfloat16 cost in loss.
 
-python -m tests.benchmarks.state_rounding [--steps 300] [--seeds 3] [--rules mars-adamw mars-m]
+python -m tests.benchmarks.state_dtypes [--steps 300] [--seeds 3] [--rules mars-adamw mars-m]
 
-It trains the same small GPT-2 on the bytes of Python's standard library, with the state in float32,
-in bfloat16 rounded to nearest, and in bfloat16 rounded stochastically. Of each rule and kind it
-prints the final validation loss of each seed, their mean and standard deviation, and the
-differences to float32 with the same seed, by their mean and standard deviation. A seed draws the
-weights, the batches, and the rounding.
+It trains the same small GPT-2 on the bytes of Python's standard library, with the state in float32
+and in bfloat16. Of each rule and kind it prints the final validation loss of each seed, their mean
+and standard deviation, and the differences to float32 with the same seed, by their mean and
+standard deviation. A seed draws the weights and the batches.
 """
 
 import argparse
@@ -25,8 +24,7 @@ from torchmars.optim import MARS, lr_factor, param_groups
 BFLOAT16 = {"momentum_dtype": torch.bfloat16, "last_grad_dtype": torch.bfloat16}
 KINDS = {
     "float32": {},
-    "bfloat16, nearest": BFLOAT16,
-    "bfloat16, stochastic": BFLOAT16 | {"stochastic_rounding": True},
+    "bfloat16": BFLOAT16,
 }
 LR, WARMUP, FLOOR = 2e-3, 20, 0.05  # the quickstart's
 
@@ -55,9 +53,7 @@ def final_loss(
     generator = torch.Generator().manual_seed(seed)
     model = GPT2(args)
     init_weights(model, seed)
-    optimizer = MARS(
-        param_groups(model, rule, lr=LR), max_grad_norm=1.0, rounding_seed=seed, **settings
-    )
+    optimizer = MARS(param_groups(model, rule, lr=LR), max_grad_norm=1.0, **settings)
     peaks = [group["lr"] for group in optimizer.param_groups]
     span = torch.arange(args.seq_len + 1)
     for step in range(1, steps + 1):
