@@ -11,6 +11,8 @@ import tokenizers
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
+from torchmars.data.corpus import Sizes
+from torchmars.data.plan import begin_plan, make_plan
 from torchmars.data.tokenizer import ByteTokenizer, TiktokenTokenizer, load_tokenizer
 from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data
@@ -114,8 +116,22 @@ def test_a_large_vocabulary_has_tokens_of_32_bits_and_another_file_is_refused(tm
     assert window == [1000 * ord(letter) for letter in document]
     prepare_data(config)
     tokenizer_file(tmp_path / "large", letter_id=lambda letter: 1001 * ord(letter))
-    with pytest.raises(UserError, match="prepared with another file .*: put that one back"):
+    with pytest.raises(UserError, match="with another tokenizer .* is now: put that one back"):
         prepare_data(config)
+
+
+def test_what_is_begun_goes_on_with_the_same_file_under_another_path_alone(tmp_path):
+    write_text(tmp_path)
+    files = [tokenizer_file(tmp_path / name) for name in ("one", "two")]
+    files.append(tokenizer_file(tmp_path / "three", letter_id=lambda letter: ord(letter) ^ 1))
+    plans = [
+        make_plan(tiny_config(tmp_path, data={"tokenizer": str(file)}).data, Sizes())
+        for file in files
+    ]
+    begin_plan(plans[0], tmp_path / "begun")
+    begin_plan(plans[1], tmp_path / "begun")
+    with pytest.raises(UserError, match='begun with data.tokenizer = "a file of SHA-256 .*, now'):
+        begin_plan(plans[2], tmp_path / "begun")
 
 
 @pytest.mark.parametrize(

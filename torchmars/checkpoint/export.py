@@ -10,11 +10,10 @@ from torch import Tensor
 
 from torchmars.checkpoint.card import model_card
 from torchmars.checkpoint.huggingface import CONFIG, FILE_BYTES, write_weight_files
-from torchmars.checkpoint.inference import SavedModel
+from torchmars.checkpoint.inference import SavedModel, tokenizer_of
 from torchmars.checkpoint.weights import write_weights
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, remove, sync_folder, write_durably
-from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.models.huggingface import to_config
 
@@ -76,7 +75,7 @@ def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]
     """Return the texts of all files but the weights, by name. Raises `UserError`."""
     newest = models[0]
     model, config = newest.model, newest.config
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(newest)
     if tokenizer.vocab_size != newest.manifest.vocab_size:
         raise UserError(
             f"data.tokenizer: {config.data.tokenizer} has {tokenizer.vocab_size:,} tokens, that "

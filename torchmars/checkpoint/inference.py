@@ -1,5 +1,7 @@
 """A model of a checkpoint for use without training, that is without an optimizer."""
 
+import contextlib
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -28,6 +30,7 @@ from torchmars.checkpoint.weights import load_weights
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
 from torchmars.config.float8 import Float8Config
 from torchmars.config.load import config_from_tables
+from torchmars.config.run import RunConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
@@ -128,7 +131,7 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
         load_weights(found.weights, dict(model.named_parameters()))
     else:
         read_tensors(found.folder, model_state(model.state_dict()), group=None)
-    return model, load_tokenizer(found.config.data.tokenizer), found.config
+    return model, tokenizer_of(found), found.config
 
 
 def load_sharded_model(
@@ -142,7 +145,7 @@ def load_sharded_model(
     """
     found = layout.on_first(lambda: open_any(folder, step))
     config = found.config
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(found)
     model = ParallelModel(
         found.model,
         ParallelismConfig(),
@@ -157,6 +160,27 @@ def load_sharded_model(
     else:
         read_tensors(found.folder, model_state(model.weights), layout.control)
     return model, tokenizer
+
+
+def tokenizer_of(found: SavedModel | FolderModel) -> Tokenizer:
+    """Return the tokenizer of a model: that in its run's folder, or else that of its config.
+
+    Raises `UserError` if neither is the one that it was trained with.
+    """
+    name = found.config.data.tokenizer
+    if isinstance(found, FolderModel) or found.manifest.tokenizer_sha256 is None:
+        return load_tokenizer(name)
+    run = Path(os.path.realpath(found.folder)).parent.parent
+    copy = RunConfig(run.name, str(run.parent)).tokenizer
+    for place in (str(copy), name):
+        with contextlib.suppress(UserError):  # it is not there
+            tokenizer = load_tokenizer(place)
+            if tokenizer.sha256 == found.manifest.tokenizer_sha256:
+                return tokenizer
+    raise UserError(
+        f"neither {copy} nor {name} is the tokenizer that {found.folder} was trained with: put "
+        "its tokenizer.json, and the tokenizer_config.json beside it, back into one of them"
+    )
 
 
 def open_any(folder: Path, step: int | None = None) -> SavedModel | FolderModel:

@@ -65,6 +65,8 @@ class CheckpointManifest:
     """The losses that the guard against loss spikes compares with."""
     shares: Shares = field(default_factory=Shares)
     """What deals the samples to the parts of the mixture."""
+    tokenizer_sha256: str | None = None
+    """Of the file of the tokenizer; None for one that has a name, and in older checkpoints."""
     files: dict[Annotated[str, Name("file")], File] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:

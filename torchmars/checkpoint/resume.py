@@ -17,9 +17,12 @@ from torchmars.config.compile import COMPILE, saved_compile
 from torchmars.config.dtypes import saved_dtypes
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.optim import MARS
 
 T = TypeVar("T")
+
+TOKENIZER = "data.tokenizer"
 
 
 def newest_good(
@@ -110,6 +113,14 @@ def check_same_run(
     was[COMPILE] = saved_compile(manifest.config)
     if now[COMPILE] is None:
         now[COMPILE] = was[COMPILE]
+    if manifest.tokenizer_sha256 is not None:  # it may have moved
+        tokenizer = config.data.tokenizer
+        if load_tokenizer(tokenizer).sha256 != manifest.tokenizer_sha256:
+            raise UserError(
+                f"{folder} was made with another tokenizer ({was[TOKENIZER]}) than {tokenizer} is "
+                "now: put that one back, or choose another run.name"
+            )
+        was[TOKENIZER] = now[TOKENIZER]
     for name in identity_fields():
         if was.get(name) != now[name]:
             raise UserError(

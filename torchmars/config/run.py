@@ -31,6 +31,11 @@ class RunConfig:
         return self.path / "checkpoints"
 
     @property
+    def tokenizer(self) -> Path:
+        """The folder of a copy of the run's tokenizer, if that is a file."""
+        return self.path / "tokenizer"
+
+    @property
     def compile_cache(self) -> Path:
         """The folder where torch.compile keeps what it has compiled for the run."""
         return self.path / "compile_cache"

@@ -89,6 +89,8 @@ class DataManifest:
     """None where documents were not split by their hash, as older versions did."""
     text_bytes: dict[str, Annotated[int, Range(0, 10**16)]] = field(default_factory=dict)
     """Of the documents of each split, in UTF-8; empty where nobody has counted them."""
+    end_of_text: Annotated[int, Range(0, 2**32 - 1)] | None = None
+    """The token that ends a document; None in older folders."""
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
@@ -126,6 +128,7 @@ def make_manifest(
         tokenizer.sha256,
         validation_seed,
         text_bytes or {},
+        tokenizer.end_of_text,
     )
 
 
@@ -176,18 +179,36 @@ def check_splits(manifest: DataManifest) -> None:
 
 def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` if `folder` was made from something else than the config asks for."""
+    if manifest.tokenizer_sha256 is not None:
+        check_tokenizer(manifest, config, folder)
     for key in ("tokenizer", "source", "files", "validation_fraction", "validation_seed"):
         found, wanted = getattr(manifest, key), getattr(config, key)
         unknown = key == "files" and not wanted or key.startswith("validation") and found is None
+        unknown |= key == "tokenizer" and manifest.tokenizer_sha256 is not None
         if found != wanted and not unknown:
             raise UserError(
                 f"{folder} was prepared with data.{key} = {json.dumps(found)}, "
                 f"the config says {json.dumps(wanted)}: set it back, set data.path to another "
                 "folder, or remove this one to prepare it anew"
             )
-    if manifest.tokenizer_sha256 is not None:
-        if load_tokenizer(config.tokenizer).sha256 != manifest.tokenizer_sha256:
-            raise UserError(
-                f"{folder} was prepared with another file {config.tokenizer}: put that one back, "
-                "set data.path to another folder, or remove this one to prepare it anew"
-            )
+
+
+def check_tokenizer(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
+    """Raise `UserError` unless data.tokenizer is the file that `folder` was made with.
+
+    It may have moved.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    remedy = (
+        "put that one back, set data.path to another folder, or remove this one to prepare it anew"
+    )
+    if tokenizer.sha256 != manifest.tokenizer_sha256:
+        raise UserError(
+            f"{folder} was prepared with another tokenizer ({manifest.tokenizer}) than "
+            f"{config.tokenizer} is now: {remedy}"
+        )
+    if manifest.end_of_text not in (None, tokenizer.end_of_text):
+        raise UserError(
+            f"{folder} ends documents with token {manifest.end_of_text}, {config.tokenizer} with "
+            f"{tokenizer.end_of_text}, as the tokenizer_config.json beside it says: {remedy}"
+        )

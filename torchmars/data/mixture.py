@@ -132,6 +132,11 @@ class Mixture:
         return self.parts[0].manifest.vocab_size
 
     @property
+    def tokenizer_sha256(self) -> str | None:
+        """The SHA-256 of the file of that tokenizer; None for one that has a name."""
+        return self.parts[0].manifest.tokenizer_sha256
+
+    @property
     def weights(self) -> list[float]:
         """The weight of each part."""
         return [part.weight for part in self.parts]

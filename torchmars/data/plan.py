@@ -13,6 +13,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, write_durably
 from torchmars.core.typed import make, parse_json
 from torchmars.data.corpus import Piece, Sizes, corpus_pieces
+from torchmars.data.tokenizer import load_tokenizer
 
 NAME = "plan.json"
 SETTINGS = ("source", "files", "tokenizer", "validation_fraction", "validation_seed")
@@ -38,6 +39,8 @@ class Plan:
 def make_plan(config: ResolvedData, sizes: Sizes) -> Plan:
     """Return the plan for the corpus as it is now. Raises `UserError`."""
     settings = {f"data.{name}": getattr(config, name) for name in SETTINGS}
+    if (digest := load_tokenizer(config.tokenizer).sha256) is not None:
+        settings["data.tokenizer"] = f"a file of SHA-256 {digest}"  # under whichever path
     return Plan(settings | asdict(sizes), corpus_pieces(config, sizes))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError, missing_package
-from torchmars.core.files import read_bytes, read_text
+from torchmars.core.files import read_bytes, read_text, write_durably
 from torchmars.core.typed import is_text, nearest, parse_json
 
 if TYPE_CHECKING:
@@ -214,6 +215,12 @@ class FileTokenizer:
             return parse_json(read_text(file)) if os.path.lexists(file) else {}
         except (OSError, ValueError) as error:
             raise UserError(f"data.tokenizer: cannot read {file} ({error}): restore it") from None
+
+    def copy_to(self, folder: Path) -> None:
+        """Leave all that the tokenizer is read from in a folder. Raises `OSError`."""
+        folder.mkdir(exist_ok=True)
+        write_durably(folder / "tokenizer_config.json", json.dumps(self.settings, indent=2) + "\n")
+        write_durably(folder / "tokenizer.json", self.text)
 
     def _named_end(self) -> str | None:
         token = self.settings.get("eos_token")

@@ -27,7 +27,7 @@ from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer
 from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer
-from torchmars.training.preparation import evaluation_tasks, prepare_data, write_resolved_config
+from torchmars.training.preparation import evaluation_tasks, prepare_data, write_settings
 from torchmars.training.profiler import Profiler
 from torchmars.training.progress import Progress
 from torchmars.training.schedule import Schedule
@@ -111,7 +111,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     )
     complete = resumed.state.step >= training.steps
     if not complete:
-        layout.on_first(lambda: write_resolved_config(config))
+        layout.on_first(lambda: write_settings(config))
     metrics = open_metrics(
         layout,
         config,

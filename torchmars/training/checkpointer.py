@@ -159,6 +159,7 @@ class Checkpointer:
             validation_loss=state.validation_loss,
             recent_losses=list(state.recent_losses),
             shares=state.shares,
+            tokenizer_sha256=self.data.tokenizer_sha256,
         )
         average = self.average.values if self.average else {}
         return self.saver.save(

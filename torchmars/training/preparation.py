@@ -13,7 +13,7 @@ from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
 from torchmars.data.mixture import Mixture, Part
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.shards import Level
-from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.tokenizer import FileTokenizer, load_tokenizer
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.tasks import Question
 from torchmars.metrics.trackers import check_trackers
@@ -113,12 +113,18 @@ def mixture_of(config: ResolvedData, manifests: list[DataManifest]) -> Mixture:
     )
 
 
-def write_resolved_config(config: ResolvedConfig) -> None:
-    """Leave the settings of a run in its folder, as a config that reproduces it."""
+def write_settings(config: ResolvedConfig) -> None:
+    """Leave the settings of a run in its folder, as a config that reproduces it.
+
+    And its tokenizer, if that is a file.
+    """
     folder = config.run.path
+    tokenizer = load_tokenizer(config.data.tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(folder / "config.toml", config_text(config))
+        if isinstance(tokenizer, FileTokenizer):
+            tokenizer.copy_to(config.run.tokenizer)
     except OSError as error:
         raise UserError(
             f"cannot write to {folder}: {error.strerror}: set run.folder to a folder you can write"
