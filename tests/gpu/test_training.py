@@ -53,7 +53,8 @@ def test_a_run_in_bfloat16_goes_on_where_it_was_stopped(tmp_path):
     assert losses["stopped"] == pytest.approx(losses["straight"], rel=1e-3)
 
 
-def test_a_run_compiles_and_a_restart_finds_what_it_compiled(tmp_path):
+def test_a_run_compiles_and_a_restart_finds_what_it_compiled(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it compiles
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, model={"n_layer": 1}, training={"steps": 4})
     write_config(config_from_tables(tables, "in a test"), tmp_path / "tiny.toml")
