@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchmars.config.source import parse_source
 from torchmars.data.corpus import Input, Sizes, ranges
 from torchmars.data.documents import Damage, Encoder, Part, decode, lines_of, place, texts_of
-from torchmars.data.reading import read_piece
+from torchmars.data.reading import COMPRESSED_CHUNK, read_compressed, read_piece
 
 LONGEST = 60
 PACKED = {
@@ -104,6 +104,30 @@ def test_files_of_several_streams_and_files_cut_short(tmp_path, pack):
     assert found[:-1] == [line.strip().encode() for line in lines[: len(found) - 1]]
     file.write_bytes(packed[0] + b"junk" * 100)
     assert found_in([Input(str(file), 1)], "jsonl", 1000)[500:] == [None]
+
+
+def zstd_bomb(blocks):
+    """A frame of zstd whose blocks of 4 bytes each stand for a letter 2^17 times."""
+    block = (2**17 << 3 | 1 << 1).to_bytes(3, "little") + b"a"
+    last = (1 | 1 << 1).to_bytes(3, "little") + b"a"
+    return b"\x28\xb5\x2f\xfd\x00\x58" + block * blocks + last
+
+
+BOMBS = {
+    ".gz": lambda: gzip.compress(b"a" * 2**25) * 2,
+    ".xz": lambda: lzma.compress(b"a" * 2**25, preset=0) * 2,
+    ".zst": lambda: zstd_bomb(2**8) * 2,
+}
+
+
+@pytest.mark.parametrize("pack", PACKED)
+def test_a_bomb_comes_out_in_small_pieces(tmp_path, pack):
+    file = tmp_path / f"a.txt{pack}"
+    file.write_bytes(BOMBS[pack]())
+    assert file.stat().st_size < 2**17
+    with file.open("rb") as stream:
+        sizes = [len(each) for each in read_compressed(stream, 0)]
+    assert max(sizes) <= Sizes().block + COMPRESSED_CHUNK and 2**26 <= sum(sizes) <= 2**26 + 2
 
 
 def encoder(kind="jsonl", **changes):

@@ -6,8 +6,8 @@ and documents end. What they hold is left to `documents`.
 
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Generator, Iterator
+from typing import BinaryIO
 
 from torchmars.config.source import Source
 from torchmars.core.errors import UserError, missing_package
@@ -17,6 +17,7 @@ from torchmars.data.rows import dataset_steps, parquet_steps
 
 CHUNK = 2**20  # bytes read at once of a plain file
 COMPRESSED_CHUNK = 2**16  # of a compressed one, which may become many times as long
+ZSTD_SLICE = 64  # bytes given to zstd at once: blocks of at least 4, each of 128 KiB at most
 
 
 def read_piece(piece: Piece, source: Source, start: Position, sizes: Sizes) -> Iterator[Block]:
@@ -214,42 +215,89 @@ def read_compressed(file: BinaryIO, offset: int) -> Iterator[bytes]:
 
     Raises `Damage` where it is damaged or cut short.
     """
-    for chunk in decompressed(file, decompressor_of(file.name)):
+    for chunk in decompressed(file, decoder_of(file.name)):
         skipped = min(offset, len(chunk))
         offset -= skipped
         if skipped < len(chunk):
             yield chunk[skipped:]
 
 
-def decompressed(file: BinaryIO, new: Callable[[], Any]) -> Iterator[bytes]:
+def decompressed(file: BinaryIO, new: Callable[[], "Decoder"]) -> Iterator[bytes]:
     """Yield what a file holds, which may have been compressed in several streams.
 
-    Raises `Damage`.
+    However much that is, it comes in pieces of about `CHUNK` at most. Raises `Damage`.
     """
     decoder = None
     while chunk := file.read(COMPRESSED_CHUNK):
         while chunk:
             decoder = decoder or new()
             try:
-                yield decoder.decompress(chunk)
+                rest = yield from decoder(chunk)
             except Exception as error:  # each of the libraries has its own
                 raise Damage(f"from here on it cannot be decompressed ({error})") from None
-            if not decoder.eof:
+            if rest is None:
                 break
-            chunk = decoder.unused_data.lstrip(b"\0")  # padding between streams
+            chunk = rest.lstrip(b"\0")  # padding between streams
             decoder = None
     if decoder:
         raise Damage("it is cut short here")
 
 
-def decompressor_of(name: str) -> Callable[[], Any]:
-    """Return what makes a decompressor for a file of this name. Raises `UserError`."""
-    if name.endswith(".gz"):
-        return lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    if name.endswith(".xz"):
-        return lzma.LZMADecompressor
+# Yields what bytes of a stream hold. Returns those after the stream; None where it goes on.
+Decoder = Callable[[bytes], Generator[bytes, None, bytes | None]]
+
+
+def gzip_decoder() -> Decoder:
+    """Return what decompresses a stream of gzip."""
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+
+    def decode(chunk: bytes) -> Generator[bytes, None, bytes | None]:
+        while chunk and not stream.eof:
+            yield stream.decompress(chunk, CHUNK)
+            chunk = stream.unconsumed_tail
+        return stream.unused_data if stream.eof else None
+
+    return decode
+
+
+def xz_decoder() -> Decoder:
+    """Return what decompresses a stream of xz."""
+    stream = lzma.LZMADecompressor()
+
+    def decode(chunk: bytes) -> Generator[bytes, None, bytes | None]:
+        yield stream.decompress(chunk, CHUNK)
+        while not (stream.eof or stream.needs_input):
+            yield stream.decompress(b"", CHUNK)
+        return stream.unused_data if stream.eof else None
+
+    return decode
+
+
+def zstd_decoder(name: str) -> Decoder:
+    """Return what decompresses a stream of zstd. Raises `UserError`."""
     try:
         import zstandard
     except ImportError:
         raise missing_package("zstandard", f"reading {name}") from None
-    return lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+    stream = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+
+    def decode(chunk: bytes) -> Generator[bytes, None, bytes | None]:
+        found = bytearray()
+        for at in range(0, len(chunk), ZSTD_SLICE):  # it gives all that its input holds
+            found += stream.decompress(chunk[at : at + ZSTD_SLICE])
+            if stream.eof:
+                break
+            if len(found) >= COMPRESSED_CHUNK:
+                yield bytes(found)
+                found.clear()
+        yield bytes(found)
+        return stream.unused_data + chunk[at + ZSTD_SLICE :] if stream.eof else None
+
+    return decode
+
+
+def decoder_of(name: str) -> Callable[[], Decoder]:
+    """Return what makes a decoder for each stream of a file of this name."""
+    if name.endswith(".gz"):
+        return gzip_decoder
+    return xz_decoder if name.endswith(".xz") else lambda: zstd_decoder(name)
