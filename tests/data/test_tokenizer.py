@@ -153,6 +153,70 @@ def test_what_is_no_tokenizer_is_told(tmp_path, monkeypatch, name, message):
     assert "\n" not in str(mistake.value)
 
 
+def damaged(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+WORDS = {"a": 0, "<|endoftext|>": 1}
+GIVES_UP = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"pre_tokenizer": GIVES_UP | {"invert": False}}, "cannot encode a text .*retry-limit"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "no tokenizer.json"),
+        ({"normalizer": {"type": "Precompiled"}}, "is no tokenizer.json"),
+        (
+            {"model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "?"}},
+            "cannot encode a text .*Missing .UNK. token",
+        ),
+        (
+            {"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]]}},
+            "cannot encode a text .*`unk_id` is missing",
+        ),
+        (
+            {"model": {"type": "WordLevel", "vocab": {"?": 2**32 - 1}, "unk_token": "?"}},
+            "has a token of id 4,294,967,295",
+        ),
+    ],
+)
+def test_a_file_that_gives_up_is_one_line(tmp_path, changes, message):
+    file = tokenizer_file(tmp_path)
+    damaged(file, **changes)
+    write_text(tmp_path)
+    with pytest.raises(UserError, match=f"data.tokenizer: .*{message}") as mistake:
+        load_tokenizer(str(file)).vocab_size  # noqa: B018
+        load_tokenizer(str(file)).encode_batch(["x" * 3000 + " é"])
+    assert "\n" not in str(mistake.value)
+
+
+def test_a_decoder_that_gives_up_is_one_line(tmp_path):
+    file = tokenizer_file(tmp_path)
+    model = {"type": "WordLevel", "vocab": {"x" * 3000: 0, "?": 1}, "unk_token": "?"}
+    decoder = {"type": "Replace", "pattern": GIVES_UP["pattern"], "content": ""}
+    damaged(file, model=model, decoder=decoder)
+    with pytest.raises(UserError, match="data.tokenizer: .* cannot decode tokens .*retry-limit"):
+        load_tokenizer(str(file)).decode([0])
+
+
+def test_a_tokenizer_that_gives_up_ends_a_preparation_in_one_line(tmp_path):
+    """The worker's panic is no traceback of its process."""
+    file = tokenizer_file(tmp_path)
+    damaged(file, pre_tokenizer=GIVES_UP | {"invert": False})
+    (tmp_path / "text.txt").write_text("x" * 3000)
+    config = tiny_config(tmp_path, data={"tokenizer": str(file), "processes": 1})
+    with pytest.raises(UserError, match="cannot encode a text .*retry-limit"):
+        prepare_data(config)
+
+
+def test_an_end_of_text_with_half_of_a_surrogate_pair(tmp_path):
+    file = tokenizer_file(tmp_path)
+    file.with_name("tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
+    with pytest.raises(UserError, match="has none of the tokens that end a text"):
+        load_tokenizer(str(file)).end_of_text  # noqa: B018
+
+
 def test_without_the_package_the_line_says_what_to_install(tmp_path, monkeypatch):
     file = tokenizer_file(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)

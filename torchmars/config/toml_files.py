@@ -45,7 +45,7 @@ def read_toml(path: Path) -> Tables:
     Raises `UserError` if it is missing or no TOML.
     """
     try:
-        return tomli.loads(read_text(path).removeprefix("\ufeff"))
+        return tomli.loads(read_text(path))
     except OSError as error:
         raise UserError(
             f"cannot read the config {path}: {error.strerror}: name a TOML file "

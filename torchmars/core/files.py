@@ -56,8 +56,11 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file in UTF-8. Raises `OSError` and `UnicodeDecodeError`."""
-    return read_bytes(path).decode()
+    """Return the text of a regular file in UTF-8, without a byte order mark.
+
+    Raises `OSError` and `UnicodeDecodeError`.
+    """
+    return read_bytes(path).decode("utf-8-sig")
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-VocabularySize = Annotated[int, Range(1, 10_000_000)]
+LARGEST_VOCABULARY = 10_000_000
+VocabularySize = Annotated[int, Range(1, LARGEST_VOCABULARY)]
 TokenDtype = Literal["uint16", "uint32"]
 # Vocabulary and end of text of an encoding that needs no BPE files where no text is read.
 KNOWN = {"gpt2": (50257, 50256)}
@@ -168,12 +170,8 @@ class FileTokenizer:
             import tokenizers
         except ImportError:
             raise missing_package("tokenizers", f"the tokenizer {self.path}") from None
-        try:
+        with refused(self.path, "is no tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
-        except Exception as error:  # tokenizers raises nothing more special
-            raise UserError(
-                f"data.tokenizer: {self.path} is no tokenizer.json ({error}): name another file"
-            ) from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # as the text that they are
@@ -181,7 +179,13 @@ class FileTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        last = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        if last >= LARGEST_VOCABULARY:
+            raise UserError(
+                f"data.tokenizer: {self.path} has a token of id {last:,}, {LARGEST_VOCABULARY:,} "
+                "tokens are possible: name another file"
+            )
+        return last + 1
 
     @property
     def text(self) -> str:
@@ -196,7 +200,7 @@ class FileTokenizer:
     def end_of_text(self) -> int:
         named = self._named_end()
         for token in ENDS_OF_TEXT if named is None else [named]:
-            if (number := self._tokenizer.token_to_id(token)) is not None:
+            if is_text(token) and (number := self._tokenizer.token_to_id(token)) is not None:
                 return number
         raise UserError(
             f"data.tokenizer: {self.path} has none of the tokens that end a text "
@@ -231,11 +235,28 @@ class FileTokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
         # Not its encode_batch, which takes all cores.
-        found = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
-        return [np.array(each.ids, dtype=dtype) for each in found]
+        with refused(self.path, "cannot encode a text"):
+            found = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
+            return [np.array(each.ids, dtype=dtype) for each in found]
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        with refused(self.path, "cannot decode tokens"):
+            return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@contextlib.contextmanager
+def refused(file: Path, what: str) -> Iterator[None]:
+    """Raise `UserError`, that a tokenizer's `file` is or does `what`, where its package gives up.
+
+    The package raises nothing more special than `Exception`, and for a panic of Rust not even that.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(f"data.tokenizer: {file} {what} ({reason}): name another file") from None
 
 
 def smallest_dtype(vocab_size: int) -> TokenDtype:

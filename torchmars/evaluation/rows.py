@@ -1,5 +1,6 @@
 """The questions of tasks from their rows: those of the hub, or of files of JSON lines."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def read_file(file: Path) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         try:
             rows += [parse_json(line)] if line.strip() else []
+            json.dumps(rows[-1:], ensure_ascii=False).encode()  # no half of a surrogate pair
         except ValueError as error:
             raise UserError(
                 f"line {number} of the task {file} is no JSON object: {error}"
