@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchmars.config.source import parse_source
 from torchmars.data.corpus import Input, Sizes, ranges
-from torchmars.data.documents import Damage, Encoder, Part, decode, lines_of, place, texts_of
+from torchmars.data.documents import Block, Damage, Encoder, Part, decode, lines_of, place, texts_of
 from torchmars.data.reading import COMPRESSED_CHUNK, read_compressed, read_piece
 
 LONGEST = 60
@@ -143,6 +143,15 @@ def encoder(kind="jsonl", **changes):
     return Encoder(**options | changes)
 
 
+@pytest.mark.parametrize("kind,line", [("jsonl", b'{"text": "a fox"}\n'), ("text", b"a fox\n")])
+def test_a_byte_order_mark_is_no_part_of_a_record(kind, line):
+    parts = [Part("a", each, 0) for each in (b"\xef\xbb\xbf" + line, line)]
+    marked, plain = (encoder(kind).encode(Block([part], (0, 0, 0), 0)) for part in parts)
+    assert not marked.damaged and marked.text == plain.text
+    for split, tokens in plain.tokens.items():
+        assert marked.tokens[split].tolist() == tokens.tolist()
+
+
 @pytest.mark.parametrize(
     "record,message",
     [
@@ -157,8 +166,6 @@ def encoder(kind="jsonl", **changes):
     ],
 )
 def test_damaged_records_are_named(record, message):
-    from torchmars.data.documents import Block
-
     part = Part("a.jsonl", b'{"text": "good"}\n\n' + record + b'\n{"text": "good"}\n', 10)
     done = encoder().encode(Block([part], (0, 0, 0), 0))
     assert sum(done.documents.values()) == 2

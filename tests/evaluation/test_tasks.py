@@ -143,7 +143,8 @@ def test_no_example_is_the_question_and_the_seed_decides(tmp_path):
 
 def test_files_of_tasks(tmp_path):
     words = tmp_path / "words.jsonl"
-    words.write_text('{"text": "a\u2028line and an end"}\n\n{"text": "one two"}')
+    content = '{"text": "a\u2028line and an end"}\n\n{"text": "one two"}'
+    words.write_text(content, encoding="utf-8-sig")
     arc = write(tmp_path / "some.jsonl", [ARC])
     tasks = read_tasks([str(words), f"arc_easy={arc}"])
     assert tasks["words"] == [
@@ -187,11 +188,12 @@ def test_hostile_files_are_told_in_a_line(tmp_path, content, message):
         ({"context": "a", "choices": ["b"]}, "lacks 'answer'"),
         ({"text": " "}, "or empty"),
         ({"text": None}, "no question of its kind"),
+        ({"text": "a \ud800"}, "surrogates not allowed"),
     ],
 )
 def test_hostile_rows_are_told_in_a_line(tmp_path, row, message):
     file = write(tmp_path / "mine.jsonl", [row])
-    with pytest.raises(UserError, match=f"row 1 of the task .*{message}"):
+    with pytest.raises(UserError, match=f"(row|line) 1 of the task .*{message}"):
         read_tasks([file])
 
 

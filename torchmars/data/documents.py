@@ -188,9 +188,9 @@ Record = bytes | str | Damage | None
 
 
 def decode(content: bytes) -> str:
-    """Return the text of UTF-8. Raises `Damage`."""
+    """Return the text of UTF-8, without a byte order mark. Raises `Damage`."""
     try:
-        return content.decode()
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Damage(f"it is not UTF-8 (byte {error.start} of it)") from None
 
