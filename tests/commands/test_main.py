@@ -72,6 +72,26 @@ def test_a_run_needs_a_config(monkeypatch, capsys, tmp_path, args):
     assert err.startswith("error: no config is named: torchmars train quickstart.toml")
 
 
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["runs", "a" * 300], "FOLDER: aaa"),
+        (["plot", "runs", "a" * 300], "RUNS: aaa"),
+        (["plot", "runs", "--out", "a" * 300], "--out: aaa"),
+        (["report", "a/" * 2500], "RUNS: a/a"),
+        (["runs", "--json", "a/" * 2500], "--json: a/a"),
+        (["launch", "--log-dir", "a" * 300, "-m", "torchmars.train", "quickstart.toml"], "aaa"),
+        (["prepare", "--source", "stdlib", "--path", "a/" * 300], "data.path: a/a"),
+    ],
+)
+def test_a_path_that_nothing_can_have_is_one_line(monkeypatch, capsys, tmp_path, args, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torchmars.commands.launch.prepare_run", lambda *args: None)
+    code, out, err = main(monkeypatch, capsys, *args)
+    assert (code, out, err.count("\n")) == (2, "", 1) and not any(tmp_path.iterdir())
+    assert err.startswith("error: ") and message in err
+
+
 @pytest.mark.parametrize("module", ["torchmars.checkpoint", "torchmars.plan"])
 def test_the_names_with_a_dot_are_the_same_commands(module):
     ended = subprocess.run(

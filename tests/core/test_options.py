@@ -46,6 +46,9 @@ def test_options_stand_before_and_after_places():
         (("a", "b", "--times", "2.0"), "--times must be a whole number, got '2.0'"),
         (("a", "b", "--times"), "--times needs a value: it must be a whole number"),
         (("a", "b", "--dry_run=maybe"), "--dry_run must be true or false, got 'maybe'"),
+        (("a" * 300, "b"), "SOURCE: aaa"),
+        (("a", "a" * 5000), "cannot be a path (File name too long): choose another one"),
+        (("a", "a/" * 300), "cannot be a path (it has more than 200 folders within each other)"),
     ],
 )
 def test_mistakes_are_named(args, message):
@@ -62,6 +65,7 @@ def test_a_list_in_the_last_place_takes_what_is_left():
         kind: Positional[str]
         runs: Positional[list[Path]]
         large: bool = False
+        log: Path | None = None
 
     def show(*args):
         return parse(Show, list(args), "show")
@@ -69,6 +73,10 @@ def test_a_list_in_the_last_place_takes_what_is_left():
     assert show("all", "a", "--large", "b") == Show("all", [Path("a"), Path("b")], large=True)
     with pytest.raises(UserError, match="RUNS is missing"):
         show("all")
+    with pytest.raises(UserError, match="RUNS: aaa.* cannot be a path"):
+        show("all", "a", "a" * 300)
+    with pytest.raises(UserError, match="--log: aaa.* cannot be a path"):
+        show("all", "a", "--log", "a" * 300)
 
 
 def test_what_is_no_option_of_the_command_is_left():

@@ -50,7 +50,7 @@ def refused_by_torchrun() -> Iterator[None]:
     """Make a `UserError` of what torchrun raises for options that it cannot take."""
     try:
         yield
-    except (ValueError, RuntimeError, AssertionError) as error:
+    except (ValueError, RuntimeError, AssertionError, OSError) as error:
         raise UserError(f"torchrun cannot take these options ({error}): see --help") from None
 
 

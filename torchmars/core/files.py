@@ -18,7 +18,21 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of what is not complete yet
+DEEPEST = 200  # folders within each other; Python makes them by as many calls within each other
 LARGEST = 2**30  # bytes of a text file that is read whole
+
+
+def name_problem(path: Path | str) -> str:
+    """Return why nothing can have this path; an empty text where something can."""
+    if os.fspath(path).count("/") > DEEPEST:
+        return f"it has more than {DEEPEST} folders within each other"
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno == errno.ENAMETOOLONG else ""
+    except ValueError:  # a NUL character, or half of one that UTF-16 has in two
+        return "its characters cannot be those of a path"
+    return ""
 
 
 def path_problem(path: Path | str, kind: Literal["file", "folder"]) -> str:
@@ -26,14 +40,14 @@ def path_problem(path: Path | str, kind: Literal["file", "folder"]) -> str:
 
     It need not exist.
     """
+    if wrong := name_problem(path):
+        return wrong
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return ""
     except OSError as error:
         return error.strerror or str(error)
-    except ValueError:  # a NUL character, or half of one that UTF-16 has in two
-        return "its characters cannot be those of a path"
     if kind == "folder":
         return "" if stat.S_ISDIR(mode) else os.strerror(errno.ENOTDIR)
     if stat.S_ISDIR(mode):

@@ -7,10 +7,12 @@ a frame of many lines, where a command says one.
 import dataclasses
 import inspect
 import typing
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
+from torchmars.core.files import name_problem
 from torchmars.core.tables import table
 from torchmars.core.typed import describe, make, nearest, read_words, without_none
 
@@ -37,7 +39,7 @@ def parse(kind: type[T], args: list[str], prog: str) -> T:
     for index, name in enumerate(places[: len(rest)]):
         many = typing.get_origin(without_none(hints[name])) is list
         given: Any = rest[index:] if many else rest[index]
-        values[name] = make(hints[name], given, name=name.upper())
+        values[name] = made(hints[name], given, name.upper())
         taken = len(rest) if many else index + 1
     if rest[taken:]:
         raise UserError(f"cannot read the argument {rest[taken]!r}: see --help")
@@ -68,9 +70,21 @@ def read_options(kind: type, args: list[str]) -> tuple[dict[str, Any], list[str]
             continue
         count = 0 if equals or types[name] is bool else 1
         words = [value] if equals else args[1 : 1 + count]
-        values[name] = make(bounded[name], read_words(words, types[name], option), name=option)
+        values[name] = made(bounded[name], read_words(words, types[name], option), option)
         args = args[1 + count :]
     return values, rest
+
+
+def made(hint: Any, given: Any, name: str) -> Any:
+    """Return what words of the command line give as a type.
+
+    Raises `UserError`, also for a path that nothing can have.
+    """
+    value = make(hint, given, name=name)
+    for path in value if isinstance(value, list) else [value]:
+        if isinstance(path, Path) and (wrong := name_problem(path)):
+            raise UserError(f"{name}: {path} cannot be a path ({wrong}): choose another one")
+    return value
 
 
 def build(kind: type[T], values: dict[str, Any]) -> T:
