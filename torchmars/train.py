@@ -31,7 +31,7 @@ def main() -> None:
         config = load_config(sys.argv[1:], "python -m torchmars.train")
         require_config(sys.argv[1:])
         process.check_devices()
-    keep_compiled_in(config.run.compile_cache)
+        keep_compiled_in(config.run.compile_cache)
     from torchmars.cluster import connection, startup  # they bring torch's compiler
     from torchmars.training.build import build_trainer
 

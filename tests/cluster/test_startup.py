@@ -1,7 +1,9 @@
 """What ranks compare before they train, and the first traffic between them."""
 
+import errno
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -87,6 +89,24 @@ def test_ranks_are_compared(tmp_path, odd, told):
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     first, _ = run_ranks(compare, 2, tiny_tables(tmp_path), str(tmp_path / "store2"), "absent")
     assert first.startswith("LostRank: 1 of 2 ranks did not come within 3 s: 1 (others are on n1)")
+
+
+def test_a_folder_that_cannot_be_written_is_no_traceback(tmp_path, monkeypatch):
+    """And a FIFO in place of the file does not hang."""
+    token = startup.Token(tmp_path)
+    os.mkfifo(token.file)
+    text = token.write()
+    assert text and token.file.read_text() == text and not token.problem
+
+    def refuse(*args, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert token.write() == "" and token.problem.startswith(
+        f"cannot write to {tmp_path} (Read-only file system): set run.folder to a folder that it"
+    )
+    token.remove()
 
 
 SILENT = """

@@ -24,14 +24,16 @@ from tests.support.mistakes import (
     words,
 )
 from tests.support.tiny import tiny_tables
+from torchmars import train as rank
 from torchmars.cluster.environment import Environment, read_environment
 from torchmars.cluster.launcher import config_from_args
+from torchmars.commands import train
 from torchmars.commands.launch import parse
 from torchmars.config import MetricsConfig
 from torchmars.config.load import config_text, load_config
 from torchmars.config.toml_files import merge, read_toml
 from torchmars.metrics.trackers import check_trackers
-from torchmars.training.preparation import prepare_run
+from torchmars.training.preparation import prepare_run, write_settings
 
 # The environment.
 
@@ -137,6 +139,39 @@ def test_a_job_starts_a_launcher_on_each_node(place, job):
     assert code == 0, err
     assert "srun n1:20007 --ntasks=2 --ntasks-per-node=1" in called and "requeue" not in called
     assert f'--prepared "$@" - {place / "tiny.toml"} --training.steps 2\n' in called
+
+
+@pytest.mark.parametrize("command", ["train", "rank"])
+@pytest.mark.parametrize("given", [{}, {"TORCHINDUCTOR_CACHE_DIR": "loop/x"}])
+def test_where_compiled_code_cannot_be_kept_a_run_does_not_start(
+    place, monkeypatch, capsys, command, given
+):
+    """torch makes that folder as soon as its compiler is imported."""
+    cache = place / "runs" / "tiny" / "compile_cache"
+    cache.parent.mkdir(parents=True)
+    cache.symlink_to(cache)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [command, "tiny.toml"])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(SystemExit) as ended:
+        {"train": train.main, "rank": rank.main.__wrapped__}[command]()
+    where, option = next(((v, k) for k, v in given.items()), (cache, "run.folder"))
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err) == (
+        2,
+        "",
+        f"error: cannot write to {where}: Too many levels of symbolic links: set {option} to a "
+        "folder you can write\n",
+    )
+
+
+def test_where_no_checkpoint_could_be_written_a_run_does_not_start(place):
+    (place / "runs" / "tiny").mkdir(parents=True)
+    (place / "runs" / "tiny" / "checkpoints").touch()
+    said = mistake(write_settings, load_config(["tiny.toml"], "test"))
+    assert "runs/tiny/checkpoints: Not a directory: set run.folder" in said
 
 
 # Configs.

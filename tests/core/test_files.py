@@ -1,17 +1,19 @@
-"""One process at a time trains a run."""
+"""One process at a time trains a run, in a folder that it can write."""
 
+import errno
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import is_gone, lock
+from torchmars.core.files import check_writable, is_gone, lock
 
 ROOT = Path(__file__).parents[2]
 HOLDS = """
@@ -61,3 +63,39 @@ def test_a_file_is_gone_only_where_that_is_known(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     assert not is_gone(loop / "lock")  # an error that says nothing of the file
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
+    check_writable(tmp_path / "runs" / "new")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "place,reason",
+    [
+        ("loop", "Too many levels of symbolic links"),
+        ("dangling/below", "No such file or directory"),
+        ("file/below", "Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("read-only/below", "Read-only file system"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_told_with_the_reason(
+    tmp_path, monkeypatch, place, reason
+):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "file").touch()
+    (tmp_path / "read-only").mkdir()
+    made = tempfile.TemporaryFile
+
+    def make(dir):
+        if dir.name == "read-only":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return made(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", make)
+    with pytest.raises(UserError) as refused:
+        check_writable(tmp_path / place, "--folder")
+    told = f"cannot write to {tmp_path / place}: {reason}: set --folder to a folder you can write"
+    assert str(refused.value) == told

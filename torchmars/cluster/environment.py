@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
+from torchmars.core.files import check_writable
 from torchmars.core.typed import make
 
 # The variables that SLURM sets in a job, in place of one that is not set.
@@ -142,13 +143,18 @@ def check_shown(shown: list[int], ranks: int) -> None:
         )
 
 
-def keep_compiled_in(folder: Path) -> None:
+def keep_compiled_in(folder: Path, option: str = "run.folder") -> None:
     """Let torch keep in `folder` what it compiles, so that no restart compiles it again.
 
     A variable that is set already says where instead. It is for this process and those that it
     starts, and has to come before torch's compiler is imported, which sets the variable too.
+    That import also makes the folder, so `UserError` is raised here where it cannot be made;
+    `option` is what the user sets to have another one.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.resolve()))
+    name, own = "TORCHINDUCTOR_CACHE_DIR", os.path.abspath(folder)
+    place = os.environ.get(name) or own
+    check_writable(Path(place), option if place == own else name)
+    os.environ[name] = place
 
 
 def in_batch_job(variables: Mapping[str, str]) -> bool:

@@ -71,7 +71,7 @@ def check_ranks(config: ResolvedConfig, store: dist.Store) -> str:
     store.set(f"report/{rank}", json.dumps(asdict(report)))
     if rank == 0:
         wait_for_ranks(store, "report", size)
-        token.file.unlink(missing_ok=True)
+        token.remove()
         reports = [RankReport(**json.loads(store.get(f"report/{each}"))) for each in range(size)]
         store.set("result", json.dumps((differences(reports), describe(reports))))
     wrong, cluster = json.loads(wait_for_value(store, "result"))
@@ -145,6 +145,7 @@ class Token:
         text = secrets.token_hex()
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.unlink(missing_ok=True)  # a link, or a FIFO, which would hang
             self.file.write_text(text)
         except OSError as error:
             self.problem = (
@@ -153,6 +154,11 @@ class Token:
             )
             return ""
         return text
+
+    def remove(self) -> None:
+        """Delete the file, unless that cannot be done."""
+        with contextlib.suppress(OSError):
+            self.file.unlink()
 
     def check(self, text: str) -> None:
         """Check that this machine sees the file with `text`, and can write beside it."""

@@ -186,7 +186,7 @@ def compare(study: Study, options: Compare) -> bool:
     with folder_of(study), locked(study.folder / "lock", f"comparing in {study.folder}"):
         check_settings(study)
         say("\n".join(introduction(study, runner.describe())))
-        keep_compiled_in(study.folder / "compile_cache")
+        keep_compiled_in(study.folder / "compile_cache", "--folder")
         runner.prepare()
         write_settings(study)
         results = Results(study)

@@ -9,6 +9,7 @@ import shutil
 import socket
 import stat
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,23 @@ def path_problem(path: Path | str, kind: Literal["file", "folder"]) -> str:
     if stat.S_ISDIR(mode):
         return os.strerror(errno.EISDIR)
     return "" if stat.S_ISREG(mode) else "Not a regular file"
+
+
+def check_writable(folder: Path, option: str = "run.folder") -> None:
+    """Raise `UserError` where nothing can be written in a folder that `option` decides on.
+
+    It need not exist: then it is tried where it would be made. Nothing is left behind.
+    """
+    there = folder
+    while not os.path.lexists(there):
+        there = there.parent
+    try:
+        if not (wrong := path_problem(folder, "folder")):
+            with tempfile.TemporaryFile(dir=there):
+                return
+    except OSError as error:
+        wrong = error.strerror or str(error)
+    raise UserError(f"cannot write to {folder}: {wrong}: set {option} to a folder you can write")
 
 
 def read_bytes(path: Path) -> bytes:

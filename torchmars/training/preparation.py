@@ -8,7 +8,7 @@ from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import write_durably
+from torchmars.core.files import check_writable, write_durably
 from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
 from torchmars.data.mixture import Mixture, Part
 from torchmars.data.prepare import prepare_shards
@@ -116,9 +116,11 @@ def mixture_of(config: ResolvedData, manifests: list[DataManifest]) -> Mixture:
 def write_settings(config: ResolvedConfig) -> None:
     """Leave the settings of a run in its folder, as a config that reproduces it.
 
-    And its tokenizer, if that is a file.
+    And its tokenizer, if that is a file. Raises `UserError` where that, or a checkpoint later,
+    cannot be written.
     """
     folder = config.run.path
+    check_writable(config.run.checkpoints)
     tokenizer = load_tokenizer(config.data.tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
