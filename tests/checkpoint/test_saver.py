@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from torchmars.checkpoint import saver, state
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.resume import newest_good, read_verified
 from torchmars.checkpoint.saver import Saver, _TensorWriter
-from torchmars.cluster import connection
+from torchmars.cluster import connection, process
 from torchmars.config.load import config_from_tables
 from torchmars.training.build import build_trainer
 from torchmars.training.trainer import Trainer
@@ -177,16 +178,22 @@ def test_the_last_save_must_not_fail(tables):
     assert steps_kept(tables) == [2, 4, 6, 8, 10]
 
 
-def train_with_folder_blocked(tables):
-    """Train, while something that is no folder stands where checkpoints go."""
-    (run_folder_of(tables)).mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (run_folder_of(tables) / "checkpoints").touch(exist_ok=False)
+def train_with_folder_lost(tables, lose):
+    """Train, while the first rank calls `lose` on the checkpoints' folder after the start."""
+    run = Trainer.run
+
+    def lose_and_run(trainer):
+        if process.rank() == 0:
+            lose(run_folder_of(tables) / "checkpoints")
+        run(trainer)
+
+    Trainer.run = lose_and_run
     return listen_here(tables)
 
 
 def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
-    for out in run_ranks(train_with_folder_blocked, 2, tables):
+    """Something that is no folder stands where checkpoints go."""
+    for out in run_ranks(train_with_folder_lost, 2, tables, Path.touch):
         assert (
             out.count("error: ") == 1
             and "checkpoint.max_failures = 3 in a row" in out
@@ -296,22 +303,26 @@ def test_a_disk_too_full_for_metrics(tables, tmp_path):
         ]
 
 
+def make_read_only(folder):
+    subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+
+
 @needs_mount
 def test_a_folder_that_becomes_read_only(tables, tmp_path):
     """The folder is lost in mid-run, after the checkpoint of step 4.
 
-    The run ends with one line, and goes on once it may write again.
+    The run ends with one line, no start is made, and it goes on once it may write again.
     """
     folder = run_folder_of(tables) / "checkpoints"
     train(2, tables | {"training": tables["training"] | {"steps": 4}})
     with mounted(folder, "-o", "bind", str(folder)):
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
-        out = listen(2, tables)
+        out = run_ranks(train_with_folder_lost, 2, tables, make_read_only)[0]
         assert (
             "continue  from step 4" in out
             and "Read-only file system" in out
             and out.count("error: the checkpoint") == 1
         )
+        assert "checkpoints: Read-only file system: set run.folder" in listen(2, tables)
     assert steps_kept(tables) == [2, 4]
     assert "continue  from step 4" in listen(2, tables)
     assert steps_kept(tables) == [2, 4, 6, 8, 10, 12]
