@@ -1,4 +1,14 @@
 """Pretraining of large models with the MARS family of optimizers, the same run on every layout."""
 
+import sys
+from pathlib import Path
+
+# A command is being started, not a program that imports this: by `torchmars ...`, or by
+# `python -m torchmars ...`, of which sys.argv has -m until Python has found the file.
+if Path(sys.argv[0]).name in ("-m", "torchmars"):
+    from torchmars import requirements
+
+    requirements.check()
+
 # `python -m torchmars.plan` is the command of that name, torchmars/commands/plan.py.
 __path__ += [f"{__path__[0]}/commands"]

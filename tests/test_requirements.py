@@ -1,0 +1,86 @@
+"""What a command, or run_train.sh, says where Python or its packages are not as they must be."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from torchmars import requirements
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_what_is_looked_for_are_the_dependencies():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.split("[<>=]", each)[0].replace("-", "_") for each in project["dependencies"]]
+    assert names == list(requirements.MODULES)
+    assert project["requires-python"] == ">={}.{}".format(*requirements.OLDEST)
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """Start commands by a Python without any package, as one from the system may be."""
+    (tmp_path / "wandb").mkdir()  # as W&B makes it: no package
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    python.chmod(0o755)
+
+    def start(*command, folder=tmp_path, **environment):
+        return subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", **environment},
+        )
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "command", [["torchmars", "runs"], ["torchmars.plan"], ["torchmars.train", "a.toml"]]
+)
+def test_a_python_without_the_dependencies_is_one_line(bare, command):
+    ended = bare("python", "-m", *command, PYTHONPATH=str(ROOT))
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    python = os.path.realpath(sys.executable)
+    assert ended.stderr.startswith(f"error: {python} lacks torch, numpy, ")
+    assert f"wandb: {python} -m pip install -e {ROOT}, or activate" in ended.stderr
+
+
+def test_the_installed_command_says_so_too(bare, tmp_path):
+    """By a file of that name, as pip makes it."""
+    (tmp_path / "torchmars").write_text("from torchmars.__main__ import main\nmain()\n")
+    ended = bare("python", "torchmars", "runs", PYTHONPATH=str(ROOT))
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert " lacks torch, " in ended.stderr
+
+
+def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
+    script, python = str(ROOT / "run_train.sh"), os.path.realpath(sys.executable)
+    ended = bare(script)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        f"error: {python} lacks torchmars: {python} -m pip install -e {ROOT}, "
+        "or activate the environment that has torchmars\n"
+    )
+    ended = bare(script, folder=ROOT)  # where Python finds it, but not what it needs
+    assert ended.returncode == 2 and ended.stderr.startswith(f"error: {python} lacks torch, ")
+    (tmp_path / "bin" / "python").unlink()
+    for name in ("bash", "dirname"):
+        (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
+    ended = bare(script, PATH=str(tmp_path / "bin"))
+    assert ended.returncode == 2 and ended.stderr.startswith("error: there is no python on the ")
+
+
+def test_an_old_python_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
+    with pytest.raises(SystemExit) as ended:
+        requirements.check()
+    assert ended.value.code == 2
+    assert f"error: {sys.executable} is Python 3.9: take Python 3.11" in capsys.readouterr().err
