@@ -7,6 +7,7 @@ tests/test_commands.py has real commands.
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,18 @@ def test_where_compiled_code_cannot_be_kept_a_run_does_not_start(
         f"error: cannot write to {where}: Too many levels of symbolic links: set {option} to a "
         "folder you can write\n",
     )
+
+
+def test_where_no_temporary_file_can_be_made_a_run_does_not_start(place, monkeypatch, capsys):
+    """torch may look for their folder while it is imported, and so it comes first."""
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: Path("/nowhere/x").stat())
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(sys, "argv", ["train", "no-such.toml"])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: no temporary file can be made: make room in /tmp, or set TMPDIR")
 
 
 def test_where_no_checkpoint_could_be_written_a_run_does_not_start(place):

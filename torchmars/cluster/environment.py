@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -141,6 +142,17 @@ def check_shown(shown: list[int], ranks: int) -> None:
             f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated "
             f"by commas, got {max(shown)}"
         )
+
+
+def check_temporary_folder() -> None:
+    """Raise `UserError` where no temporary file can be made, as torch and its launcher do."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        raise UserError(
+            "no temporary file can be made: make room in /tmp, or set TMPDIR to a folder you can "
+            "write"
+        ) from None
 
 
 def keep_compiled_in(folder: Path, option: str = "run.folder") -> None:

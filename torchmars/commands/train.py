@@ -8,7 +8,12 @@ import os
 import sys
 from dataclasses import dataclass
 
-from torchmars.cluster.environment import check_shown, cores_of, read_environment
+from torchmars.cluster.environment import (
+    check_shown,
+    check_temporary_folder,
+    cores_of,
+    read_environment,
+)
 from torchmars.config.load import load_command, require_config
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.options import take_options
@@ -34,6 +39,7 @@ def main() -> None:
         if rest[:1] == [""]:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
         environment = read_environment(os.environ)
+        check_temporary_folder()
         _, config = load_command(Train, sys.argv[1:], "torchmars train")
         require_config(rest)
         ranks = environment.NGPU or default_ranks()
