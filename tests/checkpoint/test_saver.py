@@ -26,8 +26,9 @@ from tests.support.tiny import (
     write_text,
 )
 from torchmars.checkpoint import folder as folders
-from torchmars.checkpoint import saver, state
+from torchmars.checkpoint import saver
 from torchmars.checkpoint.folder import checkpoints, step_of
+from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.resume import newest_good, read_verified
 from torchmars.checkpoint.saver import Saver, _TensorWriter
 from torchmars.cluster import connection, process
@@ -226,7 +227,7 @@ def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
     writer.fs.create_stream = create_stream
     with pytest.raises(CheckpointException) as failed:
         dcp.save({"weights": torch.zeros(5000)}, storage_writer=writer, no_dist=True)
-    assert state.reason(failed.value) == "No space left on device"
+    assert reason(failed.value) == "No space left on device"
 
 
 needs_mount = pytest.mark.skipif(

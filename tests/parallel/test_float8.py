@@ -15,7 +15,9 @@ from tests.support.tiny import (
     tiny_tables,
     write_text,
 )
-from torchmars.checkpoint.state import read_index, read_tensors
+from torchmars.checkpoint.index import read_index
+from torchmars.checkpoint.manifest import read
+from torchmars.checkpoint.reader import read_tensors
 from torchmars.config.float8 import Float8Config
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
@@ -135,12 +137,13 @@ def checkpoint_of(tables, step):
     Those of random number generators are left out.
     """
     folder = run_folder_of(tables) / "checkpoints" / f"step-{step:08}"
+    index = read_index(folder, read(folder))
     state = {
         name: torch.empty(each.size, dtype=each.properties.dtype)
-        for name, each in read_index(folder).state_dict_metadata.items()
+        for name, each in index.state_dict_metadata.items()
         if not name.startswith("rng.")
     }
-    read_tensors(folder, state, None)
+    read_tensors(folder, state, None, index)
     return state
 
 

@@ -17,15 +17,11 @@ from torchmars.checkpoint.huggingface import (
     is_folder_of_transformers,
     open_folder,
 )
+from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import NAME, CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
-from torchmars.checkpoint.state import (
-    average_state,
-    model_state,
-    read_index,
-    read_tensors,
-    shapes_in,
-)
+from torchmars.checkpoint.state import average_state, model_state
 from torchmars.checkpoint.weights import load_weights
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
 from torchmars.config.float8 import Float8Config
@@ -62,7 +58,7 @@ class SavedModel:
         """Return a weight. Raises `DamagedCheckpoint`."""
         value = torch.empty(self.model.get_parameter(name).shape)
         state = average_state if self.average else model_state
-        read_tensors(self.folder, state({name: value}), group=None, index=self.index)
+        read_tensors(self.folder, state({name: value}), None, self.index)
         return value
 
 
@@ -75,8 +71,9 @@ def open_model(folder: Path, step: int | None = None, average: bool = False) -> 
     if step is not None:
         folder = checkpoint_of(folder, step)
     folder, manifest = find_checkpoint(folder, warn=lambda text: say(text, error=True))
-    config, index = config_from_tables(manifest.config, f"in {folder}/{NAME}"), read_index(folder)
-    saved = shapes_in(index, folder)
+    config = config_from_tables(manifest.config, f"in {folder}/{NAME}")
+    index = read_index(folder, manifest)
+    saved = shapes_in(index)
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
     for name, value in model_state(dict(model.named_parameters())).items():
         if saved.get(name) != tuple(value.shape):
@@ -130,7 +127,7 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
     if isinstance(found, FolderModel):
         load_weights(found.weights, dict(model.named_parameters()))
     else:
-        read_tensors(found.folder, model_state(model.state_dict()), group=None)
+        read_tensors(found.folder, model_state(model.state_dict()), None, found.index)
     return model, tokenizer_of(found), found.config
 
 
@@ -158,7 +155,7 @@ def load_sharded_model(
     if isinstance(found, FolderModel):
         layout.on_all(lambda: load_weights(found.weights, model.weights))
     else:
-        read_tensors(found.folder, model_state(model.weights), layout.control)
+        read_tensors(found.folder, model_state(model.weights), layout.control, found.index)
     return model, tokenizer
 
 

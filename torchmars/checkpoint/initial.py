@@ -6,6 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from torchmars.checkpoint.huggingface import HF, weights_of_folder
+from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.resume import find_checkpoint
@@ -15,7 +16,6 @@ from torchmars.checkpoint.state import (
     optimizer_state,
     optimizer_state_names,
     read_state,
-    saved_shapes,
 )
 from torchmars.checkpoint.weights import (
     SavedWeight,
@@ -56,7 +56,8 @@ def init_from(
         model.follow_weights()
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(Path(source), "full"))
-    saved = layout.on_first(lambda: saved_shapes(folder))
+    index = layout.on_first(lambda: read_index(folder, manifest))
+    saved = shapes_in(index)
     state = model_state(model.weights)
     sizes = {
         name.removeprefix("model."): size
@@ -75,7 +76,7 @@ def init_from(
         }
         ours = optimizer_state(optimizer)
         state |= {name: value for name, value in ours.items() if name in saved_keys}
-    read_state(folder, manifest, model.whole, state, saved, layout.control)
+    read_state(folder, manifest, model.whole, state, index, layout.control)
     model.follow_weights()
     origin = f"weights of {folder}"
     if with_optimizer:

@@ -9,8 +9,10 @@ from typing import Any, Literal, TypeVar
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.old_names import current_names
+from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE, saved_compile
@@ -52,10 +54,13 @@ def newest_good(
 def read_verified(folder: Path, level: Literal["full", "size", "off"]) -> CheckpointManifest:
     """Verify a checkpoint in this process alone. Return its manifest.
 
-    Raises `DamagedCheckpoint`, and `OtherVersion` if this version cannot read it.
+    At the level "full" its index and the tensors' places are checked, too. Raises
+    `DamagedCheckpoint`, and `OtherVersion` if this version cannot read it.
     """
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, level)
+    if level == "full":
+        check_tensors(folder, read_index(folder, manifest))
     return manifest
 
 

@@ -31,8 +31,8 @@ from torchmars.checkpoint.folder import (
     step_of,
 )
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.retention import steps_to_delete
-from torchmars.checkpoint.state import reason
 from torchmars.config import CheckpointConfig
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, is_gone, sync_folder

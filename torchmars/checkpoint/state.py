@@ -1,27 +1,22 @@
-"""The tensors of a run: their names, which are the same on every layout, and reading them.
+"""The tensors of a run: their names, which are the same on every layout, and loading them.
 
-The saver writes them. Reading never runs code that a file brings.
+The saver writes them.
 """
 
 import hashlib
-import io
 import math
-import pickle
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
-from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.index import read_index
+from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.old_names import names_in_checkpoint
-from torchmars.core.files import read_bytes
+from torchmars.checkpoint.reader import read_tensors
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.optim.rules.rule import SQUARED_NORM
@@ -129,7 +124,8 @@ def load(
     state = training_state(layout, model.weights, optimizer, average)
     random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
     # Not left to DCP: its own error is a page of tracebacks.
-    saved = set(layout.on_first(lambda: read_index(folder)).state_dict_metadata)
+    index = layout.on_first(lambda: read_index(folder, manifest))
+    saved = index.state_dict_metadata
     if manifest.world_size == layout.world.size:
         random = {name: value for name, value in random.items() if name in saved}
     else:
@@ -137,7 +133,7 @@ def load(
     has_average = any(name.startswith("ema.") for name in saved)
     if not has_average:
         state = {name: value for name, value in state.items() if not name.startswith("ema.")}
-    read_state(folder, manifest, model.whole, state | random, saved, layout.control)
+    read_state(folder, manifest, model.whole, state | random, index, layout.control)
     model.follow_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     set_rng_state(random)
@@ -149,150 +145,20 @@ def read_state(
     manifest: CheckpointManifest,
     model: Model,
     state: dict[str, Tensor],
-    saved: Collection[str],
+    index: dcp.Metadata,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Fill `state` as `read_tensors` does, also where the checkpoint is of an earlier release.
 
-    `saved` are the names in the checkpoint. `model` is the whole one that `state` is a part of.
+    `model` is the whole one that `state` is a part of.
     """
+    saved = index.state_dict_metadata.keys()
     unknown = {name for name in state if name.endswith(f".{SQUARED_NORM}") and name not in saved}
     for name in unknown:
         state[name].fill_(math.nan)
     state = {name: value for name, value in state.items() if name not in unknown}
     former = names_in_checkpoint(manifest.optimizer, manifest.config, model, state, saved)
     by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
-    read_tensors(folder, by_name, group)
+    read_tensors(folder, by_name, group, index)
     for name, (_, factor) in former.items():
         state[name].mul_(factor)
-
-
-def read_tensors(
-    folder: Path,
-    state: dict[str, Tensor],
-    group: dist.ProcessGroup | None,
-    index: dcp.Metadata | None = None,
-) -> None:
-    """Fill `state` in place from the checkpoint `folder`.
-
-    Called by all ranks of `group`, or for None by this process alone. `index` is the checkpoint's,
-    where it was read before: that of many ranks takes seconds. Raises `DamagedCheckpoint`,
-    on every rank, where a tensor is missing, of another shape or cannot be read.
-    """
-    try:
-        with warnings.catch_warnings():
-            # It warns of a single process, which is on purpose.
-            warnings.filterwarnings("ignore", message="torch.distributed is")
-            dcp.load(
-                state,
-                storage_reader=_TensorReader(folder, index),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        raise DamagedCheckpoint(f"{folder} cannot be read: {reason(error)}") from None
-
-
-def reason(error: CheckpointException) -> str:
-    """Return the first error in one line: that of the disk, if there is one."""
-    exceptions = [exception for exception, _ in error.failures.values()]
-    for exception in exceptions:
-        if isinstance(exception, OSError) and exception.strerror:
-            return exception.strerror
-    return f"{type(exceptions[0]).__name__}: {exceptions[0]}"
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads the index of a checkpoint and nothing else.
-
-    Loading must not run code that a checkpoint brings. The class of pickled Python objects is left
-    out as well: DCP would unpickle those without restriction.
-    """
-
-    ALLOWED = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.serialization": {"_get_layout"},
-        "collections": {"OrderedDict"},
-        "pathlib": {"PosixPath", "WindowsPath"},
-        "pathlib._local": {"PosixPath", "WindowsPath"},
-        "torch": {
-            "Size",
-            "float64",
-            "float32",
-            "float16",
-            "bfloat16",
-            "uint8",
-            "int64",
-            "int32",
-            "bool",
-        },
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index holds")
-        return super().find_class(module, name)
-
-
-def read_index(folder: Path) -> dcp.Metadata:
-    """Return DCP's index of the tensors in `folder`.
-
-    Raises `DamagedCheckpoint` if it is missing or not an index.
-    """
-    path = folder / ".metadata"
-    try:
-        index = _IndexUnpickler(io.BytesIO(read_bytes(path))).load()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # whatever damaged bytes make of the unpickler
-        raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
-    if not isinstance(index, dcp.Metadata):
-        raise DamagedCheckpoint(f"{path} is not an index of tensors")
-    return index
-
-
-def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the checkpoint `folder`, by name.
-
-    Raises `DamagedCheckpoint`.
-    """
-    return shapes_in(read_index(folder), folder)
-
-
-def shapes_in(index: dcp.Metadata, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the index of the checkpoint `folder`, by name.
-
-    Raises `DamagedCheckpoint`.
-    """
-    shapes = {}
-    try:
-        for name, tensor in index.state_dict_metadata.items():
-            if not isinstance(tensor, TensorStorageMetadata):
-                raise TypeError
-            shapes[name] = tuple(tensor.size)
-    except (AttributeError, TypeError):
-        raise DamagedCheckpoint(f"{folder / '.metadata'} is not an index of tensors") from None
-    return shapes
-
-
-class _TensorReader(dcp.FileSystemReader):
-    """DCP's reader with its unrestricted unpickling of the index replaced (torch 2.11 to 2.13)."""
-
-    def __init__(self, folder: Path, index: dcp.Metadata | None) -> None:
-        super().__init__(folder)
-        self.index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        metadata = self.index or read_index(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata

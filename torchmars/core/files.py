@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
@@ -73,14 +73,19 @@ def check_writable(folder: Path, option: str = "run.folder") -> None:
     raise UserError(f"cannot write to {folder}: {wrong}: set {option} to a folder you can write")
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a regular file. Raises `OSError` for anything else.
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file to be read. Raises `OSError` for anything else.
 
     Anything else is not even opened: whoever opens a FIFO waits for its other end.
     """
     if wrong := path_problem(path, "file"):
         raise OSError(errno.EINVAL, wrong, str(path))
-    with path.open("rb") as stream:
+    return path.open("rb")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file. Raises `OSError` for anything else."""
+    with open_file(path) as stream:
         content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))

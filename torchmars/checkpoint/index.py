@@ -1,0 +1,197 @@
+"""The index of a checkpoint: its tensors, the chunks of each, and where every chunk lies.
+
+Reading it never runs code that a file brings. What it says is checked here, so that whoever reads
+tensors by it reads each element once, and no file but the checkpoint's.
+"""
+
+import io
+import itertools
+import math
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, File
+from torchmars.core.files import read_bytes
+
+NAME = ".metadata"
+MOST_DIMS = 8  # the corners of a chunk are 2 to this power
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads the index of a checkpoint and nothing else.
+
+    Loading must not run code that a checkpoint brings. The class of pickled Python objects is left
+    out as well: DCP would unpickle those without restriction.
+    """
+
+    ALLOWED = {
+        "torch.distributed.checkpoint.metadata": {
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.serialization": {"_get_layout"},
+        "collections": {"OrderedDict"},
+        "pathlib": {"PosixPath", "WindowsPath"},
+        "pathlib._local": {"PosixPath", "WindowsPath"},
+        "torch": {
+            "Size",
+            "float64",
+            "float32",
+            "float16",
+            "bfloat16",
+            "uint8",
+            "int64",
+            "int32",
+            "bool",
+        },
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index holds")
+        return super().find_class(module, name)
+
+
+def read_index(folder: Path, manifest: CheckpointManifest) -> dcp.Metadata:
+    """Return DCP's index of the tensors in the checkpoint `folder`, whose `manifest` is given.
+
+    Raises `DamagedCheckpoint` if it is missing, not an index, or not one of whole tensors in the
+    files of the manifest.
+    """
+    path = folder / NAME
+    try:
+        index: dcp.Metadata = _IndexUnpickler(io.BytesIO(read_bytes(path))).load()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+    except Exception as error:  # whatever damaged bytes make of the unpickler
+        raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
+    try:
+        wrong = index_problem(index, manifest.files)
+    except (AttributeError, TypeError):  # perhaps of the classes of an index, but without values
+        raise DamagedCheckpoint(f"{path} is not an index of tensors") from None
+    if wrong:
+        raise DamagedCheckpoint(f"{path} is damaged ({wrong})")
+    return index
+
+
+def tensors_in(index: dcp.Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the entries of an index by the tensors' names."""
+    tensors = {}
+    for name, tensor in index.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise TypeError
+        tensors[name] = tensor
+    return tensors
+
+
+def shapes_in(index: dcp.Metadata) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in an index, by name."""
+    return {name: tuple(tensor.size) for name, tensor in tensors_in(index).items()}
+
+
+def index_problem(index: dcp.Metadata, files: Mapping[str, File]) -> str:
+    """Return why tensors cannot be read by `index` from the checkpoint's `files`; "" if they can.
+
+    Raises `AttributeError` and `TypeError` for what is no index.
+    """
+    for name, tensor in tensors_in(index).items():
+        if wrong := tensor_problem(tensor):
+            return f"{name} is {wrong}"
+    return places_problem(index, files)
+
+
+def tensor_problem(tensor: TensorStorageMetadata) -> str:
+    """Return what is wrong with the entry of a tensor in an index; "" if nothing is.
+
+    Raises `AttributeError` and `TypeError` for what is no such entry.
+    """
+    shapes = [tensor.size]
+    for chunk in tensor.chunks:
+        shapes += [chunk.offsets, chunk.sizes]
+    if not all(type(shape) is torch.Size for shape in shapes):
+        raise TypeError
+    if not isinstance(tensor.properties.dtype, torch.dtype):
+        raise TypeError
+    if any(len(shape) != len(tensor.size) for shape in shapes):
+        return f"in {len(tensor.size)} dims, and chunks in others"
+    if len(tensor.size) > MOST_DIMS:
+        return f"in {len(tensor.size)} dims"
+    if min(itertools.chain(*shapes), default=0) < 0:
+        return "with a negative size"
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks if math.prod(chunk.sizes)]
+    return "" if tile(tensor.size, boxes) else "in chunks that leave a gap, overlap or go beyond it"
+
+
+def tile(size: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return whether every element of a tensor is in one of `boxes`, and nothing else is.
+
+    A box has the index of its first element, and a size that is not 0.
+    """
+    if not math.prod(size):
+        return not boxes
+    # Of dims that are not divided every box has the whole.
+    divided = [
+        dim
+        for dim, whole in enumerate(size)
+        if any(begin[dim] or length[dim] != whole for begin, length in boxes)
+    ]
+    # In how many boxes an element is changes at their corners alone. So where all changes are those
+    # at the corners of the whole tensor, every element is in as many boxes as in that tensor.
+    changes: Counter[tuple[int, ...]] = Counter()
+    for count, begin, length in [(-1, [0] * len(size), size), *((1, *box) for box in boxes)]:
+        ends = [((begin[dim], 1), (begin[dim] + length[dim], -1)) for dim in divided]
+        for corner in itertools.product(*ends):
+            changes[tuple(place for place, _ in corner)] += count * math.prod(
+                sign for _, sign in corner
+            )
+    return not any(changes.values())
+
+
+def places_problem(index: dcp.Metadata, files: Mapping[str, File]) -> str:
+    """Return which chunk cannot lie where `index` says; "" if all can.
+
+    Each has a part of one of the checkpoint's `files` to itself. Raises `AttributeError` and
+    `TypeError` for what is no place.
+    """
+    wanted = {
+        MetadataIndex(name, chunk.offsets): size * tensor.properties.dtype.itemsize
+        for name, tensor in tensors_in(index).items()
+        for chunk in tensor.chunks
+        if (size := math.prod(chunk.sizes))
+    }
+    intervals = defaultdict(list)
+    for key, size in wanted.items():
+        place = index.storage_data.get(key)
+        if place is None:
+            return f"it does not say where {key.fqn} lies"
+        if not isinstance(place, _StorageInfo) or place.transform_descriptors:
+            raise TypeError
+        if place.relative_path == NAME or place.relative_path not in files:
+            return f"{key.fqn} lies in {place.relative_path!r}, which is no file of the manifest's"
+        if place.length < size:
+            return f"{key.fqn} needs {size} bytes, and has {place.length}"
+        intervals[place.relative_path].append((place.offset, place.offset + place.length))
+    for file, parts in intervals.items():
+        parts.sort()
+        ends = [0, *(end for _, end in parts)]
+        begins = [*(begin for begin, _ in parts), files[file].size]
+        if any(end > begin for end, begin in zip(ends, begins)):
+            return f"tensors overlap in {file}, or lie beyond its end"
+    return ""

@@ -1,0 +1,146 @@
+"""Reads tensors of a checkpoint, each rank its own part. It never runs code that a file brings."""
+
+import itertools
+import math
+import pickle
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.futures import Future
+
+from torchmars.checkpoint.index import tensors_in
+from torchmars.checkpoint.manifest import DamagedCheckpoint
+from torchmars.core.files import open_file
+
+
+def read_tensors(
+    folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None, index: dcp.Metadata
+) -> None:
+    """Fill `state` in place from the checkpoint `folder`, of which `read_index` gave the index.
+
+    Called by all ranks of `group`, or for None by this process alone. Raises `DamagedCheckpoint`,
+    on every rank, where a tensor is missing, of another shape or cannot be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            # It warns of a single process, which is on purpose.
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            dcp.load(
+                state,
+                storage_reader=_TensorReader(folder, index),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        for exception, _ in error.failures.values():
+            if isinstance(exception, DamagedCheckpoint):
+                raise exception from None
+        raise DamagedCheckpoint(f"{folder} cannot be read: {reason(error)}") from None
+
+
+def check_tensors(folder: Path, index: dcp.Metadata) -> None:
+    """Raise `DamagedCheckpoint` where a chunk of a tensor is not what the index says.
+
+    The shape and dtype of each are read, and not its numbers.
+    """
+    wanted = [
+        MetadataIndex(name, chunk.offsets, number)
+        for name, tensor in tensors_in(index).items()
+        for number, chunk in enumerate(tensor.chunks)
+        if math.prod(chunk.sizes)
+    ]
+    for _ in _TensorReader(folder, index).chunks(wanted, "meta"):
+        pass
+
+
+def reason(error: CheckpointException) -> str:
+    """Return the first error in one line: that of the disk, if there is one."""
+    exceptions = [exception for exception, _ in error.failures.values()]
+    for exception in exceptions:
+        if isinstance(exception, OSError) and exception.strerror:
+            return exception.strerror
+    return f"{type(exceptions[0]).__name__}: {exceptions[0]}"
+
+
+class _TensorReader(dcp.FileSystemReader):
+    """DCP's reader, given the index, that trusts neither names, shapes nor dtypes of files."""
+
+    def __init__(self, folder: Path, index: dcp.Metadata) -> None:
+        super().__init__(folder)
+        self.folder, self.index, self.storage_data = folder, index, index.storage_data
+        self.tensors = tensors_in(index)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        self.index.storage_meta = self.index.storage_meta or StorageMeta()
+        self.index.storage_meta.load_id = self.load_id
+        return self.index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for number, chunk in self.chunks([item.storage_index for item in plan.items], "cpu"):
+            item = plan.items[number]
+            target = planner.resolve_tensor(item).detach()
+            if chunk.is_floating_point() != target.is_floating_point():
+                name = item.storage_index.fqn
+                raise DamagedCheckpoint(f"{self.folder} has {name} in {chunk.dtype}")
+            part = zip(item.storage_offsets, item.lengths)
+            target.copy_(chunk[tuple(slice(begin, begin + length) for begin, length in part)])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def chunks(self, wanted: Sequence[MetadataIndex], device: str) -> Iterator[tuple[int, Tensor]]:
+        """Read the chunks `wanted`, file by file. Yield each with its number there.
+
+        On the device "meta" they have no numbers, which are not read then. Raises
+        `DamagedCheckpoint`.
+        """
+        places = [self.storage_data[each] for each in wanted]
+        files = [place.relative_path for place in places]
+        order = sorted(range(len(wanted)), key=lambda each: (files[each], places[each].offset))
+        for file, numbers in itertools.groupby(order, key=files.__getitem__):
+            path = self.folder / file
+            try:
+                with open_file(path) as stream:
+                    for number in numbers:
+                        part = self._slice_file(stream, places[number])
+                        yield number, self.chunk(path, part, wanted[number], device)
+            except OSError as error:
+                raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+
+    def chunk(self, path: Path, stream: IO[bytes], wanted: MetadataIndex, device: str) -> Tensor:
+        """Read one chunk of the file `path`, from `stream`. Raises `DamagedCheckpoint`."""
+        tensor, number = self.tensors[wanted.fqn], wanted.index
+        assert number is not None
+        try:
+            value = torch.load(stream, map_location=device, weights_only=True)
+        except pickle.UnpicklingError:  # its advice is to unpickle whatever there is
+            raise DamagedCheckpoint(
+                f"{path} has no tensor where {wanted.fqn} should be (nothing else is unpickled)"
+            ) from None
+        except OSError:
+            raise
+        except Exception as error:  # whatever damaged bytes make of it
+            what = str(error).partition("\n")[0]
+            raise DamagedCheckpoint(
+                f"{path} has no tensor where {wanted.fqn} should be ({what})"
+            ) from None
+        if (
+            not isinstance(value, Tensor)
+            or value.layout is not torch.strided
+            or value.dtype != tensor.properties.dtype
+            or value.shape != tensor.chunks[number].sizes
+        ):
+            raise DamagedCheckpoint(
+                f"{path} has {wanted.fqn} in another shape or dtype than the index says"
+            )
+        return value
