@@ -68,6 +68,10 @@ def exports(tmp_path_factory):
         places = [str(run_folder_of(tables)), str(folder / name)]
         code, out, err = run_command("export", places, ROOT)
         assert code == 0 and f"{name}: " in out, err
+        card = (folder / name / "README.md").read_text()
+        for text in (out, card):
+            told = "AutoTokenizer of transformers 5 reads the tokenizer of a qwen2 model" in text
+            assert told == (name == "qwen2")
     return {name: (run_folder_of(tables), folder / name) for name, tables in runs.items()}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from importlib.metadata import version
+from textwrap import fill
 
 from torchmars.checkpoint.inference import SavedModel
 from torchmars.config.load import config_text
@@ -31,7 +32,7 @@ A language model of {parameters:,} parameters, trained from scratch with torchma
 
 It was trained on raw text. It follows no instructions, and repeats what is in that text, right or
 wrong.
-
+{warning}
 ## Config
 
 ```toml
@@ -39,8 +40,11 @@ wrong.
 """
 
 
-def model_card(models: Sequence[SavedModel]) -> str:
-    """Return the text of the card of the mean of `models`, the newest of which is the first."""
+def model_card(models: Sequence[SavedModel], warning: str) -> str:
+    """Return the text of the card of the mean of `models`, the newest of which is the first.
+
+    `warning` is of its tokenizer.
+    """
     newest = models[0]
     config, manifest, model = newest.config, newest.manifest, newest.model
     steps = f"{newest.step:,}"
@@ -60,5 +64,6 @@ def model_card(models: Sequence[SavedModel]) -> str:
         tokenizer=config.data.tokenizer,
         optimizer=f"{config.optimizer.name}, learning rate {config.optimizer.lr}",
         seq_len=config.training.seq_len,
+        warning=f"\n## Tokenizer\n\n{fill(warning, 100)}.\n" if warning else "",
         config=config_text(config),
     )

@@ -14,7 +14,7 @@ from torchmars.checkpoint.inference import SavedModel, tokenizer_of
 from torchmars.checkpoint.weights import write_weights
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, remove, sync_folder, write_durably
-from torchmars.data.tokenizer_files import tokenizer_files
+from torchmars.data.tokenizer_files import loading_problem, tokenizer_files
 from torchmars.models.huggingface import to_config
 
 
@@ -89,9 +89,14 @@ def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]
     return {
         CONFIG: to_json(to_config(model) | ends | {"dtype": str(dtype).removeprefix("torch.")}),
         "generation_config.json": to_json(generation),
-        "README.md": model_card(models),
+        "README.md": model_card(models, tokenizer_problem(newest)),
         **tokenizer_files(tokenizer, config.training.seq_len),
     }
+
+
+def tokenizer_problem(model: SavedModel) -> str:
+    """Return how the tokenizer of an exported folder must not be loaded, and how; "" if it may."""
+    return loading_problem(tokenizer_of(model), to_config(model.model)["model_type"])
 
 
 def to_json(value: Mapping[str, object]) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from tyro.conf import Positional
 
-from torchmars.checkpoint.export import export_file, export_folder
+from torchmars.checkpoint.export import export_file, export_folder, tokenizer_problem
 from torchmars.checkpoint.inference import SavedModel, open_last
 from torchmars.checkpoint.manifest import NAME
 from torchmars.config.fields import Count, Positive
@@ -63,6 +63,8 @@ def main() -> None:
             raise UserError(f"cannot write {options.target}: {error.strerror or error}") from None
         parameters = [parameter.numel() for parameter in models[0].model.parameters()]
         say(f"{options.target}: {len(parameters)} tensors, {sum(parameters):,} weights")
+        if kind == "hf" and (problem := tokenizer_problem(models[0])):
+            say(f"warning: {problem}")
 
 
 def check_target(target: Path, kind: Literal["hf", "safetensors"], force: bool) -> None:

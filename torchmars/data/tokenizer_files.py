@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 END = "<|endoftext|>"
+# The class that AutoTokenizer of transformers 5 takes for every model of a type, whatever its files
+# name. Such a class cuts texts by its own rules, not by those of tokenizer.json.
+FORCED = {"qwen2": "Qwen2Tokenizer"}
 
 
 def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
@@ -46,6 +49,22 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
         "tokenizer.json": text,
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
     }
+
+
+def loading_problem(tokenizer: Tokenizer, model_type: str) -> str:
+    """Return what AutoTokenizer makes of the files for a type of model, and the remedy; "" if same.
+
+    A tokenizer that was written by the class itself is the same.
+    """
+    own = tokenizer.settings if isinstance(tokenizer, FileTokenizer) else {}
+    written_by = str(own.get("tokenizer_class")).removesuffix("Fast")
+    forced = FORCED.get(model_type, written_by)
+    if forced == written_by:
+        return ""
+    return (
+        f"AutoTokenizer of transformers 5 reads the tokenizer of a {model_type} model as a "
+        f"{forced}, which gives other tokens unless it is one: load it by PreTrainedTokenizerFast"
+    )
 
 
 def byte_pair_tokenizer(
