@@ -10,7 +10,6 @@ from torchmars.training.preparation import prepare_data
 
 OPTIONAL = {
     "wandb",
-    "tyro",
     "tensorboard",
     "transformers",
     "datasets",

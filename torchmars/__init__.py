@@ -10,5 +10,7 @@ if Path(sys.argv[0]).name in ("-m", "torchmars"):
 
     requirements.check()
 
+__version__ = "0.1.0"
+
 # `python -m torchmars.plan` is the command of that name, torchmars/commands/plan.py.
 __path__ += [f"{__path__[0]}/commands"]

@@ -5,6 +5,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from torchmars import __version__
+from torchmars.core.console import say
 from torchmars.core.errors import exit_on_user_error
 from torchmars.core.options import choose
 
@@ -15,6 +17,9 @@ DESCRIPTION = "Pretraining of language models with the MARS family of optimizers
 def main() -> None:
     """Run the command that the first argument names on the other arguments."""
     with exit_on_user_error():
+        if sys.argv[1:] == ["--version"]:
+            say(f"torchmars {__version__}")
+            return
         command = choose(sys.argv[1:], commands(), "torchmars", DESCRIPTION)
         sys.argv = [f"torchmars {command}", *sys.argv[2:]]
         importlib.import_module(f"torchmars.commands.{command.replace('-', '_')}").main()

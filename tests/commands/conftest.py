@@ -1,6 +1,8 @@
-"""What tests of commands share: a folder to work in."""
+"""What tests of commands share: folders to work in."""
 
+import multiprocessing.util
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,14 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", no_network)
     make_place(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """An empty folder for temporary files."""
+    # multiprocessing keeps the folder of its sockets. In this one their paths would be too long.
+    multiprocessing.util.get_temp_dir()
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 
@@ -28,11 +27,8 @@ def train(file, ranks, output):
 
 
 @pytest.fixture
-def run(call, monkeypatch, tmp_path):
+def run(call, scratch, monkeypatch, tmp_path):
     """Runs `torchmars bench ARGS`; returns its exit code, output and errors."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.setattr(measure, "train", train)
     monkeypatch.chdir(tmp_path)
 

@@ -1,7 +1,6 @@
 """The command that finds learning rates worth trying."""
 
 import json
-import tempfile
 
 import pytest
 
@@ -11,11 +10,8 @@ from torchmars.benchmark import measure
 
 
 @pytest.fixture
-def run(call, monkeypatch, tmp_path):
+def run(call, scratch, monkeypatch, tmp_path):
     """Runs `torchmars lr-find ARGS`; returns its exit code, output and errors."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.setattr(measure, "train", train)
     monkeypatch.setenv("NGPU", "1")
     write_text(tmp_path)

@@ -1,6 +1,7 @@
 """TOML file and overrides to a checked config, and one clear line for each mistake."""
 
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -97,11 +98,16 @@ def test_help_documents_every_field(capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     names = list(leaves(Config))
-    for name in names:
-        assert re.search(rf"--{re.escape(name)}\b", text), name
-    assert text.count("(default:") == len(names) and "[[optimizer.groups]]" in text
-    assert "[[data.mixture]]" in text
-    assert "Optimizer steps of the whole run" in text and "(default: 300)" in text
+    settings = re.split(r"\n  --", text)
+    assert [each.split()[0] for each in settings if "." in each.split()[0]] == names
+    for each in settings[1:]:
+        assert len(each.split()) > 4, f"{each} is not documented"
+        assert each.count("Default:") <= 1 and "None" not in each
+        default = functools.reduce(getattr, each.split()[0].split("."), Config())
+        assert "Default:" in each or default in (None, "", [])
+    assert "[[optimizer.groups]]" in text and "[[data.mixture]]" in text
+    steps = " ".join(next(each for each in settings if each.startswith("training.steps")).split())
+    assert "Optimizer steps of the whole run" in steps and steps.endswith("Default: 300.")
 
 
 def leaves(owner, prefix=""):

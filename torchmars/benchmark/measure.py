@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from torchmars.benchmark.synthetic import write_random_shards
 from torchmars.cluster.environment import read_environment
 from torchmars.cluster.signals import stopping
@@ -55,6 +53,9 @@ def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
     product = degrees.dp_replicate * degrees.cp * degrees.tp * degrees.pp
     if degrees.dp_shard > 0:
         return product * degrees.dp_shard
+    # Here, since that takes seconds, and --help and mistakes are said before.
+    import torch
+
     devices = devices or torch.cuda.device_count() or 2
     return product * max(1, devices // product)
 

@@ -17,6 +17,7 @@ from torchmars.checkpoint.state import optimizer_state_names
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE, saved_compile
 from torchmars.config.dtypes import saved_dtypes
+from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.data.tokenizer import load_tokenizer
@@ -155,15 +156,3 @@ def check_same_run(
         for name in now
         if name.split(".")[0] in reported_sections() and was.get(name) != now[name]
     ]
-
-
-def flattened(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one, with dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= (
-            flattened(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return flat

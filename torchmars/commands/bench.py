@@ -6,8 +6,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from torchmars.benchmark.measure import has_shards, measure, ranks_of
 from torchmars.benchmark.results import Subject, ratios, results_json, results_table
 from torchmars.config import ResolvedConfig
@@ -100,6 +98,8 @@ def against_arguments(text: str) -> list[str]:
 
 def describe_machine() -> dict[str, str | int | float]:
     """Return what the measurement depends on: devices, cores, and how busy these are."""
+    import torch
+
     gpu = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name(0) if gpu else "cpu",

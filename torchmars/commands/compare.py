@@ -1,4 +1,4 @@
-"""Compare optimizers fairly: each tuned on the same grid, its best settings over several seeds."""
+"""Compare optimizers fairly: each tuned on one grid, the best over several seeds."""
 
 import contextlib
 import importlib.util
@@ -33,7 +33,7 @@ TABLES = ("table.md", "table.csv")
 
 @dataclass
 class Compare:
-    """Compare optimizers fairly: each tuned on the same grid, its best settings over several seeds.
+    """Compare optimizers fairly: each tuned on one grid, the best over several seeds.
 
     Every trial is a run of the config, on the same data for as many tokens, whose [optimizer] and
     run.seed are replaced. Prints and writes a table, differences with their intervals, the tokens

@@ -3,33 +3,25 @@
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Positional
-
-from torchmars.checkpoint.inference import load_sharded_model
-from torchmars.cluster import connection, process
-from torchmars.config import ParallelismConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.core.errors import LostRank, UserError, exit_on_user_error, report_failure
+from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.results import check_results_file, write_results
 from torchmars.data.progress import Progress
-from torchmars.evaluation.results import Evaluation, Result, results_table
-from torchmars.evaluation.rows import read_tasks
-from torchmars.evaluation.scoring import Scorer, Tokens
-from torchmars.evaluation.texts import (
-    ShardWindows,
-    TextResult,
-    measure,
-    texts_table,
-    windows_of_files,
-)
-from torchmars.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from torchmars.evaluation.results import Result
+    from torchmars.evaluation.scoring import Scorer, Tokens
+    from torchmars.evaluation.texts import TextResult
+    from torchmars.parallel.layout import Layout
 
 
 @dataclass
@@ -69,10 +61,17 @@ class Evaluate:
 
 def main() -> None:
     """Print what was measured, and write it."""
+    first = os.environ.get("RANK", "0") == "0"
+    with exit_on_user_error(quiet=not first):
+        options = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
+        check_options(options)
+    # Here, as in the functions below, since they import torch: --help and mistakes are said
+    # without the seconds that takes.
+    from torchmars.cluster import connection, process
+    from torchmars.config import ParallelismConfig
+
     try:
-        with exit_on_user_error(quiet=process.rank() != 0):
-            options = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
-            check_options(options)
+        with exit_on_user_error(quiet=not first):
             process.check_devices()
             evaluate(options, connection.start(ParallelismConfig()))
     except LostRank as error:  # a line instead of a traceback
@@ -89,8 +88,14 @@ def check_options(options: Evaluate) -> None:
     check_results_file(options.json)
 
 
-def evaluate(options: Evaluate, layout: Layout) -> None:
+def evaluate(options: Evaluate, layout: "Layout") -> None:
     """Measure, print and write what is asked for. Called by every rank."""
+    from torchmars.checkpoint.inference import load_sharded_model
+    from torchmars.evaluation.results import Evaluation, results_table
+    from torchmars.evaluation.rows import read_tasks
+    from torchmars.evaluation.scoring import Scorer
+    from torchmars.evaluation.texts import measure, texts_table
+
     names = [name for name in (options.tasks or "").split(",") if name]
     tasks = layout.on_first(lambda: read_tasks(names, options.shots, options.limit, options.seed))
     model, tokenizer = load_sharded_model(options.model, layout, options.dtype, options.step)
@@ -115,8 +120,10 @@ def evaluate(options: Evaluate, layout: Layout) -> None:
         layout.on_first(lambda: write_results(file, text))
 
 
-def open_texts(options: Evaluate, scorer: Scorer) -> dict[str, Sequence[Tokens]]:
+def open_texts(options: Evaluate, scorer: "Scorer") -> "dict[str, Sequence[Tokens]]":
     """Return the windows of the texts that are asked for, by name. Raises `UserError`."""
+    from torchmars.evaluation.texts import ShardWindows, windows_of_files
+
     texts: dict[str, Sequence[Tokens]] = {}
     if options.text:
         texts[options.text] = windows_of_files(options.text, scorer)
@@ -126,7 +133,7 @@ def open_texts(options: Evaluate, scorer: Scorer) -> dict[str, Sequence[Tokens]]
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int, unit: str, layout: Layout) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, unit: str, layout: "Layout") -> Iterator[Callable[[int], None]]:
     """Show a bar of `total` units on the first rank. The body gets what adds to it."""
     if not layout.first:
         yield lambda count: None
@@ -135,7 +142,7 @@ def progress(what: str, total: int, unit: str, layout: Layout) -> Iterator[Calla
         yield bar.add
 
 
-def results_json(options: Evaluate, results: list[Result], texts: list[TextResult]) -> str:
+def results_json(options: Evaluate, results: "list[Result]", texts: "list[TextResult]") -> str:
     """Return results as JSON. What is not finite is null."""
     measured: dict[str, Any] = {
         "model": str(options.model),

@@ -1,21 +1,15 @@
 """Write the weights of a checkpoint for other programs."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-from tyro.conf import Positional
-
-from torchmars.checkpoint.export import export_file, export_folder, tokenizer_problem
-from torchmars.checkpoint.inference import SavedModel, open_last
-from torchmars.checkpoint.manifest import NAME
 from torchmars.config.fields import Count, Positive
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
+from torchmars.core.help import Positional
 from torchmars.core.options import parse
 
 
@@ -53,10 +47,15 @@ def main() -> None:
         options = parse(Export, sys.argv[1:], "torchmars export")
         kind = options.to or ("safetensors" if options.target.suffix == ".safetensors" else "hf")
         check_target(options.target, kind, options.force)
+        # Here, since they import torch: --help and mistakes are said without the seconds that
+        # takes.
+        import torch
+
+        from torchmars.checkpoint.export import export_file, export_folder, tokenizer_problem
+        from torchmars.checkpoint.inference import open_last
+
         models = open_last(options.run, options.step, options.average, options.ema)
-        write: Callable[[list[SavedModel], Path, torch.dtype], None] = (
-            export_folder if kind == "hf" else export_file
-        )
+        write = export_folder if kind == "hf" else export_file
         try:
             write(models, options.target, getattr(torch, options.dtype))
         except OSError as error:
@@ -76,6 +75,8 @@ def check_target(target: Path, kind: Literal["hf", "safetensors"], force: bool) 
         raise UserError(
             f"cannot write {target}: {wrong}: name a new {what}, or a file to replace with --force"
         )
+    from torchmars.checkpoint.manifest import NAME
+
     for folder in target.resolve().parents:
         if (folder / NAME).exists() and (folder / ".metadata").exists():
             raise UserError(

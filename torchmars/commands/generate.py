@@ -6,22 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional
-
-from torchmars.checkpoint.inference import load_model
 from torchmars.config.fields import Amount, Positive
 from torchmars.core.bounds import Range
 from torchmars.core.console import say, write
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import read_text
+from torchmars.core.help import Positional
 from torchmars.core.options import parse
-from torchmars.evaluation.sampling import (
-    Draw,
-    continuations,
-    encode,
-    predict_with_cache,
-    stream_text,
-)
 
 
 @dataclass
@@ -56,6 +47,17 @@ def main() -> None:
     with exit_on_user_error():
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+        # Here, since they import torch: --help and mistakes are said without the seconds that
+        # takes.
+        from torchmars.checkpoint.inference import load_model
+        from torchmars.evaluation.sampling import (
+            Draw,
+            continuations,
+            encode,
+            predict_with_cache,
+            stream_text,
+        )
+
         model, tokenizer, _ = load_model(options.folder)
         longest = max(len(encode(tokenizer, prompt)) for prompt in prompts)
         predict = predict_with_cache(model, min(model.seq_len, longest + options.max_tokens))

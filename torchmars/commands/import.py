@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tomli_w
-from tyro.conf import Positional
 
-from torchmars.checkpoint.huggingface import open_folder
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem, write_durably
+from torchmars.core.help import Positional
 from torchmars.core.options import parse
 
 
@@ -42,6 +41,9 @@ def main() -> None:
             raise UserError(
                 f"{options.config} exists: name another file, or replace it with --force"
             )
+        # Here, since it imports torch: --help and mistakes are said without the seconds that takes.
+        from torchmars.checkpoint.huggingface import open_folder
+
         found = open_folder(options.folder)
         try:
             write_durably(options.config, tomli_w.dumps(found.tables))

@@ -7,16 +7,18 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from torchmars.benchmark.measure import ranks_of
-from torchmars.comparison.lr_range import LrRange, find_lr
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.results import check_results_file, write_results
 from torchmars.core.tables import table
+
+if TYPE_CHECKING:
+    from torchmars.comparison.lr_range import LrRange
 
 PROG = "torchmars lr-find"
 ROWS = 16  # of the table
@@ -52,13 +54,16 @@ def main() -> None:
         high = options.high or config.optimizer.lr * 100
         if low >= high:
             raise UserError(f"--low {low:g} must be below --high {high:g}")
+        # Here, since it imports torch: --help and mistakes are said without the seconds that takes.
+        from torchmars.comparison.lr_range import find_lr
+
         found = find_lr(config, low, high, options.steps, ranks_of(config))
         say("\n".join(report(found)))
         if options.json is not None:
             write_results(options.json, json.dumps(asdict(found), indent=2) + "\n")
 
 
-def report(found: LrRange) -> list[str]:
+def report(found: "LrRange") -> list[str]:
     """Return what was found, in lines."""
     every = max(1, len(found.lrs) // ROWS)
     rows = [

@@ -8,10 +8,6 @@ from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import say
 from torchmars.core.errors import exit_on_user_error
-from torchmars.metrics.throughput import GIB
-from torchmars.planning.find import find_layouts, found_table
-from torchmars.planning.plan import make_plan
-from torchmars.planning.report import report
 
 
 @dataclass
@@ -38,6 +34,13 @@ def main() -> None:
     """Print the plan of the config that the command line names."""
     with exit_on_user_error():
         options, config = load_command(Plan, sys.argv[1:], "torchmars plan")
+        # Here, since they import torch: --help and mistakes are said without the seconds that
+        # takes.
+        from torchmars.metrics.throughput import GIB
+        from torchmars.planning.find import find_layouts, found_table
+        from torchmars.planning.plan import make_plan
+        from torchmars.planning.report import report
+
         ranks, per_node = options.world_size, options.gpus_per_node
         if options.find:
             found = find_layouts(config, ranks, per_node, options.memory * GIB)

@@ -1,4 +1,4 @@
-"""Do all of a run that needs no ranks, or prepare a corpus alone: tokenise it into shards."""
+"""Do all of a run that needs no ranks, or only tokenise a corpus into shards."""
 
 import os
 import sys
@@ -115,7 +115,7 @@ def prepare_corpus(config: ResolvedData, task: int, tasks: int) -> bool:
         return False
     for name, split in manifest.splits.items():
         say(
-            f"{config.path}: {name} {split.tokens:,} {manifest.tokenizer} tokens "
+            f"{config.path}: {name} {split.tokens:,} tokens ({manifest.tokenizer}) "
             f"in {split.documents:,} documents, {len(split.shards):,} shards"
         )
     return True

@@ -2,14 +2,11 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
-
-import tyro
-from tyro.conf import Positional
 
 from torchmars.config.presets import read_presets
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.typed import nearest
 
@@ -23,10 +20,10 @@ class Presets:
     `torchmars train gpt2-small-mars-m-openwebtext my.toml --training.steps 10000`.
     """
 
-    name: Positional[Annotated[str | None, tyro.conf.arg(metavar="[NAME]")]] = None
+    name: Positional[str | None] = None
     """A preset to say everything about: its settings, their source, and what sources disagree on.
     Default: a table of all."""
-    family: Annotated[str | None, tyro.conf.arg(metavar="FAMILY")] = None
+    family: str | None = None
     """Only the presets of this family: gpt2, llama or qwen3."""
 
 

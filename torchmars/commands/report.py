@@ -5,11 +5,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
-
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
+from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.results import check_suffix
 from torchmars.reports.page import write_page

@@ -3,10 +3,9 @@
 import tomli
 import tomli_w
 
-from torchmars.checkpoint.resume import flattened
 from torchmars.comparison.study import Study
 from torchmars.config.load import config_text
-from torchmars.config.toml_files import Tables, read_toml
+from torchmars.config.toml_files import Tables, flattened, read_toml
 from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
 

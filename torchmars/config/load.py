@@ -12,7 +12,8 @@ from torchmars.config.presets import find_sources
 from torchmars.config.toml_files import Source, Tables, merge
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
-from torchmars.core.options import print_help_if_asked, take_options
+from torchmars.core.help import print_help_if_asked
+from torchmars.core.options import take_options
 from torchmars.core.typed import hint_at, make, read_words
 
 COMMAND_LINE = "on the command line"
@@ -146,7 +147,6 @@ def check_places(config: ResolvedConfig) -> None:
 def parse_overrides(args: list[str]) -> Tables:
     """Return `--section.key value ...` and `--section.key=value` as nested tables.
 
-    tyro would refuse a wrong one in its own frame of several lines and cannot be told otherwise.
     Raises `UserError`.
     """
     tables: Tables = {}

@@ -1,6 +1,6 @@
 """Which model is trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from torchmars.config.fields import Mark
@@ -58,3 +58,14 @@ class ModelConfig:
     dropout: Annotated[float, Range(0, 0.99)] = 0.0
     """gpt2: probability of dropout on embeddings, attention and both outputs of a block in
     training."""
+
+    def changed(self) -> list[str]:
+        """Return the fields that are set in place of the named size's."""
+        others = (each for each in fields(self) if each.name not in ("name", "size"))
+        return [each.name for each in others if getattr(self, each.name) != each.default]
+
+    @property
+    def title(self) -> str:
+        """What the model is called: family and size, and what is changed of that."""
+        changed = self.changed()
+        return f"{self.name} {self.size}" + (f" but for {', '.join(changed)}" if changed else "")

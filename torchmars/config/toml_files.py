@@ -64,3 +64,15 @@ def merge(base: Tables, other: Tables) -> Tables:
         both = isinstance(merged.get(key), dict) and isinstance(value, dict)
         merged[key] = merge(merged[key], value) if both else value
     return merged
+
+
+def flattened(tables: Tables, prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one, with dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= (
+            flattened(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
+    return flat

@@ -42,7 +42,7 @@ class TrainingConfig:
     it. A run keeps what it began with unless this names another, since the two agree to rounding
     only."""
     float8: Float8Config = field(default_factory=Float8Config)
-    """[training.float8]: matrix products in float8."""
+    """Matrix products in float8."""
 
     def check(self) -> None:
         """Raise `UserError` for a batch beyond all that is meant, and what `float8` refuses."""

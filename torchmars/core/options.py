@@ -1,18 +1,14 @@
-"""A command's own options and `--help`, from a dataclass.
-
-tyro prints the help, and is imported for that alone. It does not parse: it would end a mistake with
-a frame of many lines, where a command says one.
-"""
+"""A command's own options, from a dataclass."""
 
 import dataclasses
-import inspect
 import typing
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import name_problem
+from torchmars.core.help import is_positional, option_name, print_help_if_asked
 from torchmars.core.tables import table
 from torchmars.core.typed import describe, make, nearest, read_words, without_none
 
@@ -22,7 +18,7 @@ T = TypeVar("T")
 def parse(kind: type[T], args: list[str], prog: str) -> T:
     """Return the dataclass `kind` with the fields that a command line gives.
 
-    A `tyro.conf.Positional` field is given by its place, the others as `--name value`,
+    A `Positional` field is given by its place, the others as `--name value`,
     `--name=value`, or `--name` for a bool. A list in the last place takes all that is left, at
     least one. `--help` prints the help and exits. Raises `UserError`.
     """
@@ -32,7 +28,7 @@ def parse(kind: type[T], args: list[str], prog: str) -> T:
     places = [name for name, hint in hints.items() if is_positional(hint)]
     for arg in rest:
         if arg.startswith("--"):
-            known = [f"--{name}" for name in hints if name not in places]
+            known = [option_name(name) for name in hints if name not in places]
             meant = f"did you mean {nearest(arg, known)}?" if known else "see --help"
             raise UserError(f"unknown option {arg}: {meant}")
     taken = 0
@@ -94,48 +90,9 @@ def build(kind: type[T], values: dict[str, Any]) -> T:
             hints = typing.get_type_hints(kind, include_extras=True)
             if is_positional(hints[each.name]):
                 raise UserError(f"{each.name.upper()} is missing: see --help")
-            name = f"--{each.name.replace('_', '-')}"
             needed = describe(typing.get_type_hints(kind)[each.name])
-            raise UserError(f"{name} is missing: it must be {needed}, see --help")
+            raise UserError(f"{option_name(each.name)} is missing: it must be {needed}, see --help")
     return kind(**values)
-
-
-def is_positional(hint: Any) -> bool:
-    """Return whether a field is given by its place on the command line."""
-    metadata = getattr(hint, "__metadata__", ())
-    if not metadata:
-        return False
-    import tyro
-
-    return tyro.conf.Positional in metadata
-
-
-def print_help_if_asked(
-    args: list[str], prog: str, *kinds: type, settings: type | None = None, more: str = ""
-) -> None:
-    """Where `args` ask for help, print it and exit with 0.
-
-    It has the docstring of the first of the dataclasses `kinds` and `settings`, `more` after it,
-    and the fields of all of them. In `settings`, true and false are values, not flags.
-    """
-    if not {"-h", "--help"} & set(args):
-        return
-    import tyro
-
-    without_prefix, values = tyro.conf.arg(name=""), tyro.conf.FlagConversionOff
-    shown: list[Any] = [*kinds, *([] if settings is None else [values.__getitem__(settings)])]
-    parts = [
-        (f"part{number}", Annotated[kind, without_prefix]) for number, kind in enumerate(shown)
-    ]
-    documented = (*kinds, settings)[0]
-    tyro.cli(
-        dataclasses.make_dataclass("Options", parts),
-        args=["--help"],
-        prog=prog,
-        description=f"{inspect.getdoc(documented)}\n\n{more}".strip(),
-        use_underscores=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
 
 
 def print_commands(prog: str, description: str, commands: dict[str, str]) -> None:
@@ -149,16 +106,14 @@ def print_commands(prog: str, description: str, commands: dict[str, str]) -> Non
 def choose(args: list[str], commands: dict[str, str], prog: str, description: str) -> str:
     """Return the command that the first argument names.
 
-    Without one, `--help` prints what commands there are and exits. Raises `UserError` for a name
-    that is none.
+    Without one, and for `--help`, prints what commands there are and exits with 0. Raises
+    `UserError` for a name that is none.
     """
-    if args and args[0] in commands:
-        return args[0]
-    if args and args[0] in ("-h", "--help"):
+    if not args or args[0] in ("-h", "--help"):
         print_commands(prog, description, commands)
         raise SystemExit(0)
-    if not args:
-        raise UserError(f"name a command: {prog} {'|'.join(commands)} ..., see --help")
+    if args[0] in commands:
+        return args[0]
     raise UserError(
         f"unknown command {args[0]!r}: did you mean {prog} {nearest(args[0], list(commands))}?"
     )

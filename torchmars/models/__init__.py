@@ -3,6 +3,8 @@
 import torch
 
 from torchmars.config import ModelConfig
+from torchmars.core.errors import UserError
+from torchmars.core.typed import nearest
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
 from torchmars.models.model import Model
@@ -17,7 +19,25 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
 
     `vocab_size` is the tokenizer's. Raises `UserError` for a shape that cannot be built.
     """
-    return MODELS[config.name].from_config(config, vocab_size, seq_len)
+    kind = MODELS[config.name]
+    if config.size not in kind.sizes:
+        raise unknown_size(config)
+    return kind.from_config(config, vocab_size, seq_len)
+
+
+def unknown_size(config: ModelConfig) -> UserError:
+    """Return the error of a size that the family does not have."""
+    size, sizes = config.size, MODELS[config.name].sizes
+    others = [name for name, kind in MODELS.items() if size in kind.sizes]
+    meant = (
+        f"it is a size of {others[0]}: --model.name {others[0]}"
+        if others
+        else f'did you mean "{nearest(size, list(sizes))}"?'
+    )
+    return UserError(
+        f'model.size = "{size}" is no size of model.name = "{config.name}": {meant} '
+        f"There are {', '.join(sizes)}"
+    )
 
 
 def build_meta_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:

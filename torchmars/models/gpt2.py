@@ -103,6 +103,7 @@ class Block(nn.Module):
 class GPT2(Model):
     """GPT-2. The token table is also the head."""
 
+    sizes = SIZES
     inputs: ClassVar[tuple[str, ...]] = ("tok_embed", "pos_embed")
     cuts: ClassVar[dict[str, TensorParallelCut]] = {
         "tok_embed": "tokens",
@@ -126,7 +127,7 @@ class GPT2(Model):
 
     @classmethod
     def from_config(cls, config: ModelConfig, vocab_size: int, seq_len: int) -> Self:
-        args = make_args(config, GPT2Args, SIZES, vocab_size, seq_len)
+        args = make_args(config, GPT2Args, cls.sizes[config.size], vocab_size, seq_len)
         if args.n_embd % args.n_head:
             raise UserError(
                 f"model.n_embd = {args.n_embd} does not divide into model.n_head = {args.n_head} "

@@ -161,6 +161,7 @@ class Block(nn.Module):
 class Llama(Model):
     """A model of the Llama family."""
 
+    sizes = SIZES
     inputs: ClassVar[tuple[str, ...]] = ("tok_embed",)
     cuts: ClassVar[dict[str, TensorParallelCut]] = {
         "tok_embed": "tokens",
@@ -187,7 +188,7 @@ class Llama(Model):
 
     @classmethod
     def from_config(cls, config: ModelConfig, vocab_size: int, seq_len: int) -> Self:
-        args = make_args(config, LlamaArgs, SIZES, vocab_size, seq_len)
+        args = make_args(config, LlamaArgs, cls.sizes[config.size], vocab_size, seq_len)
         args.check()
         return cls(args)
 

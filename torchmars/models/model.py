@@ -1,8 +1,8 @@
 """What the rest of the package may ask of a model, whatever its family."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class Model(nn.Module, ABC):
     a pipeline may have some of them only, and a loss may take the logits in chunks.
     """
 
+    sizes: ClassVar[Mapping[str, Mapping[str, Any]]]
+    """The shapes that have names, which a config's fields may change."""
     inputs: ClassVar[tuple[str, ...]]
     """The modules that only `embed` uses."""
     cuts: ClassVar[dict[str, TensorParallelCut]]

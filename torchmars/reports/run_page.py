@@ -11,7 +11,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from torchmars.checkpoint.folder import step_folder
-from torchmars.config.toml_files import Tables
+from torchmars.config.toml_files import Tables, flattened
 from torchmars.records.overview import last_written, state_of
 from torchmars.records.run import BITS, SPEED, Run
 from torchmars.reports.charts import (
@@ -168,24 +168,13 @@ def of_values(run: Run, name: str, text: Callable[[NDArray[np.float64]], str]) -
 
 def differences(configs: list[Tables]) -> dict[str, list[str]]:
     """Return the settings that differ between `configs`, with their values in each."""
-    flat = [flattened(config) for config in configs]
+    flat = [{name: str(value) for name, value in flattened(config).items()} for config in configs]
     found = {
         name: [settings.get(name, "") for settings in flat]
         for name in dict.fromkeys(name for settings in flat for name in settings)
         if name not in ("run.name", "run.folder")
     }
     return {name: values for name, values in found.items() if len(set(values)) > 1}
-
-
-def flattened(tables: Tables, prefix: str = "") -> dict[str, str]:
-    """Return the settings of a config by their dotted names, with values as text."""
-    flat: dict[str, str] = {}
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            flat |= flattened(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = str(value)
-    return flat
 
 
 def checkpoints_of(run: Run) -> list[dict[str, str]]:

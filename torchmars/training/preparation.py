@@ -52,7 +52,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     for part in data.parts:
         for name, split in part.manifest.splits.items():
             say(
-                f"{part.folder}: {name} {split.tokens:,} {part.manifest.tokenizer} tokens "
+                f"{part.folder}: {name} {split.tokens:,} tokens ({part.manifest.tokenizer}) "
                 f"in {split.documents:,} documents"
             )
 

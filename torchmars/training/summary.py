@@ -56,8 +56,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
     return [
         *labelled(
             "model",
-            f"{config.model.name} {config.model.size}: {parameters:,} parameters, "
-            f"{model.describe()}",
+            f"{config.model.title}: {parameters:,} parameters, {model.describe()}",
         ),
         *labelled(
             "layout",
@@ -87,7 +86,7 @@ def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[
         available, read = part.manifest.splits["train"].tokens, count * training.seq_len
         weight = f" (weight {part.weight:g})" if data.names else ""
         lines.append(
-            f"{part.folder}{weight}: {available:,} {part.manifest.tokenizer} tokens; "
+            f"{part.folder}{weight}: {available:,} tokens ({part.manifest.tokenizer}); "
             f"{training.steps} steps read {read:,} ({read / available:.2f} epochs)"
         )
     return lines

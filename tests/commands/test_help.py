@@ -1,0 +1,53 @@
+"""`--help`: each command's, without the seconds that torch takes to import."""
+
+import re
+import subprocess
+import sys
+
+from torchmars import __version__
+from torchmars.__main__ import commands
+
+# All but torchrun's own options, which `launch` shows.
+ARGUMENTS = [
+    *([name, "--help"] for name in commands() if name not in ("launch", "checkpoint")),
+    *(["checkpoint", name, "--help"] for name in ("list", "verify", "prune")),
+    ["checkpoint", "--help"],
+    ["--help"],
+    ["--version"],
+    [],
+]
+SCRIPT = """
+import sys
+from torchmars.__main__ import main
+for args in ARGUMENTS:
+    sys.argv = ["torchmars", *args]
+    try:
+        main()
+    except SystemExit as ended:
+        assert ended.code == 0, args
+    assert "torch" not in sys.modules, args
+    print("\\0")
+"""
+
+
+def texts():
+    """What each of the `ARGUMENTS` prints."""
+    script = SCRIPT.replace("ARGUMENTS", repr(ARGUMENTS))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    return ended.stdout.split("\0\n")[:-1]
+
+
+def test_help_is_plain_text_that_needs_no_torch():
+    for args, text in zip(ARGUMENTS, texts(), strict=True):
+        assert max(map(len, text.splitlines())) <= 100, args
+        if args == ["--version"]:
+            assert text == f"torchmars {__version__}\n"
+            continue
+        assert text.startswith("usage: torchmars"), args
+        assert "default: None" not in text and "Default: None" not in text and "{None}" not in text
+        # Commands spell their options with hyphens, settings are spelled as in TOML files.
+        options = re.findall(r"^  (--[\w-]+)(?=[ \n])", text, re.MULTILINE)
+        assert not [each for each in options if "_" in each], args
+        for paragraph in re.split(r"\n(?=  --)", text)[1:]:
+            assert paragraph.count("Default: ") <= 1, paragraph

@@ -1,0 +1,147 @@
+"""What is done with the checkpoints that a run has: list, verify and prune them."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchmars.checkpoint.folder import (
+    DAMAGED,
+    DELETED,
+    checkpoints,
+    delete_all,
+    leftovers,
+    step_of,
+)
+from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.resume import read_verified
+from torchmars.checkpoint.retention import steps_to_delete
+from torchmars.config.load import config_from_tables
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
+from torchmars.core.files import PARTIAL, path_problem
+from torchmars.core.formats import OtherVersion
+from torchmars.core.tables import table
+
+NO_CHECKPOINTS = "name a run's folder, such as runs/quickstart"
+LEFT = {
+    PARTIAL: "of a save under way or cut short",
+    DAMAGED: "set aside as damaged; prune --damaged deletes it",
+}
+
+
+def checkpoints_of(run: Path) -> Path:
+    """Return the folder of a run's checkpoints. Raises `UserError` if there are none."""
+    if wrong := path_problem(run, "folder"):
+        raise UserError(f"{run} has no checkpoints ({wrong}): {NO_CHECKPOINTS}")
+    folder = run / "checkpoints"
+    if not checkpoints(folder) and not leftovers(folder):
+        raise UserError(f"{run} has no checkpoints: {NO_CHECKPOINTS}")
+    return folder
+
+
+def list_checkpoints(folder: Path) -> None:
+    """Print a line for each checkpoint and for what is left of others."""
+    rows = [("step", "ranks", "validation loss", "MiB", "state")]
+    for path in checkpoints(folder):
+        try:
+            manifest = read_verified(path, "size")
+        except DamagedCheckpoint as error:
+            rows.append((str(step_of(path)), "", "", "", f"damaged: {error}"))
+            continue
+        except OtherVersion as error:
+            rows.append((str(step_of(path)), "", "", "", f"of another version: {error}"))
+            continue
+        size = f"{manifest.bytes / 2**20:,.1f}"
+        ranks, loss = str(manifest.world_size), loss_of(manifest)
+        rows.append((str(manifest.step), ranks, loss, size, "complete"))
+    for line in table(rows, right=range(4)):
+        say(line)
+    for path in leftovers(folder):
+        say(f"{path.name}: {LEFT.get(path.suffix, 'not used any more')}")
+
+
+def verify_checkpoints(folder: Path) -> None:
+    """Read everything. Raises `UserError` at the end if a checkpoint cannot be loaded."""
+    found = checkpoints(folder)
+    good, other = read_all(found)
+    for path in found:
+        if path in good:
+            size = good[path].bytes / 2**20
+            say(f"{path.name}: good, {size:,.1f} MiB in {len(good[path].files)} files")
+        else:
+            say(f"{path.name}: {'of another version' if path in other else 'damaged'}")
+    if damaged := len(found) - len(good) - len(other):
+        raise UserError(
+            f"{damaged} of {len(found)} checkpoints are damaged: "
+            "a run falls back to the newest good one"
+        )
+    if other:
+        raise UserError(
+            f"{len(other)} of {len(found)} checkpoints are of another version: {FORMAT.remedy}"
+        )
+
+
+def prune_checkpoints(
+    folder: Path, asked: dict[str, int], damaged: bool = False, dry_run: bool = False
+) -> None:
+    """Delete the checkpoints that neither the run's settings nor `asked` keep.
+
+    `asked` has values of [checkpoint], in place of the run's. `damaged` deletes those that are not
+    good, too. `dry_run` only says what would be deleted. Raises `UserError` if no checkpoint is
+    good: then nothing is deleted.
+    """
+    found = checkpoints(folder)
+    good, other = read_all(found)
+    if found and not good:
+        raise UserError(f"no checkpoint in {folder} is good: nothing was deleted")
+    # A .partial may be a save under way.
+    endings = (DELETED, DAMAGED) if damaged else (DELETED,)
+    unwanted = [path for path in leftovers(folder) if path.suffix in endings]
+    unwanted += [path for path in found if damaged and path not in (*good, *other)]
+    unwanted += not_kept(good, asked) if good else []
+    stuck = [] if dry_run else delete_all(unwanted, warn=lambda text: say(text, error=True))
+    gone = [path for path in unwanted if path not in stuck]
+    for path in gone:
+        say(f"{'would delete' if dry_run else 'deleted'} {path}")
+    staying = len(good) - sum(path in good for path in gone)
+    say(f"{staying} checkpoints {'would stay' if dry_run else 'stay'}")
+    if stuck:
+        raise UserError(f"{len(stuck)} of {len(unwanted)} could not be deleted: see the warnings")
+
+
+def not_kept(good: dict[Path, CheckpointManifest], asked: dict[str, int]) -> list[Path]:
+    """Return the good checkpoints that neither `asked` nor the run's settings keep."""
+    newest = good[max(good, key=step_of)]
+    settings = config_from_tables(newest.config, "in the newest checkpoint").checkpoint
+    values: dict[str, Any] = {**asked}
+    by_step = {step_of(path): path for path in good}
+    losses = {
+        step_of(path): manifest.validation_loss
+        for path, manifest in good.items()
+        if manifest.validation_loss is not None
+    }
+    steps = steps_to_delete(list(by_step), losses, replace(settings, **values))
+    return [by_step[step] for step in steps]
+
+
+def read_all(found: list[Path]) -> tuple[dict[Path, CheckpointManifest], list[Path]]:
+    """Return the good ones among checkpoints with their manifests, and those of another version.
+
+    Prints what is wrong with all but the good ones.
+    """
+    good, other = {}, []
+    for path in found:
+        try:
+            good[path] = read_verified(path, "full")
+        except (DamagedCheckpoint, OtherVersion) as error:
+            say(str(error))
+            if isinstance(error, OtherVersion):
+                other.append(path)
+    return good, other
+
+
+def loss_of(manifest: CheckpointManifest) -> str:
+    """Return a checkpoint's validation loss as text, "-" where there is none."""
+    loss = manifest.validation_loss
+    return "-" if loss is None or math.isnan(loss) else f"{loss:.4f}"

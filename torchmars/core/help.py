@@ -1,0 +1,172 @@
+"""The `--help` of a command, from dataclasses: argparse prints it.
+
+argparse does not parse here: it knows none of the types and bounds that fields declare.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from torchmars.core.typed import without_none
+
+T = TypeVar("T")
+LONGEST_VALUE = 50  # columns of an option's value; a longer list of choices is part of the text
+
+
+class _Place:
+    """The mark of `Positional`."""
+
+
+# A field that is given by its place on the command line: `run: Positional[Path]`.
+Positional = Annotated[T, _Place]
+
+
+def print_help_if_asked(
+    args: list[str], prog: str, *options: type, settings: type | None = None, more: str = ""
+) -> None:
+    """Where `args` ask for help, print it and exit with 0.
+
+    It has the docstring of the first of the dataclasses, `more` after it, and all their fields:
+    those of `options` as `--batch-size`, and those of the sections that are the fields of
+    `settings` as `--section.batch_size`, spelled as in a TOML file.
+    """
+    if not {"-h", "--help"} & set(args):
+        return
+    documented = next(kind for kind in (*options, settings) if kind is not None)
+    places = [
+        place_name(each)
+        for kind in options
+        for each in dataclasses.fields(kind)
+        if is_positional(hints_of(kind)[each.name])
+    ]
+    usage = [prog, *places, "[OPTION ...]", *([] if settings is None else ["[SETTING ...]"])]
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        usage=" ".join(usage).replace("%", "%%"),
+        description=f"{inspect.getdoc(documented)}\n\n{textwrap.fill(more, 80)}".strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for kind in options:
+        add_fields(parser, kind)
+    parser.add_argument("-h", "--help", action="store_true", help="Print this and exit.")
+    for name, text, section in sections_of(settings):
+        add_fields(parser.add_argument_group(f"[{name}]", text), section, f"{name}.")
+    parser.print_help()
+    raise SystemExit(0)
+
+
+def sections_of(settings: type | None) -> Iterator[tuple[str, str, type]]:
+    """Yield the name of each section of settings, what to say of it, and its type.
+
+    A section comes before those within it.
+    """
+    if settings is None:
+        return
+    texts = documentation(settings)
+    for name, hint in hints_of(settings).items():
+        kind = without_none(hint)
+        if dataclasses.is_dataclass(kind):
+            yield name, texts.get(name) or inspect.getdoc(kind) or "", typing.cast(type, kind)
+            for inner, text, each in sections_of(typing.cast(type, kind)):
+                yield f"{name}.{inner}", text, each
+
+
+def add_fields(group: "argparse._ActionsContainer", kind: type, prefix: str = "") -> None:
+    """Add the fields of a dataclass to a parser, but for sections and arrays of tables."""
+    texts = documentation(kind)
+    for each in dataclasses.fields(kind):
+        hint = hints_of(kind)[each.name]
+        if is_table(hint):
+            continue
+        text, value = texts.get(each.name, ""), metavar(hint)
+        if len(value) > LONGEST_VALUE:
+            text, value = f"One of {value.strip('{}').replace(',', ', ')}. {text}", "TEXT"
+        flag = without_none(hint) is bool and not prefix
+        if "Default: " not in text and not flag and (default := default_text(each)):
+            text = f"{text} Default: {default}."
+        shown: dict[str, Any] = {"help": text.replace("%", "%%")}
+        if is_positional(hint):
+            group.add_argument(each.name, metavar=place_name(each), **shown)
+        elif flag:
+            group.add_argument(option_name(each.name), action="store_true", **shown)
+        else:
+            name = f"--{prefix}{each.name}" if prefix else option_name(each.name)
+            group.add_argument(name, metavar=value, **shown)
+
+
+def documentation(kind: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass, and of those that it derives from."""
+    texts: dict[str, str] = {}
+    for owner in reversed(kind.__mro__[:-1]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+        body = typing.cast(ast.ClassDef, tree.body[0]).body
+        for field, below in zip(body, body[1:]):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
+def is_table(hint: Any) -> bool:
+    """Return whether a field is a section, or an array of tables: no option sets these."""
+    hint = without_none(hint)
+    inner = without_none(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else hint
+    return dataclasses.is_dataclass(inner)
+
+
+def metavar(hint: Any) -> str:
+    """Return what stands for an option's value, as TOML spells it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return metavar(hint.__origin__)
+    if origin is Literal:
+        return "{" + ",".join(map(str, args)) + "}"
+    if origin in (typing.Union, types.UnionType):
+        values = [metavar(each) for each in args if each is not type(None)]
+        return "|".join(values).replace("}|{", ",")
+    if origin is list or ... in args:
+        return f"{metavar(args[0])} ..."
+    if origin is tuple:
+        return " ".join(metavar(each) for each in args)
+    return {bool: "{true,false}", int: "INT", float: "FLOAT", Path: "PATH"}.get(hint, "TEXT")
+
+
+def default_text(field: "dataclasses.Field[Any]") -> str:
+    """Return a field's default as TOML spells it, or nothing where there is none to speak of."""
+    value = field.default
+    if value is dataclasses.MISSING or value is None or value == "":
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, str) and not value.strip() else str(value)
+
+
+def hints_of(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, with their marks and bounds."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def is_positional(hint: Any) -> bool:
+    """Return whether a field is given by its place on the command line."""
+    return _Place in getattr(hint, "__metadata__", ())
+
+
+def option_name(name: str) -> str:
+    """Return how a field is spelled on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def place_name(field: "dataclasses.Field[Any]") -> str:
+    """Return how `--help` calls a field that is given by its place."""
+    name = field.name.upper()
+    return name if field.default is dataclasses.MISSING else f"[{name}]"
