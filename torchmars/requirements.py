@@ -17,7 +17,6 @@ MODULES = (  # of the dependencies in pyproject.toml
     "tomli",
     "tomli_w",
     "tqdm",
-    "tyro",
     "wandb",
 )
 

@@ -1,6 +1,5 @@
 """Manifests of data and checkpoints that say anything: each ends in one line, or is read."""
 
-import argparse
 import copy
 import hashlib
 import json
@@ -16,9 +15,8 @@ from tests.support.mistakes import (
     sizes,
     words,
 )
-from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.inference import load_model
-from torchmars.commands import checkpoint as checkpoint_command
+from torchmars.checkpoint.upkeep import list_checkpoints, prune_checkpoints, verify_checkpoints
 from torchmars.config.load import load_config
 from torchmars.training.preparation import prepare_run
 
@@ -89,15 +87,15 @@ def test_manifests_of_checkpoints(place, examples):
     checkpoint = make_checkpoint(place)
     file, run = checkpoint / "manifest.json", place / "runs" / "tiny"
     whole, config = json.loads(file.read_text()), load_config(["tiny.toml"], "test")
-    args = argparse.Namespace(run=run, keep_last=None, keep_every=None, damaged=True, dry_run=True)
     assert mistake(prepare_run, config, 2, 1) == mistake(load_model, run) == ""
 
     def check(drawn):
         file.write_bytes(drawn if isinstance(drawn, bytes) else sealed(drawn))
         mistake(prepare_run, config, 2, 1)
         mistake(load_model, run)
-        for command in checkpoint_command.COMMANDS.values():
-            mistake(command, args, checkpoint.parent, checkpoints(checkpoint.parent))
+        mistake(list_checkpoints, checkpoint.parent)
+        mistake(verify_checkpoints, checkpoint.parent)
+        mistake(prune_checkpoints, checkpoint.parent, {}, True, True)
 
     fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
 

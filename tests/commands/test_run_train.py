@@ -50,7 +50,7 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
         "16 x 32 tokens a step",
         "mars-adamw, approx",
         "embedding  mars-adamw",
-        "bytes tokens; 4 steps read 2,048",
+        "tokens (bytes); 4 steps read 2,048",
         "step 4/4 | loss",
         "grad norm",
         "tok/s",

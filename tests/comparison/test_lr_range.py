@@ -29,6 +29,16 @@ def test_a_valley_is_found():
     assert found.grid() == pytest.approx([found.enough * each for each in (0.25, 0.5, 1, 2)])
 
 
+@pytest.mark.parametrize("steps", [12, 20, 40, 601])
+def test_no_rate_that_diverges_is_proposed(steps):
+    """However few steps the same valley is seen at. Losses that explode are not finite."""
+    lrs = [10 ** (-5 + 6 * number / (steps - 1)) for number in range(steps)]
+    below = [lr for lr in lrs if lr < 0.1]
+    losses = [2 + 6 / (1 + math.exp(4 * (math.log10(lr) + 3))) for lr in below]
+    found = describe_range(below, losses, end=lrs[len(below)])
+    assert max(found.grid()) <= found.diverges / 2 and found.grid()[0] > 1e-3
+
+
 def test_on_a_plateau_noise_does_not_say_which_rate():
     lrs = [10 ** (-4 + number / 50) for number in range(201)]
     losses = [max(3.0, 6 - 3 * number / 60) + 0.02 * (-1) ** number for number in range(201)]
@@ -40,7 +50,7 @@ def test_on_a_plateau_noise_does_not_say_which_rate():
 
 def test_a_loss_that_only_falls_diverges_nowhere_and_one_that_only_rises_has_a_grid():
     lrs = [10.0**number for number in range(-6, 6)]
-    falls = describe_range(lrs, [float(9 - number) for number in range(12)])
+    falls = describe_range(lrs, [float(12 - number) for number in range(12)])
     assert falls.diverges is None and falls.lowest == lrs[-1]
     rises = describe_range(lrs, [1.0 + number for number in range(12)])
     assert rises.lowest == lrs[0] and rises.diverges == lrs[1]

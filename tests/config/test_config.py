@@ -156,6 +156,10 @@ def test_groups_of_the_optimizer(tmp_path):
     "args,message",
     [
         (["--training.stps", "3"], "unknown key training.stps .* did you mean training.steps?"),
+        (["--training.lr", "3"], "unknown key training.lr .* did you mean optimizer.lr?"),
+        (["--lr", "3"], "cannot read the argument '--lr': did you mean --optimizer.lr?"),
+        (["--seq-len=3"], "cannot read the argument '--seq-len': did you mean --training.seq_len?"),
+        (["--no", "3"], "'--no': overrides look like --section.key value, see --help"),
         (["--trainig.steps", "3"], "unknown section trainig .* did you mean training?"),
         (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),
         (["--training.steps", "1.5"], "training.steps must be a whole number"),
@@ -224,7 +228,7 @@ def test_groups_of_the_optimizer(tmp_path):
             "data.validation_fraction must be more than 0 and at most 0.5",
         ),
         (["steps=3"], "cannot read the config steps=3"),
-        (["--steps", "3"], "overrides look like --section.key value"),
+        (["--steps", "3"], "the argument '--steps': did you mean --training.steps?"),
     ],
 )
 def test_mistakes_are_named(args, message, capsys):

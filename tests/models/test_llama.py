@@ -173,7 +173,11 @@ def test_fields_take_the_place_of_the_named_size():
             {"size": "7b"},
             '"7b" is no size of model.name = "llama": did you mean "70b"? There are n',
         ),
-        ({"name": "gpt2", "size": "8b"}, "There are nano, small, medium, large, xl"),
+        (
+            {"name": "gpt2", "size": "8b"},
+            '"8b" is no size of model.name = "gpt2": it is a size of llama: --model.name llama. '
+            "There are nano, small, medium, large, xl",
+        ),
         ({"name": "gpt2", "qk_norm": False}, 'qk_norm has no meaning for model.name = "gpt2"'),
         ({"dropout": 0.1}, 'model.dropout has no meaning for model.name = "llama": remove it'),
         ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx has no meaning"),

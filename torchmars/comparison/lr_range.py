@@ -4,6 +4,7 @@ L. N. Smith, Cyclical Learning Rates for Training Neural Networks (arXiv 1506.01
 """
 
 import json
+import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from torchmars.core.errors import EXIT_MISTAKE, UserError
 from torchmars.metrics.journal import METRICS_FILE
 from torchmars.training.preparation import prepare_run
 
-SMOOTHING = 0.9  # share of the losses before in the smoothed loss
+SMOOTHING = 0.9  # at most: share of the losses before in the smoothed loss
+SPAN = 0.05  # share of the test's losses that the smoothed loss is a mean of, or less
 DIVERGED = 1.1  # a smoothed loss this many times the lowest has diverged
 FEWEST = 10  # steps that tell anything
 NEAR = 1.02  # a smoothed loss this many times the lowest is as good: noise alone does as much
@@ -43,9 +45,11 @@ class LrRange:
         """Return rates to compare: about `enough`, each twice the one before.
 
         Those up to `lowest` could all be too high: a loss that falls no more stays where it is over
-        a decade or two of rates, and noise says where in them it is lowest.
+        a decade or two of rates, and noise says where in them it is lowest. The highest is half of
+        the one that diverges, or less.
         """
-        return [self.enough * 2.0**doublings for doublings in (-2, -1, 0, 1)]
+        highest = min(2 * self.enough, (self.diverges or math.inf) / 2)
+        return [highest / 2.0**halvings for halvings in (3, 2, 1, 0)]
 
 
 def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: int) -> LrRange:
@@ -131,10 +135,15 @@ def describe_range(lrs: list[float], losses: list[float], end: float | None = No
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Return the exponential moving average at each value, without a bias to a start of 0."""
+    """Return the exponential moving average at each value, without a bias to a start of 0.
+
+    It is a mean of about `SPAN` of the values: a longer one would be late by decades of rates where
+    the values are few.
+    """
+    share = min(SMOOTHING, max(0.0, 1 - 1 / (SPAN * len(values))))
     result, mean, weight = [], 0.0, 0.0
     for value in values:
-        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        mean = share * mean + (1 - share) * value
+        weight = share * weight + (1 - share)
         result.append(mean / weight)
     return result

@@ -14,7 +14,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.help import print_help_if_asked
 from torchmars.core.options import take_options
-from torchmars.core.typed import hint_at, make, read_words
+from torchmars.core.typed import hint_at, make, read_words, settings_called
 
 COMMAND_LINE = "on the command line"
 DESCRIPTION = (
@@ -154,10 +154,13 @@ def parse_overrides(args: list[str]) -> Tables:
         option, equals, value = args[0].partition("=")
         *path, key = option.removeprefix("--").replace("-", "_").split(".")
         if not (option.startswith("--") and path and key):
-            raise UserError(
-                f"cannot read the argument {option!r}: overrides look like --section.key value, "
-                "see --help"
+            meant = settings_called(Config, key) if option.startswith("--") else []
+            remedy = (
+                f"did you mean --{meant[0]}?"
+                if meant
+                else "overrides look like --section.key value, see --help"
             )
+            raise UserError(f"cannot read the argument {option!r}: {remedy}")
         following = [] if equals else list(takewhile(is_value, args[1:]))
         args = args[1 + len(following) :]
         table = tables

@@ -92,12 +92,25 @@ def unknown_key(kind: Any, path: Path, source: Callable[[str], str] | str) -> Us
     known = [each.name for each in dataclasses.fields(without_none(hint_at(kind, above)))]
     owner = [step for step in above if isinstance(step, str)]
     full = ".".join([*owner, str(key)])
-    near = ".".join([*owner, nearest(str(key), known)])
+    elsewhere = settings_called(kind, str(key))
+    near = elsewhere[0] if elsewhere else ".".join([*owner, nearest(str(key), known)])
     where = source if isinstance(source, str) else source(full)
     return UserError(
         f"unknown {'key' if owner else 'section'} {full}{where and f' {where}'}: "
         f"did you mean {near}?"
     )
+
+
+def settings_called(kind: Any, name: str) -> list[str]:
+    """Return the dotted names of the fields called `name`, of a dataclass and those within it."""
+    found = []
+    for field, hint in typing.get_type_hints(kind).items():
+        inner = without_none(hint)
+        if field == name:
+            found.append(name)
+        elif dataclasses.is_dataclass(inner):
+            found += [f"{field}.{each}" for each in settings_called(inner, name)]
+    return found
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ def unknown_size(config: ModelConfig) -> UserError:
     size, sizes = config.size, MODELS[config.name].sizes
     others = [name for name, kind in MODELS.items() if size in kind.sizes]
     meant = (
-        f"it is a size of {others[0]}: --model.name {others[0]}"
+        f"it is a size of {others[0]}: --model.name {others[0]}."
         if others
         else f'did you mean "{nearest(size, list(sizes))}"?'
     )
