@@ -1,6 +1,7 @@
 """Exported weights: the same bytes for the same weights, and nothing else harmed."""
 
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -12,7 +13,8 @@ from safetensors.torch import load_file
 from tests.support.commands import Command, run_command
 from tests.support.mistakes import make_checkpoint, make_place
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
-from torchmars.checkpoint.export import export_folder
+from torchmars.checkpoint.card import HEAD
+from torchmars.checkpoint.export import export_file, export_folder
 from torchmars.checkpoint.inference import SavedModel, open_model
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.weights import write_weights
@@ -139,8 +141,74 @@ def test_an_error_in_the_middle_leaves_nothing(checkpoint, tmp_path, monkeypatch
     assert len(reads) == 7 and not list(tmp_path.iterdir())
 
 
+def some_link(place):
+    place.symlink_to(place.parent)
+
+
+def some_folder(place, name="notes", text="mine"):
+    place.mkdir()
+    (place / name).write_text(text)
+
+
+MINE = {
+    "text": lambda place: place.write_text("mine"),
+    "fifo": os.mkfifo,
+    "link": some_link,
+    "weights of another": lambda place: write({"x": torch.ones(2)}, place),
+    "folder": some_folder,
+    "card": lambda place: some_folder(place, "README.md"),
+    "weights": lambda place: some_folder(place, "model.safetensors"),
+    "more": lambda place: (some_folder(place), (place / "README.md").write_text(HEAD)),
+}
+
+
+def contents(folder):
+    found = [(path, path.lstat()) for path in folder.rglob("*")]
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found}
+
+
+@pytest.mark.parametrize("kind", MINE)
+@pytest.mark.parametrize("target", ["hf", "w.safetensors"])
+def test_what_no_export_left_is_not_deleted(
+    checkpoint, tmp_path, capsys, monkeypatch, kind, target
+):
+    MINE[kind](tmp_path / f"{target}.partial")
+    before = contents(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), str(tmp_path / target)])
+    with pytest.raises(SystemExit, match="2"):
+        export.main()
+    err = capsys.readouterr().err
+    assert f"{target}.partial" in err or f"cannot write {tmp_path / target}: " in err
+    assert err.count("\n") == 1 and "error: " in err
+    assert contents(tmp_path) == before
+
+
+def test_what_an_export_left_is_replaced(checkpoint, tmp_path, monkeypatch):
+    """Whatever it had written until then."""
+    model = open_model(checkpoint)
+    export_folder([model], tmp_path / "whole", torch.float32)
+    for count in range(len(files := sorted((tmp_path / "whole").iterdir()))):
+        partial = tmp_path / f"hf{count}.partial"
+        partial.mkdir()
+        for file in files[: count + 1]:  # README.md comes first
+            shutil.copy(file, partial)
+        if not count:
+            (partial / "README.md").rename(partial / "README.md.partial")
+        export_folder([model], tmp_path / f"hf{count}", torch.float32)
+        assert not partial.exists()
+    assert files[0].name == "README.md" and count == 5
+    export_file([model], tmp_path / "w.safetensors", torch.float32)
+    whole = (tmp_path / "w.safetensors").read_bytes()
+    for size in (0, 5, 1000, len(whole)):
+        (tmp_path / "w.safetensors.partial").write_bytes(whole[:size])
+        export_file([model], tmp_path / "w.safetensors", torch.float32)
+    assert (tmp_path / "w.safetensors").read_bytes() == whole
+    assert not (tmp_path / "w.safetensors.partial").exists()
+
+
 KILLER = """
 import os
+import shutil
 import signal
 
 calls = 0

@@ -7,14 +7,15 @@ from textwrap import fill
 from torchmars.checkpoint.inference import SavedModel
 from torchmars.config.load import config_text
 
-CARD = """\
+HEAD = """\
 ---
 library_name: transformers
 pipeline_tag: text-generation
 tags:
 - torchmars
 ---
-
+"""
+CARD = """
 # {name}
 
 A language model of {parameters:,} parameters, trained from scratch with torchmars {version}.
@@ -51,7 +52,7 @@ def model_card(models: Sequence[SavedModel], warning: str) -> str:
     if len(models) > 1:
         steps += f", the mean of {len(models)} checkpoints from step {models[-1].step:,}"
     loss = manifest.validation_loss
-    return CARD.format(
+    return HEAD + CARD.format(
         name=config.run.name,
         version=version("torchmars"),
         parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -2,20 +2,26 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchmars.checkpoint.card import model_card
+from torchmars.checkpoint.card import HEAD, model_card
 from torchmars.checkpoint.huggingface import CONFIG, FILE_BYTES, write_weight_files
 from torchmars.checkpoint.inference import SavedModel, tokenizer_of
 from torchmars.checkpoint.weights import write_weights
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, remove, sync_folder, write_durably
+from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
 from torchmars.data.tokenizer_files import loading_problem, tokenizer_files
 from torchmars.models.huggingface import to_config
+
+CARD, GENERATION = "README.md", "generation_config.json"
+FILE = re.compile(
+    r"README\.md|((tokenizer|config|generation_config|tokenizer_config)\.json|model.*)(\.partial)?"
+)
 
 
 def mean_weight(models: Sequence[SavedModel]) -> Callable[[str], Tensor]:
@@ -56,8 +62,10 @@ def export_folder(
     newest = models[0]
     texts = texts_of(models, dtype)
     partial = folder.with_name(folder.name + PARTIAL)
-    if os.path.lexists(partial):  # of an export that was cut off
-        remove(partial)
+    if os.path.lexists(partial):
+        if not is_cut_off(partial):
+            raise UserError(f"{partial} is there, and no export left it: move it away")
+        remove_export(partial)
     partial.mkdir(parents=True)
     try:
         for name, text in texts.items():
@@ -66,13 +74,37 @@ def export_folder(
         sync_folder(partial)
         partial.rename(folder)
     except BaseException:
-        remove(partial)  # it may be large
+        remove_export(partial)  # it may be large
         raise
     sync_folder(folder.parent)
 
 
+def is_cut_off(partial: Path) -> bool:
+    """Return whether an export that was cut off left `partial`: only files of one, with its card.
+
+    Raises `OSError`.
+    """
+    if partial.is_symlink() or not partial.is_dir():
+        return False
+    files = {path.name: path.is_file() for path in partial.iterdir()}
+    if files.keys() <= {CARD + PARTIAL}:  # the card comes first
+        return True
+    known = all(file and FILE.fullmatch(name) for name, file in files.items())
+    return known and CARD in files and read_bytes(partial / CARD).startswith(HEAD.encode())
+
+
+def remove_export(partial: Path) -> None:
+    """Delete an export that is not complete; last its card, by which it is known."""
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == CARD):
+        path.unlink()
+    partial.rmdir()
+
+
 def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]:
-    """Return the texts of all files but the weights, by name. Raises `UserError`."""
+    """Return the texts of all files but the weights, by name, its card first.
+
+    Raises `UserError`.
+    """
     newest = models[0]
     model, config = newest.model, newest.config
     tokenizer = tokenizer_of(newest)
@@ -87,9 +119,9 @@ def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]
     padding = list(range(tokenizer.vocab_size, model.vocab_rows))
     generation = {**ends, "pad_token_id": end, "suppress_tokens": padding or None}
     return {
+        CARD: model_card(models, tokenizer_problem(newest)),
         CONFIG: to_json(to_config(model) | ends | {"dtype": str(dtype).removeprefix("torch.")}),
-        "generation_config.json": to_json(generation),
-        "README.md": model_card(models, tokenizer_problem(newest)),
+        GENERATION: to_json(generation),
         **tokenizer_files(tokenizer, config.training.seq_len),
     }
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, path_problem, sync_folder
+from torchmars.core.files import PARTIAL, open_file, path_problem, sync_folder
 from torchmars.optim.tensors import local_intervals, local_part
 
 PIECE = 2**25  # bytes that are converted at a time
@@ -103,12 +103,17 @@ def write_weights(
 
     `entries` are dtype and shape by name. `values` are the tensors in the same order. They are
     asked for one by one, and converted in pieces: a file needs no more memory than its largest
-    tensor and a piece. The library writes a file from all of its tensors at once. Raises `OSError`.
+    tensor and a piece. The library writes a file from all of its tensors at once. Raises `OSError`,
+    and `UserError` where another file has the name of an incomplete one.
     """
-    partial = file.with_name(file.name + PARTIAL)
+    partial, begin = file.with_name(file.name + PARTIAL), header(entries)
+    if os.path.lexists(partial):
+        with open_file(partial) as stream:
+            if not begin.startswith(stream.read(len(begin))):
+                raise UserError(f"{partial} is there, and no export left it: move it away")
     try:
         with partial.open("wb") as stream:
-            stream.write(header(entries))
+            stream.write(begin)
             for (dtype, shape), value in zip(entries.values(), values, strict=True):
                 assert value.shape == torch.Size(shape)
                 rows = max(1, PIECE // max(1, value[:1].nbytes))
