@@ -129,6 +129,11 @@ WRONG = {
     "rope NaN": (rope(factor=float("nan")), "rope_scaling_factor must be at least 1, got nan"),
     "rope factors": (rope(low_freq_factor=float("nan")), "only Llama 3.1's scaling"),
     "theta NaN": (config(rope_theta=float("nan")), "rope_theta must be at least 1, got nan"),
+    "theta null": (config(rope_theta=None), "rope_theta is None: it must be a number"),
+    "layers null": (
+        config(num_hidden_layers=None),
+        "num_hidden_layers is None: it must be a whole",
+    ),
     "rope list": (config(rope_scaling=[8.0]), "which is no table"),
     "pickle only": (pickle_only, "no model.safetensors: .* may run code"),
     "weights fifo": (as_fifo(WEIGHTS), "Not a regular file"),

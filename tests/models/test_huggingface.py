@@ -97,6 +97,52 @@ def test_a_model_that_we_do_not_have_is_refused_by_name(changes, message):
         from_config(config)
 
 
+# What transformers itself declares as perhaps None.
+OPTIONAL = {"n_inner", "num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters"}
+READ = {
+    "gpt2": "n_layer n_head n_embd n_positions n_inner vocab_size activation_function "
+    "scale_attn_by_inverse_layer_idx scale_attn_weights layer_norm_epsilon tie_word_embeddings "
+    "add_cross_attention",
+    "llama": "num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_size "
+    "intermediate_size vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling "
+    "rope_parameters hidden_act attention_bias mlp_bias use_sliding_window tie_word_embeddings",
+}
+
+
+@pytest.mark.parametrize("value", [None, "x", [0]])
+@pytest.mark.parametrize("kind,key", [(kind, key) for kind in READ for key in READ[kind].split()])
+def test_a_null_is_no_default_but_where_theirs_has_one(kind, key, value):
+    """And what is of another type is refused by its name."""
+    config = to_config(MODELS[kind])
+    if value is None and key in OPTIONAL:
+        without = {name: each for name, each in config.items() if name != key}
+        assert from_config(config | {key: None}) == from_config(without)
+    else:
+        with pytest.raises(UserError, match=f"its ({key}|rotary positions)"):
+            from_config(config | {key: value})
+
+
+@pytest.mark.parametrize(
+    "table,message",
+    [
+        ({"rope_type": "default", "rope_theta": None}, "its rope_theta is None"),
+        ({"rope_type": "llama3", "factor": None}, "its factor is None"),
+        ({"rope_type": None, "factor": 2.0}, "its rotary positions are scaled by"),
+        ({"rope_type": "llama3"}, "lacks 'factor'"),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "its partial_rotary_factor is 0.5",
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_null_in_a_table_of_rotary_positions_is_no_default(key, table, message):
+    scaled = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled["original_max_position_embeddings"] = 8192
+    with pytest.raises(UserError, match=message):
+        from_config(to_config(MODELS["llama"]) | {key: scaled | table})
+
+
 def test_a_shape_that_no_class_of_theirs_has_is_refused_by_name():
     args = dataclasses.replace(LLAMA, qk_norm=True, qkv_bias=True)
     with pytest.raises(UserError, match="model.qk_norm and model.qkv_bias"):

@@ -173,25 +173,25 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     activations = {theirs: ours for ours, theirs in GPT2_ACTIVATIONS.items()}
-    activation = config.get("activation_function", "gelu_new")
     width = whole_number(config, "n_embd")
     require_all(
         config,
-        activation_function=[*activations, None],
+        activation_function=[*activations],
         n_inner=[None, 4 * width],
-        layer_norm_epsilon=[1e-5, None],
-        tie_word_embeddings=[True, None],
-        scale_attn_weights=[True, None],
-        add_cross_attention=[False, None],
+        layer_norm_epsilon=[1e-5],
+        tie_word_embeddings=[True],
+        scale_attn_weights=[True],
+        scale_attn_by_inverse_layer_idx=[False, True],
+        add_cross_attention=[False],
     )
     return {
         "name": "gpt2",
-        "n_layer": config["n_layer"],
-        "n_head": config["n_head"],
+        "n_layer": whole_number(config, "n_layer"),
+        "n_head": whole_number(config, "n_head"),
         "n_embd": width,
-        "vocab_size": config["vocab_size"],
+        "vocab_size": whole_number(config, "vocab_size"),
         "bias": True,
-        "activation": activations[activation],
+        "activation": activations[config.get("activation_function", "gelu_new")],
         "scale_attn_by_inverse_layer_idx": config.get("scale_attn_by_inverse_layer_idx", False),
         "seq_len": whole_number(config, "n_positions"),
     }
@@ -201,24 +201,28 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = rope_of(config)
     require_all(
         config,
-        hidden_act=["silu", None],
-        attention_bias=[False, None],
-        mlp_bias=[False, None],
-        use_sliding_window=[False, None],
+        hidden_act=["silu"],
+        attention_bias=[False],
+        mlp_bias=[False],
+        use_sliding_window=[False],
+        tie_word_embeddings=[False, True],
     )
     heads, width = (whole_number(config, name) for name in ("num_attention_heads", "hidden_size"))
+    # Where these are null, they follow from the others.
+    given = {"num_key_value_heads": heads, "head_dim": width // heads}
+    given |= {name: whole_number(config, name) for name in given if config.get(name) is not None}
     return {
         "name": "llama",
-        "n_layer": config["num_hidden_layers"],
+        "n_layer": whole_number(config, "num_hidden_layers"),
         "n_head": heads,
-        "n_kv_head": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or width // heads,
+        "n_kv_head": given["num_key_value_heads"],
+        "head_dim": given["head_dim"],
         "n_embd": width,
-        "n_inner": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling_factor": rope.get("factor", 1.0),
-        "norm_eps": config["rms_norm_eps"],
+        "n_inner": whole_number(config, "intermediate_size"),
+        "vocab_size": whole_number(config, "vocab_size"),
+        "rope_theta": number(rope, "rope_theta"),
+        "rope_scaling_factor": number(rope, "factor"),
+        "norm_eps": number(config, "rms_norm_eps"),
         "qk_norm": config["model_type"] == "qwen3",
         "qkv_bias": config["model_type"] == "qwen2",
         "tied": config.get("tie_word_embeddings", False),
@@ -227,18 +231,20 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return theta, and the factor of Llama 3.1's scaling if there is one, of rotary positions.
+    """Return `rope_theta`, and the `factor` of Llama 3.1's scaling, of rotary positions.
 
-    transformers 5 writes both as `rope_parameters`, older versions as `rope_theta` and
-    `rope_scaling`. Raises `UserError` for another scaling.
+    The factor is 1 where there is no scaling. transformers 5 writes both as `rope_parameters`,
+    older versions as `rope_theta` and `rope_scaling`. Raises `UserError` for another scaling.
     """
-    more = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    tables = [config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name)]
+    more = tables[0] if tables else {}
     if not isinstance(more, dict):
         raise UserError(f"its rotary positions are {more!r}, which is no table")
     rope = {"rope_theta": config.get("rope_theta", 10_000.0), **more}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    require_all({**config, **rope}, partial_rotary_factor=[None, 1.0])
     if kind == "default":
-        return {"rope_theta": rope["rope_theta"]}
+        return {"rope_theta": rope["rope_theta"], "factor": 1.0}
     if kind != "llama3" or rope | rope_scaling(rope["factor"]) != rope:
         raise UserError(
             f"its rotary positions are scaled by {rope}: only Llama 3.1's scaling can be imported"
@@ -249,13 +255,13 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def require_all(config: Mapping[str, Any], **allowed: list[Any]) -> None:
     """Raise `UserError` for a setting with a value that our families do not cover.
 
-    None stands for a setting that is not there.
+    One that is not there is as ours by default. One that is null need not be.
     """
     for name, values in allowed.items():
-        if config.get(name) not in values:
+        if name in config and config[name] not in values:
             known = ", ".join(repr(value) for value in values if value is not None)
             raise UserError(
-                f"its {name} is {config.get(name)!r}: only models with {known} can be imported"
+                f"its {name} is {config[name]!r}: only models with {known} can be imported"
             )
 
 
@@ -264,4 +270,12 @@ def whole_number(config: Mapping[str, Any], name: str) -> int:
     value = config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"its {name} is {value!r}: it must be a whole number above 0")
+    return value
+
+
+def number(config: Mapping[str, Any], name: str) -> float:
+    """Return a setting that is a number. Raises `UserError` if it is none."""
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"its {name} is {value!r}: it must be a number")
     return value
