@@ -1,14 +1,19 @@
 """Which files a corpus has, how it is cut into pieces, and what data.source may name."""
 
+import glob
 import re
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
 from torchmars.config import DataConfig
 from torchmars.config.data import PartConfig
 from torchmars.config.source import Source, parse_source
+from torchmars.core import console
 from torchmars.core.errors import UserError
+from torchmars.data import foreign
 from torchmars.data.corpus import Sizes, corpus_pieces, source_files
 
 
@@ -105,6 +110,34 @@ def test_files_folders_and_globs(tmp_path):
         found("empty")
     with pytest.raises(UserError, match="data.source: .* names no parquet file"):
         found("a.txt", source=f"parquet:{tmp_path}/*.parquet")
+
+
+@pytest.mark.parametrize(
+    "source,below",
+    [("text:{}/**", ""), ("text:{}/a/*/x?", "/a"), ("text:{}", ""), ("nanogpt:{}/a/**", "/a")],
+)
+def test_a_long_walk_is_told_with_its_place(tmp_path, monkeypatch, capsys, source, below):
+    """However long it takes: it ends here when that was said."""
+    said = threading.Event()
+
+    def say(text, error):
+        sys.stderr.write(text)
+        said.set()
+
+    monkeypatch.setattr(console, "PATIENCE", 0.0)
+    monkeypatch.setattr(console, "say", say)
+    monkeypatch.setattr(glob, "glob", lambda *_, **__: [] if said.wait(60) else None)
+    monkeypatch.setattr(Path, "rglob", lambda *_: [] if said.wait(60) else None)
+    source = source.format(tmp_path)
+    with pytest.raises(UserError, match="names no text file|finds no file"):
+        if source.startswith("text"):
+            source_files(DataConfig(source=source))
+        else:
+            foreign.find_files(source, *source.split(":"))
+    place = source.partition(":")[2]
+    assert capsys.readouterr().err == (
+        f"data.source: looking for {place!r} in all folders below {tmp_path}{below}"
+    )
 
 
 def test_pieces_hold_every_byte_once(tmp_path):

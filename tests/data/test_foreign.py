@@ -322,6 +322,16 @@ def test_nothing_found_other_dtypes_and_only_validation_are_told(tmp_path):
         prepare_data(config)
 
 
+@pytest.mark.parametrize("kind", ["nanogpt", "llmc", "megatron"])
+def test_one_token_is_too_few(tmp_path, kind):
+    config = config_of(tmp_path, f"{kind}:{{}}")
+    file = tmp_path / "tokens" / names(kind, "train")
+    FORMATS[kind][0](file, [np.array([7])])
+    with pytest.raises(UserError, match=f"{file.name} has one token, all there is: add training"):
+        prepare_data(config)
+    assert not (tmp_path / "shards").exists()
+
+
 def test_tokens_beyond_the_model_are_told(tmp_path):
     write_nanogpt(tmp_path / "train.bin", TRAIN)
     data = {"source": f"nanogpt:{tmp_path}", "files": []}

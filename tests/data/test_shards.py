@@ -89,6 +89,17 @@ def test_damaged_shards_are_named(prepared, change, message):
         shards.check_shards(manifest, folder)
 
 
+def test_a_largest_token_that_is_not_is_told(prepared):
+    """The model would have no row for those that are larger."""
+    _, folder, manifest = prepared
+    manifest.splits["train"].max_token = 255
+    with pytest.raises(
+        UserError, match="train-00000-000.bin has token id 256, its manifest says t"
+    ):
+        shards.check_shards(manifest, folder)
+    shards.check_shards(manifest, folder, level="size")
+
+
 def test_missing_shard_is_named(prepared):
     _, folder, manifest = prepared
     (folder / "validation-00000-000.bin").unlink()

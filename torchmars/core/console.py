@@ -1,9 +1,12 @@
 """The console. A terminal that is gone or a log on a full disk must not end a run."""
 
+import contextlib
 import os
 import re
 import select
 import sys
+import threading
+from collections.abc import Iterator
 from typing import TextIO
 
 # Characters that steer a terminal in place of being shown: control characters but for the end of a
@@ -13,6 +16,9 @@ STEERING = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
     r"|\r(?!\n)"
 )
+
+
+PATIENCE = 3.0  # seconds of silence
 
 
 def harmless(text: str) -> str:
@@ -26,6 +32,18 @@ def say(text: str, error: bool = False) -> None:
     What cannot be written is dropped.
     """
     write(harmless(text) + "\n", sys.stderr if error else sys.stdout)
+
+
+@contextlib.contextmanager
+def say_if_long(text: str) -> Iterator[None]:
+    """Print a line on stderr while the body still runs after `PATIENCE` seconds."""
+    late = threading.Timer(PATIENCE, say, [text, True])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def write(text: str, stream: TextIO | None = None) -> None:

@@ -4,6 +4,7 @@ import functools
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from torchmars.config import DataConfig
 from torchmars.config.source import OF_FILES, Source, parse_source
+from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError, missing_package
 
 # What is read below a folder. Files of a text or jsonl source may also be compressed.
@@ -134,11 +136,12 @@ def matches(pattern: str, kind: str, option: str) -> list[Path]:
     if kind != "parquet":
         suffixes += tuple(plain + packed for plain in suffixes for packed in COMPRESSED)
     try:
-        if os.path.isdir(path):
-            found = [file for file in path.rglob("*") if file.name.endswith(suffixes)]
-        else:
-            found = [Path(name) for name in glob.glob(str(path), recursive=True)]
-        found = [file for file in found if file.is_file()]
+        with say_if_long(looking(pattern, option)):
+            if os.path.isdir(path):
+                found = [file for file in path.rglob("*") if file.name.endswith(suffixes)]
+            else:
+                found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+            found = [file for file in found if file.is_file()]
     except (OSError, ValueError):  # no characters of a path
         found = []
     if not found:
@@ -148,6 +151,13 @@ def matches(pattern: str, kind: str, option: str) -> list[Path]:
             read = f" (a folder gives its {' and '.join(SUFFIXES[kind])} files{packed})"
         raise UserError(f"{option}: {pattern!r} names no {kind} file{read}")
     return found
+
+
+def looking(pattern: str, option: str) -> str:
+    """Return what to say while the files that a pattern names are looked for."""
+    path = os.path.expanduser(pattern)
+    fixed = path if os.path.isdir(path) else os.path.dirname(re.split(r"[*?[]", path)[0])
+    return f"{option}: looking for {pattern!r} in all folders below {os.path.abspath(fixed)}"
 
 
 @functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard

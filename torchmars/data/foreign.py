@@ -28,8 +28,10 @@ import numpy as np
 
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
+from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem, read_pieces
+from torchmars.data.corpus import looking
 from torchmars.data.manifest import (
     DataManifest,
     Shard,
@@ -97,6 +99,8 @@ def index(config: ResolvedData, folder: Path) -> DataManifest:
         raise UserError(f"{found[0].file.parent} has validation tokens only: add training tokens")
     if not validation:
         train, validation = cut(train, config.validation_fraction)
+    if not train:
+        raise UserError(f"{found[0].file} has one token, all there is: add training tokens")
     total = sum(each.count for each in train + validation)
     with Progress(f"reading {config.source}", total, 0, "tokens") as progress:
         splits = {
@@ -129,7 +133,9 @@ def find_files(source: str, kind: str, place: str) -> list[Path]:
         patterns = [path.removesuffix(".idx").removesuffix(".bin") + ".bin"]
     else:
         patterns = [path]
-    found = {os.path.abspath(name) for each in patterns for name in glob.glob(each, recursive=True)}
+    with say_if_long(looking(place, "data.source")):
+        names = [name for each in patterns for name in glob.glob(each, recursive=True)]
+    found = set(map(os.path.abspath, names))
     if not found:
         raise UserError(
             f'data.source = "{source}" finds no file {" or ".join(patterns)}: correct the path'

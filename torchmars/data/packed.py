@@ -89,7 +89,7 @@ def pack_shards(
         missing = [each for each, done in zip(found, good) if not done]
     for windows, number in tqdm(missing, "packing", unit=" shards", disable=not missing):
         shard = windows.shards[number]
-        check_shard(shard, manifest.dtype, folder)
+        check_shard(shard, windows.split, manifest.dtype, folder)
         content = packing(windows, number, end_of_text)
         data = digest(content, shard, seq_len, end_of_text) + content
         file = packing_file(folder, shard, seq_len)

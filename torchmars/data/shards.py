@@ -1,13 +1,16 @@
 """Whether shards are what their manifest says, and fit a run."""
 
+import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from torchmars.core.errors import UserError
-from torchmars.core.files import sha256
-from torchmars.data.manifest import SPLITS, DataManifest, Shard, numpy_dtype
+from torchmars.core.files import read_pieces
+from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, numpy_dtype
 from torchmars.data.tokenizer import TokenDtype
 
 Level = Literal["full", "size", "off"]
@@ -21,17 +24,24 @@ def check_shards(
     The level "full" reads every byte, "size" none. `parts` ranks can share the work: each takes the
     shards `part`, `part + parts`, ...
     """
-    shards = [shard for split in manifest.splits.values() for shard in split.shards][part::parts]
+    shards = [(shard, split) for split in manifest.splits.values() for shard in split.shards]
     if level == "off":
         return
+
+    def check(which: tuple[Shard, Split]) -> None:
+        check_shard(*which, manifest.dtype, folder, level)
+
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        list(pool.map(lambda shard: check_shard(shard, manifest.dtype, folder, level), shards))
+        list(pool.map(check, shards[part::parts]))
 
 
-def check_shard(shard: Shard, dtype: TokenDtype, folder: Path, level: Level = "full") -> None:
-    """Raise `UserError` if a shard is missing, truncated, altered or cannot be read.
+def check_shard(
+    shard: Shard, split: Split, dtype: TokenDtype, folder: Path, level: Level = "full"
+) -> None:
+    """Raise `UserError` if a shard of `split` is missing, truncated, altered or cannot be read.
 
-    The level "full" reads every byte, "size" none.
+    The level "full" reads every byte, and looks for tokens above the split's largest; "size" reads
+    none.
     """
     path = folder / shard.file
     remedy = f"restore it, or remove the folder {folder} to prepare it anew"
@@ -46,12 +56,32 @@ def check_shard(shard: Shard, dtype: TokenDtype, folder: Path, level: Level = "f
             raise UserError(
                 f"the shard {path} has {size} bytes, its manifest says{least} {end}: {remedy}"
             )
-        if level == "full" and sha256(path, shard.offset, end) != shard.sha256:
-            raise UserError(
-                f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}"
-            )
+        if level == "full":
+            digest, largest = digest_and_largest(path, shard.offset, end, dtype)
+            if digest != shard.sha256:
+                raise UserError(
+                    f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}"
+                )
+            if largest > split.max_token:
+                raise UserError(
+                    f"the shard {path} has token id {largest}, its manifest says that "
+                    f"{split.max_token} is the largest: {remedy}"
+                )
     except OSError as error:
         raise UserError(f"the shard {path} cannot be read ({error.strerror}): {remedy}") from None
+
+
+def digest_and_largest(path: Path, begin: int, end: int, dtype: TokenDtype) -> tuple[str, int]:
+    """Return the SHA-256 of bytes [begin, end) of a file, and the largest token in them.
+
+    Raises `OSError`.
+    """
+    digest, largest, kind = hashlib.sha256(), 0, numpy_dtype(dtype)
+    for piece in read_pieces(path, begin, end):
+        digest.update(piece)
+        tokens = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
+        largest = max(largest, int(tokens.max(initial=0)))
+    return digest.hexdigest(), largest
 
 
 def check_vocabulary(manifest: DataManifest, rows: int, folder: Path) -> None:

@@ -28,7 +28,7 @@ class Windows(Dataset):
     """
 
     def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
-        self.folder, self.shards, self.dtype = folder, split.shards, dtype
+        self.folder, self.split, self.shards, self.dtype = folder, split, split.shards, dtype
         self.stamps = [stamp_of(str(folder / shard.file)) for shard in split.shards]
         self.starts = np.cumsum([0] + [shard.tokens for shard in split.shards])
         self.seq_len = seq_len
@@ -58,7 +58,7 @@ class Windows(Dataset):
             if stamp == self.stamps[shard] and len(data) == last - first:
                 return np.frombuffer(data, dtype)
             try:
-                check_shard(self.shards[shard], self.dtype, self.folder)
+                check_shard(self.shards[shard], self.split, self.dtype, self.folder)
             except UserError as error:
                 raise ChangedData(f"the data changed while the run read them: {error}") from None
             self.stamps[shard] = stamp  # only touched, or copied from the same
