@@ -1,6 +1,8 @@
 """Exported weights: the same bytes for the same weights, and nothing else harmed."""
 
+import importlib
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -19,6 +21,8 @@ from torchmars.checkpoint.inference import SavedModel, open_model
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.weights import write_weights
 from torchmars.commands import export
+from torchmars.config.load import load_config
+from torchmars.training.preparation import prepare_run, write_settings
 
 
 def write(weights, file):
@@ -206,8 +210,48 @@ def test_what_an_export_left_is_replaced(checkpoint, tmp_path, monkeypatch):
     assert not (tmp_path / "w.safetensors.partial").exists()
 
 
+def following(out):
+    """The commands that an output names as next ones, as a shell takes them."""
+    lines = out.partition("\nnext ")[2].splitlines()
+    assert lines and all(line.split()[0] == "torchmars" for line in lines)
+    return [shlex.split(line)[1:] for line in lines if line]
+
+
+def test_the_next_commands_can_be_pasted(checkpoint, tmp_path, monkeypatch, capsys):
+    """Also where a path has a blank."""
+    place = checkpoint.parents[3]
+    monkeypatch.chdir(place)
+    target = tmp_path / "an export"
+    code, out, err = run_command("export", [str(checkpoint), str(target)], place)
+    (generate, *sample), (evaluate, *loss) = following(out)
+    assert (code, generate, evaluate) == (0, "generate", "evaluate"), err
+    code, out, err = run_command(generate, [*sample, "--max-tokens", "5"], place)
+    assert code == 0 and out.startswith("The"), err
+    code, out, err = run_command(evaluate, [*loss, "--limit", "1"], place)
+    assert code == 0 and "bits per byte" in out, err
+
+    write_settings(load_config(["tiny.toml"], "test"))
+    code, out, err = run_command("export", [str(checkpoint), f"{target}.safetensors"], place)
+    ((train, *args),) = following(out)
+    assert (code, train) == (0, "train"), err
+    config = load_config(args, "test")
+    assert config.run.name == "tiny-next"
+    prepare_run(config, 1, 1)
+    monkeypatch.setattr(sys, "argv", ["import", str(target), str(tmp_path / "a config.toml")])
+    importlib.import_module("torchmars.commands.import").main()
+    (generate, *sample), (plan, *planned), (train, *args) = following(capsys.readouterr().out)
+    assert (generate, plan, train) == ("generate", "plan", "train")
+    for command, options in ((generate, [*sample, "--max-tokens", "5"]), (plan, planned)):
+        code, _, err = run_command(command, options, place)
+        assert code == 0, err
+    data = ["--data.source", f"text:{place}/text.txt", "--data.path", str(tmp_path / "shards")]
+    prepare_run(load_config([*args, *data], "test"), 1, 1)
+
+
 KILLER = """
+import importlib
 import os
+import shlex
 import shutil
 import signal
 

@@ -3,14 +3,18 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torchmars.config.fields import Count, Positive
-from torchmars.core.console import say
+from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
+from torchmars.data.manifest import has_manifest
+
+if TYPE_CHECKING:
+    from torchmars.checkpoint.inference import SavedModel
 
 
 @dataclass
@@ -64,6 +68,27 @@ def main() -> None:
         say(f"{options.target}: {len(parameters)} tensors, {sum(parameters):,} weights")
         if kind == "hf" and (problem := tokenizer_problem(models[0])):
             say(f"warning: {problem}")
+        following = after_folder if kind == "hf" else after_file
+        if lines := next_commands(*following(options.target, models[0])):
+            say("\n".join(lines))
+
+
+def after_folder(target: Path, model: "SavedModel") -> list[list[str]]:
+    """Return commands that may come after an export to a folder."""
+    commands = [["torchmars", "generate", str(target), "--prompt", "The"]]
+    shards = model.config.data.corpora()[0].path
+    if has_manifest(Path(shards)):
+        commands.append(["torchmars", "evaluate", str(target), "--shards", shards])
+    return commands
+
+
+def after_file(target: Path, model: "SavedModel") -> list[list[str]]:
+    """Return the command that trains a new run from a file of weights, if its config is there."""
+    config, name = model.folder.parent.parent / "config.toml", f"{model.config.run.name}-next"
+    if not config.is_file():
+        return []
+    new = ["--run.name", name, "--checkpoint.init_from", str(target)]
+    return [["torchmars", "train", str(config), *new]]
 
 
 def check_target(target: Path, kind: Literal["hf", "safetensors"], force: bool) -> None:

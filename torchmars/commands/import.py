@@ -3,10 +3,11 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
-from torchmars.core.console import say
+from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem, write_durably
 from torchmars.core.help import Positional
@@ -50,6 +51,17 @@ def main() -> None:
         except OSError as error:
             raise UserError(f"cannot write {options.config}: {error.strerror}") from None
         say(f"{options.config}: {found.model.describe()}")
+        say("\n".join(next_commands(*following(options, found.tables))))
+
+
+def following(options: Import, tables: dict[str, Any]) -> list[list[str]]:
+    """Return commands that may come next. Without a tokenizer only a plan can be made."""
+    config = str(options.config)
+    plan = ["torchmars", "plan", config, "--world-size", "8"]
+    if "data" not in tables:
+        return [plan]
+    sample = ["torchmars", "generate", str(options.folder), "--prompt", "The"]
+    return [sample, plan, ["torchmars", "train", config]]
 
 
 if __name__ == "__main__":

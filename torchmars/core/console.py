@@ -4,9 +4,10 @@ import contextlib
 import os
 import re
 import select
+import shlex
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 # Characters that steer a terminal in place of being shown: control characters but for the end of a
@@ -90,6 +91,11 @@ def _discard(stream: TextIO) -> None:
     os.dup2(kept, descriptor)
     os.close(kept)
     os.close(nowhere)
+
+
+def next_commands(*commands: Sequence[str]) -> list[str]:
+    """Return a line for each command that may come next, to be pasted into a shell."""
+    return labelled("next", *map(shlex.join, commands))
 
 
 def labelled(label: str, *lines: str) -> list[str]:
