@@ -39,6 +39,7 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     export RDZV_ENDPOINT=${RDZV_ENDPOINT-$first:$((20000 + SLURM_JOB_ID % 12000))}
 fi
+trap 'exit 130' INT  # also where Python is about to end well
 python=$(python -c 'import sys; print(sys.executable); import torchmars' 2>/dev/null) || {
     problem="there is no python on the PATH: install one"
     if [ -n "$python" ]; then
@@ -47,6 +48,7 @@ python=$(python -c 'import sys; print(sys.executable); import torchmars' 2>/dev/
     echo "error: $problem, or activate the environment that has torchmars" >&2
     exit 2
 }
+trap - INT
 files=("${CONFIG_FILE-$root/train_configs/quickstart.toml}")
 if [ ! -e "${files[0]}" ]; then  # several names, unless it is one with spaces
     set -f

@@ -6,9 +6,9 @@ from pathlib import Path
 # A command is being started, not a program that imports this: by `torchmars ...`, or by
 # `python -m torchmars ...`, of which sys.argv has -m until Python has found the file.
 if Path(sys.argv[0]).name in ("-m", "torchmars"):
-    from torchmars import requirements
+    from torchmars.begin import begin
 
-    requirements.check()
+    begin()
 
 __version__ = "0.1.0"
 

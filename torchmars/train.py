@@ -32,8 +32,8 @@ def main() -> None:
         require_config(sys.argv[1:])
         process.check_devices()
         keep_compiled_in(config.run.compile_cache)
-    from torchmars.cluster import connection, startup  # they bring torch's compiler
-    from torchmars.training.build import build_trainer
+        from torchmars.cluster import connection, startup  # they bring torch's compiler
+        from torchmars.training.build import build_trainer
 
     try:
         with exit_on_user_error(quiet=process.rank() != 0):

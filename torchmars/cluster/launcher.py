@@ -36,10 +36,11 @@ from torchmars.cluster.failures import (
 )
 from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs
-from torchmars.core.console import say
+from torchmars.core.console import labelled, say
 from torchmars.core.errors import (
     EXIT_HUNG,
     EXIT_MISTAKE,
+    EXIT_STOPPED,
     UserError,
     say_error,
 )
@@ -88,30 +89,41 @@ def launch(
     guard.daemon = True
     guard.start()
     failures: list[Failure] = []
-    code = 0
+    code, by, lost = 0, "", ""
     try:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
         logs.close()
         failures = failures_of(error, logs, hang, hang_seconds)
     except SignalException as error:
-        code = 128 + error.sigval
+        code, by = 128 + error.sigval, error.sigval.name
     except (RendezvousError, DistError) as error:
-        reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+        lost = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         if not logs.launch and isinstance(error, RendezvousError):
-            return report_rendezvous(args, reason)
-        failures = [lost_machines(reason)]
+            return report_rendezvous(args, lost)
+        failures = [lost_machines(lost)]
+    finally:
+        guard.cancel()
     logs.close()
     exit_code = logs.exit_code()
     if exit_code is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
+        if lost and exit_code == EXIT_STOPPED:  # the machine whose ranks say so may be gone
+            say_stopped(f"and saved: {process.node()} has lost the other machines ({lost})")
         return exit_code
     if not failures:
+        if by:
+            say_stopped(f"by {by} before it could save")
         return code
     first = first_failure(failures, logs)
     if first in failures:
         record(first)
     report_failure(first, logs)
     return first.code
+
+
+def say_stopped(how: str) -> None:
+    """Print that the run is not complete, where no rank may have said so."""
+    say("\n".join(labelled("stopped", f"{how}; the same command goes on")))
 
 
 def failures_of(

@@ -8,6 +8,7 @@ import codecs
 import contextlib
 import os
 import selectors
+import sys
 import threading
 import time
 from collections import deque
@@ -63,7 +64,8 @@ class RankLogs(DefaultLogsSpecs):
             rank, self.machines = int(env["RANK"]), int(env["GROUP_WORLD_SIZE"])
             self.ranks = int(env["WORLD_SIZE"])
             self.last[rank] = deque(maxlen=LAST_LINES)
-            for number, streams in ((1, places.stdouts), (2, places.stderrs)):
+            outputs = ((1, 1, places.stdouts), (2, sys.stderr.fileno(), places.stderrs))
+            for number, console, streams in outputs:
                 streams[local] = f"{places.error_files[local]}.{number}"
                 os.mkfifo(streams[local])
                 # For writing too, so that it has no end.
@@ -71,7 +73,7 @@ class RankLogs(DefaultLogsSpecs):
                 stream = Stream(
                     self.file(rank),
                     f"{process.node()} rank {rank} | ",
-                    number if local in self.shown else None,
+                    console if local in self.shown else None,
                     len(self.shown) > 1,
                     self.last[rank],
                     self.deleted,
@@ -107,6 +109,20 @@ class RankLogs(DefaultLogsSpecs):
                 for key in self.pipes.get_map().values():
                     key.data.close()
                 return
+
+
+def keep_apart(file: Path) -> None:
+    """Let what torch prints in this process, a launcher, go to `file` from now on.
+
+    That are warnings of its own loggers and stacks of C++. What this package says on stderr goes to
+    the console still.
+    """
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        own = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        sys.stderr = open(os.dup(2), "w", buffering=1, errors="backslashreplace")
+        os.dup2(own, 2)
+        os.close(own)
 
 
 class Stream:

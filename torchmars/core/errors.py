@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,8 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     `quiet` ends it without the line: for every rank but the first, which prints it for all. Ctrl-C
     ends it with 130. A reader of stdout that has seen enough (`--help | head`) is no error.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as torchmars/begin.py has made it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except UserError as error:

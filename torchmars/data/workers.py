@@ -8,7 +8,6 @@ module again, and torch with it, and would leave its processes behind where that
 import contextlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +77,7 @@ def start_worker(encoder: Encoder) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | found_as_here,
+        process_group=0,  # Ctrl-C is for the process that starts it
     )
     with contextlib.suppress(OSError):  # `exchange` says that it is gone
         send(encoder, cast(BinaryIO, process.stdin))
@@ -108,25 +108,21 @@ def send(thing: object, stream: BinaryIO) -> None:
 
 def main() -> None:
     """Tokenise the blocks on stdin until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started this
     # Whatever prints must not print between the results.
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     blocks = sys.stdin.buffer
-    encoder: Encoder = pickle.load(blocks)
-    while True:
-        try:
+    # The process that started this one may die at any time, in the middle of a block too.
+    with contextlib.suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):
+        encoder: Encoder = pickle.load(blocks)
+        while True:
             block = pickle.load(blocks)
-        except EOFError:
-            return
-        try:
-            result: object = encoder.encode(block)
-        except UserError as error:
-            result = error
-        try:
+            try:
+                result: object = encoder.encode(block)
+            except UserError as error:
+                result = error
             send(result, results)
-        except BrokenPipeError:
-            return
+    os._exit(0)  # it would write what `results` still holds, and say that it cannot
 
 
 if __name__ == "__main__":

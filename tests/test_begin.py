@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmars import requirements
+from torchmars import begin
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 def test_what_is_looked_for_are_the_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.split("[<>=]", each)[0].replace("-", "_") for each in project["dependencies"]]
-    assert names == list(requirements.MODULES)
-    assert project["requires-python"] == ">={}.{}".format(*requirements.OLDEST)
+    assert names == list(begin.MODULES)
+    assert project["requires-python"] == ">={}.{}".format(*begin.OLDEST)
 
 
 @pytest.fixture
@@ -81,6 +81,25 @@ def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
 def test_an_old_python_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     with pytest.raises(SystemExit) as ended:
-        requirements.check()
+        begin.check_python()
     assert ended.value.code == 2
     assert f"error: {sys.executable} is Python 3.9: take Python 3.11" in capsys.readouterr().err
+
+
+PROFILE = """
+import signal, sys
+sys.argv = ["-m"]
+import torchmars
+assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+from torchmars.core.errors import exit_on_user_error
+with exit_on_user_error():
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+from torch.profiler import profile
+with profile():
+    pass
+"""
+
+
+def test_a_command_makes_imports_and_the_profiler_silent():
+    ended = subprocess.run([sys.executable, "-c", PROFILE], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -1,6 +1,8 @@
-"""What the commands need of a Python, looked for before any of it is imported."""
+"""What every command does first, before the seconds in which it imports what it needs."""
 
 # Python 3.8 must be able to read this file, and say that it is too old.
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +23,16 @@ MODULES = (  # of the dependencies in pyproject.toml
 )
 
 
+def begin() -> None:
+    """Check this Python, and let what is imported say nothing on the console."""
+    # Ctrl-C ends the imports at once. It is an exception later: see `exit_on_user_error`.
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    check_python()
+    # torch's profiler says on the console when it begins and ends, unless torch finds this.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
 def is_missing(module: str) -> bool:
     """Return whether there is no such module. A mere folder is none, such as W&B's `wandb`."""
     from importlib.util import find_spec
@@ -29,7 +41,7 @@ def is_missing(module: str) -> bool:
     return spec is None or spec.origin is None
 
 
-def check() -> None:
+def check_python() -> None:
     """End the process with one line and code 2 if this Python lacks what the commands need."""
     python, root = sys.executable, Path(__file__).resolve().parents[1]
     if sys.version_info < OLDEST:
