@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import check_writable, is_gone, lock
+from torchmars.core.files import check_writable, is_gone, is_locked, lock, sha256
 
 ROOT = Path(__file__).parents[2]
 HOLDS = """
@@ -63,6 +63,13 @@ def test_a_file_is_gone_only_where_that_is_known(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     assert not is_gone(loop / "lock")  # an error that says nothing of the file
+
+
+def test_a_fifo_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    assert is_locked(tmp_path / "fifo") is None
+    with pytest.raises(OSError, match="Not a regular file"):
+        sha256(tmp_path / "fifo")
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):

@@ -154,7 +154,14 @@ def replace(file):
     other.rename(file)
 
 
+def as_fifo(file):
+    """By one, which nobody writes to: whoever opens it waits."""
+    file.unlink()
+    os.mkfifo(file)
+
+
 CHANGES = {
+    as_fifo: "is missing",
     truncate: "bytes, its manifest says",
     zero: "was altered",
     replace: "was altered",

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchmars.comparison.results import Curve, State, TrialResult
 from torchmars.comparison.study import Study, Trial
 from torchmars.config.load import config_text
-from torchmars.core.files import remove, write_durably
+from torchmars.core.files import open_file, remove, write_durably
 from torchmars.metrics.journal import METRICS_FILE, last_step
 from torchmars.records.run import Run, read_run
 
@@ -131,7 +131,7 @@ def last_error(trial: Trial) -> str:
 def last_lines(file: Path) -> list[str]:
     """Return the last lines of a file that are not empty, spaces made single; none without it."""
     try:
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - BYTES_READ))
             lines = stream.read().decode(errors="replace").splitlines()
     except OSError:

@@ -133,7 +133,7 @@ def read_pieces(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator
 
     Raises `OSError`.
     """
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         stream.seek(begin)
         while begin < end and (piece := stream.read(min(size, end - begin))):
             yield piece
@@ -193,7 +193,7 @@ def is_locked(file: Path) -> bool | None:
     # struct flock of Linux: type, whence, start, length, process.
     question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             answer = fcntl.fcntl(stream, fcntl.F_GETLK, question)
             owner = stream.read(1000).decode(errors="replace")
     except FileNotFoundError:

@@ -78,7 +78,7 @@ def stamp_of(file: str | int) -> Stamp:
 def read_bytes(file: str, begin: int, end: int) -> tuple[bytes, Stamp]:
     """Return bytes [begin, end) of a file, or as many as there are, and its stamp after that."""
     try:
-        descriptor = os.open(file, os.O_RDONLY)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # else a FIFO is waited for
         try:
             return os.pread(descriptor, end - begin, begin), stamp_of(descriptor)
         finally:
