@@ -2,10 +2,9 @@
 
     python -m tests.benchmarks.optimizer_step
 
-It prints three tables. Element-wise: all parameters of GPT-2 small, against `clip_grad_norm_` and
-torch's fused AdamW, and against the MARS of timm and pytorch_optimizer where they are installed;
-once with gradients spread so that no last gradient must be read, once with most of them in the tied
-table, whose last gradient is then read. Matrices: hidden matrices, against `torch.optim.Muon`.
+It prints two tables. Elements: all parameters of GPT-2 small, against `clip_grad_norm_` and torch's
+fused AdamW, and against the MARS of timm and pytorch_optimizer where they are installed. Matrices:
+hidden matrices, against `torch.optim.Muon`.
 `--ranks 2` does all on FSDP shards of gloo ranks with one thread each, beside one rank with one
 thread. `--only` takes some of the tables, `--few` the contenders of the project's goal.
 `--only dtypes` prints another one: `mars-adamw` with momentum and last gradient in float32, and in
@@ -37,14 +36,10 @@ from torchmars.optim import MARS, param_groups
 
 Step = Callable[[], None]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KINDS = ["elements", "matrices"]
 
 
-# The size of an entry of the tied table's gradient, beside those of others. The table then has 0.32
-# or 0.94 of the norm. Above 0.51, that is 1 / (1 + 2 kappa), its last gradient is read.
-TABLE_SIZES = {"spread": 0.5, "table": 4.0}
-
-
-def model_with_gradients(args: GPT2Args, table_size: float = 1.0) -> nn.Module:
+def model_with_gradients(args: GPT2Args) -> nn.Module:
     """A model on the device, sharded where there are ranks, with a gradient for every parameter."""
     model = GPT2(args).to(DEVICE)
     init_weights(model, 0)
@@ -52,9 +47,8 @@ def model_with_gradients(args: GPT2Args, table_size: float = 1.0) -> nn.Module:
         for block in model.blocks.values():
             fully_shard(block)
         fully_shard(model)
-    for name, parameter in model.named_parameters():
-        size = table_size if name == "tok_embed.weight" else 1.0
-        parameter.grad = torch.randn_like(parameter) * 1e-3 * size
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * 1e-3
     return model
 
 
@@ -68,10 +62,8 @@ def clip_then(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def elementwise_contenders(
-    args: GPT2Args, table_size: float, few: bool
-) -> Iterator[tuple[str, Step, nn.Module]]:
-    model = model_with_gradients(args, table_size)
+def elementwise_contenders(args: GPT2Args, few: bool) -> Iterator[tuple[str, Step, nn.Module]]:
+    model = model_with_gradients(args)
     groups = [
         {key: group[key] for key in ("params", "lr", "betas", "weight_decay")}
         for group in param_groups(model, "adamw")
@@ -82,9 +74,9 @@ def elementwise_contenders(
         model,
     )
     for name in ("mars-adamw",) if few else ("mars-adamw", "mars-lion", "adamw"):
-        model = model_with_gradients(args, table_size)
+        model = model_with_gradients(args)
         yield name, MARS(param_groups(model, name), max_grad_norm=1.0).step, model
-    model = model_with_gradients(args, table_size)
+    model = model_with_gradients(args)
     yield (
         "mars-adamw, last_grad bfloat16",
         MARS(param_groups(model), max_grad_norm=1.0, last_grad_dtype=torch.bfloat16).step,
@@ -92,7 +84,7 @@ def elementwise_contenders(
     )
     if not dist.is_initialized() and not few:  # the others do not know shards
         for name, build in others():
-            model = model_with_gradients(args, table_size)
+            model = model_with_gradients(args)
             yield (
                 f"clip_grad_norm_ + {name}",
                 clip_then(model, build(model.parameters(), lr=6e-3)),
@@ -133,7 +125,7 @@ def matrix_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
 def dtype_contenders(args: GPT2Args) -> Iterator[tuple[str, Step, nn.Module]]:
     narrow = {"momentum_dtype": torch.bfloat16, "last_grad_dtype": torch.bfloat16}
     for name, settings in (("float32", {}), ("bfloat16", narrow)):
-        model = model_with_gradients(args, TABLE_SIZES["spread"])
+        model = model_with_gradients(args)
         yield name, MARS(param_groups(model), max_grad_norm=1.0, **settings).step, model
 
 
@@ -147,7 +139,7 @@ def contenders(kind: str, args: GPT2Args, few: bool) -> Iterator[tuple[str, Step
         return matrix_contenders(args)
     if kind == "dtypes":
         return dtype_contenders(args)
-    return elementwise_contenders(args, TABLE_SIZES[kind], few)
+    return elementwise_contenders(args, few)
 
 
 def measure(
@@ -219,7 +211,7 @@ def copy_bandwidth() -> float:
 
 
 def mars_traffic(args: GPT2Args) -> int:
-    """Return the bytes that a step of mars-adamw in float32 moves on a GPU.
+    """Return the bytes that a step of mars-adamw in float32 moves.
 
     It reads g and h; then it reads g, h, m, v and the weights, and writes all but g: 11 passes.
     """
@@ -253,7 +245,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", nargs="+", default=[*TABLE_SIZES, "matrices"])
+    parser.add_argument("--only", nargs="+", default=KINDS)
     parser.add_argument("--few", action="store_true")
     parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
@@ -277,7 +269,7 @@ def main() -> None:
         else:
             rows = measure(kind, args, options.steps, options.threads, *how)
             show(f"{kind}, {shape}, one rank on {DEVICE.type}", rows)
-            if DEVICE.type == "cuda" and kind == "spread":
+            if DEVICE.type == "cuda" and kind == "elements":
                 bandwidth = copy_bandwidth()
                 moved = mars_traffic(args) / (statistics.median(rows[1][1]) * 1e-3)
                 print(

@@ -1,6 +1,5 @@
 """Loading runs no code that a checkpoint brings; random numbers go on."""
 
-import math
 import pickle
 import re
 
@@ -18,7 +17,6 @@ from torchmars.checkpoint.initial import init_from
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.optim.rules.rule import SQUARED_NORM
 from torchmars.training.build import build_trainer
 
 RAN = "torchmars_exploit_ran"
@@ -164,21 +162,22 @@ def test_a_checkpoint_with_former_names_is_read(tmp_path):
         assert keys == {"exp_avg", "momentum_buffer", "step"}
 
 
-def read_without_squared_norms(tables):
-    """Return by which numbers a checkpoint without the squared norms of last gradients differs.
+def read_with_squared_norms(tables):
+    """Return what of the state differs by either road to it, and what the second road says.
 
-    For both roads to it: the state but for those norms, those norms, and what the second says.
+    The checkpoint is written as by releases that kept the squared norms of last gradients.
     """
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
     trainer.run()
     folder = config.run.checkpoints / "step-00000003"
     written = state.training_state(trainer.layout, trainer.model.weights, trainer.optimizer, {})
-    written = {name: value for name, value in written.items() if SQUARED_NORM not in name}
-    dcp.save(written, checkpoint_id=folder)
+    lasts = [name for name in written if name.endswith(".last_grad")]
+    norm = torch.ones((), dtype=torch.float64)
+    dcp.save(written | {f"{name}_squared_norm": norm for name in lasts}, checkpoint_id=folder)
     manifest = manifests.read(folder)
     for name, words in manifest.optimizer.items():
-        manifest.optimizer[name] = words.replace(f" {SQUARED_NORM}", "")
+        manifest.optimizer[name] = words.replace("last_grad", "last_grad last_grad_squared_norm")
     manifest.files = {name: manifests.describe(folder / name) for name in manifest.files}
     trainer.layout.on_first(lambda: manifest.write(folder))
     kept = state.optimizer_state(trainer.optimizer)
@@ -188,13 +187,7 @@ def read_without_squared_norms(tables):
         for value in kept.values():
             value.zero_()
         said = road()
-        norms = {name: value for name, value in kept.items() if SQUARED_NORM in name}
-        others = [
-            name
-            for name in kept.keys() - norms
-            if not torch.equal(local(kept[name]), expected[name])
-        ]
-        return others, [value.item() for value in norms.values()], said
+        return [n for n in kept if not torch.equal(local(kept[n]), expected[n])], said
 
     def init():
         return init_from(str(folder), True, trainer.layout, trainer.model, trainer.optimizer)
@@ -202,14 +195,12 @@ def read_without_squared_norms(tables):
     return differences(lambda: trainer.checkpointer.load(folder).folder), differences(init)
 
 
-def test_a_checkpoint_without_squared_norms_is_read(tmp_path):
-    """As earlier releases wrote it. The norms are not known then: each h is read once."""
+def test_a_checkpoint_with_squared_norms_is_read(tmp_path):
+    """As an earlier release wrote it."""
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, training={"steps": 3}, checkpoint={"verify": "off"})
-    for roads in run_ranks(read_without_squared_norms, 2, tables):
-        for others, norms, _ in roads:
-            assert not others and norms and all(map(math.isnan, norms))
-        _, (_, _, (said, without)) = roads
+    for (resumed, _), (initial, (said, without)) in run_ranks(read_with_squared_norms, 2, tables):
+        assert not resumed and not initial
         assert "optimizer's state of 15 of 15 tensors" in said and not without
 
 

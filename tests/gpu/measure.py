@@ -181,7 +181,7 @@ def optimizer_rows(smoke: bool) -> Iterator[dict[str, Any]]:
         shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304, "seq_len": 1024}
     args = GPT2Args(**shape)
     bandwidth = optimizer_step.copy_bandwidth() if DEVICE.type == "cuda" else None
-    for kind in (*optimizer_step.TABLE_SIZES, "matrices"):
+    for kind in optimizer_step.KINDS:
         rows = optimizer_step.measure(
             kind, args, 2 if smoke else 10, threads=1, few=False, cpu_time=False
         )

@@ -127,7 +127,7 @@ def test_a_step_reaches_most_of_the_copy_bandwidth():
     """A bound that holds on a quiet GPU; tests.gpu.measure prints the share itself."""
     args = GPT2Args(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, seq_len=1024)
 
-    rows = optimizer_step.measure("spread", args, 10, threads=1, few=True, cpu_time=False)
+    rows = optimizer_step.measure("elements", args, 10, threads=1, few=True, cpu_time=False)
     [times] = [times for name, times, _, _ in rows if name == "mars-adamw"]
     moved = optimizer_step.mars_traffic(args) / (statistics.median(times) * 1e-3)
     assert moved / optimizer_step.copy_bandwidth() > 0.85

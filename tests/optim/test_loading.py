@@ -75,8 +75,8 @@ def spoil_all(saved):
         (spoil_step, r"'up.weight' .*: step has shape \(2,\)"),
         (
             spoil_keys,
-            r"'up.weight' .* has the state exp_avg, last_grad, last_grad_squared_norm, step in .* "
-            "needs exp_avg, exp_avg_sq, last_grad, last_grad_squared_norm, step",
+            r"'up.weight' .* has the state exp_avg, last_grad, step in .* "
+            "needs exp_avg, exp_avg_sq, last_grad, step",
         ),
         (spoil_rule, "group 0 of the state_dict is of the rule lion, here it is of mars-adamw"),
         (spoil_count, "group 0 has 4 parameters in the state_dict, 5 in this optimizer"),
@@ -96,6 +96,16 @@ def test_a_state_that_does_not_fit_changes_nothing(spoil, message):
     expected_model, expected = trained(steps=2)
     train(model, optimizer, range(2, 4)), train(expected_model, expected, range(2, 4))
     assert all(torch.equal(one, other) for one, other in zip(whole(model), whole(expected_model)))
+
+
+def test_a_state_of_a_release_that_kept_squared_norms_goes_on():
+    _, source = trained()
+    saved, expected = everything(source), everything(source)
+    for state in saved["state"].values():
+        state["last_grad_squared_norm"] = torch.tensor(2.0, dtype=torch.float64)
+    _, optimizer = trained(steps=0)
+    optimizer.load_state_dict(saved)
+    assert_same(everything(optimizer), expected)
 
 
 def test_hooks_of_others_may_change_what_is_loaded():

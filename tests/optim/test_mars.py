@@ -92,8 +92,7 @@ def test_state_is_complete_before_the_first_step():
     optimizer = MARS(model.named_parameters())
     for parameter in model.parameters():
         state = optimizer.state[parameter]
-        buffers = {"exp_avg", "exp_avg_sq", "last_grad"}
-        assert set(state) == buffers | {"step", "last_grad_squared_norm"}
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq", "last_grad"}
         assert all(torch.is_tensor(value) for value in state.values())
 
 

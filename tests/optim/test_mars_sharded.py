@@ -98,13 +98,13 @@ def on_mesh(shape, placements):
 @pytest.mark.parametrize(
     "shape,placements,all_reduces",
     [
-        ((2,), [Shard(0)], 2),
-        ((4,), [Shard(0)], 2),
-        ((4,), [Shard(1)], 2),
+        ((2,), [Shard(0)], 1),
+        ((4,), [Shard(0)], 1),
+        ((4,), [Shard(1)], 1),
         ((4,), [Replicate()], 1),
-        ((2, 2), [Replicate(), Shard(0)], 3),
-        ((2, 2), [Shard(0), Shard(0)], 2),
-        ((2, 2), [Shard(1), Shard(0)], 2),
+        ((2, 2), [Replicate(), Shard(0)], 2),
+        ((2, 2), [Shard(0), Shard(0)], 1),
+        ((2, 2), [Shard(1), Shard(0)], 1),
     ],
 )
 def test_every_placement_equals_whole_tensors(shape, placements, all_reduces):

@@ -138,7 +138,6 @@ def test_a_last_gradient_that_broke_is_left_out(bad):
         broken = copy.deepcopy(optimizer.state_dict())
         for state in broken["state"].values():
             state["last_grad"].fill_(bad)
-            del state["last_grad_squared_norm"]  # which that release did not have
         optimizer.load_state_dict(broken)
 
     def start(parameters, optimizer):

@@ -57,7 +57,7 @@ def measure(tables):
     model.backward(batch)
     peak = resident("VmHWM") - before
     state = [tensor for each in optimizer.state.values() for tensor in each.values()]
-    state += optimizer.ahead.tensors
+    state += optimizer.ahead.last_grads.values()
     return {
         "weights": bytes_of(each for part in model.parts for each in part.parameters()),
         "gradients": gradients,

@@ -5,8 +5,7 @@ Entries of the manifest, keys of its config among them, are renamed where the ma
 State tensors are renamed where they are read. Until Lion and Muon kept buffers that do not depend
 on the betas, these were scaled by them and called "momentum".
 
-The squared norm of a last gradient came later. Where a checkpoint lacks it, it is not known (NaN),
-and the first step reads that gradient.
+Some releases kept the squared norm of each last gradient too: it is left out.
 """
 
 from collections.abc import Collection
@@ -16,8 +15,7 @@ from torch import nn
 
 from torchmars.config.load import config_from_tables
 from torchmars.optim import param_groups
-from torchmars.optim.rules import current_name, unscaling
-from torchmars.optim.rules.rule import SQUARED_NORM
+from torchmars.optim.rules import DROPPED, current_name, unscaling
 
 # By the last version of the format that has the old name (see `Format.renamed`). The key steps of
 # the config's section training is "config.training.steps".
@@ -28,21 +26,12 @@ RENAMED = {
 
 
 def current_names(saved: dict[str, str]) -> dict[str, str]:
-    """Return a manifest's `optimizer` as it would be today: renamed, with the squared norms."""
-    result = {}
-    for name, words in renamed(saved).items():
-        rule, *keys = words.split() or [""]
-        norms = {SQUARED_NORM} if "last_grad" in keys else set()
-        result[name] = " ".join([rule, *sorted({*keys} | norms)])
-    return result
-
-
-def renamed(saved: dict[str, str]) -> dict[str, str]:
-    """Return a manifest's `optimizer` with old names of state tensors made those of today."""
+    """Return a manifest's `optimizer` with the state tensors that it would name today."""
     result = {}
     for name, words in saved.items():
         rule, *keys = words.split() or [""]
-        result[name] = " ".join([rule, *sorted(current_name(rule, key) for key in keys)])
+        kept = sorted(current_name(rule, key) for key in keys if key not in DROPPED)
+        result[name] = " ".join([rule, *kept])
     return result
 
 
@@ -59,7 +48,7 @@ def names_in_checkpoint(
     the factor depends on the betas that the checkpoint was made with. `saved` are the names of the
     checkpoint's tensors, `model` is of the same parameters.
     """
-    if renamed(optimizer) == optimizer:
+    if current_names(optimizer) == optimizer:
         return {}
     found = {}
     settings = config_from_tables(config, "in the checkpoint").optimizer.settings()

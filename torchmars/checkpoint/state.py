@@ -4,7 +4,6 @@ The saver writes them.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from torchmars.checkpoint.old_names import names_in_checkpoint
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.models import Model
 from torchmars.optim import MARS
-from torchmars.optim.rules.rule import SQUARED_NORM
 from torchmars.optim.tensors import unwrapped
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.model import ParallelModel
@@ -153,10 +151,6 @@ def read_state(
     `model` is the whole one that `state` is a part of.
     """
     saved = index.state_dict_metadata.keys()
-    unknown = {name for name in state if name.endswith(f".{SQUARED_NORM}") and name not in saved}
-    for name in unknown:
-        state[name].fill_(math.nan)
-    state = {name: value for name, value in state.items() if name not in unknown}
     former = names_in_checkpoint(manifest.optimizer, manifest.config, model, state, saved)
     by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
     read_tensors(folder, by_name, group, index)

@@ -69,8 +69,8 @@ class Metrics:
         if telemetry.get("skipped_steps"):
             parts.append(f"skipped {telemetry['skipped_steps']:.0f}")
         momenta = [value for name, value in telemetry.items() if name.endswith("/momentum")]
-        if (momentum := max(momenta, default=0.0)) > MOMENTUM:
-            parts.append(f"an earlier gradient rules: momentum {momentum:.0e} x gradient")
+        if large := [each for each in momenta if each > MOMENTUM]:  # others may be NaN
+            parts.append(f"an earlier gradient rules: momentum {max(large):.0e} x gradient")
         if mfu is not None:
             values["mfu"] = mfu
             parts.append(f"mfu {mfu:.1%}")

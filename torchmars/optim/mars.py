@@ -14,12 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.optim.checks import check_hyperparameters, check_parameters, check_state_dtypes
-from torchmars.optim.last_grads import (
-    clear_unusable,
-    keep_squared_norms,
-    must_be_read,
-    read_last_grads,
-)
 from torchmars.optim.look_ahead import LookAhead
 from torchmars.optim.norms import MeshGroups
 from torchmars.optim.param_groups import complete_group, warn_of_unsorted
@@ -29,9 +23,9 @@ from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, w
 from torchmars.optim.reduction import Reduction, gather_gradients, reduce_gradients
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import MatrixRule
-from torchmars.optim.rules.rule import SQUARED_NORM, GroupTensors, State, StepFactors
+from torchmars.optim.rules.rule import GroupTensors, State, StepFactors
 from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state, unchanged
-from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report
+from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report, squared_memories
 from torchmars.optim.tensors import local_part
 from torchmars.optim.update import update_groups
 
@@ -58,11 +52,6 @@ class MARS(torch.optim.Optimizer):
     at the first step. Where ranks have copies, one more all-reduce for each mesh, of two numbers,
     makes `grad_norm` and the verdict whether a step counts the same on all of them. It covers plain
     tensors beside DTensors; plain tensors alone communicate nothing.
-
-    On a CPU a step reads g for all norms, and h only where ||h||, known from the step before,
-    leaves open whether c is clipped: where (1 + kappa) ||g|| + kappa ||h|| > clip. Sets of axes
-    with such a tensor make a second all-reduce. On a GPU every h is read with g. Results are the
-    same to the last bit either way.
 
     FSDP1's flattened parameters are refused: use FSDP2's `fully_shard`. The parameters that
     `ZeroRedundancyOptimizer` gives to a rank look like a whole model. Pass it
@@ -153,10 +142,9 @@ class MARS(torch.optim.Optimizer):
         self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
         self.compile = bool(compile)
-        # Whether the host sees the sums before it goes on: where it need not wait for them. It then
-        # decides which h to read, and leaves out the second pass of a step that does not count.
-        self.decides_on_host = False
-        self._measure = self._measured = False
+        # Whether the host waits for the verdict on a step, and leaves out an update that does not
+        # count: on CPUs, where it need not wait. Elsewhere each write of a kernel is conditional.
+        self.sees_verdict = False
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
         self.skipped = torch.zeros(3, dtype=torch.int64)
@@ -203,7 +191,7 @@ class MARS(torch.optim.Optimizer):
     def _settle(self) -> None:
         """Choose what depends on the device and the size of the parameters."""
         locals, device = map(local_part, self.plans.parameters), self.plans.device
-        self.decides_on_host = device.type == "cpu"
+        self.sees_verdict = device.type == "cpu"
         self.compile = (
             pays_to_compile(locals, device)
             if self._requested_compile is None
@@ -232,6 +220,7 @@ class MARS(torch.optim.Optimizer):
         for group in self.param_groups:
             plans.add(group)
         self.plans, self.state, self.ahead = plans, defaultdict(dict, state), LookAhead()
+        self._telemetry = []  # of parameters that may be gone
         if self.exact:
             self.ahead.add(state)
         self._settle()
@@ -295,7 +284,6 @@ class MARS(torch.optim.Optimizer):
         for parameter in parameters:
             if "last_grad" in self.state[parameter]:  # NaN: there is none
                 self.state[parameter]["last_grad"].fill_(math.nan)
-                self.state[parameter][SQUARED_NORM].fill_(math.nan)
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -318,24 +306,11 @@ class MARS(torch.optim.Optimizer):
 
         self._follow()
         groups = self._gather()
-        reduction = self._reduce(groups, with_last=not self.decides_on_host)
-        if self.decides_on_host:
-            chosen = must_be_read(self.param_groups, self.state, reduction)
-            chosen |= set(self.plans.parameters) if self._measure else set()
-            reduction = read_last_grads(
-                reduction, groups, self.plans, chosen, self.state, self.compile
-            )
+        reduction = self._reduce(groups, with_last=True)
         self.grad_norm = reduction.norm
-        on_host = self.decides_on_host
-        updates = [
-            (group, reduction.factors(group, self.exact, on_host, self.compile)) for group in groups
-        ]
-        if not on_host or reduction.ok:
-            if on_host:
-                clear_unusable(updates)
+        updates = [(group, reduction.factors(group, self.exact, self.compile)) for group in groups]
+        if not self.sees_verdict or reduction.ok:
             update_groups(updates, self.plans, overlap=self.overlap)
-        if not self.exact:
-            keep_squared_norms(reduction, self.state)
         self._finish(reduction.ok, updates)
         return loss
 
@@ -353,38 +328,23 @@ class MARS(torch.optim.Optimizer):
         self.ahead.swap(self.state)
         self.skipped = count_skipped(self.skipped, ok)
         self._telemetry = [GroupTelemetry.of(group, factors) for group, factors in updates]
-        self._measured, self._measure = self._measure or not self.decides_on_host, False
-
-    def measure_correction(self) -> None:
-        """Let the next step read every last gradient, for the numbers that `telemetry` makes of it.
-
-        On a GPU every step does. On a CPU it makes that step slower and changes no result. All
-        ranks must call it before the same step.
-        """
-        self._measure = True
 
     def telemetry(self) -> dict[str, float]:
         """Return what the reductions of the last step say, as numbers. Waits for the device once.
 
-        Collective where there is a `norm_group`. "grad_norm" is before the clip. "skipped_steps" is
+        Collective where parameters are sharded, and where there is a `norm_group`: call it on all
+        ranks. "grad_norm" is before the clip. "skipped_steps" is
         in all, "skipped_in_a_row" the longest row since `start_interval`. Each role has
         "ROLE/grad_norm" and "ROLE/momentum": the size of the momentum, or the root of the second
         moment's sum where there is one, relative to the gradient after the global clip. Far above
         1, an earlier gradient that was much larger decides where the weights go. A role with last
         gradients also has "ROLE/clipped" (the fraction of its tensors whose corrected gradient was
-        clipped). After a step that `measure_correction` announced, and after every step on a GPU,
-        it has "ROLE/correction" (the size of the correction relative to the gradient) and
-        "ROLE/cosine" (of the gradient and the last one). Other steps need not read what these are
-        made of.
+        clipped), "ROLE/correction" (the size of the correction relative to the gradient) and
+        "ROLE/cosine" (of the gradient and the last one).
         """
-        return report(
-            self.grad_norm,
-            self.skipped,
-            self._telemetry,
-            self._measured,
-            self.state,
-            self.plans.agreement,
-        )
+        self._follow()
+        memories = squared_memories(self.param_groups, self.state, self.plans)
+        return report(self.grad_norm, self.skipped, self._telemetry, memories, self.plans)
 
     def start_interval(self) -> None:
         """Start a new interval of `telemetry`: its longest row of skipped steps counts from here.

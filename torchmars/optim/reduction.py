@@ -1,11 +1,10 @@
 """The sums of a step over all ranks, and what follows: the global clip, and whether it counts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchmars.optim.passes import (
@@ -13,7 +12,6 @@ from torchmars.optim.passes import (
     pays_to_keep_apart,
     run_pass,
     squared_norms,
-    squared_sums,
 )
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import RULES
@@ -57,27 +55,15 @@ class Reduction:
     """Whether the step counts, 0-d bool: no gradient is broken or too large to compute with."""
     products: Mapping[Tensor, Tensor]
     """<g, g>, <g, h> and <h, h> of each parameter, [3]; <g, g>, 0, 0 where h was not read."""
-    ranks: Mapping[Tensor, Tensor]
-    """How many of the ranks that share a parameter had a gradient of it, and how many not, [2]."""
 
-    def used_squared_norms(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Return the squared norms of the gradients of `parameters` after the global clip, [n]."""
-        return self.scale**2 * torch.stack([self.products[p][0] for p in parameters])
-
-    def factors(
-        self, group: GroupTensors, exact: bool, on_host: bool, compile: bool
-    ) -> StepFactors:
-        """Return what the sums make of `group`.
-
-        `on_host`: the host sees whether the step counts, and updates nothing where it does not.
-        """
+    def factors(self, group: GroupTensors, exact: bool, compile: bool) -> StepFactors:
+        """Return what the sums make of `group`. `exact` and `compile` are those of `MARS`."""
         counts = torch.stack(group.steps).double()
         momenta = group.buffers.get("exp_avg", [])
         apart = compile and any(map(pays_to_keep_apart, group.last_grads[:1], momenta))
         products, corrections = group.corrections(self.scale, _of(group, self.products), counts)
         return StepFactors(
             ok=self.ok,
-            guard=None if on_host else self.ok,
             scale=self.scale.to(group.dtype),
             globally_clipped=self.clips,
             products=products,
@@ -100,7 +86,7 @@ def reduce_gradients(
 
     `with_last`: also take the products with the last gradients.
     """
-    products, ranks = _sum_products(groups, plans, with_last, compile)
+    products = _sum_products(groups, plans, with_last, compile)
     total = torch.stack(list(products.values())).sum(0)[0]
     strains = [group.overflow_ratio(_of(group, products)) for group in groups]
     strain = torch.stack([torch.zeros_like(total), *strains]).max()
@@ -111,13 +97,13 @@ def reduce_gradients(
         scale = torch.where(finite, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     # A scale that float32 has no full digits for would not bring gradients to the norm.
     ok = finite & (scale * strain <= 1) & (scale >= torch.finfo(torch.float32).tiny)
-    return Reduction(norm, max_grad_norm is not None, scale, ok, products, ranks)
+    return Reduction(norm, max_grad_norm is not None, scale, ok, products)
 
 
 def _sum_products(
     groups: Sequence[GroupTensors], plans: Plans, with_last: bool, compile: bool
-) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
-    """Return the products of each parameter, summed over its shards, and `Reduction.ranks`.
+) -> dict[Tensor, Tensor]:
+    """Return the products of each parameter, summed over its shards.
 
     Every rank reduces all parameters, also those that have no gradient on this one.
     """
@@ -129,17 +115,12 @@ def _sum_products(
             values = run_pass(inner_products, pairs, no_factors, compile)
         else:
             singles = [(gradient,) for gradient in group.grads]
-            first_pass = squared_sums if group.last_grads else squared_norms
-            values = run_pass(first_pass, singles, no_factors, compile)
-        with_gradient = F.pad(F.pad(torch.stack(values), (1, 0)), (1, 0), value=1.0)
-        partial |= zip(group.parameters, with_gradient.unbind())
-    zeros = torch.zeros(4, dtype=torch.float64, device=plans.device)
-    without = F.pad(F.pad(zeros[:3], (1, 0), value=1.0), (1, 0))
+            values = run_pass(squared_norms, singles, no_factors, compile)
+        partial |= zip(group.parameters, values)
+    without = torch.zeros(3, dtype=torch.float64, device=plans.device)
     places = enumerate(plans.parameters)
     sums = plans.shard_sum.sum({place: partial.get(p, without) for place, p in places})
-    rows = torch.stack(list(sums.values()))
-    ranks, products = rows.split([2, 3], -1)
-    return dict(zip(plans.parameters, products)), dict(zip(plans.parameters, ranks))
+    return dict(zip(plans.parameters, sums.values()))
 
 
 def _of(group: GroupTensors, products: Mapping[Tensor, Tensor]) -> Tensor:

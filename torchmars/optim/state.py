@@ -1,6 +1,5 @@
 """Each parameter's state: its layout, how it follows its parameter, how a saved one is loaded."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchmars.optim.checks import check_hyperparameters, parameter_name
-from torchmars.optim.rules import RULES, current_name, state_fits, unscaling
-from torchmars.optim.rules.rule import MOMENTA, SQUARED_NORM, State
+from torchmars.optim.rules import DROPPED, RULES, current_name, state_fits, unscaling
+from torchmars.optim.rules.rule import MOMENTA, State
 from torchmars.optim.tensors import local_intervals, local_part
 
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
@@ -77,8 +76,6 @@ def new_state(
     state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
     for name in RULES[group["rule"]].buffers(group["clip"], exact):
         state[name] = torch.zeros_like(parameter, dtype=dtypes.get(name)).detach()
-    if "last_grad" in state:
-        state[SQUARED_NORM] = torch.zeros((), dtype=torch.float64, device=device)
     return state
 
 
@@ -224,8 +221,6 @@ def check_loaded(
                 current = _current(entries, theirs, ours["rule"], fresh, name)
                 if "last_grad" in fresh.keys() - current.keys():
                     loaded.without_last_grad.append(parameter)
-                if SQUARED_NORM in fresh.keys() - current.keys():  # of an earlier release
-                    fresh[SQUARED_NORM].fill_(math.nan)
                 for each in fresh.keys() & current.keys():
                     fill(fresh[each], current[each])
     return loaded
@@ -259,6 +254,8 @@ def _current(
     saved_rule = theirs.get("rule", "adamw")
     current = {}
     for key, value in entries.items():
+        if key in DROPPED:
+            continue
         value = torch.as_tensor(value, dtype=None if torch.is_tensor(value) else torch.float32)
         if current_name(saved_rule, key) != key:
             value = value * unscaling(saved_rule, theirs["betas"])

@@ -121,8 +121,8 @@ def simulate_step(
     optimizer = build_optimizer(
         config.optimizer, training.max_grad_norm, model.whole, model.weights, layout
     )
-    # Fake tensors have no numbers to decide by: the step reads all that it may.
-    optimizer.compile = optimizer.decides_on_host = False
+    # Fake tensors have no numbers to decide by.
+    optimizer.compile = optimizer.sees_verdict = False
     average: dict[str, Tensor] = {}
     if training.ema_decay:
         with fake:
@@ -163,7 +163,7 @@ def simulate_step(
         optimizer_state=bytes_of(
             tensor for each in optimizer.state.values() for tensor in each.values()
         )
-        + bytes_of(optimizer.ahead.tensors),
+        + bytes_of(optimizer.ahead.last_grads.values()),
         received=received(model),
         checkpoint=whole_bytes(state, generators=False),
         generators=whole_bytes(state, generators=True),

@@ -152,8 +152,6 @@ class Trainer:
         if self.without_last_grad:
             optimizer.skip_next_correction(self.without_last_grad)
             self.without_last_grad = []
-        if self.report_due(state.step + 1):
-            optimizer.measure_correction()
         enter_phase("optimizer")
         if stands_out:
             optimizer.skip()

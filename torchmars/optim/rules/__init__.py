@@ -5,24 +5,25 @@ from collections.abc import Iterable, Sequence
 from torchmars.optim.rules.adamw import AdamW, MarsAdamW
 from torchmars.optim.rules.lion import Lion, MarsLion
 from torchmars.optim.rules.matrix import MarsM, MarsShampoo, Muon
-from torchmars.optim.rules.rule import SQUARED_NORM, Rule
+from torchmars.optim.rules.rule import Rule
 
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (MarsAdamW(), MarsLion(), MarsShampoo(), MarsM(), AdamW(), Lion(), Muon())
 }
 
+DROPPED = ("last_grad_squared_norm",)
+"""Names of state tensors that earlier releases kept, and that are not read."""
+
 
 def state_fits(rule: str, wanted: Iterable[str], saved_rule: str, saved: Iterable[str]) -> bool:
     """Return whether `rule` can go on from state of the names `saved` that `saved_rule` left.
 
     Moving averages mean the same under every rule that keeps them. A lean "momentum" fits its own
-    rule only. A last gradient may be missing: it is started anew. So may its squared norm.
+    rule only. A last gradient may be missing: it is started anew.
     """
     missing = set(wanted) - set(saved)
-    return missing <= {"last_grad", SQUARED_NORM} and (
-        "momentum" not in wanted or rule == saved_rule
-    )
+    return missing <= {"last_grad"} and ("momentum" not in wanted or rule == saved_rule)
 
 
 def current_name(rule: str, saved_name: str) -> str:

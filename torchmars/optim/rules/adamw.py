@@ -97,8 +97,8 @@ class MomentFactors(NamedTuple):
 
     scale: Tensor
     """The factor of the global clip."""
-    guard: Tensor | None
-    """`StepFactors.guard`."""
+    ok: Tensor
+    """`StepFactors.ok`."""
     lr: Tensor
     weight_decay: Tensor
     eps: Tensor
@@ -134,7 +134,7 @@ def moment_factors(group: GroupTensors, step: StepFactors) -> list[MomentFactors
     return [
         MomentFactors(
             scale=step.scale,
-            guard=step.guard,
+            ok=step.ok,
             lr=lr,
             weight_decay=weight_decay,
             eps=eps,
@@ -153,7 +153,7 @@ def mars_adamw_(tensors: Tensors, factors: Sequence[MarsAdamWFactors]) -> None:
         used, c = corrected_gradient(g, h, correction)
         _step_by_moments(p, c, m, v, f)
         if keep:
-            write_if(f.guard, h, used)
+            write_if(f.ok, h, used)
 
 
 def adamw_(tensors: Tensors, factors: Sequence[MomentFactors]) -> None:
@@ -167,6 +167,6 @@ def _step_by_moments(p: Tensor, c: Tensor, m: Tensor, v: Tensor, f: MomentFactor
     new_m, new_v = m + f.rate1 * (c - m), v + f.rate2 * (c * c - v)
     direction = new_m * f.unbias1 / ((new_v * f.unbias2).sqrt() + f.eps)
     x = p.to(c.dtype)
-    write_if(f.guard, p, x - f.lr * (direction + f.weight_decay * x))
-    write_if(f.guard, m, new_m)
-    write_if(f.guard, v, new_v)
+    write_if(f.ok, p, x - f.lr * (direction + f.weight_decay * x))
+    write_if(f.ok, m, new_m)
+    write_if(f.ok, v, new_v)

@@ -21,16 +21,14 @@ class TensorCorrection(NamedTuple):
     """The strength of the correction."""
     clip: Tensor
     """The factor that clips the corrected gradient."""
-    unusable: Tensor | None
-    """A bool: h is not finite or too large to compute with. kappa is 0 then. None: no h is."""
+    unusable: Tensor
+    """A bool: h is not finite or too large to compute with. kappa is 0 then."""
 
 
 def corrected_gradient(g: Tensor, h: Tensor, factors: TensorCorrection) -> tuple[Tensor, Tensor]:
     """Return the gradient after the global clip, and its clipped correction (equation 4.2)."""
     used = g.to(factors.scale.dtype) * factors.scale
-    last = h.to(used.dtype)
-    if factors.unusable is not None:
-        last = torch.where(factors.unusable, used, last)
+    last = torch.where(factors.unusable, used, h.to(used.dtype))
     return used, (used + factors.kappa * (used - last)) * factors.clip
 
 
@@ -41,16 +39,10 @@ class GroupCorrections(NamedTuple):
     clip: Tensor
     unusable: Tensor
 
-    def of_each(self, scale: Tensor, all_usable: bool) -> list[TensorCorrection]:
-        """Return the correction of each tensor, under the global clip's factor `scale`.
-
-        `all_usable`: `last_grads.clear_unusable` has seen to it that every h is usable.
-        """
+    def of_each(self, scale: Tensor) -> list[TensorCorrection]:
+        """Return the correction of each tensor, under the global clip's factor `scale`."""
         each = zip(self.kappa.unbind(), self.clip.unbind(), self.unusable.unbind())
-        return [
-            TensorCorrection(scale, kappa, clip, None if all_usable else unusable)
-            for kappa, clip, unusable in each
-        ]
+        return [TensorCorrection(scale, *factors) for factors in each]
 
 
 def strength(gamma: float, beta1: float) -> float:

@@ -49,8 +49,8 @@ class LeanFactors(NamedTuple):
 
     scale: Tensor
     """The factor of the global clip."""
-    guard: Tensor | None
-    """`StepFactors.guard`."""
+    ok: Tensor
+    """`StepFactors.ok`."""
     lr: Tensor
     weight_decay: Tensor
     mix: Tensor
@@ -69,7 +69,7 @@ def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> list
         for value in (form.out, form.weight)
     )
     return [
-        LeanFactors(step.scale, step.guard, lr, weight_decay, mix, out, decay, weight)
+        LeanFactors(step.scale, step.ok, lr, weight_decay, mix, out, decay, weight)
         for out, weight in zip(outs, weights)
     ]
 
@@ -77,4 +77,4 @@ def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> list
 def lean_momentum_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
     """Set u <- decay u + weight g on each (u, g), in place."""
     for (u, g), f in zip(tensors, factors):
-        write_if(f.guard, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale))
+        write_if(f.ok, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale))

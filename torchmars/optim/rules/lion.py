@@ -65,7 +65,7 @@ class MarsLion(Lion):
         lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
         rate = group.scalar(1 - group.settings["betas"][0])
         factors = [
-            LionFactors(correction, step.guard, lr, weight_decay, rate, step.keep_gradient)
+            LionFactors(correction, step.ok, lr, weight_decay, rate, step.keep_gradient)
             for correction in step.correction_of_each()
         ]
         run_pass(mars_lion_, tensors, factors, step.compile)
@@ -76,8 +76,8 @@ class LionFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
     correction: TensorCorrection
-    guard: Tensor | None
-    """`StepFactors.guard`."""
+    ok: Tensor
+    """`StepFactors.ok`."""
     lr: Tensor
     weight_decay: Tensor
     rate: Tensor
@@ -92,9 +92,9 @@ def mars_lion_(tensors: Tensors, factors: Sequence[LionFactors]) -> None:
         used, c = corrected_gradient(g, h, f.correction)
         new_m = m + f.rate * (c - m)
         _step_by_sign(p, new_m, f)
-        write_if(f.guard, m, new_m)
+        write_if(f.ok, m, new_m)
         if f.keep:
-            write_if(f.guard, h, used)
+            write_if(f.ok, h, used)
 
 
 def lean_lion_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
@@ -102,9 +102,9 @@ def lean_lion_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
     for (p, u, g), f in zip(tensors, factors):
         used, wide = g.to(f.scale.dtype) * f.scale, u.to(f.scale.dtype)
         _step_by_sign(p, f.mix * wide + f.out * used, f)
-        write_if(f.guard, u, f.decay * wide + f.weight * used)
+        write_if(f.ok, u, f.decay * wide + f.weight * used)
 
 
 def _step_by_sign(p: Tensor, momentum: Tensor, f: LionFactors | LeanFactors) -> None:
     x = p.to(momentum.dtype)
-    write_if(f.guard, p, x - f.lr * (torch.sign(momentum) + f.weight_decay * x))
+    write_if(f.ok, p, x - f.lr * (torch.sign(momentum) + f.weight_decay * x))

@@ -160,8 +160,8 @@ class MomentumFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
     correction: TensorCorrection
-    guard: Tensor | None
-    """`StepFactors.guard`."""
+    ok: Tensor
+    """`StepFactors.ok`."""
     rate: Tensor
     """One minus beta1."""
     keep: bool
@@ -172,9 +172,9 @@ def mars_momentum_(tensors: Tensors, factors: Sequence[MomentumFactors]) -> None
     """Update the first moment of the corrected gradient on each (m, g, h), in place."""
     for (m, g, h), f in zip(tensors, factors):
         used, c = corrected_gradient(g, h, f.correction)
-        write_if(f.guard, m, m + f.rate * (c - m))
+        write_if(f.ok, m, m + f.rate * (c - m))
         if f.keep:
-            write_if(f.guard, h, used)
+            write_if(f.ok, h, used)
 
 
 class MatrixUpdate:
@@ -196,7 +196,7 @@ class MatrixUpdate:
             return
         rate = self.group.scalar(1 - self.group.settings["betas"][0])
         factors = [
-            MomentumFactors(correction, self.step.guard, rate, self.step.keep_gradient)
+            MomentumFactors(correction, self.step.ok, rate, self.step.keep_gradient)
             for correction in self.step.correction_of_each()
         ]
         tensors = list(zip(self.momenta, self.group.grads, self.group.last_grads))

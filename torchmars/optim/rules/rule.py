@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchmars.optim.passes import KeepFactors, keep_gradient_, run_pass
@@ -18,14 +19,9 @@ from torchmars.optim.rules.correction import (
 from torchmars.optim.tensors import flat, local_gradient, local_part
 
 Settings = dict[str, Any]  # of an optimizer by its name, or of a parameter group
-# Of a parameter: "step", the rule's buffers, and where "last_grad" is one, its squared norm.
-State = dict[str, Tensor]
+State = dict[str, Tensor]  # of a parameter: "step" and the rule's buffers
 MOMENTA = ("exp_avg", "momentum", "momentum_buffer")
 """The names of momenta. A rule has one of them."""
-SQUARED_NORM = "last_grad_squared_norm"
-"""<h, h> of the whole last gradient h, as far as known without reading it: 0-d in float64.
-
-It is that of h before it was rounded to its dtype. NaN: not known. Who writes to h makes it NaN."""
 
 
 class Rule(ABC):
@@ -75,8 +71,9 @@ class Rule(ABC):
     def squared_memory(self, state: State, rate1: float) -> Tensor:
         """Return the squared size of what earlier gradients left in this rank's part of `state`.
 
-        That is by default the squared norm of the first of the rule's `buffers`. `rate1` is one
-        minus the momentum's decay. The result is 0-d, in float64.
+        The sum over a tensor's shards is that of the whole. It is by default the squared norm of
+        the first of the rule's `buffers`. `rate1` is one minus the momentum's decay. The result is
+        0-d, in float64.
         """
         momentum = next(value for name, value in state.items() if name != "step")
         return torch.linalg.vector_norm(local_part(momentum), dtype=torch.float64).square()
@@ -118,7 +115,7 @@ class GroupTensors:
         self.buffers = {
             name: [flat(local_part(state[name])) for state in states]
             for name in states[0]
-            if name not in ("step", SQUARED_NORM)
+            if name != "step"
         }
         self.last_grads = self.buffers.get("last_grad", [])
         if rule.corrected and not self.last_grads and settings["clip"] is not None:
@@ -174,10 +171,9 @@ class GroupTensors:
         if not self.last_grads:
             return products, None
         gg, _, hh = products.unbind(-1)
-        # Not finite, or too large: then h is s g, as in a first step.
+        # Not finite, or too large: there is no correction then, as in a first step.
         unusable = ~(hh.sqrt() <= self.largest_norm)
-        without = torch.stack([gg, scale * gg, scale**2 * gg], -1)
-        products = torch.where(unusable[:, None], without, products)
+        products = torch.where(unusable[:, None], F.pad(gg[:, None], (0, 2)), products)
         kappa = torch.where(unusable, 0.0, (counts != 0).double() * self._strength())
         clip = torch.ones_like(kappa)
         if self.settings["clip"] is not None:
@@ -191,10 +187,8 @@ class StepFactors:
     """What the reduced sums of a step make of one group. Factors are in its computation's dtype."""
 
     ok: Tensor
-    """Whether the step counts. Where it is false nothing changes. 0-d, bool."""
-    guard: Tensor | None
-    """The condition of each write of a pass: `ok`, or None where the host knows that it is true,
-    and has cleared every h that is unusable."""
+    """Whether the step counts: the condition of each write. Where it is false nothing changes.
+    0-d, bool."""
     scale: Tensor
     """The factor of the global clip, 0-d."""
     globally_clipped: bool
@@ -215,11 +209,11 @@ class StepFactors:
     def correction_of_each(self) -> list[TensorCorrection]:
         """Return the correction of each tensor. Only where last gradients are kept."""
         assert self.corrections is not None
-        return self.corrections.of_each(self.scale, all_usable=self.guard is None)
+        return self.corrections.of_each(self.scale)
 
     def keep_gradients(self, group: "GroupTensors") -> None:
         """Make the gradients just used the last gradients, where the rule's pass has not."""
         if self.keep_apart:
             pairs = list(zip(group.grads, group.last_grads))
-            factors = [KeepFactors(self.scale, self.guard)] * len(pairs)
+            factors = [KeepFactors(self.scale, self.ok)] * len(pairs)
             run_pass(keep_gradient_, pairs, factors, self.compile)
