@@ -57,6 +57,41 @@ def test_unsorted_parameters_of_a_matrix_rule(rule):
         MARS(nn.Linear(6, 6).parameters(), rule=rule)
 
 
+def unreached(*args, **kwargs):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        MARS(*args, **kwargs)
+    return [str(each.message) for each in found if "reaches no group" in str(each.message)]
+
+
+def test_an_argument_that_reaches_no_group_is_warned_of():
+    model, p = Net(), nn.Parameter(torch.ones(2, 2))
+    cases = [
+        (dict(lr=3.0), "lr=3.0"),
+        (dict(rule="adamw"), "rule='adamw'"),
+        (dict(betas=(0.5, 0.5)), "betas"),
+        (dict(gamma=0.3), "gamma=0.3"),  # AdamW's groups have none, and no use for it
+        (dict(weight_decay=0.7), "weight_decay"),
+    ]
+    for settings, said in cases:
+        if said.startswith("rule"):  # not one of these groups has it
+            (message,) = unreached([{"params": [p], "rule": "mars-m", "lr": 1.0}], **settings)
+        else:
+            (message,) = unreached(param_groups(model, "mars-m"), **settings)
+        assert f"MARS({said}" in message and "param_groups" in message
+    for settings in (dict(gamma=0.3), dict(split=2), dict(clip=None)):
+        (message,) = unreached([{"params": [p], "rule": "adamw"}], **settings)
+        assert "means nothing to their rules" in message
+    for good in (
+        dict(params=param_groups(model, "mars-m"), rule="mars-m"),
+        dict(params=param_groups(model, "mars-m", lr=0.3), lr=0.3),
+        dict(params=param_groups(model, "mars-m"), max_grad_norm=1.0, gamma_next=0.1),
+        dict(params=model.parameters(), lr=0.3, betas=(0.5, 0.5), clip=None),
+        dict(params=[{"params": [p], "lr": 1.0}, {"params": [nn.Parameter(p)]}], lr=3.0),
+    ):
+        assert unreached(**good) == []
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_defaults_are_those_of_the_rule(rule):
     def settings(*args, **kwargs):

@@ -4,6 +4,7 @@ Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Trai
 ICML 2025, arXiv 2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchmars.optim.checks import check_hyperparameters, check_parameters, check_state_dtypes
 from torchmars.optim.look_ahead import LookAhead
 from torchmars.optim.norms import MeshGroups
-from torchmars.optim.param_groups import complete_group, warn_of_unsorted
+from torchmars.optim.param_groups import complete_group, warn_of_unreached, warn_of_unsorted
 from torchmars.optim.passes import pays_to_compile
 from torchmars.optim.plans import Plans
 from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, wire_and_product
@@ -105,7 +106,7 @@ class MARS(torch.optim.Optimizer):
     counts such steps. A last gradient like that counts as none: the tensor's next correction is 0,
     as in a first step. Raises `ValueError`, naming the argument, for a value out of range. Warns
     where a matrix rule is given parameters that `param_groups` has not sorted: it would
-    orthogonalise embeddings and heads.
+    orthogonalise embeddings and heads, and of an argument that reaches no group.
     """
 
     def __init__(
@@ -158,6 +159,13 @@ class MARS(torch.optim.Optimizer):
         defaults |= dict(gamma_next=gamma_next, clip=clip, flatten=flatten, split=split)
         super().__init__(params, defaults)
         self._settle()
+        usual = inspect.signature(MARS).parameters
+        passed = {
+            key: value
+            for key, value in defaults.items()
+            if key not in self._by_rule and value != usual[key].default
+        }
+        warn_of_unreached(params, passed, stacklevel=3)
         if isinstance(RULES[rule], MatrixRule):
             warn_of_unsorted(self.param_groups, params, rule, stacklevel=3)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmars.optim.checks import check_hyperparameters
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES
+from torchmars.optim.rules.matrix import MatrixRule
 
 GROUP_KEYS = ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "clip", "split", "flatten")
 
@@ -194,6 +195,33 @@ def complete_group(
                 )
             names[parameter] = repr(name)
     return group
+
+
+def warn_of_unreached(given: Iterable[Any], passed: dict[str, Any], stacklevel: int) -> None:
+    """Warn of arguments `passed` to MARS that mean nothing to any of the groups `given`.
+
+    One that has the value of a group is no slip.
+    """
+    groups = [each if isinstance(each, dict) else {} for each in given]
+    for key, value in passed.items():
+        meant = [each for each in groups if _has_meaning(key, each.get("rule", passed.get("rule")))]
+        if groups and all(key in each and each[key] != value for each in meant):
+            why = "each has its own" if meant else "it means nothing to their rules"
+            warnings.warn(
+                f"MARS({key}={value!r}) reaches no group: {why}. Set it in the groups, as "
+                "param_groups does with its settings, or leave it out",
+                stacklevel=stacklevel,
+            )
+
+
+def _has_meaning(key: str, rule: Any) -> bool:
+    """Return whether a group of `rule`, None for the default one, has a use for a setting."""
+    found = RULES.get(rule or "mars-adamw")
+    if found is None:  # refused elsewhere
+        return True
+    if key in ("flatten", "split"):
+        return isinstance(found, MatrixRule)
+    return found.corrected or key not in ("gamma", "gamma_next", "clip")
 
 
 def warn_of_unsorted(
