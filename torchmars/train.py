@@ -4,6 +4,7 @@ torchrun starts one for each GPU; a process that is started alone trains alone. 
 starts all ranks of a machine. Exit codes: see torchmars/commands/launch.py.
 """
 
+import os
 import sys
 
 import torch
@@ -27,7 +28,8 @@ def main() -> None:
     """Train, or continue, the run of the command line's config; end the process."""
     follow_launcher()
     # A mistake that one machine alone may find: its launcher must end the others.
-    with exit_on_user_error(quiet=process.local_rank() != 0):
+    with exit_on_user_error(quiet=os.environ.get("LOCAL_RANK", "0") != "0"):
+        process.check_variables()
         config = load_config(sys.argv[1:], "python -m torchmars.train")
         require_config(sys.argv[1:])
         process.check_devices()

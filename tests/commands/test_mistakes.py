@@ -26,7 +26,7 @@ from tests.support.mistakes import (
 )
 from tests.support.tiny import tiny_tables
 from torchmars import train as rank
-from torchmars.cluster.environment import Environment, read_environment
+from torchmars.cluster.environment import Environment, cores_of, read_environment
 from torchmars.cluster.launcher import config_from_args
 from torchmars.commands import train
 from torchmars.commands.launch import parse
@@ -91,6 +91,43 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
     assert read_environment(job | {"ENVIRONMENT": ""}).NNODES == 1  # started by hand within the job
     said = mistake(read_environment, job | {"SLURM_GPUS_ON_NODE": "gpu:8"})
     assert "SLURM_GPUS_ON_NODE must be a whole number" in said
+
+
+MANY = "9" * 5000  # more digits than Python reads
+
+
+@pytest.mark.parametrize("value", [MANY, "0", "x", "-1"])
+def test_the_cores_of_a_job(value):
+    job = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH"}
+    assert cores_of(job | {"SLURM_CPUS_ON_NODE": "12"}) == 12
+    said = mistake(cores_of, job | {"SLURM_CPUS_ON_NODE": value})
+    assert "SLURM_CPUS_ON_NODE must be " in said
+
+
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "4711"}
+
+
+@pytest.mark.parametrize(
+    "name,value,message",
+    [
+        ("RANK", MANY, "RANK must be a whole number"),
+        ("WORLD_SIZE", "0", "RANK and LOCAL_RANK must be less than WORLD_SIZE"),
+        ("LOCAL_RANK", "one", "LOCAL_RANK must be a whole number"),
+        ("LOCAL_WORLD_SIZE", MANY, "LOCAL_WORLD_SIZE must be a whole number"),
+        ("MASTER_PORT", "70000", "MASTER_PORT must be at least 0 and at most 65,535"),
+        ("RANK", "1", "RANK and LOCAL_RANK must be less than WORLD_SIZE"),
+        ("MASTER_ADDR", None, "RANK is set, but MASTER_ADDR not: start ranks by torchmars train"),
+    ],
+)
+def test_the_variables_of_a_rank(place, monkeypatch, capsys, name, value, message):
+    for each, given in (RANK | {name: value}).items():
+        monkeypatch.setenv(each, given) if given else monkeypatch.delenv(each, raising=False)
+    monkeypatch.setattr(sys, "argv", ["rank", "tiny.toml"])
+    with pytest.raises(SystemExit) as ended:
+        rank.main.__wrapped__()
+    assert ended.value.code == 2
+    if name != "LOCAL_RANK":  # the first rank of a machine speaks
+        assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_the_mode_of_wandb(monkeypatch):

@@ -32,8 +32,9 @@ def test_what_is_extended_comes_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ('extends = "base.toml"', "extends must be a list of config files, got 'base.toml'"),
-        ("extends = [1]", r"extends must be a list of config files, got \[1\] \(in mine.toml\)"),
+        ('extends = "base.toml"', "extends must be a list of strings, got 'base.toml'"),
+        ("extends = [1]", r"extends must be a string, got 1 \(in mine.toml\)"),
+        (f"extends = 0x{'f' * 5000}", r"extends must be a number of at most 1,000 digits \(in"),
         ('extends = ["none.toml"]', "cannot read the config none.toml: No such file"),
         ('extends = ["mine.toml"]', r"mine.toml extends itself \(mine.toml -> mine.toml\)"),
     ],
@@ -43,6 +44,27 @@ def test_mistakes(tmp_path, monkeypatch, text, message):
     write(tmp_path, mine=text)
     with pytest.raises(UserError, match=message):
         read_sources("mine.toml")
+
+
+def test_a_file_that_is_extended_often_is_read_once_and_counts_where_it_comes_last(
+    tmp_path, monkeypatch
+):
+    """Each of these extends the next one twice: 2^90 ways lead to the last."""
+    monkeypatch.chdir(tmp_path)
+    numbers = range(90)
+    for at in numbers:
+        write(tmp_path, **{f"f{at}": f'extends = ["f{at + 1}.toml", "f{at + 1}.toml"]'})
+    write(tmp_path, f90="", first='extends = ["f88.toml", "f0.toml", "f89.toml"]')
+    names = [name for name, _ in read_sources("first.toml")]
+    later = ["in f90.toml", "in f89.toml"]
+    assert names == [*[f"in f{at}.toml" for at in numbers[88::-1]], *later, "in first.toml"]
+
+
+def test_files_that_extend_each_other_too_deeply(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, **{f"f{at}": f'extends = ["f{at + 1}.toml"]' for at in range(1000)})
+    with pytest.raises(UserError, match="f0.toml extends more than 100 files"):
+        read_sources("f0.toml")
 
 
 @pytest.mark.parametrize("first,name", [("my.toml", "my"), ("a_0.6b.toml", "a_0.6b"), ("b", "b")])

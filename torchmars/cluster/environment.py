@@ -17,6 +17,8 @@ from torchmars.core.typed import make
 # The variables that SLURM sets in a job, in place of one that is not set.
 SLURM_VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
 
+Cores = Annotated[int, Range(1, 10_000)]
+
 
 @dataclass
 class Environment:
@@ -36,7 +38,7 @@ class Environment:
     """Times that all ranks are started again after one has died."""
     LOG_RANK: list[Annotated[int, Range(0, 1_000)]] = field(default_factory=lambda: [0])
     """Ranks of this machine whose output is shown."""
-    OMP_NUM_THREADS: Annotated[int, Range(1, 10_000)] | None = None
+    OMP_NUM_THREADS: Cores | None = None
     """CPU threads of each rank. Default: the machine's cores over its ranks."""
 
     def check(self) -> None:
@@ -175,6 +177,11 @@ def in_batch_job(variables: Mapping[str, str]) -> bool:
 
 
 def cores_of(variables: Mapping[str, str]) -> int:
-    """Return the CPU cores of this machine that the job, or else this process, may use."""
-    given = variables.get("SLURM_CPUS_ON_NODE", "") if in_batch_job(variables) else ""
-    return int(given) if given.isascii() and given.isdigit() else len(os.sched_getaffinity(0))
+    """Return the CPU cores of this machine that the job, or else this process, may use.
+
+    Raises `UserError`.
+    """
+    name = "SLURM_CPUS_ON_NODE"
+    if in_batch_job(variables) and variables.get(name):
+        return make(Cores, whole_number(variables[name]), name=name)
+    return len(os.sched_getaffinity(0))

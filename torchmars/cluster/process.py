@@ -6,31 +6,63 @@ They are known before the ranks connect.
 import os
 import socket
 from datetime import timedelta
+from typing import Annotated
 
 import torch
 
-from torchmars.cluster.environment import Environment, read_variable
+from torchmars.cluster.environment import Environment, read_variable, whole_number
+from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
+from torchmars.core.typed import make
+
+Number = Annotated[int, Range(0, 100_000_000)]
+Port = Annotated[int, Range(0, 65_535)]
 
 
 def rank() -> int:
     """Return this process's number among all ranks; 0 for a process that was started alone."""
-    return int(os.environ.get("RANK", 0))
+    return number("RANK", 0)
 
 
 def world_size() -> int:
     """Return the number of ranks; 1 for a process that was started alone."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return number("WORLD_SIZE", 1)
 
 
 def machines() -> int:
     """Return the number of machines, each of which has a launcher."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    return number("GROUP_WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
     """Return this process's number among those of its machine; 0 for a process started alone."""
-    return int(os.environ.get("LOCAL_RANK", 0))
+    return number("LOCAL_RANK", 0)
+
+
+def number(name: str, alone: int) -> int:
+    """Return a variable that torchrun sets, or what it is for a process that was started `alone`.
+
+    Raises `UserError` for one that somebody else has set to what torchrun does not.
+    """
+    given = os.environ.get(name)
+    if given is None:
+        return alone
+    return make(Number, whole_number(given), name=name)
+
+
+def check_variables() -> None:
+    """Raise `UserError` unless the variables of a rank are there, and are what torchrun sets.
+
+    Or none is there: the process was started alone.
+    """
+    needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if "RANK" in os.environ else ()
+    remedy = "start ranks by torchmars train or torchrun, or unset RANK to train alone"
+    if missing := [name for name in needed if name not in os.environ]:
+        raise UserError(f"RANK is set, but {' and '.join(missing)} not: {remedy}")
+    if number("RANK", 0) >= world_size() or local_rank() >= world_size():
+        raise UserError(f"RANK and LOCAL_RANK must be less than WORLD_SIZE: {remedy}")
+    if needed:
+        make(Port, number("MASTER_PORT", 0), name="MASTER_PORT")
 
 
 def node() -> str:
@@ -56,7 +88,7 @@ def check_devices(local_ranks: int | None = None) -> None:
 
     `local_ranks` is the number of ranks on it, by default that of torchrun.
     """
-    local_ranks = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_ranks = local_ranks or number("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()
     if 0 < gpus < local_ranks:
         raise UserError(

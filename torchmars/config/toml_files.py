@@ -8,10 +8,12 @@ import tomli
 
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text
+from torchmars.core.typed import make
 
 # A link to the folder at the top of the repository; an installed package has a copy.
 SHIPPED = Path(__file__).parents[1] / "train_configs"
 EXTENDS = "extends"  # the key of the files that a file builds on
+DEEPEST = 100  # files, each of which extends the next one
 
 Tables = dict[str, Any]
 # Tables, and where they are from, as errors say it.
@@ -24,19 +26,36 @@ def find_config(name: str) -> Path:
     return shipped if not os.path.lexists(name) and os.path.isfile(shipped) else Path(name)
 
 
-def read_sources(name: str, extending: tuple[str, ...] = ()) -> list[Source]:
+def read_sources(name: str) -> list[Source]:
     """Return the tables of a config file, after those of the files that it extends.
 
-    `extending` are the files that lead to this one. Raises `UserError`.
+    A file that is extended several times counts where it comes last, since it wins there. Raises
+    `UserError`.
+    """
+    return [(f"in {file}", tables) for file, tables in read_files(name, (), {}).items()]
+
+
+def read_files(
+    name: str, extending: tuple[str, ...], read: dict[str, dict[str, Tables]]
+) -> dict[str, Tables]:
+    """Return the tables of a config file, after those of the files that it extends, by file.
+
+    `extending` are the files that lead to this one. `read` has what other files led to, and gets
+    what this one does.
     """
     if name in extending:
         raise UserError(f"{name} extends itself ({' -> '.join([*extending, name])}): remove one")
-    tables = read_toml(find_config(name))
-    extended = tables.pop(EXTENDS, [])
-    if not (isinstance(extended, list) and all(isinstance(each, str) for each in extended)):
-        raise UserError(f"{EXTENDS} must be a list of config files, got {extended!r} (in {name})")
-    found = [source for each in extended for source in read_sources(each, (*extending, name))]
-    return [*found, (f"in {name}", tables)]
+    if len(extending) > DEEPEST:
+        raise UserError(f"{extending[0]} extends more than {DEEPEST} files, each by the next one")
+    if name not in read:
+        tables = read_toml(find_config(name))
+        found: dict[str, Tables] = {}
+        for each in make(list[str], tables.pop(EXTENDS, []), f"in {name}", EXTENDS):
+            for file, its in read_files(each, (*extending, name), read).items():
+                found.pop(file, None)
+                found[file] = its
+        read[name] = found | {name: tables}
+    return read[name]
 
 
 def read_toml(path: Path) -> Tables:

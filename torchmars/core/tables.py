@@ -22,5 +22,7 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
     for row in rows:
         lines.add_row(*(Text(harmless(cell).replace("\n", "\\n")) for cell in row))
     out = io.StringIO()
-    Console(file=out, width=100_000, color_system=None, legacy_windows=False).print(lines)
+    # With both sizes, COLUMNS and LINES are not read.
+    console = Console(file=out, width=100_000, height=100, color_system=None, legacy_windows=False)
+    console.print(lines)
     return [line.rstrip() for line in out.getvalue().splitlines()]
