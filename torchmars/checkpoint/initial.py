@@ -6,11 +6,12 @@ from typing import Literal
 from torch import Tensor
 
 from torchmars.checkpoint.huggingface import HF, weights_of_folder
-from torchmars.checkpoint.index import read_index, shapes_in
+from torchmars.checkpoint.index import shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state import (
+    index_on_all,
     model_state,
     named_parameters,
     optimizer_state,
@@ -56,7 +57,7 @@ def init_from(
         model.follow_weights()
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(Path(source), "full"))
-    index = layout.on_first(lambda: read_index(folder, manifest))
+    index = index_on_all(folder, manifest, layout)
     saved = shapes_in(index)
     state = model_state(model.weights)
     sizes = {

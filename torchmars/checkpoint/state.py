@@ -121,8 +121,7 @@ def load(
     """
     state = training_state(layout, model.weights, optimizer, average)
     random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
-    # Not left to DCP: its own error is a page of tracebacks.
-    index = layout.on_first(lambda: read_index(folder, manifest))
+    index = index_on_all(folder, manifest, layout)
     saved = index.state_dict_metadata
     if manifest.world_size == layout.world.size:
         random = {name: value for name, value in random.items() if name in saved}
@@ -136,6 +135,17 @@ def load(
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     set_rng_state(random)
     return has_average
+
+
+def index_on_all(folder: Path, manifest: CheckpointManifest, layout: Layout) -> dcp.Metadata:
+    """Return the index of the checkpoint `folder` on every rank.
+
+    Each reads it: that of many ranks is large, and sending it takes memory for one from each of
+    them. Raises `DamagedCheckpoint` on every rank.
+    """
+    read: list[dcp.Metadata] = []
+    layout.on_all(lambda: read.append(read_index(folder, manifest)))
+    return read[0]
 
 
 def read_state(
