@@ -141,9 +141,9 @@ def test_other_keys_are_carried():
 
 
 MISTAKES = [
-    (lambda p, q: {"params": [q], "lr": -1.0}, "lr must be"),
-    (lambda p, q: {"params": [q], "lr": "x"}, "lr must be a number, got x"),
-    (lambda p, q: {"params": [q], "betas": 0.9}, "betas must be numbers"),
+    (lambda p, q: {"params": [q], "lr": -1.0}, "lr of group 1 must be"),
+    (lambda p, q: {"params": [q], "lr": "x"}, "lr of group 1 must be a number, got x"),
+    (lambda p, q: {"params": [q], "betas": 0.9}, "betas of group 1 must be numbers"),
     (lambda p, q: {"params": [q], "rule": "sgd"}, "rule must be one of"),
     (lambda p, q: {"params": [q, q]}, "group 1 has one parameter twice, as 0 and as 1"),
     (lambda p, q: {"params": [q, p]}, "more than one parameter group"),

@@ -81,7 +81,7 @@ def spoil_all(saved):
         (spoil_rule, "group 0 of the state_dict is of the rule lion, here it is of mars-adamw"),
         (spoil_count, "group 0 has 4 parameters in the state_dict, 5 in this optimizer"),
         (spoil_groups, "state_dict has 2 parameter groups, this optimizer 1"),
-        (spoil_lr, "lr must be at least 0"),
+        (spoil_lr, "lr of group 0 must be at least 0"),
         (spoil_all, "must have 'state' and 'param_groups'"),
     ],
 )

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmars.optim.checks import check_hyperparameters, check_parameters, check_state_dtypes
+from torchmars.optim.checks import (
+    check_flags,
+    check_group,
+    check_hyperparameters,
+    check_parameters,
+    check_state_dtypes,
+)
 from torchmars.optim.look_ahead import LookAhead
 from torchmars.optim.norms import MeshGroups
 from torchmars.optim.param_groups import complete_group, warn_of_unreached, warn_of_unsorted
@@ -134,6 +140,7 @@ class MARS(torch.optim.Optimizer):
     ) -> None:
         check_hyperparameters(max_grad_norm=max_grad_norm, rule=rule)
         check_state_dtypes(momentum_dtype, last_grad_dtype)
+        check_flags(exact, overlap, compile, norm_group)
         self.max_grad_norm, self.exact = max_grad_norm, exact
         self.momentum_dtype, self.last_grad_dtype = momentum_dtype, last_grad_dtype
         self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
@@ -246,6 +253,8 @@ class MARS(torch.optim.Optimizer):
         nothing: raises `ValueError`, naming the parameter, the key and the shapes, where something
         does not fit, and has changed nothing then.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict must be a dict, got a {type(state_dict).__name__}")
         self._follow()
         found: list[Loaded] = []
 
@@ -289,6 +298,9 @@ class MARS(torch.optim.Optimizer):
         It is then as in a first step (h_1 = g_1). Use it for state that was loaded without a last
         gradient, such as AdamW's, or with one of other data.
         """
+        parameters = list(parameters)
+        if not set(parameters) <= self.state.keys():
+            raise ValueError("parameters must be a list of parameters of this optimizer")
         for parameter in parameters:
             if "last_grad" in self.state[parameter]:  # NaN: there is none
                 self.state[parameter]["last_grad"].fill_(math.nan)
@@ -323,6 +335,16 @@ class MARS(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[GroupTensors]:
+        """Return the tensors of a step. Refuse, before anything is written, what it cannot take."""
+        if self.plans.device.type == "meta":
+            raise ValueError(
+                "the parameters are on the meta device: make the optimizer after to_empty(), which "
+                "puts others in their place"
+            )
+        for number, (group, rule) in enumerate(zip(self.param_groups, self.plans.rules)):
+            check_group(group, number)
+            if group["rule"] != rule:
+                raise ValueError(f"rule of group {number} was {rule!r} and cannot change")
         return gather_gradients(self.param_groups, self.state, self._wire)
 
     def _reduce(self, groups: list[GroupTensors], with_last: bool) -> Reduction:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmars.optim.checks import check_hyperparameters
+from torchmars.optim.checks import check_group, check_hyperparameters, shown
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import MatrixRule
@@ -102,6 +102,10 @@ def param_groups(
     Raises `ValueError`, naming the argument, for a value out of range, for a setting without
     meaning and for a pattern that claims no parameter.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
+    if not isinstance(by_role or {}, dict):
+        raise TypeError(f"by_role must be a dict of settings by role, got {shown(by_role)!r}")
     table, given = role_settings(name, **settings), by_role or {}
     for role, changes in given.items():
         if role not in ROLES:
@@ -147,13 +151,7 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
     if "clip" in changed:
         changed["clip"] = changed["clip"] or None
     try:
-        check_hyperparameters(
-            **{
-                key: changed[key]
-                for key in changed
-                if key not in ("split", "flatten", "role", "params")
-            }
-        )
+        check_hyperparameters(**{key: changed[key] for key in changed if key in GROUP_KEYS})
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
     return changed
@@ -173,16 +171,12 @@ def complete_group(
         for meant in difflib.get_close_matches(str(key).lower(), defaults, n=1, cutoff=0.8):
             if not (key.startswith(f"{meant}_") or key.endswith(f"_{meant}")):  # weight_decay_mult
                 raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
+    if "params" not in group:
+        raise ValueError(f"group {number} has no 'params': name its parameters")
     check_hyperparameters(rule=group.get("rule", defaults["rule"]))
     for key in by_rule:
         group.setdefault(key, RULES[group.get("rule", defaults["rule"])].defaults[key])
-    merged = defaults | group
-    check_hyperparameters(
-        **{
-            key: merged[key]
-            for key in ("lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip")
-        }
-    )
+    check_group(defaults | group, number)
     if not isinstance(group["params"], Tensor | set):  # torch takes the one, refuses the other
         group["params"] = list(group["params"])
         names: dict[Any, str] = {}

@@ -42,6 +42,8 @@ class Plans:
         self.owner_loads: OwnerLoads = {}
         self.known: Known = []
         """The parameters of each group, and their layouts."""
+        self.rules: list[str] = []
+        """The rule of each group."""
 
     def without_groups(self) -> "Plans":
         """Return plans with the same settings and process groups, to which no group was added."""
@@ -74,6 +76,7 @@ class Plans:
         self.traffic += traffic
         self.owner_loads = loads
         self.known += known_parameters([group])
+        self.rules.append(group["rule"])
 
     @property
     def device(self) -> torch.device:

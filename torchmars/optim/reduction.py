@@ -25,15 +25,15 @@ def gather_gradients(
 ) -> list[GroupTensors]:
     """Return the tensors of the parameters that have a gradient: of each group, by kind.
 
-    Those of a kind have one dtype, and state of the same names. `wire` is the dtype in which
-    matrices travel.
+    Those of a kind have one dtype, gradients of one dtype, and state of the same names. `wire` is
+    the dtype in which matrices travel.
     """
     result = []
     for group in param_groups:
         kinds: dict[Any, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
-                kind = parameter.dtype, *state[parameter]
+                kind = parameter.dtype, parameter.grad.dtype, *state[parameter]
                 kinds.setdefault(kind, []).append(parameter)
         for parameters in kinds.values():
             states = [state[parameter] for parameter in parameters]

@@ -1,5 +1,6 @@
 """Each parameter's state: its layout, how it follows its parameter, how a saved one is loaded."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torchmars.optim.checks import check_hyperparameters, parameter_name
+from torchmars.optim.checks import check_group, parameter_name, shown
 from torchmars.optim.rules import DROPPED, RULES, current_name, state_fits, unscaling
 from torchmars.optim.rules.rule import MOMENTA, State
 from torchmars.optim.tensors import local_intervals, local_part
@@ -199,13 +200,23 @@ def check_loaded(
     """
     if not {"state", "param_groups"} <= set(saved):
         raise ValueError(f"state_dict must have 'state' and 'param_groups', got {sorted(saved)}")
-    if len(saved["param_groups"]) != len(groups):
+    saved_groups = saved["param_groups"]
+    if not (
+        isinstance(saved["state"], dict)
+        and all(isinstance(each, dict) for each in saved["state"].values())
+        and isinstance(saved_groups, list)
+        and all(isinstance(each, dict) and "params" in each for each in saved_groups)
+    ):
         raise ValueError(
-            f"state_dict has {len(saved['param_groups'])} parameter groups, "
-            f"this optimizer {len(groups)}"
+            "state_dict must have a dict 'state' of dicts, and a list 'param_groups' of dicts with "
+            "'params'"
+        )
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"state_dict has {len(saved_groups)} parameter groups, this optimizer {len(groups)}"
         )
     loaded = Loaded([], {}, [])
-    for number, (theirs, ours) in enumerate(zip(saved["param_groups"], groups)):
+    for number, (theirs, ours) in enumerate(zip(saved_groups, groups)):
         if len(theirs["params"]) != len(ours["params"]):
             raise ValueError(
                 f"group {number} has {len(theirs['params'])} parameters in the "
@@ -241,9 +252,7 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
     merged = dict(ours)
     if rule == saved_rule:
         merged |= {key: value for key, value in theirs.items() if key not in _TORCH_KEYS}
-        check_hyperparameters(
-            **{key: merged[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        )
+        check_group(merged, number)
     return merged | {"params": theirs["params"]}
 
 
@@ -256,7 +265,7 @@ def _current(
     for key, value in entries.items():
         if key in DROPPED:
             continue
-        value = torch.as_tensor(value, dtype=None if torch.is_tensor(value) else torch.float32)
+        value = _tensor(value, f"{name}: {key}")
         if current_name(saved_rule, key) != key:
             value = value * unscaling(saved_rule, theirs["betas"])
         current[current_name(saved_rule, key)] = value
@@ -272,4 +281,27 @@ def _current(
                 f"{name}: {key} has shape {tuple(value.shape)} in the state_dict, "
                 f"here {tuple(wanted[key].shape)}"
             )
+        if value.is_meta and not wanted[key].is_meta:
+            raise ValueError(f"{name}: {key} is on the meta device in the state_dict: no values")
+        # Of a DTensor this rank has a part only; NaN says that there is no last gradient.
+        if isinstance(value, DTensor) or value.is_meta or key == "last_grad":
+            continue
+        kept, most = value.to(wanted[key].dtype), torch.finfo(wanted[key].dtype).max
+        if key == "exp_avg" and "exp_avg_sq" in wanted:  # whose squares are kept too
+            most = math.sqrt(most)
+        least = 0 if key in ("step", "exp_avg_sq") else -most
+        if not ((kept >= least) & (kept <= most)).all():
+            raise ValueError(f"{name}: {key} has numbers in the state_dict that no step leaves")
     return current
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    """Return a saved `value` as a tensor. Raise `ValueError`, saying `what` is none."""
+    try:
+        if not torch.is_tensor(value):
+            value = torch.as_tensor(value, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{what} is no number in the state_dict: {shown(value)}") from None
+    if value.layout != torch.strided or value.is_complex():
+        raise ValueError(f"{what} is no dense tensor of real numbers in the state_dict")
+    return value

@@ -18,7 +18,7 @@ from torchmars.optim.tensors import local_part
 class AdamW(ElementwiseRule):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), by torch's own fused kernel.
 
-    That takes moments of the parameter's dtype. Others have a pass here.
+    That takes gradients and moments of the parameter's dtype. Others have a pass here.
     """
 
     name = "adamw"
@@ -38,7 +38,7 @@ class AdamW(ElementwiseRule):
     def update(self, group: GroupTensors, step: StepFactors) -> None:
         beta1, beta2 = group.settings["betas"]
         first, second = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
-        if first[0].dtype != second[0].dtype:
+        if len({each[0].dtype for each in (group.weights, group.grads, first, second)}) > 1:
             tensors = list(zip(group.weights, group.grads, first, second))
             run_pass(adamw_, tensors, moment_factors(group, step), step.compile)
             torch._foreach_add_(group.steps, [step.ok.float()] * len(group.steps))
