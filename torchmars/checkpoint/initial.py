@@ -27,6 +27,7 @@ from torchmars.checkpoint.weights import (
 )
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
+from torchmars.core.words import counted
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
@@ -81,8 +82,8 @@ def init_from(
     model.follow_weights()
     origin = f"weights of {folder}"
     if with_optimizer:
-        counts = f"{len(taken)} of {len(manifest.optimizer)}"
-        origin += f", and the optimizer's state of {counts} tensors"
+        counts = f"{len(taken)} of {counted(len(manifest.optimizer), 'tensor')}"
+        origin += f", and the optimizer's state of {counts}"
         origin += f" ({len(without)} without a last gradient)" if without else ""
     parameters = named_parameters(optimizer)
     return origin, [parameters[name] for name in without]

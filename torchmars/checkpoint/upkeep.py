@@ -22,6 +22,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem
 from torchmars.core.formats import OtherVersion
 from torchmars.core.tables import table
+from torchmars.core.words import counted
 
 NO_CHECKPOINTS = "name a run's folder, such as runs/quickstart"
 LEFT = {
@@ -68,7 +69,7 @@ def verify_checkpoints(folder: Path) -> None:
     for path in found:
         if path in good:
             size = good[path].bytes / 2**20
-            say(f"{path.name}: good, {size:,.1f} MiB in {len(good[path].files)} files")
+            say(f"{path.name}: good, {size:,.1f} MiB in {counted(len(good[path].files), 'file')}")
         else:
             say(f"{path.name}: {'of another version' if path in other else 'damaged'}")
     if damaged := len(found) - len(good) - len(other):
@@ -105,7 +106,8 @@ def prune_checkpoints(
     for path in gone:
         say(f"{'would delete' if dry_run else 'deleted'} {path}")
     staying = len(good) - sum(path in good for path in gone)
-    say(f"{staying} checkpoints {'would stay' if dry_run else 'stay'}")
+    stay = "would stay" if dry_run else "stays" if staying == 1 else "stay"
+    say(f"{counted(staying, 'checkpoint')} {stay}")
     if stuck:
         raise UserError(f"{len(stuck)} of {len(unwanted)} could not be deleted: see the warnings")
 

@@ -18,6 +18,7 @@ from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.console import labelled
 from torchmars.core.errors import LostRank, UserError, say_error
+from torchmars.core.words import counted
 
 LOOK_SECONDS = 10.0  # how long a new file may take to be seen on other machines
 CLOCK_SECONDS = 5.0  # from this difference of clocks on the logs of several machines mislead
@@ -238,7 +239,8 @@ def describe(reports: list[RankReport]) -> str:
     if len(ranks) == 1:
         return ""
     nodes = ", ".join(list(ranks)[:8]) + (", ..." if len(ranks) > 8 else "")
-    counts = " or ".join(map(str, sorted(set(ranks.values()))))
+    fewest, most = min(ranks.values()), max(ranks.values())
+    counts = counted(most, "rank") if fewest == most else f"{fewest} to {most} ranks"
     devices = Counter(report.device for report in reports)
     names = ", ".join(f"{count} x {device}" for device, count in devices.items())
     slow = min(reports, key=lambda report: report.clock)
@@ -246,8 +248,7 @@ def describe(reports: list[RankReport]) -> str:
     spread = fast.clock - slow.clock
     lines = labelled(
         "cluster",
-        f"{len(ranks)} machines ({nodes}), {counts} ranks on each: {names}; "
-        f"clocks within {spread:.2f} s",
+        f"{len(ranks)} machines ({nodes}), {counts} on each: {names}; clocks within {spread:.2f} s",
     )
     if len(devices) > 1:
         first = {device: next(r.node for r in reports if r.device == device) for device in devices}

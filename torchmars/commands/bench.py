@@ -15,6 +15,7 @@ from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.options import take_options
 from torchmars.core.results import check_results_file, write_results
+from torchmars.core.words import counted
 
 PROG = "torchmars bench"
 
@@ -115,12 +116,11 @@ def introduction(
     """Return what is about to be measured, in lines."""
     lines = labelled(
         "machine",
-        f"{machine['device']}, {machine['cores']} cores, of which {machine['load']} were busy in "
-        f"the last minute; torch {machine['torch']}",
+        f"{machine['device']}, {machine['cores']} cores, of which {machine['load']} "
+        f"were busy in the last minute; torch {machine['torch']}",
     )
     for each in subjects:
-        ranks = "1 rank" if each.ranks == 1 else f"{each.ranks} ranks"
-        where = f"{ranks}, data: {each.data}"
+        where = f"{counted(each.ranks, 'rank')}, data: {each.data}"
         lines += labelled(each.name or "config", each.arguments, where)
     return [
         *lines,

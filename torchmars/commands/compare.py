@@ -22,6 +22,7 @@ from torchmars.core.console import labelled, say
 from torchmars.core.errors import EXIT_STOPPED, UserError, exit_on_user_error, missing_package
 from torchmars.core.files import locked, write_durably
 from torchmars.core.options import take_options
+from torchmars.core.words import counted
 
 if TYPE_CHECKING:
     from torchmars.comparison.local import LocalTrials
@@ -231,13 +232,14 @@ def introduction(study: Study, how: str) -> list[str]:
     tokens = training.steps * training.global_batch_size * training.seq_len
     first = [study.tuning(each, study.lrs) for each in study.contenders]
     least = sum(map(len, first)) + len(study.contenders) * (len(study.seeds) - 1)
-    seeds = f"{len(study.seeds)} seed{'s' * (len(study.seeds) > 1)}"
+    seeds = counted(len(study.seeds), "seed")
     own = "each optimizer has its own [optimizer] section; the config's is not used"
     return [
         *labelled("compare", ", ".join(each.name for each in study.contenders), own),
         *labelled(
             "trials",
-            f"{least} or more of {training.steps:,} steps, {tokens:,} tokens, with {seeds}",
+            f"{least} or more of {counted(training.steps, 'step')}, {tokens:,} tokens, "
+            f"with {seeds}",
             how,
             *(
                 []

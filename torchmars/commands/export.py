@@ -11,6 +11,7 @@ from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
+from torchmars.core.words import counted
 from torchmars.data.manifest import has_manifest
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def main() -> None:
         except OSError as error:
             raise UserError(f"cannot write {options.target}: {error.strerror or error}") from None
         parameters = [parameter.numel() for parameter in models[0].model.parameters()]
-        say(f"{options.target}: {len(parameters)} tensors, {sum(parameters):,} weights")
+        say(f"{options.target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")
         if kind == "hf" and (problem := tokenizer_problem(models[0])):
             say(f"warning: {problem}")
         following = after_folder if kind == "hf" else after_file

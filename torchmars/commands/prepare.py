@@ -13,6 +13,7 @@ from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.options import take_options
+from torchmars.core.words import counted
 from torchmars.data import sources
 from torchmars.data.prepare import prepare_task
 
@@ -116,7 +117,7 @@ def prepare_corpus(config: ResolvedData, task: int, tasks: int) -> bool:
     for name, split in manifest.splits.items():
         say(
             f"{config.path}: {name} {split.tokens:,} tokens ({manifest.tokenizer}) "
-            f"in {split.documents:,} documents, {len(split.shards):,} shards"
+            f"in {counted(split.documents, 'document')}, {counted(len(split.shards), 'shard')}"
         )
     return True
 

@@ -13,6 +13,7 @@ from torchmars.cluster.environment import cores_of, read_environment
 from torchmars.comparison.study import Study, Trial
 from torchmars.comparison.trials import OUTPUT_FILE, write_trial
 from torchmars.core.errors import EXIT_STOPPED, UserError
+from torchmars.core.words import counted
 from torchmars.training.preparation import prepare_run
 
 # `torchmars train`, which Linux tells to stop when its parent dies, were it by SIGKILL: 1 is
@@ -45,8 +46,8 @@ class LocalTrials:
 
     def describe(self) -> str:
         """Return how trials are run, in words."""
-        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        threads = counted(self.threads, "thread")
+        ranks = counted(self.ranks, "rank")
         return f"{self.jobs} at a time, each on {ranks} with {threads} of the CPU"
 
     def prepare(self) -> None:
@@ -86,7 +87,7 @@ class LocalTrials:
         for _, process, _ in self.running.values():
             process.send_signal(signal.SIGTERM)
         count = len(self.running)
-        return f"waiting for {count} trial{'s' * (count != 1)} to save"
+        return f"waiting for {counted(count, 'trial')} to save"
 
 
 def start_process(file: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:

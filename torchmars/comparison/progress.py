@@ -7,6 +7,7 @@ from torchmars.comparison.results import TrialResult
 from torchmars.comparison.study import Plan, Study, Trial
 from torchmars.comparison.trials import steps_made
 from torchmars.core.console import say
+from torchmars.core.words import counted
 from torchmars.data.progress import Progress
 
 SECONDS = 2.0  # between two looks at the trials
@@ -64,4 +65,4 @@ class TrialsProgress(Progress):
             how = each.reason and f"{each.state}: {each.reason}"
             said = how or f"validation loss {each.loss:.4f}, {each.seconds:,.0f} s"
             self.bar.clear()
-            say(f"{each.name}: {said} ({len(ended)} of {len(ended) + left} trials)")
+            say(f"{each.name}: {said} ({len(ended)} of {counted(len(ended) + left, 'trial')})")

@@ -16,6 +16,7 @@ from torchmars.comparison.results import (
     TrialResult,
 )
 from torchmars.core.tables import table
+from torchmars.core.words import counted
 
 Rows = list[list[str]]
 
@@ -117,7 +118,7 @@ def introduction(found: Comparison) -> str:
     if len(found.seeds) > 1:
         seeds += f", the best settings repeated up to seed {found.seeds[-1]}"
     return (
-        f"`{' '.join(found.config)}`: each trial has {found.steps:,} steps and "
+        f"`{' '.join(found.config)}`: each trial has {counted(found.steps, 'step')} and "
         f"{found.tokens:,} tokens. Tuned over {grid} with {seeds}. Losses are validation losses "
         "after the last step."
     )

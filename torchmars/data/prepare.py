@@ -13,6 +13,7 @@ from torchmars.config.source import OF_TOKENS, parse_source
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, locked, remove
+from torchmars.core.words import counted
 from torchmars.data import foreign
 from torchmars.data import plan as plans
 from torchmars.data.corpus import Sizes
@@ -152,7 +153,7 @@ def make_pieces(
     seconds = time.monotonic() - began
     say(
         f"tokenising took {seconds:,.1f} s: {text / 1e6:,.1f} MB to {tokens:,} tokens, "
-        f"{text / 1e6 / seconds:,.2f} MB/s with {processes} process{'es' * (processes > 1)}",
+        f"{text / 1e6 / seconds:,.2f} MB/s with {counted(processes, 'process', 'processes')}",
         error=True,  # as the progress bar
     )
 

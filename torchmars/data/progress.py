@@ -6,6 +6,7 @@ from typing import Self, TextIO, cast
 from tqdm import tqdm
 
 from torchmars.core.console import harmless, say
+from torchmars.core.words import counted
 from torchmars.data.documents import Encoded
 
 LOG_SECONDS = 30.0  # between two lines of a log
@@ -53,7 +54,7 @@ class Progress:
             self.documents += sum(encoded.documents.values())
             self.tokens += sum(len(tokens) for tokens in encoded.tokens.values())
             self.bar.set_postfix_str(
-                f"{self.documents:,} documents, {tqdm.format_sizeof(self.tokens)} tokens",
+                f"{counted(self.documents, 'document')}, {tqdm.format_sizeof(self.tokens)} tokens",
                 refresh=False,
             )
         self.bar.update(amount)

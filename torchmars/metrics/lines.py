@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
+from torchmars.core.words import counted
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -50,7 +51,7 @@ def read_lines(file: Path, read: Callable[[Row], T]) -> Lines[T]:
 def warn_of_damage(path: Path, lines: int) -> None:
     """Print how many lines were left out of the file or files that `path` names, if any were."""
     if lines:
-        what = "1 damaged line is" if lines == 1 else f"{lines:,} damaged lines are"
+        what = counted(lines, "damaged line is", "damaged lines are")
         say(f"warning: {path}: {what} left out", error=True)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
+from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention
 from torchmars.models.documents import Documents
 from torchmars.models.model import Model, Table, TensorParallelCut
@@ -175,6 +176,6 @@ class GPT2(Model):
     def describe(self) -> str:
         args = self.args
         return (
-            f"{args.n_layer} layers, {args.n_head} heads, width {args.n_embd}, "
-            f"vocabulary {args.vocab_size}"
+            f"{counted(args.n_layer, 'layer')}, {counted(args.n_head, 'head')}, "
+            f"width {args.n_embd}, vocabulary {args.vocab_size}"
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
+from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention
 from torchmars.models.documents import Documents
 from torchmars.models.model import Head, Model, Table, TensorParallelCut
@@ -226,8 +227,9 @@ class Llama(Model):
     def describe(self) -> str:
         args = self.args
         return (
-            f"{args.n_layer} layers, {args.n_head} heads ({args.n_kv_head} of keys and values), "
-            f"width {args.n_embd} (MLP {args.n_inner}), vocabulary {args.vocab_size}"
+            f"{counted(args.n_layer, 'layer')}, {counted(args.n_head, 'head')} "
+            f"({args.n_kv_head} of keys and values), width {args.n_embd} (MLP {args.n_inner}), "
+            f"vocabulary {args.vocab_size}"
         )
 
 

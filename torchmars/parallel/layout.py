@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchmars.config import Degrees, ParallelismConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
+from torchmars.core.words import counted
 from torchmars.optim.norms import ranks_along
 
 T = TypeVar("T")
@@ -197,7 +198,7 @@ class Layout:
         """Return the layout in words, for the console."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         size, replicas = self.world.size, self.group("dp_replicate").size
-        ranks = f"{'1 rank' if size == 1 else f'{size} ranks'} ({self.device.type}, {backend})"
+        ranks = f"{counted(size, 'rank')} ({self.device.type}, {backend})"
         shards = self.group("dp_shard").size
         if size == shards:
             return f"FSDP over {ranks}"

@@ -9,6 +9,7 @@ from torchmars.config.load import config_from_sources
 from torchmars.config.presets import Preset
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
+from torchmars.core.words import counted
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.planning.assumptions import GPU, SPEEDS
@@ -105,21 +106,23 @@ def preset_page(preset: Preset) -> list[str]:
         "files": [" ".join(preset.files)],
         "model": [f"{figures.parameters:,} parameters: {figures.model.describe()}"],
         "batch": [
-            f"{training.global_batch_size} x {training.seq_len} tokens a step, {training.steps:,} "
-            f"steps, {short(figures.tokens)} tokens of {config.data.source}"
+            f"{training.global_batch_size} x {training.seq_len} tokens a step, "
+            f"{counted(training.steps, 'step')}, {short(figures.tokens)} tokens of "
+            f"{config.data.source}"
         ],
         "optimizer": [
             f"{optimizer.name}{mode}: "
             + ", ".join(f"{name} {words(value)}" for name, value in shown if value is not None)
         ],
         "schedule": [
-            f"{schedule.name}, {schedule.warmup_steps:,} steps of warmup, min_lr {schedule.min_lr}"
+            f"{schedule.name}, {counted(schedule.warmup_steps, 'step')} of warmup, "
+            f"min_lr {schedule.min_lr}"
         ],
         "settings": [f"{preset.origin}: {preset.origin_text}"],
         "result": [preset.result or "none published"],
         "GPUs": [
             f"{preset.gpus}, {preset.layout}",
-            f"here {accumulated} x {size} sequences on each data-parallel rank",
+            f"here {accumulated} x {counted(size, 'sequence')} on each data-parallel rank",
         ],
         "time": [f"about {figures.hours:,.0f} hours, {figures.seconds:.2f} s a step", assumption()],
         "notes": list(preset.notes),

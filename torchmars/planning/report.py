@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
+from torchmars.core.words import counted
 from torchmars.metrics.throughput import GIB
 from torchmars.planning.advice import advice
 from torchmars.planning.plan import Plan
@@ -90,16 +91,16 @@ def disk(plan: Plan) -> list[str]:
 
 def traffic(plan: Plan) -> list[str]:
     """Return what a rank sends in a step, by kind: in a pipeline, the one that sends most."""
-    counted = max((rank.traffic for rank in plan.ranks), key=lambda each: sum(each.sent.values()))
-    times, sent = counted.times, counted.sent
+    rank = max(plan.ranks, key=lambda each: sum(each.traffic.sent.values()))
+    times, sent = rank.traffic.times, rank.traffic.sent
     rows: list[tuple[str, ...]] = [
         ("sent by each rank in a step", "along", "among", "times", "MiB")
     ]
     for kind, size in sent.items():
-        among = f"{len(kind.ranks)} ranks"
+        among = counted(len(kind.ranks), "rank")
         if plan.per_node:
             machines = plan.machines_of(kind.ranks)
-            among += f" on {'1 machine' if machines == 1 else f'{machines} machines'}"
+            among += f" on {counted(machines, 'machine')}"
         name = f"{kind.phase}, {kind.operation}"
         along = plan.axes_of(kind.ranks)
         rows.append((name, along, among, f"{times[kind]}", f"{size / 2**20:,.2f}"))
@@ -116,7 +117,7 @@ def owners(plan: Plan) -> list[str]:
     busy = {rank for each in loads.values() for rank, load in each.items() if load}
     return [
         f"largest over mean Newton–Schulz work of a rank: {plan.imbalance:.2f}; "
-        f"{len(ranks - busy)} of {len(ranks)} ranks own no matrix",
+        f"{len(ranks - busy)} of {counted(len(ranks), 'rank')} own no matrix",
         f"the largest is {plan.owner_share:.1%} of a rank's forward and backward FLOPs",
     ]
 

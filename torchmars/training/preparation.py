@@ -9,6 +9,7 @@ from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable, write_durably
+from torchmars.core.words import counted
 from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
 from torchmars.data.mixture import Mixture, Part
 from torchmars.data.prepare import prepare_shards
@@ -53,7 +54,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
         for name, split in part.manifest.splits.items():
             say(
                 f"{part.folder}: {name} {split.tokens:,} tokens ({part.manifest.tokenizer}) "
-                f"in {split.documents:,} documents"
+                f"in {counted(split.documents, 'document')}"
             )
 
 

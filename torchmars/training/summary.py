@@ -8,6 +8,7 @@ from torchmars.config import ResolvedConfig, TrainingConfig
 from torchmars.config.dtypes import slow_warning
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
+from torchmars.core.words import counted
 from torchmars.data import sources
 from torchmars.data.mixture import Mixture, Shares
 from torchmars.models import Model
@@ -67,8 +68,9 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
         *labelled(
             "batch",
             f"{training.global_batch_size} x {training.seq_len} tokens a step: "
-            f"{layout.data.size} ranks x {accumulation_steps} accumulation steps "
-            f"x {microbatch_size} sequences",
+            f"{counted(layout.data.size, 'rank')} x "
+            f"{counted(accumulation_steps, 'accumulation step')} x "
+            f"{counted(microbatch_size, 'sequence')}",
         ),
         *labelled(
             "optimizer",
@@ -87,7 +89,8 @@ def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[
         weight = f" (weight {part.weight:g})" if data.names else ""
         lines.append(
             f"{part.folder}{weight}: {available:,} tokens ({part.manifest.tokenizer}); "
-            f"{training.steps} steps read {read:,} ({read / available:.2f} epochs)"
+            f"{counted(training.steps, 'step')} read{'s' * (training.steps == 1)} {read:,} "
+            f"({read / available:.2f} epochs)"
         )
     return lines
 
