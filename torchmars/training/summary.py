@@ -1,7 +1,10 @@
 """What a run is about to do, in lines for the console."""
 
+import re
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from torchmars.checkpoint.folder import step_folder
 from torchmars.config import ResolvedConfig, TrainingConfig
@@ -15,6 +18,8 @@ from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Resumed
+
+TESTED = ("2.11", "2.14")  # torch, from and to; pyproject.toml says what a new environment gets
 
 
 def introduction(
@@ -32,6 +37,8 @@ def introduction(
     """
     lines = labelled("run", f"{config.run.path}, seed {config.run.seed}")
     lines += summary(config, layout, model, optimizer)
+    if unknown := torch_warning(torch.__version__):
+        lines += labelled("warning", unknown)
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
     if slow and not fast:
         lines += labelled("warning", slow)
@@ -40,6 +47,16 @@ def introduction(
         if changed := sources.warning(corpus):
             lines += labelled("warning", changed)
     return lines + continuation(config.run.checkpoints, config.training.steps, resumed)
+
+
+def torch_warning(version: str) -> str:
+    """Return in a line that a version of torch was not tested; nothing for one that was."""
+    found, oldest, newest = (
+        [int(number) for number in re.findall("[0-9]+", each)[:2]] for each in (version, *TESTED)
+    )
+    if oldest <= found <= newest:
+        return ""
+    return f"torch {version}: torchmars was tested with torch {TESTED[0]} to {TESTED[1]}"
 
 
 def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MARS) -> list[str]:
