@@ -6,20 +6,24 @@ no rank inherits what another test has changed: patches, environment variables, 
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import queue
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 PATIENCE = 900  # seconds until silent ranks are taken to hang: more than any busy machine needs
+SHOW_STACK = signal.SIGRTMIN  # asks a rank where it stands
 
 # The server forks before any thread of torch's has started.
 context = multiprocessing.get_context("forkserver")
@@ -47,14 +51,14 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """Call `function(*args)` on `size` ranks of a gloo process group; return results by rank.
 
     `function` must be importable and its results picklable. Raises `AssertionError` with the
-    tracebacks of the ranks that failed.
+    tracebacks of the ranks that failed, or the stacks of all ranks where one has died by a signal.
     """
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()
         ranks = [
             context.Process(
                 target=_rank,
-                args=(function, rank, size, f"{folder}/store", results, args),
+                args=(function, rank, size, Path(folder), results, args),
                 daemon=False,
             )
             for rank in range(size)
@@ -62,7 +66,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
         for process in ranks:
             process.start()
         try:
-            outcomes = _collect(results, ranks, time.monotonic() + PATIENCE)
+            outcomes = _collect(results, ranks, time.monotonic() + PATIENCE, Path(folder))
         finally:
             for process in ranks:
                 process.join(timeout=10)
@@ -75,7 +79,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
 
 
 def _collect(
-    results: Any, ranks: list[Any], deadline: float
+    results: Any, ranks: list[Any], deadline: float, folder: Path
 ) -> list[tuple[int, bytes | None, str | None]]:
     """Wait for the outcome of every rank: its number, its pickled result, its traceback."""
     outcomes: list[tuple[int, bytes | None, str | None]] = []
@@ -86,7 +90,7 @@ def _collect(
         heard = {rank for rank, _, _ in outcomes}
         for rank, process in enumerate(ranks):
             assert process.exitcode in (None, 0) or rank in heard, (
-                f"rank {rank} died: exit code {process.exitcode}"
+                f"rank {rank} died: exit code {process.exitcode}\n{_stacks(ranks, folder)}"
             )
         assert time.monotonic() < deadline, (
             f"no result from ranks {sorted(set(range(len(ranks))) - heard)} in time"
@@ -94,16 +98,37 @@ def _collect(
     return outcomes
 
 
+def _stacks(ranks: list[Any], folder: Path) -> str:
+    """Where each rank stands, or stood when a signal ended it."""
+    for process in ranks:
+        with contextlib.suppress(OSError):
+            if process.is_alive():
+                os.kill(process.pid, SHOW_STACK)
+    time.sleep(1)  # to write
+    stacks = [_stack_file(folder, rank) for rank in range(len(ranks))]
+    texts = [file.read_text(errors="replace") if file.exists() else "" for file in stacks]
+    return "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}.txt"
+
+
 def _rank(
-    function: Callable[..., Any], rank: int, size: int, store: str, results: Any, args: tuple
+    function: Callable[..., Any], rank: int, size: int, folder: Path, results: Any, args: tuple
 ) -> None:
     """Be one rank."""
+    stack = _stack_file(folder, rank).open("w")
+    faulthandler.enable(stack)
+    faulthandler.register(SHOW_STACK, stack)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     # As in a process that was not forked by a server: data workers are forks, too.
     multiprocessing.set_start_method("fork", force=True)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+        )
         # Bytes, since a tensor in a queue dies with the process that shares its memory.
         results.put((rank, pickle.dumps(function(*args)), None))
     except BaseException:
