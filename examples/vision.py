@@ -24,6 +24,17 @@ FILES = {10: (1, "data_batch_*.bin", "test_batch.bin"), 100: (2, "train.bin", "t
 STATISTICS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # mean, deviation by channel
 
 
+PARSER = argparse.ArgumentParser(description="MARS on CIFAR: see docs/vision.md.")
+PARSER.add_argument("--data", type=Path, required=True, help="folder of CIFAR's binary files")
+PARSER.add_argument("--download", action="store_true", help="fetch it there by torchvision")
+PARSER.add_argument("--classes", type=int, choices=FILES, default=10)
+PARSER.add_argument("--model", choices=["resnet18", "vit"], default="resnet18")
+PARSER.add_argument("--width", type=int, default=64, help="take 192 for vit")
+PARSER.add_argument("--rule", choices=RATES, default="mars-adamw")
+PARSER.add_argument("--lr", type=float, help="default: one for the rule, not tuned")
+PARSER.add_argument("--epochs", type=int, default=200)
+
+
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
     """Return a convolution and its norm."""
     conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
@@ -77,14 +88,13 @@ def read_split(folder: Path, classes: int, train: bool, download: bool) -> tuple
         try:
             from torchvision import datasets
         except ImportError:
-            raise SystemExit("error: --download needs pip install 'torchmars[vision]'") from None
-        kind = datasets.CIFAR10 if classes == 10 else datasets.CIFAR100
-        data = kind(str(folder), train=train, download=True)
+            PARSER.exit(2, "error: --download needs pip install 'torchmars[vision]'\n")
+        data = getattr(datasets, f"CIFAR{classes}")(str(folder), train=train, download=True)
         return torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
     before, *names = FILES[classes]
     files = sorted(folder.glob(names[0] if train else names[1]))
     if not files:
-        raise SystemExit(f"error: --data {folder} has no {names[not train]}: see --help")
+        PARSER.exit(2, f"error: --data {folder} has no {names[not train]}: see --help\n")
     rows = torch.tensor(np.concatenate([np.fromfile(file, np.uint8) for file in files]))
     rows = rows.view(-1, before + 3 * 32 * 32)
     return rows[:, before:].reshape(-1, 3, 32, 32), rows[:, before - 1].long()
@@ -107,17 +117,7 @@ def normalized(images: Tensor) -> Tensor:
 
 def main(words: list[str] | None = None) -> None:
     """Train and test the model that the command line asks for."""
-    parser = argparse.ArgumentParser(description="MARS on CIFAR: see docs/vision.md.")
-    parser.add_argument("--data", type=Path, required=True, help="folder of CIFAR's binary files")
-    parser.add_argument("--download", action="store_true", help="fetch it there by torchvision")
-    parser.add_argument("--classes", type=int, choices=FILES, default=10)
-    parser.add_argument("--model", choices=["resnet18", "vit"], default="resnet18")
-    parser.add_argument("--width", type=int, default=64, help="take 192 for vit")
-    parser.add_argument("--rule", choices=RATES, default="mars-adamw")
-    parser.add_argument("--lr", type=float, help="default: one for the rule, not tuned")
-    parser.add_argument("--epochs", type=int, default=200)
-    args = parser.parse_args(words)
-
+    args = PARSER.parse_args(words)
     torch.manual_seed(0)
     if torch.cuda.is_available():
         torch.set_default_device("cuda")

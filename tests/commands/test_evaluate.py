@@ -112,6 +112,8 @@ def test_mistakes_are_told_in_a_line(trained, tmp_path):
     tables, tasks, _ = trained
     run = run_folder_of(tables)
     mistake(run, message="name what to measure: --tasks, --text or --shards")
+    for empty in ("", ",", "piqa,"):
+        mistake(run, "--tasks", empty, message="--tasks: there is nothing between two commas")
     mistake(run, "--tasks", "piqu", message="no task 'piqu': did you mean piqa")
     mistake(tmp_path, "--tasks", tasks[0], message="neither a checkpoint nor a run")
     mistake(run, "--text", tmp_path / "no*.txt", message="names no text file")

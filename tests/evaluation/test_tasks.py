@@ -197,6 +197,15 @@ def test_hostile_rows_are_told_in_a_line(tmp_path, row, message):
         read_tasks([file])
 
 
+@pytest.mark.parametrize("label", ["Infinity", "1e400", "-Infinity", "NaN", "9" * 5000])
+def test_a_label_that_is_no_number_of_an_answer(tmp_path, label):
+    rest = '"ctx_a": "a", "ctx_b": "b", "activity_label": "c", "endings": ["d", "e", "f", "g"]'
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"label": {label}, {rest}}}\n')
+    with pytest.raises(UserError, match="(row|line) 1 of the task"):
+        read_tasks([f"hellaswag={file}"])
+
+
 @pytest.mark.parametrize(
     "names,message",
     [

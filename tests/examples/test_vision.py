@@ -52,9 +52,10 @@ def test_learns(tmp_path, capsys, model, width, rule):
 
 
 def test_every_rule_takes_a_step_on_100_classes(tmp_path, capsys):
+    """At width 4, torch 2.13 dies of a segmentation fault on CPUs with AVX2 alone (oneDNN 3.12)."""
     make_cifar(tmp_path, 100)
     for rule in vision.RATES:
-        words = f"--data {tmp_path} --classes 100 --width 4 --rule {rule} --epochs 1"
+        words = f"--data {tmp_path} --classes 100 --width 8 --rule {rule} --epochs 1"
         [[loss, _, _]] = figures(capsys, *words.split())
         assert 2 < loss < 8
 
@@ -67,7 +68,7 @@ def test_images_are_read_as_they_were_written(tmp_path):
         assert torch.equal(images.float().mean(dim=(2, 3)).argmax(1), labels)
 
 
-def test_torchvision_gives_the_same(tmp_path, monkeypatch):
+def test_torchvision_gives_the_same(tmp_path, monkeypatch, capsys):
     """A stand-in for it, with images as it has them."""
     make_cifar(tmp_path, 10)
     images, labels = vision.read_split(tmp_path, 10, True, False)
@@ -82,8 +83,10 @@ def test_torchvision_gives_the_same(tmp_path, monkeypatch):
     got = vision.read_split(tmp_path, 10, True, True)
     assert torch.equal(got[0], images) and torch.equal(got[1], labels)
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(SystemExit, match=r"pip install 'torchmars\[vision\]'"):
+    with pytest.raises(SystemExit) as ended:
         vision.read_split(tmp_path, 10, True, True)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: --download needs pip install 'torchmars[vision]'\n"
 
 
 def test_augmentation_flips_and_moves_by_up_to_4():
@@ -106,9 +109,11 @@ def test_roles_are_those_that_the_example_names():
     assert found["head.weight"] == "head"
 
 
-def test_a_folder_without_data(tmp_path):
-    with pytest.raises(SystemExit, match=r"has no data_batch_\*.bin"):
+def test_a_folder_without_data(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
         vision.main(["--data", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and "has no data_batch_*.bin" in err and err.count("\n") == 1
 
 
 def test_it_is_short():

@@ -55,7 +55,7 @@ def main() -> None:
             configs.append((options.against, other))
         subjects = [
             Subject(name, arguments, ranks_of(each), data_of(each))
-            for name, (arguments, each) in zip(["A", "B"] if options.against else [""], configs)
+            for name, (arguments, each) in zip(["A", "B"] if len(configs) == 2 else [""], configs)
         ]
         bench(options, subjects, [each for _, each in configs])
 
@@ -92,9 +92,12 @@ def data_of(config: ResolvedConfig) -> str:
 def against_arguments(text: str) -> list[str]:
     """Return the files and options in the text of --against. Raises `UserError`."""
     try:
-        return shlex.split(text)
+        arguments = shlex.split(text)
     except ValueError as error:
         raise UserError(f"--against: cannot read {text!r}: {error}") from None
+    if not arguments:
+        raise UserError("--against is empty: name the files and options of the other config")
+    return arguments
 
 
 def describe_machine() -> dict[str, str | int | float]:

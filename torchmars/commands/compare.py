@@ -21,7 +21,7 @@ from torchmars.core.bounds import Place, Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import EXIT_STOPPED, UserError, exit_on_user_error, missing_package
 from torchmars.core.files import locked, write_durably
-from torchmars.core.options import take_options
+from torchmars.core.options import take_options, words
 from torchmars.core.words import counted
 
 if TYPE_CHECKING:
@@ -127,16 +127,6 @@ def make_grid(options: Compare) -> Grid:
             values: list[Value] = [read(word, option) for word in words(text, option)]
             grid[name] = sorted({str(value): value for value in values}.values(), key=sort_key)
     return grid
-
-
-def words(text: str, option: str) -> list[str]:
-    """Return what stands between commas. Raises `UserError` where there is nothing."""
-    found = [word.strip() for word in text.split(",")]
-    if "" in found:
-        raise UserError(
-            f"{option}: there is nothing between two commas, or nothing at all: {text!r}"
-        )
-    return found
 
 
 def read_number(word: str, option: str) -> float:

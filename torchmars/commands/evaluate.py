@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchmars.config.fields import Count, Positive
 from torchmars.core.errors import LostRank, UserError, exit_on_user_error, report_failure
 from torchmars.core.help import Positional
-from torchmars.core.options import parse
+from torchmars.core.options import parse, words
 from torchmars.core.results import check_results_file, write_results
 from torchmars.data.progress import Progress
 
@@ -83,8 +83,10 @@ def main() -> None:
 
 def check_options(options: Evaluate) -> None:
     """Raise `UserError` if there is nothing to measure, or the results cannot be written."""
-    if not (options.tasks or options.text or options.shards):
+    if options.tasks is None and not (options.text or options.shards):
         raise UserError("name what to measure: --tasks, --text or --shards")
+    if options.tasks is not None:
+        words(options.tasks, "--tasks")
     check_results_file(options.json)
 
 
@@ -96,7 +98,7 @@ def evaluate(options: Evaluate, layout: "Layout") -> None:
     from torchmars.evaluation.scoring import Scorer
     from torchmars.evaluation.texts import measure, texts_table
 
-    names = [name for name in (options.tasks or "").split(",") if name]
+    names = [] if options.tasks is None else words(options.tasks, "--tasks")
     tasks = layout.on_first(lambda: read_tasks(names, options.shots, options.limit, options.seed))
     model, tokenizer = load_sharded_model(options.model, layout, options.dtype, options.step)
     scorer = Scorer(model, layout, tokenizer, options.batch_size)

@@ -83,6 +83,16 @@ def made(hint: Any, given: Any, name: str) -> Any:
     return value
 
 
+def words(text: str, option: str) -> list[str]:
+    """Return what stands between commas. Raises `UserError` where there is nothing."""
+    found = [word.strip() for word in text.split(",")]
+    if "" in found:
+        raise UserError(
+            f"{option}: there is nothing between two commas, or nothing at all: {text!r}"
+        )
+    return found
+
+
 def build(kind: type[T], values: dict[str, Any]) -> T:
     """Return a `kind` with `values`. Raises `UserError` for a field that is missing."""
     for each in dataclasses.fields(typing.cast(Any, kind)):

@@ -85,7 +85,7 @@ def ask_all(task: Task, rows: list[Row], source: str) -> list[Question]:
             questions.append(task.ask(row))
         except KeyError as error:
             raise UserError(f"row {number} of the task {source} lacks {error}") from None
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(
                 f"row {number} of the task {source} is no question of its kind: {error}"
             ) from None
