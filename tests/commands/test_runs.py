@@ -6,7 +6,6 @@ import json
 import pytest
 
 from tests.records.test_overview import make_run
-from torchmars.commands import runs
 
 
 @pytest.fixture
@@ -57,10 +56,3 @@ def test_folders_without_runs(run, tmp_path):
     assert run() == (0, "there are no runs in runs\n", "")
     (tmp_path / "file").write_text("")
     assert run("file")[0] == 2 and run("--json", "none/x.json")[0] == 2
-
-
-@pytest.mark.parametrize(
-    "seconds,text", [(0, "0 s"), (-5, "0 s"), (119, "119 s"), (120, "2 min"), (2e5, "2 days")]
-)
-def test_ages(seconds, text):
-    assert runs.age(seconds) == text

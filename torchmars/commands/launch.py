@@ -35,12 +35,14 @@ from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs, keep_apart
 from torchmars.cluster.signals import LAUNCHER, stopping
-from torchmars.config.load import load_config, require_config
+from torchmars.config.load import is_set, load_config, require_config
 from torchmars.core.bounds import Range
+from torchmars.core.console import labelled, say
 from torchmars.core.errors import EXIT_CODE_FILE, UserError, exit_on_user_error
 from torchmars.core.typed import make
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import METRICS_FILE, last_step
+from torchmars.training.default_lr import default_lr_warnings
 from torchmars.training.preparation import prepare_run
 
 # How long ranks that were asked to stop may take to save. torch 2.11 ends them after 30 seconds.
@@ -78,6 +80,9 @@ def main(options: list[str] | None = None) -> None:
         keep_compiled_in(config.run.compile_cache)
         if not prepared:
             prepare_run(config, nodes * ranks, nodes)
+        if not is_set(args.training_script_args, "optimizer.lr"):
+            for text in default_lr_warnings(config):
+                say("\n".join(labelled("warning", text)))
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store: with

@@ -4,10 +4,11 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from torchmars.config.load import load_command
+from torchmars.config.load import is_set, load_command
 from torchmars.core.bounds import Range
-from torchmars.core.console import say
+from torchmars.core.console import labelled, say
 from torchmars.core.errors import exit_on_user_error
+from torchmars.core.options import take_options
 
 
 @dataclass
@@ -40,6 +41,7 @@ def main() -> None:
         from torchmars.planning.find import find_layouts, found_table
         from torchmars.planning.plan import make_plan
         from torchmars.planning.report import report
+        from torchmars.training.default_lr import default_lr_warnings
 
         ranks, per_node = options.world_size, options.gpus_per_node
         if options.find:
@@ -47,6 +49,9 @@ def main() -> None:
             lines = found_table(found, config)
         else:
             lines = report(make_plan(config, ranks, per_node))
+            if not is_set(take_options(Plan, sys.argv[1:])[1], "optimizer.lr"):
+                for text in default_lr_warnings(config):
+                    lines += labelled("warning", text)
         say("\n".join(lines))
 
 

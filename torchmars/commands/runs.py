@@ -13,7 +13,7 @@ from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.results import check_results_file, write_results
-from torchmars.core.tables import table
+from torchmars.core.tables import duration, table
 from torchmars.metrics.lines import warn_of_damage
 from torchmars.records.overview import Overview, find_runs, overview
 from torchmars.records.run import LINES
@@ -73,7 +73,7 @@ def row(folder: Path, run: Overview | UserError) -> tuple[str, ...]:
         number(run.validation_loss, ".4f"),
         number(run.bits_per_byte, ".3f"),
         number(run.tokens_per_second, ",.0f"),
-        f"{age(time.time() - run.written)} ago",
+        f"{duration(time.time() - run.written)} ago",
         run.state,
     )
 
@@ -81,14 +81,6 @@ def row(folder: Path, run: Overview | UserError) -> tuple[str, ...]:
 def number(value: float | None, pattern: str) -> str:
     """Return a number as the table shows it."""
     return "-" if value is None or math.isnan(value) else format(value, pattern)
-
-
-def age(seconds: float) -> str:
-    """Return a time in the largest unit of which it has at least two."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def results_json(found: dict[Path, Overview | UserError]) -> str:

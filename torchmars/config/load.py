@@ -49,14 +49,26 @@ def load_config(args: list[str], prog: str) -> ResolvedConfig:
     `UserError` for anything the user got wrong.
     """
     print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", settings=Config, more=DESCRIPTION)
+    config = config_from_sources(sources_of(args))
+    check_places(config)
+    return config
+
+
+def sources_of(args: list[str]) -> list[Source]:
+    """Return the tables that `args` name, as of `load_config`, and where each is from.
+
+    Raises `UserError`.
+    """
     files = list(takewhile(lambda arg: not arg.startswith("--"), args))
     sources = [source for file in files for source in find_sources(file)]
     if files:
         sources.insert(0, (f"the name of {files[0]}", {"run": {"name": config_name(files[0])}}))
-    sources.append((COMMAND_LINE, parse_overrides(args[len(files) :])))
-    config = config_from_sources(sources)
-    check_places(config)
-    return config
+    return [*sources, (COMMAND_LINE, parse_overrides(args[len(files) :]))]
+
+
+def is_set(args: list[str], setting: str) -> bool:
+    """Return whether `args`, as of `load_config`, set a field, as "section.field"."""
+    return any(has(tables, setting) for _, tables in sources_of(args))
 
 
 def require_config(args: list[str]) -> None:

@@ -63,9 +63,3 @@ class ModelConfig:
         """Return the fields that are set in place of the named size's."""
         others = (each for each in fields(self) if each.name not in ("name", "size"))
         return [each.name for each in others if getattr(self, each.name) != each.default]
-
-    @property
-    def title(self) -> str:
-        """What the model is called: family and size, and what is changed of that."""
-        changed = self.changed()
-        return f"{self.name} {self.size}" + (f" but for {', '.join(changed)}" if changed else "")

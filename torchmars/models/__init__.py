@@ -9,7 +9,7 @@ from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
 from torchmars.models.model import Model
 
-__all__ = ["MODELS", "Model", "build_meta_model", "build_model"]
+__all__ = ["MODELS", "Model", "build_meta_model", "build_model", "title"]
 
 MODELS: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
 
@@ -23,6 +23,15 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
     if config.size not in kind.sizes:
         raise unknown_size(config)
     return kind.from_config(config, vocab_size, seq_len)
+
+
+def title(config: ModelConfig) -> str:
+    """Return what a model is called: family and size, and what is changed of the size's shape."""
+    size = MODELS[config.name].sizes[config.size]
+    changed = [
+        name for name in config.changed() if name in size and getattr(config, name) != size[name]
+    ]
+    return f"{config.name} {config.size}" + (f" but for {', '.join(changed)}" if changed else "")
 
 
 def unknown_size(config: ModelConfig) -> UserError:

@@ -17,6 +17,7 @@ from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.cuts import blocks_of_stages, head_in_blocks
 from torchmars.parallel.layout import AXES, Layout
+from torchmars.planning.find import Work, estimate
 from torchmars.planning.pipeline import actions_of_ranks, bubble, computed_again
 from torchmars.planning.simulation import Simulation, simulate_ranks
 from torchmars.training.optimizer import build_optimizer
@@ -110,6 +111,14 @@ class Plan:
             str(part.folder): count * training.seq_len / part.manifest.splits["train"].tokens
             for part, count in zip(self.data.parts, samples)
         }
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of a step on GPUs, estimated by formulas; None on CPUs."""
+        if not self.per_node:
+            return None
+        work, world = Work.of(self.whole), self.layout.world.size
+        return estimate(self.config, self.whole, work, world, self.per_node).seconds
 
     @property
     def flops_per_token(self) -> int:

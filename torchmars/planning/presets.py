@@ -12,10 +12,9 @@ from torchmars.core.tables import table
 from torchmars.core.words import counted
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
-from torchmars.planning.assumptions import GPU, SPEEDS
+from torchmars.planning.assumptions import ESTIMATED, PER_NODE
 from torchmars.planning.find import Work, estimate
 
-PER_NODE = 8
 HEADINGS = ("preset", "parameters", "tokens", "GPUs", "hours", "settings", "result to expect")
 RIGHT = (1, 2, 3, 4)
 # The settings of the optimizer that a preset shows.
@@ -87,7 +86,7 @@ def preset_table(presets: Iterable[Preset]) -> list[str]:
         "* GPUs: what we assume; the others are those of the published runs",
         "settings: published in all that matters, or partly; ours are a starting point that the "
         "authors of the rule or model have not run",
-        assumption(),
+        f"hours: {ESTIMATED}",
     ]
 
 
@@ -124,20 +123,15 @@ def preset_page(preset: Preset) -> list[str]:
             f"{preset.gpus}, {preset.layout}",
             f"here {accumulated} x {counted(size, 'sequence')} on each data-parallel rank",
         ],
-        "time": [f"about {figures.hours:,.0f} hours, {figures.seconds:.2f} s a step", assumption()],
+        "time": [
+            f"about {figures.hours:,.0f} hours, {figures.seconds:.2f} s a step",
+            f"hours: {ESTIMATED}",
+        ],
         "notes": list(preset.notes),
         "sources": [f"[{number}] {text}" for number, text in enumerate(preset.references, 1)],
         "start": [f"CONFIG_FILE={preset.name} ./run_train.sh"],
     }
     return [line for name, section in sections.items() for line in labelled(name, *section)]
-
-
-def assumption() -> str:
-    """Return what the hours are estimated for."""
-    return (
-        f"hours: estimated for {PER_NODE} H100 of {GPU.memory_gib} GiB on each machine, {SPEEDS}. "
-        "Small models reach less. The optimizer's own time is not in it"
-    )
 
 
 def short(number: float) -> str:

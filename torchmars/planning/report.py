@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from torchmars.core.console import labelled
-from torchmars.core.tables import table
+from torchmars.core.tables import duration, table
 from torchmars.core.words import counted
 from torchmars.metrics.throughput import GIB
 from torchmars.planning.advice import advice
+from torchmars.planning.assumptions import SPEEDS
 from torchmars.planning.plan import Plan
 from torchmars.planning.simulation import Simulation
 from torchmars.training.summary import summary
@@ -21,6 +22,7 @@ def report(plan: Plan) -> list[str]:
         "traffic": traffic(plan),
         "owners": owners(plan),
         "tokens": list(tokens(plan)),
+        "time": time(plan),
     }
     lines = summary(plan.config, plan.layout, plan.whole, plan.optimizer)
     for name, section in sections.items():
@@ -133,3 +135,14 @@ def tokens(plan: Plan) -> Iterator[str]:
         f"{per_parameter:.1f} for each parameter; {read}"
     )
     yield f"{plan.flops_per_token * plan.tokens:.2e} FLOPs"
+
+
+def time(plan: Plan) -> list[str]:
+    """Return how long the run takes on GPUs, by the formulas of find.py; nothing for CPUs."""
+    if plan.seconds is None:
+        return []
+    whole = duration(plan.seconds * plan.config.training.steps)
+    return [
+        f"about {whole}, {plan.seconds:.2f} s a step: estimated for H100s, {SPEEDS}, without the "
+        "optimizer's own time"
+    ]

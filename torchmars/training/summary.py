@@ -14,7 +14,7 @@ from torchmars.core.tables import table
 from torchmars.core.words import counted
 from torchmars.data import sources
 from torchmars.data.mixture import Mixture, Shares
-from torchmars.models import Model
+from torchmars.models import Model, title
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Resumed
@@ -74,7 +74,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
     return [
         *labelled(
             "model",
-            f"{config.model.title}: {parameters:,} parameters, {model.describe()}",
+            f"{title(config.model)}: {parameters:,} parameters, {model.describe()}",
         ),
         *labelled(
             "layout",

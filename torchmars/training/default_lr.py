@@ -1,0 +1,48 @@
+"""A warning where the default learning rate meets a model that it was not published for."""
+
+from torchmars.config import ResolvedConfig
+from torchmars.config.presets import Preset, read_presets
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.models import build_meta_model
+
+PUBLISHED = 124e6  # parameters of GPT-2 small: the defaults are the rates published for it
+NEAR = 2  # a model of about that size has at most this many times more or fewer
+
+
+def default_lr_warnings(config: ResolvedConfig) -> list[str]:
+    """Return what to warn of in a run that leaves optimizer.lr at its default: a line, or none.
+
+    It names the preset of the model's size and rule, where there is one.
+    """
+    vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
+    model = build_meta_model(config.model, vocab_size, config.training.seq_len)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    if PUBLISHED / NEAR <= parameters <= PUBLISHED * NEAR:
+        return []
+    preset = fitting_preset(config)
+    remedy = (
+        f"the preset {preset.name} has {preset.settings['optimizer']['lr']:g}"
+        if preset
+        else "torchmars lr-find proposes rates"
+    )
+    return [
+        f"optimizer.lr is not set, and its default {config.optimizer.lr:g} is a rate for models of "
+        f"124 million parameters; this one has {parameters:,}: set it; {remedy}"
+    ]
+
+
+def fitting_preset(config: ResolvedConfig) -> Preset | None:
+    """Return a preset of the same model and rule that sets a learning rate; None without one."""
+    model, rule = config.model, config.optimizer.name
+    # A preset of Qwen3 is called by its size: qwen3-8b is a size of llama.
+    prefixes = f"{model.name}-{model.size}-{rule}-", f"{model.size}-{rule}-"
+    return next(
+        (
+            preset
+            for preset in read_presets().values()
+            if preset.name.startswith(prefixes)
+            and "-exact-" not in preset.name
+            and "lr" in preset.settings["optimizer"]
+        ),
+        None,
+    )
