@@ -26,7 +26,7 @@ KINDS = {
     "float32": {},
     "bfloat16": BFLOAT16,
 }
-LR, WARMUP, FLOOR = 2e-3, 20, 0.05  # the quickstart's
+LR, WARMUP, FLOOR = 2e-3, 20, 0.05
 
 
 def read_bytes() -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@
 `gpt2` and `llama`: our loop with mars-adamw and with adamw, as a user starts it (data, loss, step,
 logging), beside the plainest loop of transformers' model of the same sizes with clip_grad_norm_ and
 torch's fused AdamW, on one batch that is in memory: 10 million parameters, 8 x 256 tokens, float32,
-one process, two threads. `ranks`: the quickstart's shape by FSDP on two ranks of one thread each,
+one process, two threads. `ranks`: gpt2 nano by FSDP on two ranks of one thread each,
 beside one rank of two threads. `bfloat16`: ours in bfloat16, beside float32.
 
 The kinds take turns, each in a process of its own. Of each the first quarter of the steps is not

@@ -30,9 +30,9 @@ def test_quickstarts(rule):
     assert config.model == load_config(["quickstart.toml"], "test").model
 
 
-def test_the_quickstart_is_mars_adamw():
+def test_the_quickstart_is_mars_m():
     config = load_config(["quickstart.toml"], "test")
-    assert (config.optimizer.name, config.run.name) == ("mars-adamw", "quickstart")
+    assert (config.optimizer.name, config.run.name) == ("mars-m", "quickstart")
 
 
 @pytest.mark.parametrize("rule", sorted(rules_of("optimizers")))
@@ -59,7 +59,7 @@ def test_large_configs_fit_their_ranks(name, ranks):
 
 def test_there_is_one_of_each_kind_for_each_rule():
     assert set(rules_of("optimizers")) == RULES | {CONTROL}
-    assert set(rules_of("quickstart")) == RULES - {"mars-adamw"} and SIZES
+    assert set(rules_of("quickstart")) == RULES - {"mars-m"} and SIZES
 
 
 def test_files_here_come_before_those_of_the_package(tmp_path, monkeypatch):
