@@ -60,6 +60,12 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
         "sample:",
     ):
         assert part in out
+    run = tmp_path / "runs" / "tiny"
+    assert out.endswith(
+        f"next      torchmars generate {run}\n"
+        f"          torchmars plot {run}\n"
+        f"          torchmars export {run} {run}-hf\n"
+    )
     assert out.count("step 4/4 | loss") == 1  # one rank speaks
     assert "Warning" not in err and "Traceback" not in err
     resolved = tmp_path / "runs" / "tiny" / "config.toml"

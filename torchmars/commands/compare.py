@@ -18,7 +18,7 @@ from torchmars.comparison.tables import csv_text, lines, markdown
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Place, Range
-from torchmars.core.console import labelled, say
+from torchmars.core.console import labelled, next_commands, say
 from torchmars.core.errors import EXIT_STOPPED, UserError, exit_on_user_error, missing_package
 from torchmars.core.files import locked, write_durably
 from torchmars.core.options import take_options, words
@@ -193,6 +193,8 @@ def compare(study: Study, options: Compare) -> bool:
         plot_comparison(found, study.folder)
     say("\n".join(lines(found)))
     say(f"{study.folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
+    folder = str(study.folder)
+    say("\n".join(next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder))))
     return complete
 
 

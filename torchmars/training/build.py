@@ -135,7 +135,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         validation=validation,
         evaluation=evaluation,
         checkpointer=checkpointer,
-        progress=Progress(training, layout, optimizer, metrics, events, lines, data, loader.epochs),
+        progress=Progress(config, layout, optimizer, metrics, events, lines, data, loader.epochs),
         metrics=metrics,
         profiler=Profiler(config.profiler, config.run.path / "profile", layout),
         watchdog=Watchdog(config.run.hang, layout, config.guards.hang_seconds, saver.group),

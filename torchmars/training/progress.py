@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from torchmars.cluster import process
-from torchmars.config import TrainingConfig
-from torchmars.core.console import labelled
+from torchmars.config import ResolvedConfig
+from torchmars.core.console import labelled, next_commands
 from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture
 from torchmars.metrics.events import EventLog
@@ -24,7 +24,7 @@ class Progress:
 
     def __init__(
         self,
-        config: TrainingConfig,
+        config: ResolvedConfig,
         layout: Layout,
         optimizer: MARS,
         metrics: Metrics,
@@ -33,7 +33,8 @@ class Progress:
         data: Mixture,
         epochs: list[int],
     ) -> None:
-        self.config, self.layout, self.optimizer = config, layout, optimizer
+        self.config, self.training = config, config.training
+        self.layout, self.optimizer = layout, optimizer
         self.metrics, self.events, self.introduction = metrics, events, introduction
         self.data, self.epochs = data, epochs
 
@@ -70,7 +71,7 @@ class Progress:
         """Report a step; return the optimizer's telemetry. Waits for the device."""
         telemetry = self.optimizer.telemetry()
         self.optimizer.start_interval()
-        tokens = state.position * self.config.seq_len
+        tokens = state.position * self.training.seq_len
         bits = self.data.bits_per_byte("train", loss, self.data.weights)
         self.metrics.train(state.step, loss, bits, lr, telemetry | {"tokens": tokens})
         if self.data.names:
@@ -81,14 +82,14 @@ class Progress:
         """Return the tokens read of each part of the mixture so far, and how often that is all."""
         values: dict[str, float] = {}
         for part, count in zip(self.data.parts, state.shares.counts(state.position)):
-            tokens = count * self.config.seq_len
+            tokens = count * self.training.seq_len
             values[f"{part.name}/tokens"] = tokens
             values[f"{part.name}/epochs"] = tokens / part.manifest.splits["train"].tokens
         return values
 
     def report_spike(self, loss: float, state: RunState, action: str) -> None:
         """Report a loss that stands out, of the step after `state.step`."""
-        first = state.position - self.config.global_batch_size
+        first = state.position - self.training.global_batch_size
         self._say(
             "spike",
             f"loss {loss:.4f} at step {state.step + 1}, samples {first} to "
@@ -124,6 +125,11 @@ class Progress:
     def report_complete(self, step: int) -> None:
         """Report that the run has made all its steps, the last of which is `step`."""
         self.events.add("complete", step)
+        if self.config.checkpoint.at_end:
+            run, prompt = str(self.config.run.path), self.config.validation.sample_prompt
+            words = ["--prompt", prompt] if prompt.strip() else []
+            commands = (["generate", run, *words], ["plot", run], ["export", run, f"{run}-hf"])
+            self.layout.say("\n".join(next_commands(*(["torchmars", *each] for each in commands))))
 
     def report_failure(self, step: int, error: UserError) -> None:
         """Report what ends the run after `step`. The command prints it."""
