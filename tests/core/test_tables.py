@@ -1,9 +1,7 @@
 """Tables are plain text: aligned, neither cut nor coloured."""
 
-import pytest
-
 from torchmars.core.console import labelled
-from torchmars.core.tables import duration, table
+from torchmars.core.tables import table
 
 
 def test_columns_are_aligned():
@@ -18,19 +16,3 @@ def test_long_cells_are_not_cut():
 
 def test_the_label_stands_before_the_first_line():
     assert labelled("disk", "1 GiB", "2 GiB") == ["disk      1 GiB", "          2 GiB"]
-
-
-@pytest.mark.parametrize(
-    "seconds,text",
-    [
-        (0, "0 s"),
-        (-5, "0 s"),
-        (119, "119 s"),
-        (120, "2 min"),
-        (7200, "2 h"),
-        (2e5, "2 days"),
-        (4e8, "4,629 days"),
-    ],
-)
-def test_times(seconds, text):
-    assert duration(seconds) == text

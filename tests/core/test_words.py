@@ -1,6 +1,8 @@
-"""Counts in messages."""
+"""Counts and times in messages."""
 
-from torchmars.core.words import counted
+import pytest
+
+from torchmars.core.words import counted, duration
 
 
 def test_one_is_no_plural():
@@ -12,3 +14,19 @@ def test_one_is_no_plural():
     ]
     assert counted(1, "process", "processes") == "1 process"
     assert counted(3, "process", "processes") == "3 processes"
+
+
+@pytest.mark.parametrize(
+    "seconds,text",
+    [
+        (0, "0 s"),
+        (-5, "0 s"),
+        (119, "119 s"),
+        (120, "2 min"),
+        (7200, "2 h"),
+        (2e5, "2 days"),
+        (4e8, "4,629 days"),
+    ],
+)
+def test_times(seconds, text):
+    assert duration(seconds) == text

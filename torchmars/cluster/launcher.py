@@ -35,7 +35,7 @@ from torchmars.cluster.failures import (
     lost_machines,
 )
 from torchmars.cluster.hangs import hang_report, was_blocked
-from torchmars.cluster.logs import RankLogs
+from torchmars.cluster.logs import RankLogs, keep_apart
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import (
     EXIT_HUNG,
@@ -70,6 +70,7 @@ def launch(
     with refused_by_torchrun():
         config, command, arguments = config_from_args(args)
     config.logs_specs = logs
+    keep_apart(logs.folder / f"launcher-{process.node()}.log")
     connected = threading.Event()
 
     def connect(parameters: RendezvousParameters) -> RendezvousHandler:

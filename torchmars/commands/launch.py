@@ -28,12 +28,11 @@ from torch.distributed.run import (
     parse_min_max_nnodes,
 )
 
-from torchmars.cluster import process
 from torchmars.cluster.endpoint import find_endpoint
 from torchmars.cluster.environment import check_shown, keep_compiled_in, read_variable
 from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
-from torchmars.cluster.logs import RankLogs, keep_apart
+from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
 from torchmars.config.load import is_set, load_config, require_config
 from torchmars.core.bounds import Range
@@ -95,7 +94,6 @@ def main(options: list[str] | None = None) -> None:
             args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
         folder, deleted = config.run.path / "logs", partial(record_deletion, config.run.path)
         logs = RankLogs(folder, Path(scratch), shown, deleted)
-        keep_apart(folder / f"launcher-{process.node()}.log")
         os.environ[EXIT_CODE_FILE] = str(logs.exit_code_file)
         hang, hang_seconds = config.run.hang, config.guards.hang_seconds
         record = partial(record_failure, config.run.path)

@@ -13,7 +13,8 @@ from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.results import check_results_file, write_results
-from torchmars.core.tables import duration, table
+from torchmars.core.tables import table
+from torchmars.core.words import duration
 from torchmars.metrics.lines import warn_of_damage
 from torchmars.records.overview import Overview, find_runs, overview
 from torchmars.records.run import LINES

@@ -1,4 +1,4 @@
-"""Rows of cells as lines of plain text, for consoles and logs, and how times are written."""
+"""Rows of cells as lines of plain text, for consoles and logs."""
 
 import io
 from collections.abc import Collection, Sequence
@@ -26,11 +26,3 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
     console = Console(file=out, width=100_000, height=100, color_system=None, legacy_windows=False)
     console.print(lines)
     return [line.rstrip() for line in out.getvalue().splitlines()]
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the largest unit of which it has at least two."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size:,.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from torchmars.core.console import labelled
-from torchmars.core.tables import duration, table
-from torchmars.core.words import counted
+from torchmars.core.tables import table
+from torchmars.core.words import counted, duration
 from torchmars.metrics.throughput import GIB
 from torchmars.planning.advice import advice
 from torchmars.planning.assumptions import SPEEDS
