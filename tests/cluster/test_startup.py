@@ -204,6 +204,7 @@ def test_machines_that_have_met_may_take_long_to_start_their_ranks(tmp_path, mon
     monkeypatch.setattr(launcher.threading, "Timer", StartedTimer)
     monkeypatch.setattr(launcher.os, "_exit", end)
     monkeypatch.setattr(launcher, "elastic_launch", meet)
+    monkeypatch.setattr(launcher, "keep_apart", lambda file: None)  # stderr is this test's
     args = parse_args(["--rdzv-endpoint", "localhost:0", "-m", "torchmars.train"])
     args.rendezvous = "n1:29400"
     logs = RankLogs(tmp_path / "logs", tmp_path, {0}, print)
