@@ -252,7 +252,7 @@ def test_mistakes_are_named(args, message, capsys):
         ),
         (
             "[optimizer]\nlearning_rate = 3",
-            "unknown key optimizer.learning_rate in .*config.toml: did you mean",
+            "unknown key optimizer.learning_rate in .*config.toml: did you mean optimizer.lr?",
         ),
         ("[data]\nfiles = 'a'", "data.files must be a list of strings"),
         ("[run]\nname = 3", "run.name must be a string, got 3"),

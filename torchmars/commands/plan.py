@@ -21,7 +21,7 @@ class Plan:
     """
 
     world_size: Annotated[int, Range(1, 100_000)]
-    """Ranks to plan for."""
+    """Ranks to plan for. Always needed."""
     gpus_per_node: Annotated[int, Range(0, 100_000)] = 8
     """GPUs of each machine. 0: machines without GPUs."""
     find: bool = False

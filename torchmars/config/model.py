@@ -14,7 +14,7 @@ class ModelConfig:
     name: Annotated[Literal["gpt2", "llama"], Mark.IDENTITY] = "gpt2"
     """Model family. llama: also Qwen2 and Qwen3."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
-    """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (354M), large (773M), xl (1.6B).
+    """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
     llama: nano (3M, for CPUs), 160m, those of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3
     (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b)."""
     n_layer: Annotated[Annotated[int, Range(1, 1_000)] | None, Mark.IDENTITY] = None

@@ -93,7 +93,9 @@ def unknown_key(kind: Any, path: Path, source: Callable[[str], str] | str) -> Us
     owner = [step for step in above if isinstance(step, str)]
     full = ".".join([*owner, str(key)])
     elsewhere = settings_called(kind, str(key))
-    near = elsewhere[0] if elsewhere else ".".join([*owner, nearest(str(key), known)])
+    initials = "".join(word[:1] for word in str(key).split("_"))  # of learning_rate: lr
+    meant = initials if initials in known else nearest(str(key), known)
+    near = elsewhere[0] if elsewhere else ".".join([*owner, meant])
     where = source if isinstance(source, str) else source(full)
     return UserError(
         f"unknown {'key' if owner else 'section'} {full}{where and f' {where}'}: "

@@ -45,7 +45,7 @@ def unknown_size(config: ModelConfig) -> UserError:
     )
     return UserError(
         f'model.size = "{size}" is no size of model.name = "{config.name}": {meant} '
-        f"There are {', '.join(sizes)}"
+        f"{config.name} has {', '.join(sizes)}"
     )
 
 
