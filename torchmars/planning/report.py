@@ -139,10 +139,11 @@ def tokens(plan: Plan) -> Iterator[str]:
 
 def time(plan: Plan) -> list[str]:
     """Return how long the run takes on GPUs, by the formulas of find.py; nothing for CPUs."""
-    if plan.seconds is None:
+    seconds = plan.seconds
+    if seconds is None:
         return []
-    whole = duration(plan.seconds * plan.config.training.steps)
+    whole = duration(seconds * plan.config.training.steps)
     return [
-        f"about {whole}, {plan.seconds:.2f} s a step: estimated for H100s, {SPEEDS}, without the "
+        f"about {whole}, {seconds:.2f} s a step: estimated for H100s, {SPEEDS}, without the "
         "optimizer's own time"
     ]
