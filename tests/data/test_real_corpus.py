@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.benchmarks.prepare_corpus import make_corpus
-from tests.benchmarks.prepare_corpus import prepare as prepare_and_watch
+from tests.measurements.prepare_corpus import make_corpus
+from tests.measurements.prepare_corpus import prepare as prepare_and_watch
 from tests.support.real_data import FOLDER, needs_data
 from torchmars.core.files import sha256
 

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.benchmarks import optimizer_step
 from tests.gpu.device import DEVICE
+from tests.measurements import optimizer_step
 from torchmars.cluster import connection
 from torchmars.config import (
     ActivationCheckpointConfig,

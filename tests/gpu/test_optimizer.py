@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.benchmarks import optimizer_step
 from tests.gpu.device import DEVICE, without_waiting
+from tests.measurements import optimizer_step
 from torchmars.cluster import connection
 from torchmars.config import ParallelismConfig
 from torchmars.models.gpt2 import GPT2, GPT2Args

@@ -1,7 +1,7 @@
 """How fast a corpus is prepared, against a bare loop of tiktoken, and in how much memory.
 
-    python tests/benchmarks/prepare_corpus.py TEXT_FILE
-    python tests/benchmarks/prepare_corpus.py --synthetic GIGABYTES
+    python tests/measurements/prepare_corpus.py TEXT_FILE
+    python tests/measurements/prepare_corpus.py --synthetic GIGABYTES
 
 The first compares `torchmars prepare` with GPT-2's tokenizer with a loop that encodes the same
 documents by `encode_ordinary_batch` on as many threads as there are cores. They take turns. The

@@ -1,6 +1,6 @@
 """Measure the time of an optimizer step, side by side in one interleaved run.
 
-    python -m tests.benchmarks.optimizer_step
+    python -m tests.measurements.optimizer_step
 
 It prints two tables. Elements: all parameters of GPT-2 small, against `clip_grad_norm_` and torch's
 fused AdamW, and against the MARS of timm and pytorch_optimizer where they are installed. Matrices:

@@ -1,6 +1,6 @@
 """Measure the time from the command to the end of the first step, and where it goes.
 
-    python -m tests.benchmarks.first_step [FOLDER ...] [--runs N]
+    python -m tests.measurements.first_step [FOLDER ...] [--runs N]
 
 It starts a tiny run on 2 CPU ranks as `torchmars train` does, on shards that are there already.
 Each FOLDER is another checkout of torchmars; they and this one take turns. It prints medians: of

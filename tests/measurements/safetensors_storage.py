@@ -1,6 +1,6 @@
 """Compare the two storages of torch.distributed.checkpoint: its own format, and safetensors.
 
-    python -m tests.benchmarks.safetensors_storage [FOLDER]
+    python -m tests.measurements.safetensors_storage [FOLDER]
 
 Two ranks of FSDP save the state of GPT-2 small under MARS-AdamW, weights and three buffers in
 float32, and load it again, in turn with each storage. Memory is the most that a

@@ -1,6 +1,6 @@
 """Measure what a save costs a run of GPT-2 small: the time that training waits, and memory.
 
-    python -m tests.benchmarks.checkpoint_stall [FOLDER]
+    python -m tests.measurements.checkpoint_stall [FOLDER]
 
 It makes three runs, one after the other: without checkpoints, with asynchronous and with
 synchronous ones. Windows are short, so that a step takes a second or two. Peak memory is that of

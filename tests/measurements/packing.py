@@ -1,6 +1,6 @@
 """Measure how many documents are cut, by windows from the stream and by best-fit packing.
 
-    python -m tests.benchmarks.packing
+    python -m tests.measurements.packing
 
 Lengths are drawn: web-like ones are log-normal with a median of 600 tokens and sigma 1, those of
 books with a median of 100,000 and sigma 0.5. Each shard is written to a temporary folder, is read

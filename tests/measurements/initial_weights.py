@@ -1,6 +1,6 @@
 """Measure how long a rank draws its initial weights, and the memory it takes for that.
 
-    python -m tests.benchmarks.initial_weights
+    python -m tests.measurements.initial_weights
 
 Each case is the first rank of a world that is not there (torch's fake process group), in a process
 of its own with one thread. Times are of the CPU. "Whole tensors" is what drawing all weights with

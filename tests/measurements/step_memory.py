@@ -1,6 +1,6 @@
 """Measure the memory that a step takes on top of weights: accumulation, activation checkpointing.
 
-python -m tests.benchmarks.step_memory [--compile]
+python -m tests.measurements.step_memory [--compile]
 
 A GPT-2 of 44 million parameters on 2 CPU ranks (FSDP), 4 microbatches of 2 x 512 tokens in float32.
 Of each kind it prints the peak of rank 0's resident memory above that before the step, in MiB, and

@@ -1,6 +1,6 @@
 """Measure the peak memory and the time of the export of a checkpoint that several ranks saved.
 
-    python -m tests.benchmarks.export_memory [SIZE] [RANKS] [FOLDER]
+    python -m tests.measurements.export_memory [SIZE] [RANKS] [FOLDER]
 
 SIZE is one of Llama's, 1b by default. The weights are random, and saved alone. The folder needs
 room for them four times. Memory is the most that the process had resident (VmHWM), beside what it

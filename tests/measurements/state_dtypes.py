@@ -1,6 +1,6 @@
 """Measure what a momentum and a last gradient in bfloat16 cost in loss.
 
-python -m tests.benchmarks.state_dtypes [--steps 300] [--seeds 3] [--rules mars-adamw mars-m]
+python -m tests.measurements.state_dtypes [--steps 300] [--seeds 3] [--rules mars-adamw mars-m]
 
 It trains the same small GPT-2 on the bytes of Python's standard library, with the state in float32
 and in bfloat16. Of each rule and kind it prints the final validation loss of each seed, their mean

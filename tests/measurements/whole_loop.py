@@ -1,6 +1,6 @@
 """Measure the tokens per second of whole runs, side by side.
 
-    python -m tests.benchmarks.whole_loop gpt2|llama|ranks|bfloat16 [--steps 40] [--turns 3]
+    python -m tests.measurements.whole_loop gpt2|llama|ranks|bfloat16 [--steps 40] [--turns 3]
 
 `gpt2` and `llama`: our loop with mars-adamw and with adamw, as a user starts it (data, loss, step,
 logging), beside the plainest loop of transformers' model of the same sizes with clip_grad_norm_ and
@@ -106,7 +106,7 @@ def run_ours(folder: Path, name: str, ranks: int, tables: dict[str, dict], steps
 
 def run_theirs(name: str, steps: int) -> float:
     """Train a model of transformers in a process of its own; return the same."""
-    command = [sys.executable, "-m", "tests.benchmarks.whole_loop", name, "--theirs"]
+    command = [sys.executable, "-m", "tests.measurements.whole_loop", name, "--theirs"]
     out = subprocess.run(
         [*command, "--steps", str(steps)],
         check=True,

@@ -1,4 +1,6 @@
-"""Seconds to write and to open the page of many long runs: python -m tests.benchmarks.report_open.
+"""Seconds to write and to open the page of many long runs.
+
+    python -m tests.measurements.report_open
 
 It opens in chromium, which must be installed, with playwright. The runs are made, not trained.
 Opening ends when all charts in view are drawn.

@@ -1,6 +1,6 @@
 """Measure memory and time of the loss and its gradients, with whole logits and in chunks.
 
-    python -m tests.benchmarks.loss_memory [--tokens 8192] [--rows 128256] [--width 1024]
+    python -m tests.measurements.loss_memory [--tokens 8192] [--rows 128256] [--width 1024]
 
 It prints a table: the peak of the process above what lies before, with the gradients in it, and the
 median, smallest and largest seconds. "whole" is the head's product and torch's cross_entropy on

@@ -1,6 +1,6 @@
 """Measure tokens per second of generation by GPT-2 small on the CPU, with and without the cache.
 
-    python -m tests.benchmarks.generate [TOKENS] [ROUNDS]
+    python -m tests.measurements.generate [TOKENS] [ROUNDS]
 
 Weights are random. After a prompt of 64 tokens the likeliest TOKENS (16) are drawn. The two ways
 take turns, so that a busy machine slows both; their tokens are compared. It prints the median of

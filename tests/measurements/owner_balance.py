@@ -1,6 +1,6 @@
 """Measure how evenly whole matrices are dealt out over ranks, from the plan alone.
 
-    python -m tests.benchmarks.owner_balance
+    python -m tests.measurements.owner_balance
 
 For each model and number of FSDP ranks it prints the largest over the mean Newton–Schulz work of
 a rank, and the seconds that one rank needs to plan. It builds no model and starts no process.

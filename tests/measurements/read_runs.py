@@ -1,6 +1,6 @@
 """How long it takes to read and to list long runs.
 
-`python -m tests.benchmarks.read_runs [RUNS] [ROWS]`: 20 runs of 100,000 rows by default, in a
+`python -m tests.measurements.read_runs [RUNS] [ROWS]`: 20 runs of 100,000 rows by default, in a
 temporary folder.
 """
 
