@@ -21,7 +21,7 @@ from torchmars.optim.roles import roles
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import token_losses
-from torchmars.parallel.part import Part
+from torchmars.parallel.part import ModelPart
 from torchmars.parallel.recipe import parallelize
 
 ARGS = LlamaArgs(
@@ -229,7 +229,7 @@ def test_the_turn_of_a_bfloat16_head_is_rounded_once():
 def losses_under_mixed_precision(windows):
     """Return the losses of the sharded model in bfloat16."""
     layout = Layout.create(torch.device("cpu"), Degrees())
-    part = Part(model_of(ARGS), True, True, SequencePart(), tp=1, chunk=64)
+    part = ModelPart(model_of(ARGS), True, True, SequencePart(), tp=1, chunk=64)
     training, kept = TrainingConfig(dtype="bfloat16"), ActivationCheckpointConfig()
     parallelize(part, layout, ParallelismConfig(), training, kept)
     return part(windows[:, :-1], windows[:, 1:], wanted="losses")

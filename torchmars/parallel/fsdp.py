@@ -16,14 +16,14 @@ from torch.distributed.fsdp import (
 )
 
 from torchmars.config import ParallelismConfig
-from torchmars.parallel.part import Part
+from torchmars.parallel.part import ModelPart
 
 # On CPUs a collective keeps the rank waiting: what is no larger is gathered at once.
 ONE_UNIT_BYTES = 32 * 2**20
 
 
 def shard(
-    part: Part,
+    part: ModelPart,
     mesh: DeviceMesh,
     device: torch.device,
     dtype: torch.dtype,

@@ -21,7 +21,7 @@ from torchmars.parallel.float8 import update_scales
 from torchmars.parallel.fsdp import call_before_reduction_ends, set_reduction, weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import chunk_tokens
-from torchmars.parallel.part import Part
+from torchmars.parallel.part import ModelPart
 from torchmars.parallel.recipe import parallelize
 from torchmars.parallel.tied import TiedTable
 
@@ -72,12 +72,12 @@ class ParallelModel:
         pipeline, ranks = layout.group("pp"), stage_ranks(parallelism)
         last = len(ranks) - 1
         chunk = chunk_tokens(layout.device.type, whole.vocab_rows // tp.size)
-        self.stages: dict[int, Part] = {}
+        self.stages: dict[int, ModelPart] = {}
         for number, blocks in enumerate(blocks_of_stages(whole, parallelism)):
             if ranks[number] == pipeline.rank:
                 model = deepcopy(whole)
                 cut_model(model, blocks, number == 0, number == last)
-                part = Part(
+                part = ModelPart(
                     model,
                     number == 0,
                     number == last,

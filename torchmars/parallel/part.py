@@ -15,7 +15,7 @@ from torchmars.parallel.loss import mean_loss, token_losses, token_scores
 Wanted = Literal["mean loss", "losses", "scores"]
 
 
-class Part(nn.Module):
+class ModelPart(nn.Module):
     """Consecutive layers of a model: a stage of a pipeline, or all of it. The root unit of FSDP.
 
     `model` has lost the modules that belong to other parts; `first` and `last` say whether it still

@@ -16,7 +16,7 @@ from torchmars.config import ParallelismConfig
 from torchmars.parallel.cuts import stage_ranks
 from torchmars.parallel.fsdp import set_reduction
 from torchmars.parallel.layout import RankGroup
-from torchmars.parallel.part import Part
+from torchmars.parallel.part import ModelPart
 
 
 class WholeBackwardStage(PipelineStage):
@@ -49,7 +49,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: dict[int, Part],
+        stages: dict[int, ModelPart],
         config: ParallelismConfig,
         ranks: RankGroup,
         device: torch.device,
@@ -75,7 +75,7 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def _torch_stage(self, number: int, part: Part) -> PipelineStage:
+    def _torch_stage(self, number: int, part: ModelPart) -> PipelineStage:
         # Shapes are given: torch would find them by a forward and a backward pass of its own.
         tokens = torch.empty(self.tokens, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
@@ -118,7 +118,7 @@ class Pipeline:
         """Pass one microbatch through all stages; return what the last one gives, where that is.
 
         `tokens` is [batch, length], and hidden states between stages are [batch, hidden_length,
-        width]. `options` are those of `Part.forward`.
+        width]. `options` are those of `ModelPart.forward`.
         """
         x: Tensor | None = tokens
         shape = tokens.shape[0], hidden_length, self.hidden.shape[-1]

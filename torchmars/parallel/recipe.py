@@ -8,12 +8,12 @@ from torchmars.parallel.context import share_sequences
 from torchmars.parallel.float8 import convert_layers
 from torchmars.parallel.fsdp import shard
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.part import Part
+from torchmars.parallel.part import ModelPart
 from torchmars.parallel.tensor import cut_layers
 
 
 def parallelize(
-    part: Part,
+    part: ModelPart,
     layout: Layout,
     parallelism: ParallelismConfig,
     training: TrainingConfig,
