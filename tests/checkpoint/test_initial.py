@@ -51,7 +51,7 @@ def started(tables):
         }
         for name, parameter in trainer.model.weights.items()
     }
-    origin = trainer.progress.introduction[-1]
+    origin = trainer.reporter.introduction[-1]
     return trainer.state.step, trainer.loader.position, whole, states, origin
 
 

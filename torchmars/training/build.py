@@ -29,7 +29,7 @@ from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import evaluation_tasks, prepare_data, write_settings
 from torchmars.training.profiler import Profiler
-from torchmars.training.progress import Progress
+from torchmars.training.reporter import RunReporter
 from torchmars.training.schedule import Schedule
 from torchmars.training.summary import introduction
 from torchmars.training.trainer import Trainer
@@ -135,7 +135,9 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         validation=validation,
         evaluation=evaluation,
         checkpointer=checkpointer,
-        progress=Progress(config, layout, optimizer, metrics, events, lines, data, loader.epochs),
+        reporter=RunReporter(
+            config, layout, optimizer, metrics, events, lines, data, loader.epochs
+        ),
         metrics=metrics,
         profiler=Profiler(config.profiler, config.run.path / "profile", layout),
         watchdog=Watchdog(config.run.hang, layout, config.guards.hang_seconds, saver.group),

@@ -19,7 +19,7 @@ from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.guards import LossGuard
 from torchmars.training.profiler import Profiler
-from torchmars.training.progress import Progress
+from torchmars.training.reporter import RunReporter
 from torchmars.training.schedule import Schedule
 from torchmars.training.validation import Validation
 
@@ -42,7 +42,7 @@ class Trainer:
         validation: Validation,
         evaluation: Evaluation,
         checkpointer: Checkpointer,
-        progress: Progress,
+        reporter: RunReporter,
         metrics: Metrics,
         profiler: Profiler,
         watchdog: Watchdog,
@@ -53,7 +53,7 @@ class Trainer:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.loader, self.checkpointer = loader, checkpointer
         self.validation, self.evaluation = validation, evaluation
-        self.progress, self.metrics = progress, metrics
+        self.reporter, self.metrics = reporter, metrics
         self.profiler = profiler
         self.watchdog, self.lock = watchdog, lock
         self.signals = StopSignals()
@@ -69,10 +69,10 @@ class Trainer:
         Returns the exit code: 0, or 75 for a run that a signal stopped.
         """
         saver, validation = self.checkpointer.saver, self.config.validation
-        self.progress.announce()
+        self.reporter.announce()
         if self.state.step >= self.config.training.steps:
             return 0
-        self.progress.report_start(self.resumed)
+        self.reporter.report_start(self.resumed)
         try:
             with self.signals, self.watchdog, self.profiler:
                 try:
@@ -80,11 +80,11 @@ class Trainer:
                 finally:
                     saver.close()
             if complete and validation.sample_tokens:
-                self.progress.report_sample(self.state.step, self.validation.sample())
+                self.reporter.report_sample(self.state.step, self.validation.sample())
             if complete:
-                self.progress.report_complete(self.state.step)
+                self.reporter.report_complete(self.state.step)
         except UserError as error:
-            self.progress.report_failure(self.state.step, error)
+            self.reporter.report_failure(self.state.step, error)
             raise
         finally:
             self.loader.close()
@@ -107,7 +107,7 @@ class Trainer:
             state.step, state.validation_loss = state.step + 1, None
             if self.report_due(state.step):
                 self.report(*made)
-            self.progress.report_epochs(self.loader.epochs)
+            self.reporter.report_epochs(self.loader.epochs)
             stop = stop and state.step < last
             with self.metrics.throughput.paused():
                 if self.validation_due() and not stop:
@@ -122,7 +122,7 @@ class Trainer:
         self.watchdog.beat("the last save")
         self.checkpointer.saver.finish()
         if self.state.step < last:
-            self.progress.report_stop(self.state.step, self.signals.received)
+            self.reporter.report_stop(self.state.step, self.signals.received)
         return self.state.step == last
 
     def train_step(self) -> tuple[Tensor, float] | None:
@@ -169,7 +169,7 @@ class Trainer:
         mean = self.layout.mean_loss(loss)
         stands_out = self.loss_guard.check(mean, self.state.recent_losses)
         if stands_out:
-            self.progress.report_spike(mean, self.state, self.loss_guard.action)
+            self.reporter.report_spike(mean, self.state, self.loss_guard.action)
         return stands_out
 
     def start_agreement(self) -> Agreement:
@@ -217,7 +217,7 @@ class Trainer:
         self.state.position, self.state.shares = position, self.loader.shares
         self.loader.seek(position, self.loader.shares)
         self.without_last_grad = self.checkpointer.look_ahead_parameters()
-        self.progress.rewind(reached, self.state, resumed.folder)
+        self.reporter.rewind(reached, self.state, resumed.folder)
 
     def report_due(self, step: int) -> bool:
         """Return whether `step` is reported."""
@@ -226,7 +226,7 @@ class Trainer:
 
     def report(self, loss: Tensor, lr: float) -> None:
         """Report the step just made. Waits for the device."""
-        telemetry = self.progress.report(self.state, self.layout.mean_loss(loss), lr)
+        telemetry = self.reporter.report(self.state, self.layout.mean_loss(loss), lr)
         self.loss_guard.check_skipped(telemetry, self.state.step)
 
     def validation_due(self) -> bool:

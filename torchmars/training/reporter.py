@@ -15,7 +15,7 @@ from torchmars.training.checkpointer import Resumed
 from torchmars.training.state import RunState
 
 
-class Progress:
+class RunReporter:
     """Reports a run, on the first rank. Every rank makes the same calls.
 
     `introduction` are the lines that say what the run is about to do. `data` are its corpora, and
