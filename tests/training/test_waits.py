@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, train_here, write_text
 from torchmars.cluster import connection
 from torchmars.optim import MARS
-from torchmars.parallel.layout import Agreement
+from torchmars.parallel.layout import FlagExchange
 from torchmars.parallel.model import ParallelModel
 from torchmars.training.trainer import Trainer
 
@@ -65,7 +65,7 @@ def steps_of(tables):
         return original(self)
 
     Trainer.train_step = train_step
-    Agreement.result = note_before(Agreement.result, "result")
+    FlagExchange.result = note_before(FlagExchange.result, "result")
     ParallelModel.backward = note_before(ParallelModel.backward, "backward")
     MARS.step = optimizer_step
     with waits:

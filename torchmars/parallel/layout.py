@@ -57,8 +57,8 @@ class RankGroup:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Flags that all ranks exchange in the background; `Layout.start_agreement` begins it."""
+class FlagExchange:
+    """Flags that all ranks exchange in the background; `Layout.exchange_flags` begins it."""
 
     flags: torch.Tensor
     work: dist.Work
@@ -175,11 +175,11 @@ class Layout:
         if self.first:
             say(text)
 
-    def start_agreement(self, *flags: bool) -> "Agreement":
+    def exchange_flags(self, *flags: bool) -> "FlagExchange":
         """Begin to ask all ranks which flags are set on any of them. Waits for nobody."""
         values = torch.tensor(flags, dtype=torch.uint8)
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.control, async_op=True)
-        return Agreement(values, work)
+        return FlagExchange(values, work)
 
     def with_own_control_group(self) -> "Layout":
         """Return the same layout with its own control group, for another thread. Collective."""

@@ -14,7 +14,7 @@ from torchmars.evaluation.results import Evaluation
 from torchmars.metrics.metrics import Metrics
 from torchmars.metrics.phases import OTHER
 from torchmars.optim import MARS
-from torchmars.parallel.layout import Agreement, Layout
+from torchmars.parallel.layout import FlagExchange, Layout
 from torchmars.parallel.model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.guards import LossGuard
@@ -57,7 +57,7 @@ class Trainer:
         self.profiler = profiler
         self.watchdog, self.lock = watchdog, lock
         self.signals = StopSignals()
-        self.agreement: Agreement
+        self.flags: FlagExchange
         """What the ranks tell each other during a step."""
         self.loss_guard = LossGuard(config.guards)
         self.resumed = resumed
@@ -137,7 +137,7 @@ class Trainer:
         batch = self.loader.step()
         state.position = self.loader.position
         next_batch = self.loader.peek() if optimizer.exact else []
-        self.agreement = self.start_agreement()
+        self.flags = self.exchange_flags()
         if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
             self.model.backward(next_batch)
             enter_phase("optimizer")
@@ -172,13 +172,13 @@ class Trainer:
             self.reporter.report_spike(mean, self.state, self.loss_guard.action)
         return stands_out
 
-    def start_agreement(self) -> Agreement:
+    def exchange_flags(self) -> FlagExchange:
         """Begin to tell the other ranks what has happened here. The step does not wait for it.
 
         It begins once the step has its data, so that a step on changed data is known for one. What
         happens later is told at the next step.
         """
-        return self.layout.start_agreement(
+        return self.layout.exchange_flags(
             self.signals.received is not None,
             self.checkpointer.saver.overdue(),
             self.loader.changed is not None,
@@ -191,7 +191,7 @@ class Trainer:
         Raises `UserError` if the run folder is gone, or the data have changed: then the step
         just made is worth nothing, and nothing of it was reported or saved.
         """
-        stop, overdue, changed, gone = self.agreement.result()
+        stop, overdue, changed, gone = self.flags.result()
         if gone:
             raise UserError(
                 f"{self.lock} is gone after step {self.state.step}: the run folder was deleted, "
