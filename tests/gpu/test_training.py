@@ -210,32 +210,32 @@ def test_the_peak_of_the_plan_is_that_of_a_step(tmp_path):
     assert planned == pytest.approx(measured, rel=0.1)
 
 
-def staged_and_not(tables):
-    """Gradients of a batch that was staged while the device worked, and of the same one at once."""
+def prefetched_and_not(tables):
+    """Gradients of a batch that was prefetched while the device worked, and of the same one at once."""
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
     model, found = trainer.model, []
-    for staged in (True, False):
+    for prefetched in (True, False):
         busy = torch.randn(4096, 4096, device="cuda")
         batch = [windows.pin_memory() for windows in trainer.loader.peek()]
         for _ in range(50):
             busy = busy @ busy / 64
         torch.cuda.set_sync_debug_mode("error")
         try:
-            if staged:
-                model.stage(batch)
+            if prefetched:
+                model.prefetch(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert (model.staged[0] is batch) == staged
+        assert (model.prefetched[0] is batch) == prefetched
         loss = model.backward(batch)
         found.append([loss, *(weight.grad.to_local() for weight in model.weights.values())])
         trainer.optimizer.zero_grad()
     return [[value.cpu() for value in values] for values in found]
 
 
-def test_a_batch_is_staged_while_the_device_works(tmp_path):
+def test_a_batch_is_prefetched_while_the_device_works(tmp_path):
     write_text(tmp_path)
     data = {"separate_documents": True, "num_workers": 0}
-    [found] = run_ranks(staged_and_not, 1, tiny_tables(tmp_path, data=data))
-    for staged, direct in zip(*found):
-        assert torch.equal(staged, direct)
+    [found] = run_ranks(prefetched_and_not, 1, tiny_tables(tmp_path, data=data))
+    for prefetched, direct in zip(*found):
+        assert torch.equal(prefetched, direct)

@@ -1,4 +1,4 @@
-"""What a model tells of its backward pass while it makes it, and batches that are staged."""
+"""What a model tells of its backward pass while it makes it, and batches that are prefetched."""
 
 import dataclasses
 
@@ -48,8 +48,8 @@ def phases_on(parallelism):
     found = list(phases)
     for weight in model.weights.values():
         weight.grad = None
-    model.stage(batch)
-    model.find_starts = fail  # what is staged is not made ready again
+    model.prefetch(batch)
+    model.find_starts = fail  # what is prefetched is not made ready again
     model.backward(batch)
     same = all(map(torch.equal, gradients, gradients_of(model)))
     return found, list(model.weights), same
@@ -67,7 +67,7 @@ def phases_on_each():
     return {name: phases_on(parallelism) for name, parallelism in LAYOUTS.items()}
 
 
-def test_a_backward_pass_tells_of_its_phases_and_takes_a_staged_batch():
+def test_a_backward_pass_tells_of_its_phases_and_takes_a_prefetched_batch():
     for found in run_ranks(phases_on_each, 2):
         of_microbatch = ["forward", "backward", "reduce"]
         for name in ("fsdp", "replicas"):
@@ -80,4 +80,4 @@ def test_a_backward_pass_tells_of_its_phases_and_takes_a_staged_batch():
         phases, _, _ = found["pipeline"]
         # Then the two copies of the tied table exchange their gradients.
         assert [phase for phase, _ in phases] == ["pipeline", "reduce"]
-        assert all(same for _, _, same in found.values()), "a staged batch has other gradients"
+        assert all(same for _, _, same in found.values()), "a prefetched batch has other gradients"

@@ -59,7 +59,7 @@ def measure(tables):
     state = [tensor for each in optimizer.state.values() for tensor in each.values()]
     state += optimizer.ahead.last_grads.values()
     return {
-        "weights": bytes_of(each for part in model.parts for each in part.parameters()),
+        "weights": bytes_of(each for part in model.parts.values() for each in part.parameters()),
         "gradients": gradients,
         "optimizer_state": bytes_of(state),
     }, peak

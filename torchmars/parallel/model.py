@@ -63,16 +63,17 @@ class ParallelModel:
         """Is told what of a backward pass begins: "forward", "backward", and "reduce", where the
         rest of the gradients' reduction is waited for; in a pipeline "pipeline", all of it."""
         self.copying: torch.cuda.Stream | None = None
-        """Copies batches to the GPU beside its other work, where they are staged."""
-        self.staged: tuple[Sequence[Tensor], list[Inputs]] = [], []
-        """The batch that was staged last, and what the passes over it take."""
+        """Copies batches to the GPU beside its other work, where they are prefetched."""
+        self.prefetched: tuple[Sequence[Tensor], list[Inputs]] = [], []
+        """The batch that was prefetched last, and what the passes over it take."""
         self.parallelism, self.gathers_float8 = parallelism, training.float8.all_gather
         cp, tp = layout.group("cp"), layout.group("tp")
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), tp.size
         pipeline, ranks = layout.group("pp"), stage_ranks(parallelism)
         last = len(ranks) - 1
         chunk = chunk_tokens(layout.device.type, whole.vocab_rows // tp.size)
-        self.stages: dict[int, ModelPart] = {}
+        self.parts: dict[int, ModelPart] = {}
+        """This rank's parts, by the number of their stage."""
         for number, blocks in enumerate(blocks_of_stages(whole, parallelism)):
             if ranks[number] == pipeline.rank:
                 model = deepcopy(whole)
@@ -88,8 +89,7 @@ class ParallelModel:
                 )
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
-                    self.stages[number] = part.to_empty(device=weight_device(parallelism, device))
-        self.parts = list(self.stages.values())
+                    self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
         self.weights = self._weights()
         """The weights of which this rank has a part, by name."""
         self.tied: TiedTable | None = None
@@ -101,7 +101,7 @@ class ParallelModel:
             size, microbatches = training.microbatches(layout.data.size, parallelism.stages)
             length = training.seq_len // cp.size
             self.pipeline = pipelines.Pipeline(
-                self.stages,
+                self.parts,
                 parallelism,
                 pipeline,
                 device,
@@ -115,18 +115,18 @@ class ParallelModel:
 
     def _weights(self) -> dict[str, nn.Parameter]:
         weights: dict[str, nn.Parameter] = {}
-        for part in self.parts:
+        for part in self.parts.values():
             for name, parameter in part.model.named_parameters():
                 if part.first or name != "tok_embed.weight":  # else it is the copy of a tied table
                     weights[name] = parameter
         return weights
 
     def _table(self, stage: int) -> Tensor | None:
-        return self.stages[stage].model.tok_embed.weight if stage in self.stages else None
+        return self.parts[stage].model.tok_embed.weight if stage in self.parts else None
 
     def init_weights(self, seed: int) -> None:
         """Fill the weights with their initial values, which do not depend on the layout."""
-        for part in self.parts:
+        for part in self.parts.values():
             init_weights(part.model, seed)
         self.follow_weights()
 
@@ -138,12 +138,12 @@ class ParallelModel:
         if self.tied is not None:
             self.tied.copy_weights()
         if self.gathers_float8:
-            for part in self.parts:
+            for part in self.parts.values():
                 update_scales(part)
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on, or off."""
-        for part in self.parts:
+        for part in self.parts.values():
             part.train(mode)
 
     def backward(self, batch: Sequence[Tensor]) -> Tensor:
@@ -154,7 +154,7 @@ class ParallelModel:
         also that of the z-loss, which the mean is without.
         """
         self.enter_phase("forward" if self.pipeline is None else "pipeline")
-        inputs = self._staged_inputs(batch)
+        inputs = self._prefetched_inputs(batch)
         if self.pipeline is not None:
             loss = self.pipeline.backward(*inputs[0])
         else:
@@ -174,17 +174,17 @@ class ParallelModel:
             self.tied.add_gradients()
         return loss
 
-    def stage(self, batch: Sequence[Tensor]) -> None:
+    def prefetch(self, batch: Sequence[Tensor]) -> None:
         """Begin to copy a batch to the GPU, beside its other work, for a `backward` of it later."""
         if self.device.type == "cuda" and self.copying is None:
             self.copying = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self.copying):
-            self.staged = batch, self._inputs(batch)
+            self.prefetched = batch, self._inputs(batch)
 
-    def _staged_inputs(self, batch: Sequence[Tensor]) -> list[Inputs]:
-        """Return what the passes over a batch take, staged if this batch was."""
-        staged, inputs = self.staged
-        if staged is not batch:
+    def _prefetched_inputs(self, batch: Sequence[Tensor]) -> list[Inputs]:
+        """Return what the passes over a batch take, prefetched if this batch was."""
+        prefetched, inputs = self.prefetched
+        if prefetched is not batch:
             return self._inputs(batch)
         if self.copying is not None:
             computing = torch.cuda.current_stream(self.device)

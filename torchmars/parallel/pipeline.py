@@ -42,14 +42,14 @@ class WholeBackwardStage(PipelineStage):
 class Pipeline:
     """The stages of this rank, and how all ranks of a pipeline run theirs together.
 
-    `stages` are this rank's parts by the number of their stage. A rank's microbatch of token ids is
+    `parts` are this rank's, by the number of their stage. A rank's microbatch of token ids is
     of shape `tokens` [microbatch size, length], and hidden states between stages are of shape
     `hidden` [microbatch size, length / tp, width] and `dtype`.
     """
 
     def __init__(
         self,
-        stages: dict[int, ModelPart],
+        parts: dict[int, ModelPart],
         config: ParallelismConfig,
         ranks: RankGroup,
         device: torch.device,
@@ -58,14 +58,14 @@ class Pipeline:
         hidden: tuple[int, int, int],
         dtype: torch.dtype,
     ) -> None:
-        self.stages, self.config, self.ranks, self.device = stages, config, ranks, device
+        self.parts, self.config, self.ranks, self.device = parts, config, ranks, device
         self.microbatches, self.tokens = microbatches, tokens
         self.rank_of = stage_ranks(config)
         self.hidden = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
         """What goes from stage to stage, without memory."""
         kind = get_schedule_class(config.pp_schedule)
         self.torch_stages = {
-            number: self._torch_stage(number, part) for number, part in stages.items()
+            number: self._torch_stage(number, part) for number, part in parts.items()
         }
         own = list(self.torch_stages.values())
         self.schedule = kind(
@@ -128,7 +128,7 @@ class Pipeline:
             if number and self.rank_of[number - 1] != rank:
                 hidden = torch.empty(shape, dtype=self.hidden.dtype, device=self.device)
                 x = self.ranks.receive(hidden, self.rank_of[number - 1])
-            x = self.stages[number](x, **options)
+            x = self.parts[number](x, **options)
             if number + 1 < len(self.rank_of) and self.rank_of[number + 1] != rank:
                 self.ranks.send(x, self.rank_of[number + 1])
                 x = None

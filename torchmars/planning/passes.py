@@ -29,7 +29,7 @@ def simulate_passes(
     All microbatches but the last are alike. So two are enough, whatever n is:
     traffic(n) = (n - 1) * traffic(2) - (n - 2) * traffic(1).
     """
-    [part] = model.parts
+    [part] = model.parts.values()
     # What is there before the second microbatch is the gradient of the first one.
     part.register_forward_pre_hook(lambda *_: memory.settle(), prepend=True)
     traffic.begin(PHASE, weight=passes * (2 - microbatches))
@@ -110,7 +110,7 @@ class SimulatedStage:
         memory: MemoryCounter,
         traffic: TrafficCounter,
     ) -> None:
-        self.stage, self.part = pipeline.torch_stages[number], model.stages[number]
+        self.stage, self.part = pipeline.torch_stages[number], model.parts[number]
         self.hidden, self.group = pipeline.hidden, pipeline.ranks.process_group
         ranks = [None, *pipeline.rank_of, None]
         self.receives, self.sends = (

@@ -57,10 +57,10 @@ def memory(plan: Plan) -> list[str]:
 
 def of_stages(rank: Simulation) -> tuple[str, str, str]:
     """Return which stages a rank of a pipeline has, and their blocks and parameters."""
-    blocks = [list(part.model.blocks) for part in rank.model.parts]
+    blocks = [list(part.model.blocks) for part in rank.model.parts.values()]
     numel = sum(weight.numel() for weight in rank.model.weights.values())
     return (
-        " ".join(map(str, rank.model.stages)),
+        " ".join(map(str, rank.model.parts)),
         " ".join(f"{each[0]}-{each[-1]}" for each in blocks),
         f"{numel:,}",
     )

@@ -86,7 +86,7 @@ def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list
         every = config.activation_checkpoint.every
         alike = tuple(
             (part.first, part.last, tuple(int(number) % every for number in part.model.blocks))
-            for part in model.parts
+            for part in model.parts.values()
         )
         if alike not in known:
             known[alike] = simulate_step(config, place, model, fake)
@@ -98,7 +98,7 @@ def with_peak(simulation: Simulation, model: ParallelModel) -> Simulation:
     """Return the simulation of a rank like `model`'s with the peak of that rank's own passes."""
     if model.pipeline is None:
         return simulation
-    places = {stage: place for place, stage in enumerate(model.stages)}
+    places = {stage: place for place, stage in enumerate(model.parts)}
     actions = [
         Action(kind, places[stage], microbatch)
         for kind, stage, microbatch in actions_of_ranks(model.pipeline.schedule)[
@@ -139,7 +139,7 @@ def simulate_step(
         # Where documents begin does not change the size of a mask.
         model.find_starts = lambda tokens: torch.zeros(len(tokens), 1, dtype=torch.int32)
     memory, traffic = MemoryCounter(), TrafficCounter()
-    parameters = [each for part in model.parts for each in part.parameters()]
+    parameters = [each for part in model.parts.values() for each in part.parameters()]
     memory.know(parameters)
     effects: Effects = {}
     tokens = torch.zeros(microbatches[0], training.seq_len + 1, dtype=torch.int64)
@@ -175,7 +175,7 @@ def simulate_step(
 
 def leave_out_masks(model: ParallelModel) -> None:
     """Let attention under context parallelism take no mask: on GPUs it has none in memory."""
-    for part in model.parts:
+    for part in model.parts.values():
         for module in part.modules():
             if isinstance(module, GatheredAttention):
                 module.make_mask = lambda queries, keys: None
@@ -189,7 +189,7 @@ def received(model: ParallelModel) -> int:
     pipeline = model.pipeline
     if pipeline is None:
         return 0
-    ends = sum((not part.first) + (not part.last) for part in model.parts)
+    ends = sum((not part.first) + (not part.last) for part in model.parts.values())
     return ends * pipeline.microbatches * pipeline.hidden.nbytes
 
 

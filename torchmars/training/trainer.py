@@ -160,7 +160,7 @@ class Trainer:
         optimizer.zero_grad()
         if self.layout.device.type == "cuda" and state.step + 1 < self.config.training.steps:
             enter_phase("data")  # while the device works
-            self.model.stage(self.loader.peek())
+            self.model.prefetch(self.loader.peek())
         enter_phase(OTHER)
         return loss, lr
 
