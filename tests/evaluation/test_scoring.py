@@ -18,7 +18,7 @@ from torchmars.evaluation.scoring import Scorer, Tokens
 from torchmars.evaluation.texts import measure
 from torchmars.models import build_meta_model, build_model
 from torchmars.models.initialize import init_weights
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 SEQ_LEN, VOCABULARY = 32, 257
 MODEL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "name": "llama", "n_kv_head": 4, "n_inner": 48}

@@ -38,7 +38,7 @@ from torchmars.models import build_meta_model
 from torchmars.models.gpt2 import GPT2Args
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 Step = Callable[[], None]
 WARM_UP = 4  # the first of them compile

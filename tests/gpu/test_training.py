@@ -95,7 +95,7 @@ def test_a_signal_saves_and_a_dead_rank_is_started_again(tmp_path):
 
 HANGS = """
 import time, torchmars.cluster.watchdog
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.train import main
 
 torchmars.cluster.watchdog.GRACE_SECONDS = 1.0
@@ -211,7 +211,7 @@ def test_the_peak_of_the_plan_is_that_of_a_step(tmp_path):
 
 
 def prefetched_and_not(tables):
-    """Gradients of a batch that was prefetched while the device worked, and of the same one at once."""
+    """Gradients of a batch prefetched while the device worked, and of the same one at once."""
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
     model, found = trainer.model, []

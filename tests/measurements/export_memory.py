@@ -27,7 +27,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.metrics.events import EventLog
 from torchmars.models import build_meta_model
 from torchmars.optim.tensors import local_part
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 VOCABULARY = 128256
 MEASURED = """

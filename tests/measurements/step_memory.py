@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models.gpt2 import GPT2, GPT2Args
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 ARGS = GPT2Args(n_layer=12, n_head=8, n_embd=512, vocab_size=12288, seq_len=512)
 MICROBATCHES, SIZE = 4, 2

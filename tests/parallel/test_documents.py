@@ -9,7 +9,7 @@ from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 PROMPT = torch.tensor([[5, 9, END, 21, 3, END, 8, 30, 1]])
 

@@ -23,7 +23,7 @@ from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel import float8
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.planning.traffic import TrafficCounter
 
 needs_torchao = pytest.mark.skipif(

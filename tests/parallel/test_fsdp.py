@@ -8,7 +8,7 @@ import torch
 from tests.parallel.test_gradients import check_gradients, compare, gradients_on, plain_gradients
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.planning.traffic import TrafficCounter
 
 SLOW = pytest.mark.slow

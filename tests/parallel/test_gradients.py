@@ -16,7 +16,7 @@ from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
 from torchmars.parallel import fsdp
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 WINDOWS = torch.randint(64, (8, 25), generator=torch.Generator().manual_seed(0))
 END = 7  # where documents are kept apart, it begins one

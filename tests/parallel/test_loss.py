@@ -117,7 +117,7 @@ def plain_gradients(name):
 def gradients_in_chunks(cases):
     """What `tests.parallel.test_gradients` finds on this rank, of chunks of few tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchmars.parallel.model.chunk_tokens", lambda *_: 5)
+        patch.setattr("torchmars.parallel.parallel_model.chunk_tokens", lambda *_: 5)
         return gradients.gradients_on_each(cases)
 
 

@@ -10,7 +10,7 @@ from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, Trai
 from torchmars.models.gpt2 import GPT2
 from torchmars.parallel import fsdp
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 LAYOUTS = {"fsdp": ParallelismConfig(), "replicas": ParallelismConfig(dp_replicate=2)}
 LAYOUTS["pipeline"] = ParallelismConfig(pp=2)

@@ -22,7 +22,7 @@ from tests.support.tiny import (
 from torchmars.cluster import connection
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training import trainer
 from torchmars.training.build import build_trainer
 

@@ -11,7 +11,7 @@ from tests.support.tiny import tiny_tables, train_here, write_text
 from torchmars.cluster import connection
 from torchmars.optim import MARS
 from torchmars.parallel.layout import FlagExchange
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.trainer import Trainer
 
 

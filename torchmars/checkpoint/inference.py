@@ -32,7 +32,7 @@ from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 REMEDY = "set [model], data.tokenizer and training.seq_len as they were there"
 

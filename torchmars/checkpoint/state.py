@@ -20,7 +20,7 @@ from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.optim.tensors import unwrapped
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 
 def training_state(

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmars.benchmark.findings import MeasuredConfig, ratios, results_json, results_table
 from torchmars.benchmark.measure import has_shards, measure, ranks_of
-from torchmars.benchmark.results import Subject, ratios, results_json, results_table
 from torchmars.config import ResolvedConfig
 from torchmars.config.fields import Positive
 from torchmars.config.load import load_command, load_config
@@ -53,32 +53,32 @@ def main() -> None:
         if options.against is not None:
             other = load_config(against_arguments(options.against), PROG)
             configs.append((options.against, other))
-        subjects = [
-            Subject(name, arguments, ranks_of(each), data_of(each))
+        measured = [
+            MeasuredConfig(name, arguments, ranks_of(each), data_of(each))
             for name, (arguments, each) in zip(["A", "B"] if len(configs) == 2 else [""], configs)
         ]
-        bench(options, subjects, [each for _, each in configs])
+        bench(options, measured, [each for _, each in configs])
 
 
-def bench(options: Bench, subjects: list[Subject], configs: list[ResolvedConfig]) -> None:
+def bench(options: Bench, measured: list[MeasuredConfig], configs: list[ResolvedConfig]) -> None:
     """Measure `configs` in alternation; print and write what was found."""
     machine = describe_machine()
-    say("\n".join(introduction(options, subjects, machine)))
-    rounds = options.rounds or (1 if len(subjects) == 1 else 3)
-    pairs = list(zip(subjects, configs))
+    say("\n".join(introduction(options, measured, machine)))
+    rounds = options.rounds or (1 if len(measured) == 1 else 3)
+    pairs = list(zip(measured, configs))
     for number in range(rounds):
         # The order turns round, so that what changes with time counts for both.
-        for subject, config in pairs[:: 1 - 2 * (number % 2)]:
-            found = measure(config, options.warmup, options.steps, subject.ranks)
-            subject.rounds.append(found)
+        for one, config in pairs[:: 1 - 2 * (number % 2)]:
+            found = measure(config, options.warmup, options.steps, one.ranks)
+            one.rounds.append(found)
             if rounds > 1:
-                which = f"round {number + 1} of {rounds}, {subject.name}"
+                which = f"round {number + 1} of {rounds}, {one.name}"
                 say(f"{which}: {found.tokens_per_second:,.0f} tokens/s")
-    say("\n".join(["", *results_table(subjects)]))
-    if len(subjects) == 2:
-        say(f"\nA / B, tokens/s, round by round: {ratios(*subjects).describe('.3f')}")
+    say("\n".join(["", *results_table(measured)]))
+    if len(measured) == 2:
+        say(f"\nA / B, tokens/s, round by round: {ratios(*measured).describe('.3f')}")
     if options.json is not None:
-        text = results_json(subjects, machine, options.warmup, options.steps)
+        text = results_json(measured, machine, options.warmup, options.steps)
         write_results(options.json, text)
 
 
@@ -114,7 +114,7 @@ def describe_machine() -> dict[str, str | int | float]:
 
 
 def introduction(
-    options: Bench, subjects: list[Subject], machine: dict[str, str | int | float]
+    options: Bench, measured: list[MeasuredConfig], machine: dict[str, str | int | float]
 ) -> list[str]:
     """Return what is about to be measured, in lines."""
     lines = labelled(
@@ -122,7 +122,7 @@ def introduction(
         f"{machine['device']}, {machine['cores']} cores, of which {machine['load']} "
         f"were busy in the last minute; torch {machine['torch']}",
     )
-    for each in subjects:
+    for each in measured:
         where = f"{counted(each.ranks, 'rank')}, data: {each.data}"
         lines += labelled(each.name or "config", each.arguments, where)
     return [

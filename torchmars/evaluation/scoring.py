@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.parallel.cuts import sequence_unit
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.tensors import local_part
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.parallel.pipeline import Pipeline
 from torchmars.parallel.tied import TiedTable
 from torchmars.planning.memory import Effect, MemoryCounter

@@ -18,7 +18,7 @@ from torchmars.models.documents import has_kernel
 from torchmars.optim import MARS
 from torchmars.parallel.context import GatheredAttention
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.planning.memory import MemoryCounter, bytes_of
 from torchmars.planning.passes import simulate_passes, simulate_stages
 from torchmars.planning.pipeline import Action, Effects, actions_of_ranks, peak_of

@@ -23,7 +23,7 @@ from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer
 from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer

@@ -16,10 +16,10 @@ from torchmars.config import ResolvedConfig
 from torchmars.data.mixture import Mixture, Shares, shares_from_start
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.ema import MovingAverage
 from torchmars.training.guards import recent
-from torchmars.training.state import RunState
+from torchmars.training.run_state import RunState
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torchmars.metrics.metrics import Metrics
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Resumed
-from torchmars.training.state import RunState
+from torchmars.training.run_state import RunState
 
 
 class RunReporter:

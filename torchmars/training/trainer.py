@@ -15,7 +15,7 @@ from torchmars.metrics.metrics import Metrics
 from torchmars.metrics.phases import OTHER
 from torchmars.optim import MARS
 from torchmars.parallel.layout import FlagExchange, Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.guards import LossGuard
 from torchmars.training.profiler import Profiler

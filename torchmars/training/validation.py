@@ -9,7 +9,7 @@ from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.model import ParallelModel
+from torchmars.parallel.parallel_model import ParallelModel
 
 SAMPLE_TEMPERATURE = 0.8
 

@@ -7,7 +7,13 @@ import pytest
 
 from torchmars.config.presets import read_presets
 from torchmars.planning.assumptions import FLOPS
-from torchmars.planning.presets import HEADINGS, PresetFigures, preset_page, preset_table, short
+from torchmars.planning.preset_figures import (
+    HEADINGS,
+    PresetFigures,
+    preset_page,
+    preset_table,
+    short,
+)
 
 PRESETS = read_presets()
 

@@ -2,19 +2,19 @@
 
 import json
 
+from torchmars.benchmark.findings import MeasuredConfig, ratios, results_json, results_table
 from torchmars.benchmark.measure import Measurement
-from torchmars.benchmark.results import Subject, ratios, results_json, results_table
 
 MACHINE = {"device": "cpu", "cores": 2}
 
 
-def subject(name, *rates, mfu=None, **phases_ms):
+def measured(name, *rates, mfu=None, **phases_ms):
     found = [Measurement(rate, mfu, 1e5 / rate, phases_ms, 0.5) for rate in rates]
-    return Subject(name, "tiny.toml", 2, "random tokens", found)
+    return MeasuredConfig(name, "tiny.toml", 2, "random tokens", found)
 
 
 def test_one_config():
-    assert results_table([subject("", 1000.0, mfu=0.51, other=10.0, data=90.0)]) == [
+    assert results_table([measured("", 1000.0, mfu=0.51, other=10.0, data=90.0)]) == [
         "tokens/s                          1,000",
         "mfu                               51.0%",
         "step, ms                          100.0",
@@ -25,8 +25,8 @@ def test_one_config():
 
 
 def test_two_configs_round_by_round():
-    one = subject("A", 900.0, 1000.0, 1200.0, forward=40.0)
-    two = subject("B", 1000.0, 800.0, 1000.0, pipeline=50.0)
+    one = measured("A", 900.0, 1000.0, 1200.0, forward=40.0)
+    two = measured("B", 1000.0, 800.0, 1000.0, pipeline=50.0)
     lines = results_table([one, two])
     assert lines[0].split() == ["A", "B"]
     assert lines[1].split() == "tokens/s 1,000 (900 to 1,200) 1,000 (800 to 1,000)".split()

@@ -32,7 +32,7 @@ def spread(values: list[float]) -> Spread:
 
 
 @dataclass
-class Subject:
+class MeasuredConfig:
     """A config that is measured."""
 
     name: str
@@ -53,39 +53,39 @@ class Subject:
         return statistics.median(known) if known else None
 
 
-def ratios(first: Subject, second: Subject) -> Spread:
+def ratios(first: MeasuredConfig, second: MeasuredConfig) -> Spread:
     """Return the tokens per second of `first` over those of `second` in the same round."""
     pairs = zip(first.rounds, second.rounds)
     return spread([one.tokens_per_second / other.tokens_per_second for one, other in pairs])
 
 
-def results_table(subjects: list[Subject]) -> list[str]:
+def results_table(measured: list[MeasuredConfig]) -> list[str]:
     """Return a column for each config: rate, use of the GPUs, time of a step, memory."""
 
     def row(name: str, pattern: str, measure: Callable[[Measurement], float | None]) -> list[str]:
-        return [name, *(number(each.median(measure), pattern) for each in subjects)]
+        return [name, *(number(each.median(measure), pattern) for each in measured)]
 
     phases = {
-        phase: None for each in subjects for found in each.rounds for phase in found.phases_ms
+        phase: None for each in measured for found in each.rounds for phase in found.phases_ms
     }
     rows = [
-        *([["", *(each.name for each in subjects)]] if len(subjects) > 1 else []),
-        ["tokens/s", *(each.rate().describe(",.0f") for each in subjects)],
+        *([["", *(each.name for each in measured)]] if len(measured) > 1 else []),
+        ["tokens/s", *(each.rate().describe(",.0f") for each in measured)],
         row("mfu", ".1%", lambda found: found.mfu),
         row("step, ms", ",.1f", lambda found: found.step_ms),
         *(
-            [f"  {phase}", *(share(each, phase) for each in subjects)]
+            [f"  {phase}", *(share(each, phase) for each in measured)]
             for phase in sorted(phases, key="other".__eq__)
         ),
         row("peak memory of rank 0, GiB", ".2f", lambda found: found.memory_gib),
     ]
-    return table(rows, right=range(1, len(subjects) + 1))
+    return table(rows, right=range(1, len(measured) + 1))
 
 
-def share(subject: Subject, phase: str) -> str:
+def share(one: MeasuredConfig, phase: str) -> str:
     """Return the time of a phase, and which part of the step that is."""
-    milliseconds = subject.median(lambda found: found.phases_ms.get(phase))
-    part = subject.median(lambda found: found.phases_ms.get(phase, 0.0) / found.step_ms)
+    milliseconds = one.median(lambda found: found.phases_ms.get(phase))
+    part = one.median(lambda found: found.phases_ms.get(phase, 0.0) / found.step_ms)
     return "-" if milliseconds is None else f"{milliseconds:,.1f} ({part:4.0%})"
 
 
@@ -94,14 +94,16 @@ def number(value: float | None, pattern: str) -> str:
     return "-" if value is None else format(value, pattern)
 
 
-def results_json(subjects: list[Subject], machine: dict[str, Any], warmup: int, steps: int) -> str:
+def results_json(
+    measured: list[MeasuredConfig], machine: dict[str, Any], warmup: int, steps: int
+) -> str:
     """Return all that was measured as JSON."""
     values: dict[str, Any] = {
         "machine": machine,
         "warmup": warmup,
         "steps": steps,
-        "configs": [asdict(each) | {"tokens_per_second": asdict(each.rate())} for each in subjects],
+        "configs": [asdict(each) | {"tokens_per_second": asdict(each.rate())} for each in measured],
     }
-    if len(subjects) == 2:
-        values["ratio"] = asdict(ratios(*subjects))
+    if len(measured) == 2:
+        values["ratio"] = asdict(ratios(*measured))
     return json.dumps(values, indent=2) + "\n"
