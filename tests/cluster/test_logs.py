@@ -5,7 +5,7 @@ import pty
 import shutil
 from collections import deque
 
-from torchmars.cluster.logs import Stream
+from torchmars.cluster.logs import RankOutput
 
 
 def test_what_a_rank_prints_does_not_steer_a_terminal(tmp_path):
@@ -14,7 +14,7 @@ def test_what_a_rank_prints_does_not_steer_a_terminal(tmp_path):
     said = "50%\r100% größer \x1b]0;title\x07\u202e\n".encode() + b"\x9b2J\n"
     for number, marked in enumerate((False, True)):
         file = tmp_path / f"{number}.log"
-        stream = Stream(file, "a | ", outside, marked, deque(), print)
+        stream = RankOutput(file, "a | ", outside, marked, deque(), print)
         for part in (said[:13], said[13:14], said[14:]):
             stream.write(part)
         shown = b""
@@ -37,7 +37,7 @@ def test_logs_that_are_deleted_begin_anew(tmp_path):
     deleted, folder = [], tmp_path / "run" / "logs"
     folder.mkdir(parents=True)
     files = [folder / "rank-0.log", folder / "rank-0.log", folder / "rank-1.log"]
-    streams = [Stream(file, "", None, False, deque(), deleted.append) for file in files]
+    streams = [RankOutput(file, "", None, False, deque(), deleted.append) for file in files]
 
     def write(text):
         for stream in streams:

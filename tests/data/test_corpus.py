@@ -10,7 +10,7 @@ import pytest
 
 from torchmars.config import DataConfig
 from torchmars.config.data import PartConfig
-from torchmars.config.source import Source, parse_source
+from torchmars.config.source import DataSource, parse_source
 from torchmars.core import console
 from torchmars.core.errors import UserError
 from torchmars.data import foreign
@@ -20,18 +20,18 @@ from torchmars.data.corpus import Sizes, corpus_pieces, source_files
 @pytest.mark.parametrize(
     "text,expected",
     [
-        ("stdlib", Source("stdlib")),
-        ("text", Source("text")),
-        ("text:/a:b/*.txt", Source("text", glob="/a:b/*.txt")),
-        ("jsonl:a/*.jsonl.zst", Source("jsonl", glob="a/*.jsonl.zst")),
-        ("jsonl::content", Source("jsonl", field="content")),
-        ("parquet:a.parquet:body", Source("parquet", glob="a.parquet", field="body")),
-        ("hf:a/b", Source("hf", dataset="a/b")),
-        ("hf:a/b::test:body", Source("hf", dataset="a/b", split="test", field="body")),
-        ("openwebtext", Source("hf", dataset="Skylion007/openwebtext")),
+        ("stdlib", DataSource("stdlib")),
+        ("text", DataSource("text")),
+        ("text:/a:b/*.txt", DataSource("text", glob="/a:b/*.txt")),
+        ("jsonl:a/*.jsonl.zst", DataSource("jsonl", glob="a/*.jsonl.zst")),
+        ("jsonl::content", DataSource("jsonl", field="content")),
+        ("parquet:a.parquet:body", DataSource("parquet", glob="a.parquet", field="body")),
+        ("hf:a/b", DataSource("hf", dataset="a/b")),
+        ("hf:a/b::test:body", DataSource("hf", dataset="a/b", split="test", field="body")),
+        ("openwebtext", DataSource("hf", dataset="Skylion007/openwebtext")),
         (
             "fineweb-edu:sample-10BT",
-            Source("hf", dataset="HuggingFaceFW/fineweb-edu", config="sample-10BT"),
+            DataSource("hf", dataset="HuggingFaceFW/fineweb-edu", config="sample-10BT"),
         ),
     ],
 )

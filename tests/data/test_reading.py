@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from torchmars.config.source import parse_source
 from torchmars.data.corpus import Input, Sizes, ranges
-from torchmars.data.documents import Block, Damage, Encoder, Part, decode, lines_of, place, texts_of
+from torchmars.data.documents import (
+    Damage,
+    Encoder,
+    TextBlock,
+    TextPart,
+    decode,
+    lines_of,
+    place,
+    texts_of,
+)
 from torchmars.data.reading import COMPRESSED_CHUNK, read_compressed, read_piece
 
 LONGEST = 60
@@ -145,8 +154,8 @@ def encoder(kind="jsonl", **changes):
 
 @pytest.mark.parametrize("kind,line", [("jsonl", b'{"text": "a fox"}\n'), ("text", b"a fox\n")])
 def test_a_byte_order_mark_is_no_part_of_a_record(kind, line):
-    parts = [Part("a", each, 0) for each in (b"\xef\xbb\xbf" + line, line)]
-    marked, plain = (encoder(kind).encode(Block([part], (0, 0, 0), 0)) for part in parts)
+    parts = [TextPart("a", each, 0) for each in (b"\xef\xbb\xbf" + line, line)]
+    marked, plain = (encoder(kind).encode(TextBlock([part], (0, 0, 0), 0)) for part in parts)
     assert not marked.damaged and marked.text == plain.text
     for split, tokens in plain.tokens.items():
         assert marked.tokens[split].tolist() == tokens.tolist()
@@ -166,8 +175,8 @@ def test_a_byte_order_mark_is_no_part_of_a_record(kind, line):
     ],
 )
 def test_damaged_records_are_named(record, message):
-    part = Part("a.jsonl", b'{"text": "good"}\n\n' + record + b'\n{"text": "good"}\n', 10)
-    done = encoder().encode(Block([part], (0, 0, 0), 0))
+    part = TextPart("a.jsonl", b'{"text": "good"}\n\n' + record + b'\n{"text": "good"}\n', 10)
+    done = encoder().encode(TextBlock([part], (0, 0, 0), 0))
     assert sum(done.documents.values()) == 2
     [damaged] = done.damaged
     assert damaged["file"] == "a.jsonl" and damaged["place"] == "line 13"
@@ -175,9 +184,9 @@ def test_damaged_records_are_named(record, message):
 
 
 def test_places_are_as_a_person_counts():
-    assert place(Part("a", b"x\ny\n", 0), 2) == "line 2"
-    assert place(Part("a", b"x\ny\n", 100, "byte"), 2) == "byte 102"
-    assert place(Part("a", ["x", "y"], 5, "row"), 1) == "row 7"
+    assert place(TextPart("a", b"x\ny\n", 0), 2) == "line 2"
+    assert place(TextPart("a", b"x\ny\n", 100, "byte"), 2) == "byte 102"
+    assert place(TextPart("a", ["x", "y"], 5, "row"), 1) == "row 7"
 
 
 def test_copies_of_a_document_are_in_one_split():
@@ -192,7 +201,7 @@ def test_copies_of_a_document_are_in_one_split():
 
 
 def test_line_ends_of_other_systems():
-    part = Part("a.txt", b"one\r\ntwo\rthree", 0)
+    part = TextPart("a.txt", b"one\r\ntwo\rthree", 0)
     [(_, raw)] = encoder("text").records(part)
     assert encoder("text").read(raw) == "one\ntwo\nthree"
     assert decode("é".encode()) == "é"

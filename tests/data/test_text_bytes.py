@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.tiny import listen, metrics, tiny_config, tiny_tables, write_text
 from torchmars.data.manifest import DataManifest, Split, read_manifest
-from torchmars.data.mixture import Mixture, Part
+from torchmars.data.mixture import Mixture, MixturePart
 from torchmars.training.preparation import prepare_data
 
 TEXTS = [f"  ä b {n}\n日本語 text" for n in range(99)]
@@ -31,7 +31,7 @@ def test_the_manifest_knows_the_bytes_of_each_split(tmp_path, texts):
 def part(name, weight, **text_bytes):
     split = {"train": Split(tokens=1000), "validation": Split(tokens=100)}
     manifest = DataManifest("bytes", 257, "", [], split, "uint16", text_bytes=text_bytes)
-    return Part(name, None, weight, manifest)
+    return MixturePart(name, None, weight, manifest)
 
 
 def test_bits_per_byte_of_a_mixture():

@@ -12,7 +12,7 @@ from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
-from torchmars.data.plan import begin_plan, make_plan
+from torchmars.data.corpus_plan import begin_plan, make_plan
 from torchmars.data.tokenizer import ByteTokenizer, TiktokenTokenizer, load_tokenizer
 from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from torchmars.data.documents import Block, Encoder, Part
+from torchmars.data.documents import Encoder, TextBlock, TextPart
 from torchmars.data.workers import start_worker
 
 ENCODER = Encoder("text", "text", "bytes", 0.1, 0, "uint16", 2**20)
-BLOCK = Block([Part("a.txt", b"words " * 50_000, 0)], (0, 0, 0), 0)
+BLOCK = TextBlock([TextPart("a.txt", b"words " * 50_000, 0)], (0, 0, 0), 0)
 
 
 @pytest.mark.parametrize("part", [0, 10, 0.5], ids=["nothing", "an-encoder", "half-a-block"])

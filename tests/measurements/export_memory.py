@@ -20,7 +20,7 @@ import torch
 from tests.support.ranks import run_ranks
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.saver import Saver
-from torchmars.checkpoint.state import model_state
+from torchmars.checkpoint.state_dict import model_state
 from torchmars.cluster import connection
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables

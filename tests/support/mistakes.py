@@ -16,7 +16,7 @@ from tests.config.test_config import leaves
 from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
 from torchmars.checkpoint.manifest import CheckpointManifest, describe
-from torchmars.checkpoint.state import model_state, optimizer_state_names
+from torchmars.checkpoint.state_dict import model_state, optimizer_state_names
 from torchmars.config import Config
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError, say_error

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.config import DataConfig
-from torchmars.data.documents import Block, Encoded
+from torchmars.data.documents import Encoded, TextBlock
 from torchmars.data.manifest import SPLITS, DataManifest, make_manifest, write_manifest
 from torchmars.data.tokenizer import Tokenizer, smallest_dtype
 from torchmars.data.writer import PieceWriter
@@ -31,9 +31,9 @@ def write_shards(
         split = SPLITS[number % 3 == 1]
         arrays = {name: tokens[: len(tokens) * (name == split)] for name in SPLITS}
         encoded = Encoded(arrays, {name: int(name == split) for name in SPLITS}, [])
-        writer.add(Block([], (0, 0, 0), 0), encoded)
+        writer.add(TextBlock([], (0, 0, 0), 0), encoded)
     writer.close(0)
-    splits, seed = writer.record.splits, config.validation_seed
+    splits, seed = writer.progress.splits, config.validation_seed
     manifest = make_manifest(config, tokenizer, splits, dtype, seed)
     write_manifest(folder, manifest)
     return manifest

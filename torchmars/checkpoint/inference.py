@@ -21,7 +21,7 @@ from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import NAME, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
-from torchmars.checkpoint.state import average_state, model_state
+from torchmars.checkpoint.state_dict import average_state, model_state
 from torchmars.checkpoint.weights import load_weights
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
 from torchmars.config.float8 import Float8Config

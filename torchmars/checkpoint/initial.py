@@ -10,7 +10,7 @@ from torchmars.checkpoint.index import shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.resume import find_checkpoint
-from torchmars.checkpoint.state import (
+from torchmars.checkpoint.state_dict import (
     index_on_all,
     model_state,
     named_parameters,

@@ -13,7 +13,7 @@ from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.reader import check_tensors
-from torchmars.checkpoint.state import optimizer_state_names
+from torchmars.checkpoint.state_dict import optimizer_state_names
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE, saved_compile
 from torchmars.config.dtypes import saved_dtypes

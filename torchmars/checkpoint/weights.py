@@ -15,7 +15,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, open_file, path_problem, sync_folder
 from torchmars.optim.tensors import local_intervals, local_part
 
-PIECE = 2**25  # bytes that are converted at a time
+CHUNK = 2**25  # bytes that are converted at a time
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -102,8 +102,8 @@ def write_weights(
     """Write a .safetensors file, durably, whole or not at all.
 
     `entries` are dtype and shape by name. `values` are the tensors in the same order. They are
-    asked for one by one, and converted in pieces: a file needs no more memory than its largest
-    tensor and a piece. The library writes a file from all of its tensors at once. Raises `OSError`,
+    asked for one by one, and converted in chunks: a file needs no more memory than its largest
+    tensor and a chunk. The library writes a file from all of its tensors at once. Raises `OSError`,
     and `UserError` where another file has the name of an incomplete one.
     """
     partial, begin = file.with_name(file.name + PARTIAL), header(entries)
@@ -116,9 +116,9 @@ def write_weights(
             stream.write(begin)
             for (dtype, shape), value in zip(entries.values(), values, strict=True):
                 assert value.shape == torch.Size(shape)
-                rows = max(1, PIECE // max(1, value[:1].nbytes))
-                for piece in value.detach().split(rows):
-                    flat = piece.to(dtype).contiguous().view(-1)
+                rows = max(1, CHUNK // max(1, value[:1].nbytes))
+                for chunk in value.detach().split(rows):
+                    flat = chunk.to(dtype).contiguous().view(-1)
                     flat.view(torch.uint8).numpy().tofile(stream)
                 del value  # before the next one
             stream.flush()

@@ -70,7 +70,7 @@ class RankLogs(DefaultLogsSpecs):
                 os.mkfifo(streams[local])
                 # For writing too, so that it has no end.
                 pipe = os.open(streams[local], os.O_RDWR | os.O_NONBLOCK)
-                stream = Stream(
+                stream = RankOutput(
                     self.file(rank),
                     f"{process.node()} rank {rank} | ",
                     console if local in self.shown else None,
@@ -125,7 +125,7 @@ def keep_apart(file: Path) -> None:
         os.close(own)
 
 
-class Stream:
+class RankOutput:
     """One output of one rank, which goes to its file and to the console.
 
     The console gets it as it is or, where it is `marked`, line by line with the rank before each.

@@ -14,8 +14,8 @@ from torchmars.config.fields import Count, Positive
 from torchmars.core.errors import LostRank, UserError, exit_on_user_error, report_failure
 from torchmars.core.help import Positional
 from torchmars.core.options import parse, words
-from torchmars.core.results import check_results_file, write_results
-from torchmars.data.progress import Progress
+from torchmars.core.result_files import check_results_file, write_results
+from torchmars.data.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from torchmars.evaluation.results import Result
@@ -140,7 +140,7 @@ def progress(what: str, total: int, unit: str, layout: "Layout") -> Iterator[Cal
     if not layout.first:
         yield lambda count: None
         return
-    with Progress(what, total, 0, unit) as bar:
+    with ProgressBar(what, total, 0, unit) as bar:
         yield bar.add
 
 

@@ -14,7 +14,7 @@ from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
-from torchmars.core.results import check_results_file, write_results
+from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
 
 if TYPE_CHECKING:

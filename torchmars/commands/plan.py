@@ -12,7 +12,7 @@ from torchmars.core.options import take_options
 
 
 @dataclass
-class Plan:
+class PlanOptions:
     """Print what a run will take of each rank, before it has a cluster.
 
     Makes one step of the run's own model, sharding and optimizer on one CPU, without ranks and
@@ -34,7 +34,7 @@ class Plan:
 def main() -> None:
     """Print the plan of the config that the command line names."""
     with exit_on_user_error():
-        options, config = load_command(Plan, sys.argv[1:], "torchmars plan")
+        options, config = load_command(PlanOptions, sys.argv[1:], "torchmars plan")
         # Here, since they import torch: --help and mistakes are said without the seconds that
         # takes.
         from torchmars.metrics.throughput import GIB
@@ -49,7 +49,7 @@ def main() -> None:
             lines = found_table(found, config)
         else:
             lines = report(make_plan(config, ranks, per_node))
-            if not is_set(take_options(Plan, sys.argv[1:])[1], "optimizer.lr"):
+            if not is_set(take_options(PlanOptions, sys.argv[1:])[1], "optimizer.lr"):
                 for text in default_lr_warnings(config):
                     lines += labelled("warning", text)
         say("\n".join(lines))

@@ -9,7 +9,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import exit_on_user_error, missing_package
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
-from torchmars.core.results import check_suffix
+from torchmars.core.result_files import check_suffix
 from torchmars.records.run import Along, read_run
 
 SUFFIXES = (".png", ".svg")

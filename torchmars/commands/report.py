@@ -10,7 +10,7 @@ from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
-from torchmars.core.results import check_suffix
+from torchmars.core.result_files import check_suffix
 from torchmars.reports.page import write_page
 from torchmars.reports.subjects import Subject, subject_of
 

@@ -12,7 +12,7 @@ from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
-from torchmars.core.results import check_results_file, write_results
+from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
 from torchmars.core.words import duration
 from torchmars.metrics.lines import warn_of_damage

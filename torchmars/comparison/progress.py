@@ -8,12 +8,12 @@ from torchmars.comparison.study import Plan, Study, Trial
 from torchmars.comparison.trials import steps_made
 from torchmars.core.console import say
 from torchmars.core.words import counted
-from torchmars.data.progress import Progress
+from torchmars.data.progress_bar import ProgressBar
 
 SECONDS = 2.0  # between two looks at the trials
 
 
-class TrialsProgress(Progress):
+class TrialsProgress(ProgressBar):
     """A bar over the steps of all trials, with the time that is left."""
 
     def __init__(

@@ -12,20 +12,25 @@ COMPUTE, MATRIX = "training.dtype", "optimizer.matrix_dtype"
 
 
 def resolve_dtypes(
-    config: ResolvedConfig, device: torch.device, fast: bool, saved: dict[str, Any] | None = None
+    config: ResolvedConfig,
+    device: torch.device,
+    native_bfloat16: bool,
+    saved: dict[str, Any] | None = None,
 ) -> ResolvedConfig:
     """Return `config` with `training.dtype` and `optimizer.matrix_dtype` resolved.
 
     "auto" becomes what it was in `saved`, the config of the checkpoint that the run resumes from.
     In a new run it follows from the kind of `device`, and from whether all ranks multiply
-    bfloat16 `fast`.
+    bfloat16 natively (`native_bfloat16`).
     """
     compute, matrix = config.training.dtype, config.optimizer.matrix_dtype
     began: dict[str, Any] = {COMPUTE: default_dtype(device), MATRIX: "auto"}
     if saved is not None:
         began = saved_dtypes(saved, device)
     compute = began[COMPUTE] if compute == "auto" else compute
-    resolved: Any = resolve_matrix_dtype(began[MATRIX] if matrix == "auto" else matrix, fast)
+    resolved: Any = resolve_matrix_dtype(
+        began[MATRIX] if matrix == "auto" else matrix, native_bfloat16
+    )
     return replace(
         config,
         training=replace(config.training, dtype=compute),
@@ -61,7 +66,7 @@ def slow_warning(config: ResolvedConfig, matrices: bool) -> str | None:
         slow[MATRIX] = "mixed"
     if not slow:
         return None
-    remedy = " and ".join(f'{name} = "{fast}"' for name, fast in slow.items())
+    remedy = " and ".join(f'{name} = "{dtype}"' for name, dtype in slow.items())
     return (
         f"{' and '.join(slow)} = bfloat16 is slow here, since a device of this run has no "
         f"instructions for it: {remedy} is many times faster"

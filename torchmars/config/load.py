@@ -9,7 +9,7 @@ import tomli_w
 
 from torchmars.config.config import Config, ResolvedConfig
 from torchmars.config.presets import find_sources
-from torchmars.config.toml_files import Source, Tables, merge
+from torchmars.config.toml_files import NamedTables, Tables, merge
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.help import print_help_if_asked
@@ -54,7 +54,7 @@ def load_config(args: list[str], prog: str) -> ResolvedConfig:
     return config
 
 
-def sources_of(args: list[str]) -> list[Source]:
+def sources_of(args: list[str]) -> list[NamedTables]:
     """Return the tables that `args` name, as of `load_config`, and where each is from.
 
     Raises `UserError`.
@@ -90,7 +90,7 @@ def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
     return config_from_sources([(source, without_none(tables))])
 
 
-def config_from_sources(sources: list[Source]) -> ResolvedConfig:
+def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
     """Return the resolved config of tables and where each is from; of two the later one wins.
 
     Raises `UserError`.

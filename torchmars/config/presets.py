@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from functools import cache
 
-from torchmars.config.toml_files import SHIPPED, Source, Tables, read_sources, read_toml
+from torchmars.config.toml_files import SHIPPED, NamedTables, Tables, read_sources, read_toml
 from torchmars.core.errors import UserError
 from torchmars.core.typed import nearest
 
@@ -47,13 +47,13 @@ class Preset:
         """Whether `gpus` is what a published run had."""
         return self.layout.startswith("published")
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[NamedTables]:
         """Return the tables that are merged, and where each is from."""
         found = [source for file in self.files for source in read_sources(file)]
         return [*found, (f"in the preset {self.name}", self.settings)]
 
 
-def find_sources(name: str) -> list[Source]:
+def find_sources(name: str) -> list[NamedTables]:
     """Return the tables that a name on a command line stands for: those of a file or a preset.
 
     A file of that name comes first. Raises `UserError`.

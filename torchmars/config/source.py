@@ -25,7 +25,7 @@ NAMES = {"openwebtext": "hf:Skylion007/openwebtext", "fineweb-edu": "hf:HuggingF
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """The parts of a `data.source`; those that were not given are empty, or have their default."""
 
     kind: str
@@ -36,7 +36,7 @@ class Source:
     field: str = "text"
 
 
-def parse_source(text: str) -> Source:
+def parse_source(text: str) -> DataSource:
     """Return what a `data.source` names. Raises `UserError` for a text of another form."""
     name, _, rest = text.partition(":")
     if name in NAMES:
@@ -55,4 +55,4 @@ def parse_source(text: str) -> Source:
     given = {part: value for part, value in zip(parts, values) if value}
     if "dataset" in parts and "dataset" not in given:
         raise UserError(f"data.source = {text!r} names no data set: it must look like hf:DATASET")
-    return Source(name, **given)
+    return DataSource(name, **given)

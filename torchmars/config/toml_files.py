@@ -17,7 +17,7 @@ DEEPEST = 100  # files, each of which extends the next one
 
 Tables = dict[str, Any]
 # Tables, and where they are from, as errors say it.
-Source = tuple[str, Tables]
+NamedTables = tuple[str, Tables]
 
 
 def find_config(name: str) -> Path:
@@ -26,7 +26,7 @@ def find_config(name: str) -> Path:
     return shipped if not os.path.lexists(name) and os.path.isfile(shipped) else Path(name)
 
 
-def read_sources(name: str) -> list[Source]:
+def read_sources(name: str) -> list[NamedTables]:
     """Return the tables of a config file, after those of the files that it extends.
 
     A file that is extended several times counts where it comes last, since it wins there. Raises

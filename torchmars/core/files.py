@@ -123,21 +123,21 @@ def sync_folder(folder: Path) -> None:
 def sha256(file: Path, begin: int = 0, end: int = 2**63) -> str:
     """Return the SHA-256 of bytes [begin, end) of a file. Raises `OSError`."""
     result = hashlib.sha256()
-    for piece in read_pieces(file, begin, end):
-        result.update(piece)
+    for chunk in read_chunks(file, begin, end):
+        result.update(chunk)
     return result.hexdigest()
 
 
-def read_pieces(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator[bytes]:
-    """Yield bytes [begin, end) of a file in pieces of `size` bytes, or as many as there are.
+def read_chunks(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator[bytes]:
+    """Yield bytes [begin, end) of a file in chunks of `size` bytes, or as many as there are.
 
     Raises `OSError`.
     """
     with open_file(file) as stream:
         stream.seek(begin)
-        while begin < end and (piece := stream.read(min(size, end - begin))):
-            yield piece
-            begin += len(piece)
+        while begin < end and (chunk := stream.read(min(size, end - begin))):
+            yield chunk
+            begin += len(chunk)
 
 
 def remove(path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmars.config import DataConfig
-from torchmars.config.source import OF_FILES, Source, parse_source
+from torchmars.config.source import OF_FILES, DataSource, parse_source
 from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError, missing_package
 
@@ -161,7 +161,7 @@ def looking(pattern: str, option: str) -> str:
 
 
 @functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
-def load_dataset(source: Source) -> Any:
+def load_dataset(source: DataSource) -> Any:
     """Return a data set of Hugging Face, streamed.
 
     It comes from the hub, or from a local folder. Raises `UserError`.

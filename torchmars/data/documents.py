@@ -20,7 +20,7 @@ Position = tuple[int, int, int]
 
 
 @dataclass
-class Part:
+class TextPart:
     """Consecutive documents of one input, as they were read."""
 
     file: str
@@ -45,7 +45,7 @@ class Part:
 class Step:
     """A part of an input, and where the next one begins."""
 
-    part: Part
+    part: TextPart
     offset: int
     lines: int = 0
     """Lines before it."""
@@ -56,10 +56,10 @@ class Step:
 
 
 @dataclass
-class Block:
+class TextBlock:
     """Parts that are tokenised at once, and where the next block begins."""
 
-    parts: list[Part]
+    parts: list[TextPart]
     end: Position
     read: int
     """Bytes of the piece that were read up to there."""
@@ -96,7 +96,7 @@ class Encoder:
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_name)
 
-    def encode(self, block: Block) -> Encoded:
+    def encode(self, block: TextBlock) -> Encoded:
         """Return the tokens of a block. Raises `UserError` where the tokenizer cannot be had."""
         texts: dict[str, list[str]] = {"train": [], "validation": []}
         damaged: list[dict[str, str]] = []
@@ -139,7 +139,7 @@ class Encoder:
         share = int.from_bytes(digest, "little") / 2**64
         return "validation" if share < self.validation_fraction else "train"
 
-    def records(self, part: Part) -> Iterator[tuple[int, "Record"]]:
+    def records(self, part: TextPart) -> Iterator[tuple[int, "Record"]]:
         """Yield the records of a part as they were read, each with its offset, or its row."""
         if part.reason:
             yield 0, Damage(part.reason)
@@ -234,7 +234,7 @@ def separators(content: bytes) -> Iterator[tuple[int, int]]:
         at = content.find(SEPARATOR, end)
 
 
-def place(part: Part, at: int) -> str:
+def place(part: TextPart, at: int) -> str:
     """Return where in its file a record is, as a person counts."""
     if part.unit == "byte":
         return f"byte {part.first + at}"

@@ -12,6 +12,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, remove, sha256, sync_folder, write_durably
 from torchmars.data import sources
+from torchmars.data.corpus_plan import CorpusPlan
 from torchmars.data.manifest import (
     SPLITS,
     Shard,
@@ -20,25 +21,24 @@ from torchmars.data.manifest import (
     numpy_dtype,
     write_manifest,
 )
-from torchmars.data.plan import Plan
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer, smallest_dtype
-from torchmars.data.writer import Record, damaged_file, read_record, sync_file
+from torchmars.data.writer import PieceProgress, damaged_file, read_progress, sync_file
 
 DAMAGED = "damaged.jsonl"
 TAIL = "validation-tail.bin"
 PIECE = 2**20  # tokens that are made text at once
 
 
-def finish_folder(config: ResolvedData, plan: Plan, partial: Path) -> None:
+def finish_folder(config: ResolvedData, plan: CorpusPlan, partial: Path) -> None:
     """Write the manifest of a folder whose pieces are all done.
 
     Raises `UserError` for a corpus without text, and for one of more damage than is allowed. It can
     be called again after a kill.
     """
-    records = [read_record(partial, number) for number in range(len(plan.pieces))]
-    splits = {name: joined(record.splits[name] for record in records) for name in SPLITS}
-    text_bytes = joined_bytes(records)
-    damaged = damaged_records(records, partial)
+    progress = [read_progress(partial, number) for number in range(len(plan.pieces))]
+    splits = {name: joined(each.splits[name] for each in progress) for name in SPLITS}
+    text_bytes = joined_bytes(progress)
+    damaged = damaged_records(progress, partial)
     if not any(split.tokens for split in splits.values()):
         remove(partial)
         why = f", but {named(damaged)}" if damaged else ""
@@ -79,10 +79,10 @@ def joined(splits: Iterable[Split]) -> Split:
     return whole
 
 
-def joined_bytes(records: list[Record]) -> dict[str, int]:
+def joined_bytes(progress: list[PieceProgress]) -> dict[str, int]:
     """Return the bytes of text in each split of all pieces; nothing if a piece does not know."""
-    known = [record.text_bytes for record in records if record.text_bytes is not None]
-    if len(known) < len(records):
+    known = [each.text_bytes for each in progress if each.text_bytes is not None]
+    if len(known) < len(progress):
         return {}
     return {name: sum(each.get(name, 0) for each in known) for name in SPLITS}
 
@@ -97,12 +97,12 @@ def check_damage(config: ResolvedData, damaged: int, partial: Path) -> None:
         )
 
 
-def damaged_records(records: list[Record], partial: Path) -> list[str]:
+def damaged_records(progress: list[PieceProgress], partial: Path) -> list[str]:
     """Return a line of JSON for each damaged record."""
     return [
         line
-        for number, record in enumerate(records)
-        if record.damaged
+        for number, each in enumerate(progress)
+        if each.damaged
         for line in damaged_file(partial, number).read_text().splitlines(keepends=True)
     ]
 

@@ -30,7 +30,7 @@ from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
 from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, path_problem, read_pieces
+from torchmars.core.files import PARTIAL, path_problem, read_chunks
 from torchmars.data.corpus import looking
 from torchmars.data.manifest import (
     DataManifest,
@@ -40,7 +40,7 @@ from torchmars.data.manifest import (
     numpy_dtype,
     write_manifest,
 )
-from torchmars.data.progress import Progress
+from torchmars.data.progress_bar import ProgressBar
 from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
 
 SHARD_TOKENS = 100_000_000  # a large file is several shards, which ranks check side by side
@@ -56,7 +56,7 @@ MEGATRON_OTHERS = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 
 
 
 @dataclass(frozen=True)
-class Tokens:
+class ForeignTokens:
     """Consecutive tokens of one file."""
 
     file: Path
@@ -72,7 +72,7 @@ class Tokens:
         """Bytes of the file up to the end of the last one."""
         return self.offset + self.count * numpy_dtype(self.dtype).itemsize
 
-    def part(self, begin: int, end: int) -> "Tokens":
+    def part(self, begin: int, end: int) -> "ForeignTokens":
         """Return tokens [begin, end) of these."""
         offset = self.offset + begin * numpy_dtype(self.dtype).itemsize
         return replace(self, offset=offset, count=end - begin)
@@ -102,7 +102,7 @@ def index(config: ResolvedData, folder: Path) -> DataManifest:
     if not train:
         raise UserError(f"{found[0].file} has one token, all there is: add training tokens")
     total = sum(each.count for each in train + validation)
-    with Progress(f"reading {config.source}", total, 0, "tokens") as progress:
+    with ProgressBar(f"reading {config.source}", total, 0, "tokens") as progress:
         splits = {
             name: scan(tokens, tokenizer, progress.add)
             for name, tokens in (("train", train), ("validation", validation))
@@ -143,7 +143,7 @@ def find_files(source: str, kind: str, place: str) -> list[Path]:
     return sorted(map(Path, found))
 
 
-def nanogpt_tokens(file: Path) -> Tokens:
+def nanogpt_tokens(file: Path) -> ForeignTokens:
     """Return the tokens of a file without a header."""
     size = size_of(file)
     if size % 2 or not size:
@@ -151,10 +151,10 @@ def nanogpt_tokens(file: Path) -> Tokens:
             f"{file} has {size} bytes, which are no uint16 tokens as nanoGPT writes them: "
             "copy it again, or set another data.source"
         )
-    return Tokens(file, 0, size // 2, "uint16")
+    return ForeignTokens(file, 0, size // 2, "uint16")
 
 
-def llmc_tokens(file: Path) -> Tokens:
+def llmc_tokens(file: Path) -> ForeignTokens:
     """Return the tokens of a file with llm.c's header."""
     size, header = size_of(file), read_start(file, LLMC_HEADER)
     if len(header) < LLMC_HEADER:
@@ -172,7 +172,7 @@ def llmc_tokens(file: Path) -> Tokens:
             f"{file} has version {version}, {known_version} is read: "
             "make the file anew with today's llm.c"
         )
-    tokens = Tokens(file, LLMC_HEADER, count, dtype)
+    tokens = ForeignTokens(file, LLMC_HEADER, count, dtype)
     if size != tokens.end or count < 1:
         raise UserError(
             f"{file} has {size - LLMC_HEADER} bytes after its header, which says {count} {dtype} "
@@ -181,7 +181,7 @@ def llmc_tokens(file: Path) -> Tokens:
     return tokens
 
 
-def megatron_tokens(file: Path) -> Tokens:
+def megatron_tokens(file: Path) -> ForeignTokens:
     """Return the tokens of a file that an index beside it describes."""
     index_file = file.with_suffix(".idx")
     size, index_size = size_of(file), size_of(index_file)
@@ -214,10 +214,10 @@ def megatron_tokens(file: Path) -> Tokens:
             f"{total} {dtype} tokens: {remedy}"
         )
     before = np.concatenate([[0], ends])  # tokens before each sequence
-    return Tokens(file, 0, total, dtype, before[of_documents[1:]])
+    return ForeignTokens(file, 0, total, dtype, before[of_documents[1:]])
 
 
-READERS: dict[str, Callable[[Path], Tokens]] = {
+READERS: dict[str, Callable[[Path], ForeignTokens]] = {
     "nanogpt": nanogpt_tokens,
     "llmc": llmc_tokens,
     "megatron": megatron_tokens,
@@ -238,7 +238,9 @@ def read_index(file: Path, sequences: int, documents: int) -> tuple[np.ndarray, 
     return tuple(arrays)
 
 
-def cut(found: list[Tokens], fraction: float) -> tuple[list[Tokens], list[Tokens]]:
+def cut(
+    found: list[ForeignTokens], fraction: float
+) -> tuple[list[ForeignTokens], list[ForeignTokens]]:
     """Return all tokens but the last of them, a `fraction` of all, and these last."""
     total = sum(each.count for each in found)
     left = total - max(1, int(total * fraction))
@@ -251,55 +253,57 @@ def cut(found: list[Tokens], fraction: float) -> tuple[list[Tokens], list[Tokens
     return first, last
 
 
-def scan(found: list[Tokens], tokenizer: Tokenizer, report: Callable[[int], object]) -> Split:
+def scan(
+    found: list[ForeignTokens], tokenizer: Tokenizer, report: Callable[[int], object]
+) -> Split:
     """Return the split that has these tokens, which are all read.
 
     Calls `report` with the numbers of tokens read. Raises `UserError` for a token that the
     tokenizer does not have.
     """
-    pieces = [piece for each in found for piece in in_shards(each)]
+    parts = [part for each in found for part in in_shards(each)]
     end_of_text, vocab_size = tokenizer.end_of_text, tokenizer.vocab_size
 
-    def read(piece: Tokens) -> tuple[Shard, int, int]:
+    def read(part: ForeignTokens) -> tuple[Shard, int, int]:
         """Return a shard, its largest token and its end-of-text tokens."""
         digest, largest, ends = hashlib.sha256(), 0, 0
         try:
-            for data in read_pieces(piece.file, piece.offset, piece.end):
+            for data in read_chunks(part.file, part.offset, part.end):
                 digest.update(data)
-                tokens = np.frombuffer(data, numpy_dtype(piece.dtype))
+                tokens = np.frombuffer(data, numpy_dtype(part.dtype))
                 largest = max(largest, int(tokens.max()))
                 ends += int(np.count_nonzero(tokens == end_of_text))
                 report(len(tokens))
         except OSError as error:
-            raise UserError(f"{piece.file} cannot be read ({error.strerror}): restore it") from None
+            raise UserError(f"{part.file} cannot be read ({error.strerror}): restore it") from None
         if largest >= vocab_size:
             raise UserError(
-                f"{piece.file} has token id {largest}, beyond the {vocab_size} of data.tokenizer = "
+                f"{part.file} has token id {largest}, beyond the {vocab_size} of data.tokenizer = "
                 f'"{tokenizer.name}": set the tokenizer that the tokens were made with'
             )
-        return Shard(str(piece.file), piece.count, digest.hexdigest(), piece.offset), largest, ends
+        return Shard(str(part.file), part.count, digest.hexdigest(), part.offset), largest, ends
 
     with ThreadPoolExecutor() as pool:  # hashing and counting release the interpreter lock
-        shards, largest, ends = zip(*pool.map(read, pieces))
+        shards, largest, ends = zip(*pool.map(read, parts))
     counted = sum(
-        count if piece.ends is None else documents_ending_in(piece)
-        for piece, count in zip(pieces, ends)
+        count if part.ends is None else documents_ending_in(part)
+        for part, count in zip(parts, ends)
     )
-    return Split(sum(piece.count for piece in pieces), counted, max(largest), list(shards))
+    return Split(sum(part.count for part in parts), counted, max(largest), list(shards))
 
 
-def in_shards(tokens: Tokens) -> Iterator[Tokens]:
-    """Yield tokens in pieces that are not too large for a shard."""
+def in_shards(tokens: ForeignTokens) -> Iterator[ForeignTokens]:
+    """Yield tokens in parts that are not too large for a shard."""
     for begin in range(0, tokens.count, SHARD_TOKENS):
         yield tokens.part(begin, min(begin + SHARD_TOKENS, tokens.count))
 
 
-def documents_ending_in(piece: Tokens) -> int:
-    """Return how many documents of a file that has an index end in a piece of it."""
-    assert piece.ends is not None
-    itemsize = numpy_dtype(piece.dtype).itemsize
-    bounds = [piece.offset // itemsize, piece.end // itemsize]
-    begin, end = np.searchsorted(piece.ends, bounds, side="right")
+def documents_ending_in(part: ForeignTokens) -> int:
+    """Return how many documents of a file that has an index end in a part of it."""
+    assert part.ends is not None
+    itemsize = numpy_dtype(part.dtype).itemsize
+    bounds = [part.offset // itemsize, part.end // itemsize]
+    begin, end = np.searchsorted(part.ends, bounds, side="right")
     return int(end - begin)
 
 
@@ -316,6 +320,6 @@ def size_of(file: Path) -> int:
 def read_start(file: Path, size: int) -> bytes:
     """Return the first `size` bytes of a file, or as many as there are. Raises `UserError`."""
     try:
-        return b"".join(read_pieces(file, 0, size))
+        return b"".join(read_chunks(file, 0, size))
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): restore it") from None

@@ -37,7 +37,7 @@ FORMAT = Format(
 )
 LARGEST_TOKEN = {"uint16": 2**16 - 1, "uint32": 2**32 - 1}
 SPLITS = ("train", "validation")
-Tokens = Annotated[int, Range(0, 10**15)]
+TokenCount = Annotated[int, Range(0, 10**15)]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Shard:
 class Split:
     """The shards of one split, in order, and what they hold."""
 
-    tokens: Tokens = 0
-    documents: Tokens = 0
+    tokens: TokenCount = 0
+    documents: TokenCount = 0
     max_token: Annotated[int, Range(0, 2**32 - 1)] = 0
     shards: list[Shard] = field(default_factory=list)
 

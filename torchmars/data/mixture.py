@@ -108,7 +108,7 @@ class MixedWindows(Dataset):
 
 
 @dataclass
-class Part:
+class MixturePart:
     """One corpus of a run."""
 
     name: str
@@ -122,7 +122,7 @@ class Part:
 class Mixture:
     """The corpora of a run, prepared. Most runs have one."""
 
-    parts: list[Part]
+    parts: list[MixturePart]
     packing: Packing = "stream"
     """How windows are filled, as data.packing says."""
 

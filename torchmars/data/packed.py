@@ -1,8 +1,8 @@
-"""Packed windows: which pieces of shards make each, kept in a file beside the shards.
+"""Packed windows: which spans of shards make each, kept in a file beside the shards.
 
 `best_fit-T/` has, for each shard, a file that is named after the shard's SHA-256. It begins with
 the SHA-256 of what it was made from and of its content. Its content are int64, little-endian: for
-each window the number of its first piece, and the number of all pieces; then, for each piece, its
+each window the number of its first span, and the number of all spans; then, for each span, its
 first token in the shard, and how many inputs it has. See packing.py.
 """
 
@@ -54,9 +54,9 @@ class PackedWindows(Windows):
         number = window - int(self.firsts[shard])
         begin, end = self._numbers(shard, number, 2).tolist()
         numbers = self._numbers(shard, self.counts[shard] + 1 + 2 * begin, 2 * (end - begin))
-        pieces = numbers.reshape(-1, 2).tolist()
-        pieces[-1][1] += 1  # the last target
-        parts = [self.read(shard, start, start + size) for start, size in pieces]
+        spans = numbers.reshape(-1, 2).tolist()
+        spans[-1][1] += 1  # the last target
+        parts = [self.read(shard, start, start + size) for start, size in spans]
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
     def _numbers(self, shard: int, first: int, count: int) -> np.ndarray:
@@ -121,12 +121,12 @@ def is_good(folder: Path, shard: Shard, seq_len: int, end_of_text: int, level: L
 
 
 def whole_size(file: Path, shard: Shard, seq_len: int) -> int:
-    """Return the size in bytes that the packing of a shard has, by the number of its pieces."""
+    """Return the size in bytes that the packing of a shard has, by the number of its spans."""
     windows = count_windows(shard.tokens, seq_len)
     end = DIGEST + (windows + 1) * NUMBER.itemsize
     data, _ = read_bytes(str(file), end - NUMBER.itemsize, end)
-    pieces = int.from_bytes(data, "little")
-    return end + 2 * pieces * NUMBER.itemsize
+    spans = int.from_bytes(data, "little")
+    return end + 2 * spans * NUMBER.itemsize
 
 
 def digest(content: bytes, shard: Shard, seq_len: int, end_of_text: int) -> bytes:
@@ -143,12 +143,12 @@ def packing(windows: Windows, number: int, end_of_text: int) -> bytes:
         + np.flatnonzero(windows.read(number, first, min(first + CHUNK, tokens)) == end_of_text)
         for first in range(0, tokens, CHUNK)
     ]
-    firsts, pieces = array("q", [0]), array("q")
+    firsts, spans = array("q", [0]), array("q")
     for window in pack(np.concatenate(ends), tokens, windows.seq_len):
-        for piece in window:
-            pieces.extend(piece)
-        firsts.append(len(pieces) // 2)
-    return np.concatenate([firsts, pieces]).astype(NUMBER).tobytes()
+        for span in window:
+            spans.extend(span)
+        firsts.append(len(spans) // 2)
+    return np.concatenate([firsts, spans]).astype(NUMBER).tobytes()
 
 
 def write_apart(file: Path, data: bytes) -> None:

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-Piece = tuple[int, int]  # the first of some inputs in a shard, and how many there are
+Span = tuple[int, int]  # the first of some inputs in a shard, and how many there are
 
 
-def pack(ends: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Piece]]:
-    """Yield the windows of a shard of `tokens` tokens: pieces of `seq_len` inputs in all.
+def pack(ends: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Span]]:
+    """Yield the windows of a shard of `tokens` tokens: spans of `seq_len` inputs in all.
 
-    `ends` are the places of its end-of-text tokens, sorted. Only the first piece of a window may
-    begin inside a document, and only the last one may end inside one. No input is in two pieces.
+    `ends` are the places of its end-of-text tokens, sorted. Only the first span of a window may
+    begin inside a document, and only the last one may end inside one. No input is in two spans.
     Less than `seq_len` are in none, so the number of windows is `(tokens - 1) // seq_len`.
     """
     if not len(ends):
@@ -30,7 +30,7 @@ def pack(ends: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Piece]]:
     # for that one, so it is kept for the last gap.
     rest, last = (0, int(ends[0])), (int(ends[-1]), tokens - 1 - int(ends[-1]))
     whole = WholeDocuments(ends[:-1], np.diff(ends), seq_len)
-    window: list[Piece] = []
+    window: list[Span] = []
     gap = 0
     while rest[1] or whole.left:
         start, length = rest if rest[1] else whole.take(whole.longest)
@@ -56,7 +56,7 @@ def pack(ends: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Piece]]:
     yield from alone(start + gap, length - gap, seq_len)
 
 
-def alone(start: int, length: int, seq_len: int) -> Iterator[list[Piece]]:
+def alone(start: int, length: int, seq_len: int) -> Iterator[list[Span]]:
     """Yield the windows that some inputs fill without others."""
     for first in range(start, start + length - seq_len + 1, seq_len):
         yield [(first, seq_len)]
@@ -102,7 +102,7 @@ class WholeDocuments:
         fitting = pairs or self.present & (1 << gap) - 1
         return max(0, fitting.bit_length() - 1)
 
-    def take(self, length: int) -> Piece:
+    def take(self, length: int) -> Span:
         """Take out a document of a length; return its inputs."""
         if length > self.seq_len:
             self.long -= 1

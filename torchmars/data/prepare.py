@@ -14,18 +14,17 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, locked, remove
 from torchmars.core.words import counted
-from torchmars.data import foreign
-from torchmars.data import plan as plans
+from torchmars.data import corpus_plan, foreign
 from torchmars.data.corpus import Sizes
-from torchmars.data.documents import Block, Encoded, Encoder
+from torchmars.data.corpus_plan import CorpusPlan, begin_plan, make_plan
+from torchmars.data.documents import Encoded, Encoder, TextBlock
 from torchmars.data.finish import check_damage, finish_folder, rename_folder
 from torchmars.data.manifest import DataManifest, check_manifest, has_manifest, read_manifest
-from torchmars.data.plan import Plan, begin_plan, make_plan
-from torchmars.data.progress import Progress
+from torchmars.data.progress_bar import ProgressBar
 from torchmars.data.reading import read_piece
 from torchmars.data.tokenizer import TokenDtype, load_tokenizer, smallest_dtype
 from torchmars.data.workers import Submit, start_workers
-from torchmars.data.writer import PieceWriter, read_record
+from torchmars.data.writer import PieceWriter, read_progress
 
 LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 SIZES = Sizes()
@@ -92,7 +91,7 @@ def turn(folder: Path) -> AbstractContextManager[None]:
     return locked(real.with_name(real.name + ".lock"), f"preparing {folder}", LOCK_SECONDS)
 
 
-def begin_folder(plan: Plan, folder: Path) -> None:
+def begin_folder(plan: CorpusPlan, folder: Path) -> None:
     """Make the folder in which the pieces are made, or see that it was begun with the same plan.
 
     Raises `UserError` for another plan, and for a `folder` that holds other files.
@@ -104,13 +103,13 @@ def begin_folder(plan: Plan, folder: Path) -> None:
         raise UserError(
             f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
         )
-    if os.path.lexists(partial) and not (partial / plans.NAME).exists():
+    if os.path.lexists(partial) and not (partial / corpus_plan.NAME).exists():
         remove(partial)  # an older version has left it
     begin_plan(plan, partial)
 
 
 def make_pieces(
-    config: ResolvedData, plan: Plan, folder: Path, task: int, tasks: int, sizes: Sizes
+    config: ResolvedData, plan: CorpusPlan, folder: Path, task: int, tasks: int, sizes: Sizes
 ) -> None:
     """Make those of the task's pieces that are not done.
 
@@ -119,31 +118,31 @@ def make_pieces(
     partial = partial_of(folder)
     if has_manifest(folder) or has_manifest(partial):
         return
-    records = [read_record(partial, number) for number in range(len(plan.pieces))]
-    damaged = sum(record.damaged for record in records)
+    progress = [read_progress(partial, number) for number in range(len(plan.pieces))]
+    damaged = sum(each.damaged for each in progress)
     check_damage(config, damaged, partial)
-    mine = [number for number in range(task, len(plan.pieces), tasks) if not records[number].done]
+    mine = [number for number in range(task, len(plan.pieces), tasks) if not progress[number].done]
     if not mine:
         return
     began, text, tokens = time.monotonic(), 0, 0
     encoder = make_encoder(config, sizes)
     total = sum(plan.piece_size(number) for number in mine)
-    read = sum(records[number].read for number in mine)
+    read = sum(progress[number].read for number in mine)
     processes = config.processes or len(os.sched_getaffinity(0))
     if encoder.kind != "hf":  # no more than there are blocks
         processes = max(1, min(processes, -(-(total - read) // sizes.block)))
     what = f"tokenising {config.source} ({config.tokenizer})"
     unit = " shards" if encoder.kind == "hf" else "B"
-    with Progress(what, total, read, unit) as progress, start_workers(encoder, processes) as submit:
+    with ProgressBar(what, total, read, unit) as bar, start_workers(encoder, processes) as submit:
         blocks = read_pieces(config, plan, partial, mine, encoder.dtype, sizes)
         for writer, block, encoded in in_order(blocks, submit, AHEAD * processes):
-            before = writer.record.read
+            before = writer.progress.read
             if block is None or encoded is None:
                 writer.close(plan.piece_size(writer.number))
-                progress.add(writer.record.read - before)
+                bar.add(writer.progress.read - before)
                 continue
             writer.add(block, encoded)
-            progress.add(block.read - before, encoded)
+            bar.add(block.read - before, encoded)
             text += sum(encoded.text.values())
             tokens += sum(len(each) for each in encoded.tokens.values())
             damaged += len(encoded.damaged)
@@ -174,15 +173,15 @@ def make_encoder(config: ResolvedData, sizes: Sizes) -> Encoder:
 
 def read_pieces(
     config: ResolvedData,
-    plan: Plan,
+    plan: CorpusPlan,
     partial: Path,
     numbers: list[int],
     dtype: TokenDtype,
     sizes: Sizes,
-) -> Iterator[tuple[PieceWriter, Block | None]]:
+) -> Iterator[tuple[PieceWriter, TextBlock | None]]:
     """Yield the blocks that are left of pieces, each with its writer; None ends a piece."""
     source = parse_source(config.source)
-    begun = partial / plans.NAME  # gone once another process has made the folder complete
+    begun = partial / corpus_plan.NAME  # gone once another process has made the folder complete
     for number in numbers:
         if not begun.exists():
             return
@@ -190,17 +189,17 @@ def read_pieces(
         writer = PieceWriter(partial, number, dtype, sizes.shard_tokens, LOCK_SECONDS)
         if not begun.exists():
             return
-        if not writer.record.done:
+        if not writer.progress.done:
             for block in read_piece(plan.pieces[number], source, writer.position, sizes):
                 yield writer, block
         yield writer, None
 
 
 def in_order(
-    blocks: Iterable[tuple[PieceWriter, Block | None]], submit: Submit, ahead: int
-) -> Iterator[tuple[PieceWriter, Block | None, Encoded | None]]:
+    blocks: Iterable[tuple[PieceWriter, TextBlock | None]], submit: Submit, ahead: int
+) -> Iterator[tuple[PieceWriter, TextBlock | None, Encoded | None]]:
     """Yield blocks in their order with what became of them; at most `ahead` are under way."""
-    pending: deque[tuple[PieceWriter, Block | None, Future[Encoded] | None]] = deque()
+    pending: deque[tuple[PieceWriter, TextBlock | None, Future[Encoded] | None]] = deque()
     for writer, block in blocks:
         pending.append((writer, block, submit(block) if block else None))
         while len(pending) > ahead:
@@ -210,19 +209,19 @@ def in_order(
 
 
 def settled(
-    writer: PieceWriter, block: Block | None, future: "Future[Encoded] | None"
-) -> tuple[PieceWriter, Block | None, Encoded | None]:
+    writer: PieceWriter, block: TextBlock | None, future: "Future[Encoded] | None"
+) -> tuple[PieceWriter, TextBlock | None, Encoded | None]:
     """Return the same, with the result of the future."""
     return writer, block, future.result() if future else None
 
 
-def finish(config: ResolvedData, plan: Plan, folder: Path) -> None:
+def finish(config: ResolvedData, plan: CorpusPlan, folder: Path) -> None:
     """Make the folder complete if all pieces are done, and no other process has done so."""
     partial = partial_of(folder)
     if has_manifest(folder):
         return
     if not has_manifest(partial):
-        if not all(read_record(partial, number).done for number in range(len(plan.pieces))):
+        if not all(read_progress(partial, number).done for number in range(len(plan.pieces))):
             return
         finish_folder(config, plan, partial)
     rename_folder(partial, Path(os.path.realpath(folder)))

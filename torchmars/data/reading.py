@@ -9,10 +9,10 @@ import zlib
 from collections.abc import Callable, Generator, Iterator
 from typing import BinaryIO
 
-from torchmars.config.source import Source
+from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
 from torchmars.data.corpus import Input, Piece, Sizes, is_plain
-from torchmars.data.documents import SEPARATOR, Block, Damage, Part, Position, Step
+from torchmars.data.documents import SEPARATOR, Damage, Position, Step, TextBlock, TextPart
 from torchmars.data.rows import dataset_steps, parquet_steps
 
 CHUNK = 2**20  # bytes read at once of a plain file
@@ -20,11 +20,13 @@ COMPRESSED_CHUNK = 2**16  # of a compressed one, which may become many times as 
 ZSTD_SLICE = 64  # bytes given to zstd at once: blocks of at least 4, each of 128 KiB at most
 
 
-def read_piece(piece: Piece, source: Source, start: Position, sizes: Sizes) -> Iterator[Block]:
+def read_piece(
+    piece: Piece, source: DataSource, start: Position, sizes: Sizes
+) -> Iterator[TextBlock]:
     """Yield the blocks of a piece from `start` on. Raises `UserError`."""
     number, offset, lines = start
     before = sum(each.size for each in piece[:number])
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     size = 0
     for each in piece[number:]:
         number += 1
@@ -33,15 +35,15 @@ def read_piece(piece: Piece, source: Source, start: Position, sizes: Sizes) -> I
             size += step.part.size
             if size >= sizes.block:
                 end = (number, 0, 0) if step.last else (number - 1, step.offset, step.lines)
-                yield Block(parts, end, before + step.read)
+                yield TextBlock(parts, end, before + step.read)
                 parts, size = [], 0
         before += each.size
         offset = lines = 0
     if parts:
-        yield Block(parts, (number, 0, 0), before)
+        yield TextBlock(parts, (number, 0, 0), before)
 
 
-def steps(each: Input, source: Source, offset: int, lines: int, sizes: Sizes) -> Iterator[Step]:
+def steps(each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes) -> Iterator[Step]:
     """Yield an input part by part, from an offset on. Raises `UserError`."""
     if source.kind == "hf":
         yield from dataset_steps(each, source, offset, sizes.block)
@@ -51,7 +53,7 @@ def steps(each: Input, source: Source, offset: int, lines: int, sizes: Sizes) ->
             yield from parquet_steps(each, source.field, offset, sizes.block)
             return
         with open(each.name, "rb") as file:
-            stream = Stream(file, each, source.kind, offset)
+            stream = TextReader(file, each, source.kind, offset)
             yield from stream.steps(lines, sizes)
     except OSError as error:
         raise UserError(
@@ -60,7 +62,7 @@ def steps(each: Input, source: Source, offset: int, lines: int, sizes: Sizes) ->
         ) from None
 
 
-class Stream:
+class TextReader:
     """What is left of a file of text or of lines, or of a range of it.
 
     A line belongs to the range that has the newline before it, and a document to the one in which
@@ -97,12 +99,12 @@ class Stream:
                 last = not self.drop_line() or of_lines and self.begin > self.stop
             lines += content.count(b"\n") + bool(reason)
             if content or reason:
-                part = Part(self.input.name, content, first, unit, reason)
+                part = TextPart(self.input.name, content, first, unit, reason)
                 done = last and not self.damage
                 yield Step(part, self.begin, lines, self.read(), done)
         if self.damage:
             first = self.begin if unit == "byte" else lines
-            part = Part(self.input.name, b"", first, unit, self.damage)
+            part = TextPart(self.input.name, b"", first, unit, self.damage)
             yield Step(part, self.begin, lines, self.input.size, True)
 
     def documents(self, want: int, longest: int) -> tuple[int, bool]:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from torchmars.config.source import Source
+from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
 from torchmars.data.corpus import Input, load_dataset
-from torchmars.data.documents import Damage, Part, Step
+from torchmars.data.documents import Damage, Step, TextPart
 
 ROWS = 256  # read at once of a Parquet file
 
@@ -81,7 +81,7 @@ def check_column(schema: Any, field: str, name: str) -> None:
         raise UserError(f"data.source: the column {field!r} of {name} is {kind}, not text")
 
 
-def dataset_steps(shard: Input, source: Source, offset: int, size: int) -> Iterator[Step]:
+def dataset_steps(shard: Input, source: DataSource, offset: int, size: int) -> Iterator[Step]:
     """Yield a shard of a data set of Hugging Face from row `offset` on.
 
     Raises `UserError` for whatever its files or its network raise.
@@ -111,15 +111,15 @@ def row_steps(
             values.append(value if isinstance(value, (bytes, str)) else None)
             length += len(values[-1] or b"") + 1
             if length >= size:
-                part = Part(source.name, values, first, "row")
+                part = TextPart(source.name, values, first, "row")
                 first += len(values)
                 yield Step(part, first, read=source.size * first // count if count else 0)
                 values, length = [], 0
     except Damage as damage:
         reason = str(damage)
     if values:
-        part = Part(source.name, values, first, "row")
+        part = TextPart(source.name, values, first, "row")
         first += len(values)
         yield Step(part, first, read=source.size, last=not reason)
     if reason:
-        yield Step(Part(source.name, [], first, "row", reason), first, 0, source.size, True)
+        yield Step(TextPart(source.name, [], first, "row", reason), first, 0, source.size, True)

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import read_pieces
+from torchmars.core.files import read_chunks
 from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, numpy_dtype
 from torchmars.data.tokenizer import TokenDtype
 
@@ -77,9 +77,9 @@ def digest_and_largest(path: Path, begin: int, end: int, dtype: TokenDtype) -> t
     Raises `OSError`.
     """
     digest, largest, kind = hashlib.sha256(), 0, numpy_dtype(dtype)
-    for piece in read_pieces(path, begin, end):
-        digest.update(piece)
-        tokens = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
+    for chunk in read_chunks(path, begin, end):
+        digest.update(chunk)
+        tokens = np.frombuffer(chunk, kind, len(chunk) // kind.itemsize)
         largest = max(largest, int(tokens.max(initial=0)))
     return digest.hexdigest(), largest
 

@@ -15,14 +15,14 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, sha256, write_durably
 from torchmars.core.typed import make, parse_json
 from torchmars.data.corpus import source_files
-from torchmars.data.plan import Plan
+from torchmars.data.corpus_plan import CorpusPlan
 
 NAME = "sources.json"
 LARGEST_HASHED = 2**30  # bytes of a corpus whose files are hashed
 
 
 @dataclass
-class Source:
+class SourceFile:
     """A file of a corpus: its size in bytes, when it was last written, and its SHA-256."""
 
     size: int
@@ -31,13 +31,13 @@ class Source:
     """None for a file of a large corpus."""
 
 
-def write(folder: Path, plan: Plan) -> None:
+def write(folder: Path, plan: CorpusPlan) -> None:
     """Write beside the shards in `folder` what they were made from."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, SourceFile] = {}
     for each in (each for piece in plan.pieces for each in piece):
         if each.mtime_ns is None:
             continue
-        source = sources.setdefault(each.name, Source(0, each.mtime_ns))
+        source = sources.setdefault(each.name, SourceFile(0, each.mtime_ns))
         source.size += each.size  # of all its ranges
     for name, source in sources.items():
         if plan.size <= LARGEST_HASHED and change(Path(name), source) is None:
@@ -56,7 +56,7 @@ def warning(config: ResolvedData) -> str | None:
     folder = Path(config.path)
     try:
         entries = parse_json(read_text(folder / NAME))
-        sources = {Path(name): make(Source, entry) for name, entry in entries.items()}
+        sources = {Path(name): make(SourceFile, entry) for name, entry in entries.items()}
     except FileNotFoundError:  # prepared by an older version
         return None
     except (OSError, ValueError, AttributeError, UserError) as error:
@@ -82,7 +82,7 @@ def warning(config: ResolvedData) -> str | None:
     )
 
 
-def change(file: Path, source: Source) -> str | None:
+def change(file: Path, source: SourceFile) -> str | None:
     """Return how a file differs from `source`; None if its content is the same.
 
     Reads the file only where it was written to.

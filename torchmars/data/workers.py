@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import BinaryIO, Protocol, cast
 
 from torchmars.core.errors import UserError
-from torchmars.data.documents import Block, Encoded, Encoder
+from torchmars.data.documents import Encoded, Encoder, TextBlock
 
 ROOT = Path(__file__).parents[2]  # the folder that torchmars is imported from
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]  # the folder that torchmars is imported from
 class Submit(Protocol):
     """Takes a block, and says later what became of it."""
 
-    def __call__(self, block: Block) -> "Future[Encoded]": ...
+    def __call__(self, block: TextBlock) -> "Future[Encoded]": ...
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def start_workers(encoder: Encoder, count: int) -> Iterator[Submit]:
     for process in processes:
         idle.put(process)
 
-    def encode(block: Block) -> Encoded:
+    def encode(block: TextBlock) -> Encoded:
         process = idle.get()
         try:
             return exchange(process, block)
@@ -61,7 +61,7 @@ def start_workers(encoder: Encoder, count: int) -> Iterator[Submit]:
             process.__exit__(None, None, None)
 
 
-def finished(encoder: Encoder, block: Block) -> "Future[Encoded]":
+def finished(encoder: Encoder, block: TextBlock) -> "Future[Encoded]":
     """Return what becomes of a block, tokenised in this process."""
     future: Future[Encoded] = Future()
     future.set_result(encoder.encode(block))
@@ -84,7 +84,7 @@ def start_worker(encoder: Encoder) -> subprocess.Popen:
     return process
 
 
-def exchange(process: subprocess.Popen, block: Block) -> Encoded:
+def exchange(process: subprocess.Popen, block: TextBlock) -> Encoded:
     """Return what a process makes of a block. Raises `UserError` if it fails, or is gone."""
     try:
         send(block, cast(BinaryIO, process.stdin))

@@ -1,7 +1,7 @@
 """Writes the tokens of a piece of the corpus, so that a kill at any moment loses and doubles none.
 
-A piece has shards of its own for each split, and a record of how far its input has come and how
-long its files were then. A start from the record cuts the files to these lengths and goes on.
+A piece has shards of its own for each split, and a file with how far its input has come and how
+long its files were then. A later start cuts the files to these lengths and goes on.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 from torchmars.core.errors import UserError
 from torchmars.core.files import lock, read_text, sha256, sync_folder, write_durably
 from torchmars.core.typed import make, parse_json
-from torchmars.data.documents import Block, Encoded, Position
+from torchmars.data.documents import Encoded, Position, TextBlock
 from torchmars.data.manifest import SPLITS, Shard, Split, numpy_dtype
 from torchmars.data.tokenizer import TokenDtype
 
@@ -23,7 +23,7 @@ SAVE_SECONDS = 1.0  # at most so often a piece is made durable
 
 
 @dataclass
-class Record:
+class PieceProgress:
     """How far a piece has come: what its files hold, and where its input goes on."""
 
     position: list[int] = field(default_factory=lambda: [0, 0, 0])
@@ -40,8 +40,8 @@ class Record:
     """Of the documents of each split, in UTF-8; None in a piece that an older version began."""
 
 
-def record_file(folder: Path, number: int) -> Path:
-    """Return where the record of a piece is."""
+def progress_file(folder: Path, number: int) -> Path:
+    """Return where the progress of a piece is kept."""
     return folder / f"piece-{number:05d}.json"
 
 
@@ -50,13 +50,13 @@ def damaged_file(folder: Path, number: int) -> Path:
     return folder / f"damaged-{number:05d}.jsonl"
 
 
-def read_record(folder: Path, number: int) -> Record:
-    """Return the record of a piece; an empty one for one not begun. Raises `UserError`."""
-    file = record_file(folder, number)
+def read_progress(folder: Path, number: int) -> PieceProgress:
+    """Return the progress of a piece; none yet for one not begun. Raises `UserError`."""
+    file = progress_file(folder, number)
     try:
-        return make(Record, parse_json(read_text(file)))
+        return make(PieceProgress, parse_json(read_text(file)))
     except FileNotFoundError:
-        return Record(text_bytes=dict.fromkeys(SPLITS, 0))
+        return PieceProgress(text_bytes=dict.fromkeys(SPLITS, 0))
     except (OSError, ValueError, UserError) as error:
         raise UserError(
             f"{file} cannot be read ({error}): remove the folder {folder} to begin anew"
@@ -64,7 +64,7 @@ def read_record(folder: Path, number: int) -> Record:
 
 
 class PieceWriter:
-    """Writes the shards of one piece, from where its record says on."""
+    """Writes the shards of one piece, from where its progress says on."""
 
     def __init__(
         self,
@@ -82,41 +82,41 @@ class PieceWriter:
         self.dtype = numpy_dtype(dtype)
         file = folder / f"piece-{number:05d}.lock"
         self.lock = lock(file, f"writing piece {number} of {folder}", patience)
-        self.record = read_record(folder, number)
+        self.progress = read_progress(folder, number)
         self.saved = time.monotonic()
         self.unsaved: set[Path] = set()
         """Files with bytes that are not durable yet."""
-        if not self.record.done:
+        if not self.progress.done:
             self.cut_files()
 
     @property
     def position(self) -> Position:
         """Where the input goes on."""
-        number, offset, lines = self.record.position
+        number, offset, lines = self.progress.position
         return number, offset, lines
 
     def cut_files(self) -> None:
-        """Cut the files to what the record says of them. Raises `UserError` if they have less."""
+        """Cut the files to what its progress says of them. Raises `UserError` if they have less."""
         lengths = {
             self.folder / self.shard_name(name, index): count * self.dtype.itemsize
-            for name, split in self.record.splits.items()
+            for name, split in self.progress.splits.items()
             for index, count in enumerate(self.shard_lengths(split.tokens))
         }
-        if self.record.damaged_bytes:
-            lengths[damaged_file(self.folder, self.number)] = self.record.damaged_bytes
+        if self.progress.damaged_bytes:
+            lengths[damaged_file(self.folder, self.number)] = self.progress.damaged_bytes
         for file in self.files():
             if file not in lengths:
                 file.unlink()
         for file, length in lengths.items():
             if not file.exists() or file.stat().st_size < length:
                 raise UserError(
-                    f"{file} is shorter than its record says: remove the folder {self.folder} to "
-                    "begin anew"
+                    f"{file} is shorter than its piece's progress says: remove the folder "
+                    f"{self.folder} to begin anew"
                 )
             os.truncate(file, length)
 
     def files(self) -> list[Path]:
-        """Return the files of this piece that exist, but the record."""
+        """Return the files of this piece that exist, but its progress."""
         shards = [file for name in SPLITS for file in self.folder.glob(self.shard_name(name))]
         listed = damaged_file(self.folder, self.number)
         return [*shards, *([listed] if listed.exists() else [])]
@@ -130,24 +130,24 @@ class PieceWriter:
         full, rest = divmod(tokens, self.shard_tokens)
         return [self.shard_tokens] * full + [rest] * (rest > 0)
 
-    def add(self, block: Block, encoded: Encoded) -> None:
+    def add(self, block: TextBlock, encoded: Encoded) -> None:
         """Append what a block holds. Makes it durable if the last time was a while ago."""
-        record = self.record
+        progress = self.progress
         for name, tokens in encoded.tokens.items():
-            split = record.splits[name]
+            split = progress.splits[name]
             self.append_tokens(name, split.tokens, tokens)
             split.tokens += len(tokens)
             split.documents += encoded.documents[name]
             split.max_token = max(split.max_token, int(tokens.max(initial=0)))
-            if record.text_bytes is not None:
-                known = record.text_bytes.get(name, 0)
-                record.text_bytes[name] = known + encoded.text.get(name, 0)
+            if progress.text_bytes is not None:
+                known = progress.text_bytes.get(name, 0)
+                progress.text_bytes[name] = known + encoded.text.get(name, 0)
         if encoded.damaged:
             lines = "".join(json.dumps(each) + "\n" for each in encoded.damaged).encode()
             self.append(damaged_file(self.folder, self.number), lines)
-            record.damaged += len(encoded.damaged)
-            record.damaged_bytes += len(lines)
-        record.position, record.read = list(block.end), block.read
+            progress.damaged += len(encoded.damaged)
+            progress.damaged_bytes += len(lines)
+        progress.position, progress.read = list(block.end), block.read
         if time.monotonic() - self.saved >= SAVE_SECONDS:
             self.save()
 
@@ -167,32 +167,32 @@ class PieceWriter:
         self.unsaved.add(file)
 
     def save(self) -> None:
-        """Make the piece durable as it is: first its files, then the record of their lengths."""
+        """Make the piece durable as it is: first its files, then their lengths."""
         for file in sorted(self.unsaved):
             sync_file(file)
         if self.unsaved:
             sync_folder(self.folder)
         self.unsaved.clear()
-        write_durably(record_file(self.folder, self.number), json.dumps(asdict(self.record)))
+        write_durably(progress_file(self.folder, self.number), json.dumps(asdict(self.progress)))
         self.saved = time.monotonic()
 
     def close(self, size: int) -> None:
         """Make the piece, of `size` bytes of input, durable and done, and let go of it."""
-        if not self.record.done:
+        if not self.progress.done:
             self.end(size)
         if self.lock is not None:
             os.close(self.lock)
 
     def end(self, size: int) -> None:
         """List the shards of the piece, and make it durable."""
-        self.record.read = size
-        for name, split in self.record.splits.items():
+        self.progress.read = size
+        for name, split in self.progress.splits.items():
             split.shards = [
                 Shard(file, count, sha256(self.folder / file))
                 for index, count in enumerate(self.shard_lengths(split.tokens))
                 for file in [self.shard_name(name, index)]
             ]
-        self.record.done = True
+        self.progress.done = True
         self.save()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
-from torchmars.checkpoint.state import training_state
+from torchmars.checkpoint.state_dict import training_state
 from torchmars.config import ResolvedConfig
 from torchmars.config.float8 import Float8Config
 from torchmars.models import Model

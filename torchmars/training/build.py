@@ -3,7 +3,7 @@
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
 from torchmars.checkpoint.saver import Saver
-from torchmars.checkpoint.state import seed_rng
+from torchmars.checkpoint.state_dict import seed_rng
 from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
 from torchmars.config.compile import eager_note, resolve_compile

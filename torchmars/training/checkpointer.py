@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint import state as tensors
+from torchmars.checkpoint import state_dict
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import init_from
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
@@ -108,7 +108,7 @@ class Checkpointer:
             lambda: check_same_run(folder, manifest, config, self.fingerprint, self.whole_optimizer)
         )
         values = self.average.values if self.average else {}
-        if not tensors.load(folder, manifest, layout, self.model, self.optimizer, values):
+        if not state_dict.load(folder, manifest, layout, self.model, self.optimizer, values):
             if self.average:  # training.ema_decay is new
                 self.average.begin()
         if manifest.world_size != world.size:
@@ -154,7 +154,7 @@ class Checkpointer:
             world_size=self.layout.world.size,
             data_fingerprint=self.fingerprint,
             vocab_size=self.data.vocab_size,
-            optimizer=tensors.optimizer_state_names(self.whole_optimizer),
+            optimizer=state_dict.optimizer_state_names(self.whole_optimizer),
             config=asdict(self.config),
             validation_loss=state.validation_loss,
             recent_losses=list(state.recent_losses),
@@ -164,7 +164,7 @@ class Checkpointer:
         average = self.average.values if self.average else {}
         return self.saver.save(
             manifest,
-            tensors.training_state(self.layout, self.model.weights, self.optimizer, average),
+            state_dict.training_state(self.layout, self.model.weights, self.optimizer, average),
         )
 
 

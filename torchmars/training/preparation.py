@@ -11,7 +11,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable, write_durably
 from torchmars.core.words import counted
 from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
-from torchmars.data.mixture import Mixture, Part
+from torchmars.data.mixture import Mixture, MixturePart
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.shards import Level
 from torchmars.data.tokenizer import FileTokenizer, load_tokenizer
@@ -107,7 +107,7 @@ def mixture_of(config: ResolvedData, manifests: list[DataManifest]) -> Mixture:
     weights = [part.weight for part in config.mixture] or [1.0]
     return Mixture(
         [
-            Part(name, Path(corpus.path), weight, manifest)
+            MixturePart(name, Path(corpus.path), weight, manifest)
             for name, corpus, weight, manifest in zip(names, config.corpora(), weights, manifests)
         ],
         config.packing,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import run_ranks
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint import state
+from torchmars.checkpoint import state_dict
 from torchmars.checkpoint.inference import load_model
 from torchmars.checkpoint.initial import init_from
 from torchmars.cluster import connection
@@ -102,7 +102,9 @@ def former_buffer(rule, betas):
 
 def give_former_names(folder, trainer):
     """Write the state of a trainer of Lion and Muon as version 0.1 did."""
-    written = state.training_state(trainer.layout, trainer.model.weights, trainer.optimizer, {})
+    written = state_dict.training_state(
+        trainer.layout, trainer.model.weights, trainer.optimizer, {}
+    )
     for group in trainer.optimizer.param_groups:
         key, scale = former_buffer(group["rule"], group["betas"])
         for name in group["param_names"]:
@@ -125,7 +127,7 @@ def read_former_names(tables):
     give_former_names(folder, trainer)
     for group in trainer.optimizer.param_groups:
         group["betas"] = (0.5, 0.5)  # those that the checkpoint was made with count
-    kept = state.optimizer_state(trainer.optimizer)
+    kept = state_dict.optimizer_state(trainer.optimizer)
     expected = {name: local(value).clone() for name, value in kept.items()}
 
     def same(road):
@@ -171,7 +173,9 @@ def read_with_squared_norms(tables):
     trainer = build_trainer(config, connection.start(config.parallelism))
     trainer.run()
     folder = config.run.checkpoints / "step-00000003"
-    written = state.training_state(trainer.layout, trainer.model.weights, trainer.optimizer, {})
+    written = state_dict.training_state(
+        trainer.layout, trainer.model.weights, trainer.optimizer, {}
+    )
     lasts = [name for name in written if name.endswith(".last_grad")]
     norm = torch.ones((), dtype=torch.float64)
     dcp.save(written | {f"{name}_squared_norm": norm for name in lasts}, checkpoint_id=folder)
@@ -180,7 +184,7 @@ def read_with_squared_norms(tables):
         manifest.optimizer[name] = words.replace("last_grad", "last_grad last_grad_squared_norm")
     manifest.files = {name: manifests.describe(folder / name) for name in manifest.files}
     trainer.layout.on_first(lambda: manifest.write(folder))
-    kept = state.optimizer_state(trainer.optimizer)
+    kept = state_dict.optimizer_state(trainer.optimizer)
     expected = {name: local(value).clone() for name, value in kept.items()}
 
     def differences(road):
@@ -206,15 +210,15 @@ def test_a_checkpoint_with_squared_norms_is_read(tmp_path):
 
 def test_random_numbers_go_on():
     torch.manual_seed(3)
-    saved = state.rng_state(0)
+    saved = state_dict.rng_state(0)
     expected = torch.rand(3)
-    state.set_rng_state(saved)
+    state_dict.set_rng_state(saved)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_seeds_differ_by_every_number():
     draws = []
     for numbers in ((0, 1, 2), (1, 0, 2), (0, 1, 3), (0, 12), (0, 1, 2)):
-        state.seed_rng(*numbers)
+        state_dict.seed_rng(*numbers)
         draws.append(torch.rand(()).item())
     assert draws[0] == draws[-1] and len(set(draws)) == 4

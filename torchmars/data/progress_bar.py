@@ -24,7 +24,7 @@ class LogLines:
         """Do nothing: a line is written at once."""
 
 
-class Progress:
+class ProgressBar:
     """A bar with the rate and the time that is left; of a corpus also its documents and tokens."""
 
     def __init__(self, what: str, total: int, done: int, unit: str) -> None:

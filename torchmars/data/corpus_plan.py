@@ -20,7 +20,7 @@ SETTINGS = ("source", "files", "tokenizer", "validation_fraction", "validation_s
 
 
 @dataclass
-class Plan:
+class CorpusPlan:
     """Settings by name, and the pieces of the corpus."""
 
     settings: dict[str, Any]
@@ -36,15 +36,15 @@ class Plan:
         return sum(each.size for each in self.pieces[number])
 
 
-def make_plan(config: ResolvedData, sizes: Sizes) -> Plan:
+def make_plan(config: ResolvedData, sizes: Sizes) -> CorpusPlan:
     """Return the plan for the corpus as it is now. Raises `UserError`."""
     settings = {f"data.{name}": getattr(config, name) for name in SETTINGS}
     if (digest := load_tokenizer(config.tokenizer).sha256) is not None:
         settings["data.tokenizer"] = f"a file of SHA-256 {digest}"  # under whichever path
-    return Plan(settings | asdict(sizes), corpus_pieces(config, sizes))
+    return CorpusPlan(settings | asdict(sizes), corpus_pieces(config, sizes))
 
 
-def begin_plan(plan: Plan, folder: Path) -> None:
+def begin_plan(plan: CorpusPlan, folder: Path) -> None:
     """Write the plan to a folder that has none.
 
     Raises `UserError` if the folder was begun with another one.
@@ -56,7 +56,7 @@ def begin_plan(plan: Plan, folder: Path) -> None:
         write_durably(file, json.dumps(asdict(plan)))
         return
     try:
-        begun = make(Plan, parse_json(read_text(file)))
+        begun = make(CorpusPlan, parse_json(read_text(file)))
     except (OSError, ValueError, UserError) as error:
         raise UserError(f"{file} cannot be read ({error}): {remedy}") from None
     for name, wanted in plan.settings.items():
