@@ -17,11 +17,11 @@ from torchmars.core.errors import UserError
 from torchmars.training.build import build_trainer
 
 
-def set_bfloat16(fast: bool, patch: pytest.MonkeyPatch) -> None:
+def set_bfloat16(native: bool, patch: pytest.MonkeyPatch) -> None:
     """Let torch say that this process's CPU has instructions for bfloat16, or has none."""
     patch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    patch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
-    patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+    patch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
+    patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
 
 
 def write_text(folder: Path, documents: int = 40, words: int = 300) -> Path:
@@ -101,17 +101,17 @@ def listen(size: int, tables: dict[str, dict]) -> str:
     return run_ranks(listen_here, size, tables)[0]
 
 
-def listen_on(fast: list[bool], *runs: dict[str, dict]) -> list[str]:
-    """Train runs on ranks whose CPUs are `fast` at bfloat16, or not.
+def listen_on(native: list[bool], *runs: dict[str, dict]) -> list[str]:
+    """Train runs on ranks whose CPUs have `native` instructions for bfloat16, or none.
 
     Returns what the first rank printed of each.
     """
-    return run_ranks(_listen_on, len(fast), fast, *runs)[0]
+    return run_ranks(_listen_on, len(native), native, *runs)[0]
 
 
-def _listen_on(fast: list[bool], *runs: dict[str, dict]) -> list[str]:
+def _listen_on(native: list[bool], *runs: dict[str, dict]) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        set_bfloat16(fast[process.rank()], patch)
+        set_bfloat16(native[process.rank()], patch)
         return [listen_here(tables) for tables in runs]
 
 

@@ -47,7 +47,7 @@ def test_what_stands_out():
     assert not guard.check(2.39, seen)
     assert guard.check(2.45, seen) and guard.check(50.0, seen)
     assert not guard.check(float("nan"), seen) and not guard.check(float("inf"), seen)
-    assert len(seen) == 64 and max(seen) == 2.39  # what stands out does not raise the bar
+    assert len(seen) == 64 and max(seen) == 2.39  # an outlier does not raise the bar
 
 
 def with_spike(tables, samples):
@@ -148,7 +148,8 @@ def test_spikes_that_keep_coming_end_the_run(tables):
     tables["guards"] = {"loss_spike": "rollback"}
     outs = run_ranks(with_spike, 2, tables, range(25 * 16, 10**5))
     assert all(
-        "error: the loss stood out after each of 3 returns to" in out and "step-00000020" in out
+        "error: the loss was an outlier after each of 3 returns to" in out
+        and "step-00000020" in out
         for out in outs
     )
     failed = read_events(run_folder_of(tables) / EVENTS_FILE)[-1]
@@ -156,7 +157,7 @@ def test_spikes_that_keep_coming_end_the_run(tables):
     tables["checkpoint"]["interval"], tables["run"]["name"] = 0, "none"
     outs = run_ranks(with_spike, 2, tables, range(25 * 16, 10**5))
     assert all(
-        "error: the loss stood out at step 26, and there is no checkpoint to go back to" in out
+        "error: the loss of step 26 is an outlier, and there is no checkpoint to go back to" in out
         for out in outs
     )
 

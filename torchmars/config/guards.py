@@ -12,11 +12,11 @@ class GuardsConfig:
     """What is watched while a run trains. A gradient that is not finite always skips its step."""
 
     loss_spike: Literal["off", "skip", "rollback"] = "off"
-    """What to do with a batch whose loss stands out. skip: leave its step out. rollback: go back
+    """What to do with a batch whose loss is an outlier. skip: leave its step out. rollback: go back
     to the newest checkpoint and on with the data after that batch. Both wait for the loss at every
     step."""
     spike_sigmas: Annotated[float, Range(0, 1_000_000, open_low=True)] = 6.0
-    """A loss stands out when it is this many standard deviations above the mean of the last 64."""
+    """Standard deviations above the mean of the last 64 losses, from which a loss is an outlier."""
     hang_seconds: Amount = 600.0
     """Seconds without a step after which a rank is taken to hang. Every rank then says where it
     stands, and the run ends. Must be more than the longest step, compilation, validation or save.

@@ -36,8 +36,10 @@ def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int 
         )
     device = torch.device("cuda" if per_node else "cpu")
     layout = Layout.simulate(config.parallelism, world_size, rank, device)
-    fast = per_node > 0 or multiplies_bfloat16(device)  # CPUs are taken to be like this one
-    config = resolve_dtypes(config, device, fast)
+    native_bfloat16 = per_node > 0 or multiplies_bfloat16(
+        device
+    )  # CPUs are taken to be like this one
+    config = resolve_dtypes(config, device, native_bfloat16)
     data = prepared_data(config)
     vocab_size = data.vocab_size if data else load_tokenizer(config.data.tokenizer).vocab_size
     whole = build_meta_model(config.model, vocab_size, config.training.seq_len)

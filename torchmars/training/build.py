@@ -42,9 +42,9 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     Raises `UserError`, on every rank, for what the user got wrong.
     """
     weights = weight_device(config.parallelism, layout.device)
-    fast = all(layout.on_all(lambda: multiplies_bfloat16(weights)))
+    native_bfloat16 = all(layout.on_all(lambda: multiplies_bfloat16(weights)))
     saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
-    config = resolve_dtypes(config, layout.device, fast, saved)
+    config = resolve_dtypes(config, layout.device, native_bfloat16, saved)
     able, tp = all(layout.on_all(lambda: can_compile(layout.device))), layout.group("tp").size
     config = resolve_compile(config, layout.device, able, tp, saved)
 
@@ -122,7 +122,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         write=not complete,
     )
     model.enter_phase = metrics.throughput.phases.enter
-    lines = introduction(config, layout, whole, whole_optimizer, data, fast, resumed)
+    lines = introduction(config, layout, whole, whole_optimizer, data, native_bfloat16, resumed)
     if note := eager_note(config, layout.device, able, tp):
         lines += labelled("note", note)
     return Trainer(

@@ -21,7 +21,7 @@ def recent(losses: Iterable[float] = ()) -> deque[float]:
 
 
 class LossGuard:
-    """Finds a loss that stands out from the recent ones, and ends a run that does not recover."""
+    """Finds an outlier among losses, and ends a run that does not recover."""
 
     def __init__(self, config: GuardsConfig) -> None:
         self.action, self.sigmas = config.loss_spike, config.spike_sigmas
@@ -33,10 +33,10 @@ class LossGuard:
         return self.action != "off"
 
     def check(self, loss: float, recent: deque[float]) -> bool:
-        """Return whether `loss`, that of the global batch, stands out; if not, add it to `recent`.
+        """Return whether the global batch's `loss` is an outlier; if not, add it to `recent`.
 
-        A loss stands out if it is more than `spike_sigmas` standard deviations above their mean. A
-        loss that is not finite neither stands out nor is added: the optimizer skips its step.
+        An outlier is more than `spike_sigmas` standard deviations above their mean. A loss that is
+        not finite is neither an outlier nor added: the optimizer skips its step.
         """
         if not math.isfinite(loss):
             return False
@@ -51,7 +51,7 @@ class LossGuard:
         self.rollbacks[step] += 1
         if self.rollbacks[step] > MAX_ROLLBACKS:
             raise UserError(
-                f"the loss stood out after each of {MAX_ROLLBACKS} returns to {checkpoint}: "
+                f"the loss was an outlier after each of {MAX_ROLLBACKS} returns to {checkpoint}: "
                 "lower optimizer.lr or raise guards.spike_sigmas"
             )
 
@@ -59,7 +59,7 @@ class LossGuard:
         """Raise `UserError` if every one of the last steps up to `step` was skipped."""
         in_a_row = telemetry["skipped_in_a_row"]
         if in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            spikes = ", or their losses stood out (guards.spike_sigmas)" if self.active else ""
+            spikes = ", or their losses were outliers (guards.spike_sigmas)" if self.active else ""
             raise UserError(
                 f"the last {in_a_row:.0f} steps up to {step} were skipped, since their gradients "
                 f"were not finite or too large to compute with{spikes}: lower optimizer.lr, or go "

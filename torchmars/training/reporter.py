@@ -88,7 +88,7 @@ class RunReporter:
         return values
 
     def report_spike(self, loss: float, state: RunState, action: str) -> None:
-        """Report a loss that stands out, of the step after `state.step`."""
+        """Report an outlier, the loss of the step after `state.step`."""
         first = state.position - self.training.global_batch_size
         self._say(
             "spike",

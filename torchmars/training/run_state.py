@@ -18,6 +18,6 @@ class RunState:
     validation_loss: float | None = None
     """The validation loss at this step, if it was measured."""
     recent_losses: deque[float] = field(default_factory=recent)
-    """Losses of the last steps that did not stand out, oldest first."""
+    """Losses of the last steps without outliers, oldest first."""
     shares: Shares = field(default_factory=Shares)
     """What deals the samples to the parts of the mixture."""

@@ -28,19 +28,19 @@ def introduction(
     model: Model,
     optimizer: MARS,
     data: Mixture,
-    fast: bool,
+    native_bfloat16: bool,
     resumed: Resumed,
 ) -> list[str]:
     """Return all that a run prints at its start.
 
-    `config` is one with resolved dtypes. `fast` is whether all ranks multiply bfloat16 fast.
+    `config` is one with resolved dtypes. All ranks multiply bfloat16 fast if `native_bfloat16`.
     """
     lines = labelled("run", f"{config.run.path}, seed {config.run.seed}")
     lines += summary(config, layout, model, optimizer)
     if unknown := torch_warning(torch.__version__):
         lines += labelled("warning", unknown)
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
-    if slow and not fast:
+    if slow and not native_bfloat16:
         lines += labelled("warning", slow)
     lines += labelled("data", *data_lines(config.training, data, resumed.state.shares))
     for corpus in config.data.corpora() if layout.first else []:

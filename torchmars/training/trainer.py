@@ -128,7 +128,7 @@ class Trainer:
     def train_step(self) -> tuple[Tensor, float] | None:
         """Make one optimizer step; return this rank's mean loss and the learning rate.
 
-        Returns None if the loss stands out and the run is to roll back.
+        Returns None if the loss is an outlier and the run is to roll back.
         """
         state, optimizer = self.state, self.optimizer
         enter_phase = self.metrics.throughput.phases.enter
@@ -145,15 +145,15 @@ class Trainer:
             optimizer.zero_grad()
         loss = self.model.backward(batch)
         enter_phase(OTHER)
-        stands_out = self.loss_guard.active and self.check_loss(loss)
-        if stands_out and self.loss_guard.action == "rollback":
+        outlier = self.loss_guard.active and self.check_loss(loss)
+        if outlier and self.loss_guard.action == "rollback":
             optimizer.zero_grad()
             return None
         if self.without_last_grad:
             optimizer.skip_next_correction(self.without_last_grad)
             self.without_last_grad = []
         enter_phase("optimizer")
-        if stands_out:
+        if outlier:
             optimizer.skip()
         else:
             optimizer.step()
@@ -165,12 +165,12 @@ class Trainer:
         return loss, lr
 
     def check_loss(self, loss: Tensor) -> bool:
-        """Return whether the loss of the step under way stands out; report it if so."""
+        """Return whether the loss of the step under way is an outlier; report it if so."""
         mean = self.layout.mean_loss(loss)
-        stands_out = self.loss_guard.check(mean, self.state.recent_losses)
-        if stands_out:
+        outlier = self.loss_guard.check(mean, self.state.recent_losses)
+        if outlier:
             self.reporter.report_spike(mean, self.state, self.loss_guard.action)
-        return stands_out
+        return outlier
 
     def exchange_flags(self) -> FlagExchange:
         """Begin to tell the other ranks what has happened here. The step does not wait for it.
@@ -202,14 +202,15 @@ class Trainer:
         return stop, overdue
 
     def roll_back(self) -> None:
-        """Load the newest checkpoint, and continue with the data after the batch that stood out."""
+        """Load the newest checkpoint, and resume with the data after the outlier's."""
         reached, position = self.state.step, self.loader.position
         self.watchdog.beat("a rollback")
         resumed = self.checkpointer.load_newest()
         if resumed is None or resumed.folder is None:
             raise UserError(
-                f"the loss stood out at step {reached + 1}, and there is no checkpoint to go back "
-                "to: lower optimizer.lr, raise guards.spike_sigmas, or lower checkpoint.interval"
+                f"the loss of step {reached + 1} is an outlier, and there is no checkpoint to go "
+                "back to: lower optimizer.lr, raise guards.spike_sigmas, or lower "
+                "checkpoint.interval"
             )
         self.loss_guard.count_rollback(resumed.state.step, resumed.folder)
         self.state = resumed.state
