@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.full import FULL
 from torchmars.optim.roles import roles
 
 
@@ -108,6 +109,7 @@ def test_the_last_layer_of_a_classifier():
     assert roles(nn.Linear(8, 5)) == {"weight": "matrix", "bias": "vector"}
 
 
+@FULL
 def test_models_of_transformers():
     transformers = pytest.importorskip("transformers")
     small = dict(

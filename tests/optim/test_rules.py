@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from tests.optim.reference import direction, gradients, lion, mars, muon
 from tests.optim.test_mars import relative, run
 from tests.optim.test_overflow import report
+from tests.support.full import full_but
 from torchmars.optim import MARS
 
 SHAPES = [(12, 20), (20, 12), (7, 7), (1, 5)]
@@ -309,30 +310,32 @@ def test_bytes_of_state_per_parameter(settings, wanted):
     )
 
 
-def test_compiled_passes_equal_plain_ones():
+NARROW = {"last_grad_dtype": torch.bfloat16}  # which a pass of its own writes
+COMPILED = [
+    ("mars-adamw", {}),
+    ("mars-adamw", NARROW),
+    ("mars-adamw", NARROW | {"momentum_dtype": torch.bfloat16}),
+    ("mars-lion", {}),
+    ("lion", {}),
+]
+
+
+@pytest.mark.parametrize("rule,dtypes", full_but(COMPILED[:1], COMPILED))
+def test_compiled_passes_equal_plain_ones(rule, dtypes):
     """Tensors large enough to be compiled, alone and together, equal a step without it."""
     shapes = [(300, 300)] * 5 + [(70_000,), (3,)]
-    narrow = {"last_grad_dtype": torch.bfloat16}  # which a pass of its own writes
-    narrower = narrow | {"momentum_dtype": torch.bfloat16}
-    for rule, dtypes in (
-        ("mars-adamw", {}),
-        ("mars-adamw", narrow),
-        ("mars-adamw", narrower),
-        ("mars-lion", {}),
-        ("lion", {}),
-    ):
-        results = []
-        for compile in (True, False):
-            parameters = [nn.Parameter(torch.full(shape, 0.5)) for shape in shapes]
-            optimizer = MARS(parameters, rule=rule, compile=compile, max_grad_norm=1.0, **dtypes)
-            run(
-                optimizer,
-                parameters,
-                [gradients(shape, 4, seed) for seed, shape in enumerate(shapes)],
-            )
-            results.append(parameters)
-        for one, other in zip(*results):
-            assert relative(one, other) < (1e-6 if rule == "mars-adamw" else 1e-4)
+    results = []
+    for compile in (True, False):
+        parameters = [nn.Parameter(torch.full(shape, 0.5)) for shape in shapes]
+        optimizer = MARS(parameters, rule=rule, compile=compile, max_grad_norm=1.0, **dtypes)
+        run(
+            optimizer,
+            parameters,
+            [gradients(shape, 4, seed) for seed, shape in enumerate(shapes)],
+        )
+        results.append(parameters)
+    for one, other in zip(*results):
+        assert relative(one, other) < (1e-6 if rule == "mars-adamw" else 1e-4)
 
 
 @pytest.mark.slow
