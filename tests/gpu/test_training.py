@@ -223,10 +223,10 @@ def prefetched_and_not(tables):
         torch.cuda.set_sync_debug_mode("error")
         try:
             if prefetched:
-                model.prefetch(batch)
+                model.batches.prefetch(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert (model.prefetched[0] is batch) == prefetched
+        assert (model.batches.prefetched[0] is batch) == prefetched
         loss = model.backward(batch)
         found.append([loss, *(weight.grad.to_local() for weight in model.weights.values())])
         trainer.optimizer.zero_grad()

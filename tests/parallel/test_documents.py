@@ -1,5 +1,7 @@
 """Losses and predictions with documents kept apart, on ranks that share sequences or layers."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tests.parallel.test_gradients import END, MODELS, WINDOWS, plain_gradients,
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
+from torchmars.models.documents import document_starts
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
@@ -25,7 +28,10 @@ def score(parallelism):
     with torch.device("meta"):
         whole = MODELS["llama"]()
     training, keep_all = training_on(world), ActivationCheckpointConfig()
-    model = ParallelModel(whole, parallelism, training, keep_all, layout, cpu, end_of_text=END)
+    find_starts = partial(document_starts, end_of_text=END)
+    model = ParallelModel(
+        whole, parallelism, training, keep_all, layout, cpu, find_starts=find_starts
+    )
     model.init_weights(seed=0)
     data = layout.data
     losses = model.losses(WINDOWS.chunk(data.size)[data.rank])

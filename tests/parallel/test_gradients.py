@@ -1,6 +1,7 @@
 """On every layout each weight begins and has the gradient as in one plain model."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.models.test_llama import ARGS as LLAMA
 from tests.support.layouts import LAYOUTS, by_ranks
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
+from torchmars.models.documents import document_starts
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
@@ -72,7 +74,7 @@ def gradients_on(name, parallelism, training, activations, apart=False, one_unit
         activations,
         layout,
         torch.device("cpu"),
-        end_of_text=END if apart else None,
+        find_starts=partial(document_starts, end_of_text=END) if apart else None,
     )
     model.init_weights(seed=0)
     data = layout.data

@@ -7,6 +7,7 @@ import torch
 from tests.models.test_gpt2 import ARGS
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
+from torchmars.models.documents import document_starts
 from torchmars.models.gpt2 import GPT2
 from torchmars.parallel import fsdp
 from torchmars.parallel.layout import Layout
@@ -19,6 +20,12 @@ LAYOUTS["pipeline"] = ParallelismConfig(pp=2)
 def phases_on(parallelism):
     """The phases of a backward pass of two microbatches, with the gradients that then are."""
     fsdp.ONE_UNIT_BYTES = 0
+    prefetched = False
+
+    def find_starts(tokens):
+        assert not prefetched, "a batch was made ready twice"
+        return document_starts(tokens, 7)
+
     layout = Layout.create(torch.device("cpu"), parallelism.degrees(2))
     with torch.device("meta"):
         whole = GPT2(dataclasses.replace(ARGS, n_layer=2))
@@ -32,7 +39,7 @@ def phases_on(parallelism):
         ActivationCheckpointConfig(),
         layout,
         layout.device,
-        end_of_text=7,
+        find_starts=find_starts,
     )
     model.init_weights(seed=0)
     phases = []
@@ -41,15 +48,14 @@ def phases_on(parallelism):
         missing = [name for name, weight in model.weights.items() if weight.grad is None]
         phases.append((phase, missing))
 
-    model.enter_phase = enter
     batch = [torch.randint(64, (2, 25)) for _ in range(2)]
-    model.backward(batch)
+    model.backward(batch, enter)
     gradients = gradients_of(model)
     found = list(phases)
     for weight in model.weights.values():
         weight.grad = None
-    model.prefetch(batch)
-    model.find_starts = fail  # what is prefetched is not made ready again
+    model.batches.prefetch(batch)
+    prefetched = True
     model.backward(batch)
     same = all(map(torch.equal, gradients, gradients_of(model)))
     return found, list(model.weights), same
@@ -57,10 +63,6 @@ def phases_on(parallelism):
 
 def gradients_of(model):
     return [weight.grad.to_local() for weight in model.weights.values()]
-
-
-def fail(tokens):
-    raise AssertionError("a batch was made ready twice")
 
 
 def phases_on_each():

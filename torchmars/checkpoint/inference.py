@@ -3,6 +3,7 @@
 import contextlib
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.models import Model, build_meta_model
+from torchmars.models.documents import document_starts
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 
@@ -143,6 +145,7 @@ def load_sharded_model(
     found = layout.on_first(lambda: open_any(folder, step))
     config = found.config
     tokenizer = tokenizer_of(found)
+    find_starts = partial(document_starts, end_of_text=tokenizer.end_of_text)
     model = ParallelModel(
         found.model,
         ParallelismConfig(),
@@ -150,7 +153,7 @@ def load_sharded_model(
         ActivationCheckpointConfig(),
         layout,
         layout.device,
-        end_of_text=tokenizer.end_of_text if config.data.separate_documents else None,
+        find_starts=find_starts if config.data.separate_documents else None,
     )
     if isinstance(found, FolderModel):
         layout.on_all(lambda: load_weights(found.weights, model.weights))

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models import Model
-from torchmars.models.documents import document_starts
 from torchmars.models.initialize import init_weights
+from torchmars.parallel.batches import Batches
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.cuts import blocks_of_stages, cut_model, sequence_unit, stage_ranks
 from torchmars.parallel.float8 import update_scales
@@ -27,9 +27,6 @@ from torchmars.parallel.tied import TiedTable
 
 if TYPE_CHECKING:
     from torchmars.parallel.pipeline import Pipeline
-
-# Of a microbatch: tokens, targets, and where documents begin, if they are kept apart.
-Inputs = tuple[Tensor, Tensor, Tensor | None]
 
 
 class ParallelModel:
@@ -47,46 +44,23 @@ class ParallelModel:
         layout: Layout,
         device: torch.device,
         memory: AbstractContextManager[object] | None = None,
-        end_of_text: int | None = None,
+        find_starts: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Make the parts on `device`, their weights while `memory` is active.
 
-        `training` has its dtype resolved. `end_of_text` is the token that begins a document, if
-        documents are kept apart. Raises `UserError` if blocks do not make stages.
+        `training` has its dtype resolved. `find_starts` is as in `Batches`. Raises `UserError` if
+        blocks do not make stages.
         """
         self.whole, self.layout, self.device = whole, layout, device
-        self.find_starts: Callable[[Tensor], Tensor] | None = None
-        """From tokens [batch, T] on the CPU to where documents begin, if they are kept apart."""
-        if end_of_text is not None:
-            self.find_starts = partial(document_starts, end_of_text=end_of_text)
-        self.enter_phase: Callable[[str], None] = lambda phase: None
-        """Is told what of a backward pass begins: "forward", "backward", and "reduce", where the
-        rest of the gradients' reduction is waited for; in a pipeline "pipeline", all of it."""
-        self.copying: torch.cuda.Stream | None = None
-        """Copies batches to the GPU beside its other work, where they are prefetched."""
-        self.prefetched: tuple[Sequence[Tensor], list[Inputs]] = [], []
-        """The batch that was prefetched last, and what the passes over it take."""
         self.parallelism, self.gathers_float8 = parallelism, training.float8.all_gather
-        cp, tp = layout.group("cp"), layout.group("tp")
-        self.sequence, self.tp = SequencePart(cp.rank, cp.size), tp.size
-        pipeline, ranks = layout.group("pp"), stage_ranks(parallelism)
-        last = len(ranks) - 1
-        chunk = chunk_tokens(layout.device.type, whole.vocab_rows // tp.size)
+        cp, pipeline, ranks = layout.group("cp"), layout.group("pp"), stage_ranks(parallelism)
+        self.sequence, self.tp = SequencePart(cp.rank, cp.size), layout.group("tp").size
+        self.batches = Batches(self.sequence, device, pipeline.size > 1, find_starts)
         self.parts: dict[int, ModelPart] = {}
         """This rank's parts, by the number of their stage."""
         for number, blocks in enumerate(blocks_of_stages(whole, parallelism)):
             if ranks[number] == pipeline.rank:
-                model = deepcopy(whole)
-                cut_model(model, blocks, number == 0, number == last)
-                part = ModelPart(
-                    model,
-                    number == 0,
-                    number == last,
-                    self.sequence,
-                    tp.size,
-                    chunk,
-                    training.z_loss,
-                )
+                part = self._part(blocks, number == 0, number == len(ranks) - 1, training.z_loss)
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
                     self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
@@ -95,23 +69,33 @@ class ParallelModel:
         self.tied: TiedTable | None = None
         self.pipeline: Pipeline | None = None
         if pipeline.size > 1:
-            # torch's pipelines take time to import, and most runs have none.
-            from torchmars.parallel import pipeline as pipelines
-
-            size, microbatches = training.microbatches(layout.data.size, parallelism.stages)
-            length = training.seq_len // cp.size
-            self.pipeline = pipelines.Pipeline(
-                self.parts,
-                parallelism,
-                pipeline,
-                device,
-                microbatches,
-                tokens=(size, length),
-                hidden=(size, length // tp.size, whole.width),
-                dtype=getattr(torch, training.dtype),
-            )
+            self.pipeline = self._pipeline(training)
             if whole.output is None:
-                self.tied = TiedTable(self._table(0), self._table(last), pipeline, ranks[last])
+                tables = self._table(0), self._table(len(ranks) - 1)
+                self.tied = TiedTable(*tables, pipeline, ranks[-1])
+
+    def _part(self, blocks: range, first: bool, last: bool, z_loss: float) -> ModelPart:
+        model = deepcopy(self.whole)
+        cut_model(model, blocks, first, last)
+        chunk = chunk_tokens(self.layout.device.type, model.vocab_rows // self.tp)
+        return ModelPart(model, first, last, self.sequence, self.tp, chunk, z_loss)
+
+    def _pipeline(self, training: TrainingConfig) -> "Pipeline":
+        # torch's pipelines take time to import, and most runs have none.
+        from torchmars.parallel.pipeline import Pipeline
+
+        size, microbatches = training.microbatches(self.layout.data.size, self.parallelism.stages)
+        length = training.seq_len // self.sequence.ranks
+        return Pipeline(
+            self.parts,
+            self.parallelism,
+            self.layout.group("pp"),
+            self.device,
+            microbatches,
+            tokens=(size, length),
+            hidden=(size, length // self.tp, self.whole.width),
+            dtype=getattr(torch, training.dtype),
+        )
 
     def _weights(self) -> dict[str, nn.Parameter]:
         weights: dict[str, nn.Parameter] = {}
@@ -131,9 +115,9 @@ class ParallelModel:
         self.follow_weights()
 
     def follow_weights(self) -> None:
-        """Let what is made from the weights follow, after they have changed.
+        """Make again what is made from the weights, after they have changed.
 
-        That are the copy of a tied token table, and the scales of weights that travel in float8.
+        These are the copy of a tied token table and the scales of weights that travel in float8.
         """
         if self.tied is not None:
             self.tied.copy_weights()
@@ -146,84 +130,57 @@ class ParallelModel:
         for part in self.parts.values():
             part.train(mode)
 
-    def backward(self, batch: Sequence[Tensor]) -> Tensor:
+    def backward(
+        self, batch: Sequence[Tensor], enter_phase: Callable[[str], None] = lambda phase: None
+    ) -> Tensor:
         """Accumulate the gradient of the mean loss over a global batch; return this rank's mean.
 
-        `batch` are this rank's microbatches of windows, [batch, T + 1] each. The mean is that of
-        the tokens that this rank computes the loss of, and 0 if it computes none. The gradient is
-        also that of the z-loss, which the mean is without.
+        `batch` are this rank's microbatches of windows, [batch, T + 1] each. The mean is over the
+        tokens that this rank computes the loss of, and 0 if it computes none. The gradient is also
+        that of the z-loss, which the mean is without. `enter_phase` is told what begins: "forward",
+        "backward", and "reduce", where the rest of the gradients' reduction is waited for; in a
+        pipeline "pipeline", all of it.
         """
-        self.enter_phase("forward" if self.pipeline is None else "pipeline")
-        inputs = self._prefetched_inputs(batch)
+        enter_phase("forward" if self.pipeline is None else "pipeline")
+        inputs = self.batches.inputs(batch)
         if self.pipeline is not None:
             loss = self.pipeline.backward(*inputs[0])
         else:
             loss = torch.zeros((), device=self.device)
             for number, each in enumerate(inputs, start=1):
-                self.enter_phase("forward")
+                enter_phase("forward")
                 set_reduction(self.parts[0], self.parallelism, last=number == len(inputs))
                 # All microbatches are of one size. So the mean of their means is that over all
                 # tokens.
                 part = self.parts[0](*each) / len(inputs)
-                call_before_reduction_ends(part, partial(self.enter_phase, "reduce"))
-                self.enter_phase("backward")
+                call_before_reduction_ends(part, partial(enter_phase, "reduce"))
+                enter_phase("backward")
                 part.backward()
                 loss += part.detach()
         if self.tied is not None:
-            self.enter_phase("reduce")
+            enter_phase("reduce")
             self.tied.add_gradients()
         return loss
-
-    def prefetch(self, batch: Sequence[Tensor]) -> None:
-        """Begin to copy a batch to the GPU, beside its other work, for a `backward` of it later."""
-        if self.device.type == "cuda" and self.copying is None:
-            self.copying = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self.copying):
-            self.prefetched = batch, self._inputs(batch)
-
-    def _prefetched_inputs(self, batch: Sequence[Tensor]) -> list[Inputs]:
-        """Return what the passes over a batch take, prefetched if this batch was."""
-        prefetched, inputs = self.prefetched
-        if prefetched is not batch:
-            return self._inputs(batch)
-        if self.copying is not None:
-            computing = torch.cuda.current_stream(self.device)
-            computing.wait_stream(self.copying)
-            for each in inputs:
-                for tensor in each:
-                    if tensor is not None:  # its memory is not free before the step is done
-                        tensor.record_stream(computing)
-        return inputs
-
-    def _inputs(self, batch: Sequence[Tensor]) -> list[Inputs]:
-        """Return what the passes over a batch take: of each microbatch, in a pipeline of all."""
-        pairs = [self.tokens_and_targets(windows) for windows in batch]
-        if self.pipeline is not None:
-            tokens, targets = (torch.cat(each) for each in zip(*pairs))
-            return [(tokens, targets, self.starts(*batch))]
-        return [(*pair, self.starts(windows)) for pair, windows in zip(pairs, batch)]
 
     @torch.no_grad()
     def losses(self, windows: Tensor) -> Tensor:
         """Return the loss of the targets in `windows` [batch, T + 1] that this rank computes.
 
-        That is float32 [batch, its part of T], and [batch, 0] on a rank without the last stage.
+        Float32 [batch, its part of T], or [batch, 0] on a rank without the last stage.
         """
-        tokens, targets = self.tokens_and_targets(windows)
-        losses = self._forward(
-            tokens, targets=targets, starts=self.starts(windows), wanted="losses"
-        )
+        tokens, targets, starts = self.batches.of(windows)
+        losses = self._forward(tokens, targets=targets, starts=starts, wanted="losses")
         return targets.new_empty(len(tokens), 0).float() if losses is None else losses
 
     @torch.no_grad()
     def scores(self, windows: Tensor) -> Tensor:
-        """Return what the model says of the targets in `windows` [batch, T + 1].
+        """Return the model's scores of the targets in `windows` [batch, T + 1].
 
-        That are the log-likelihood of each, and 1 where it is the likeliest token, else 0: float32
-        [batch, its part of T, 2]. A rank without the last stage has zeros.
+        The log-likelihood of each, and 1 if it is the likeliest token, else 0: float32 [batch, its
+        part of T, 2]. A rank without the last stage has zeros.
         """
-        tokens, targets = self.tokens_and_targets(windows)
-        found = self._forward(tokens, targets=targets, starts=self.starts(windows), wanted="scores")
+        tokens, targets, starts = self.batches.of(windows)
+        found = self._forward(tokens, targets=targets, starts=starts, wanted="scores")
         return torch.zeros(*targets.shape, 2, device=self.device) if found is None else found
 
     @torch.no_grad()
@@ -236,7 +193,7 @@ class ParallelModel:
         # Later tokens do not change what earlier ones see.
         unit = sequence_unit(self.sequence.ranks, self.tp)
         tokens = nn.functional.pad(tokens, (0, -tokens.shape[1] % unit))
-        starts = self._starts(tokens)
+        starts = self.batches.starts(tokens)
         own = self.sequence.of(tokens.to(self.device))
         place = self.sequence.place(last, own.shape[1])
         logits = self._forward(own, starts=starts, at=place or 0)
@@ -257,23 +214,3 @@ class ParallelModel:
             result: Tensor = self.parts[0](tokens, **options)
             return result
         return self.pipeline.forward(tokens, tokens.shape[1] // self.tp, **options)
-
-    def tokens_and_targets(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of the tokens and targets of `windows` [batch, T + 1]."""
-        windows = windows.to(self.device, non_blocking=True)
-        return self.sequence.of(windows[:, :-1]), self.sequence.of(windows[:, 1:])
-
-    def starts(self, *batch: Tensor) -> Tensor | None:
-        """Return where the documents of windows [batch, T + 1] begin, of all in `batch` together.
-
-        None where documents are not kept apart.
-        """
-        return self._starts(*(windows[:, :-1] for windows in batch))
-
-    def _starts(self, *tokens: Tensor) -> Tensor | None:
-        if self.find_starts is None:
-            return None
-        starts = self.find_starts(torch.cat(tokens))
-        if self.copying is not None:
-            starts = starts.pin_memory()  # else the copy would wait for the GPU
-        return starts.to(self.device, non_blocking=True)

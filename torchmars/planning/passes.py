@@ -117,8 +117,7 @@ class SimulatedStage:
             rank not in (None, pipeline.ranks.rank) for rank in (ranks[number], ranks[number + 2])
         )
         self.memory, self.traffic = memory, traffic
-        self.tokens, self.targets = model.tokens_and_targets(windows)
-        self.starts = model.starts(windows)
+        self.tokens, self.targets, self.starts = model.batches.of(windows)
         self.in_flight: list[dict[str, Any]] = []
         """What torch's stage takes for the backward passes of microbatches, oldest first."""
         self.halfway: list[dict[str, Any]] = []

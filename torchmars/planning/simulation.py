@@ -68,6 +68,10 @@ def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list
     alike are made once. Raises `UserError` if the config does not fit the layout.
     """
     own, known = layout.group("pp"), dict[object, Simulation]()
+    dtype = getattr(torch, config.training.dtype)
+    masked = config.data.separate_documents and not has_kernel(
+        layout.device.type, dtype, whole.dropout
+    )
     simulations = []
     for rank in range(own.size):
         groups = layout.groups | {"pp": replace(own, rank=rank)}
@@ -82,6 +86,7 @@ def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list
             place,
             torch.device("cpu"),
             memory=fake,
+            find_starts=one_document if masked else None,
         )
         every = config.activation_checkpoint.every
         alike = tuple(
@@ -92,6 +97,11 @@ def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list
             known[alike] = simulate_step(config, place, model, fake)
         simulations.append(with_peak(known[alike], model))
     return simulations
+
+
+def one_document(tokens: Tensor) -> Tensor:
+    """Return one start for each sequence: where documents begin does not change a mask's size."""
+    return torch.zeros(len(tokens), 1, dtype=torch.int32)
 
 
 def with_peak(simulation: Simulation, model: ParallelModel) -> Simulation:
@@ -130,14 +140,8 @@ def simulate_step(
     state = training_state(layout, model.weights, optimizer, average)
     passes = 2 if optimizer.exact else 1
 
-    device = layout.device.type
-    if device == "cuda":
+    if layout.device.type == "cuda":
         leave_out_masks(model)
-    if config.data.separate_documents and not has_kernel(
-        device, getattr(torch, training.dtype), model.whole.dropout
-    ):
-        # Where documents begin does not change the size of a mask.
-        model.find_starts = lambda tokens: torch.zeros(len(tokens), 1, dtype=torch.int32)
     memory, traffic = MemoryCounter(), TrafficCounter()
     parameters = [each for part in model.parts.values() for each in part.parameters()]
     memory.know(parameters)

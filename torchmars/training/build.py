@@ -1,5 +1,7 @@
 """From a config to the parts of a run, in the order in which they need each other."""
 
+from functools import partial
+
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
 from torchmars.checkpoint.saver import Saver
@@ -18,6 +20,7 @@ from torchmars.evaluation.scoring import Scorer
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.metrics import open_metrics
 from torchmars.models import build_meta_model
+from torchmars.models.documents import document_starts
 from torchmars.optim.passes import can_compile
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
@@ -66,6 +69,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         pin_memory=layout.device.type == "cuda",
     )
     tokenizer = load_tokenizer(config.data.tokenizer)
+    find_starts = partial(document_starts, end_of_text=tokenizer.end_of_text)
     model = ParallelModel(
         whole,
         config.parallelism,
@@ -73,7 +77,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         config.activation_checkpoint,
         layout,
         layout.device,
-        end_of_text=tokenizer.end_of_text if config.data.separate_documents else None,
+        find_starts=find_starts if config.data.separate_documents else None,
     )
     model.init_weights(seed)
     max_grad_norm = training.max_grad_norm
@@ -121,7 +125,6 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         events,
         write=not complete,
     )
-    model.enter_phase = metrics.throughput.phases.enter
     lines = introduction(config, layout, whole, whole_optimizer, data, native_bfloat16, resumed)
     if note := eager_note(config, layout.device, able, tp):
         lines += labelled("note", note)

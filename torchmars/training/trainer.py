@@ -139,11 +139,11 @@ class Trainer:
         next_batch = self.loader.peek() if optimizer.exact else []
         self.flags = self.exchange_flags()
         if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
-            self.model.backward(next_batch)
+            self.model.backward(next_batch, enter_phase)
             enter_phase("optimizer")
             optimizer.look_ahead()
             optimizer.zero_grad()
-        loss = self.model.backward(batch)
+        loss = self.model.backward(batch, enter_phase)
         enter_phase(OTHER)
         outlier = self.loss_guard.active and self.check_loss(loss)
         if outlier and self.loss_guard.action == "rollback":
@@ -160,7 +160,7 @@ class Trainer:
         optimizer.zero_grad()
         if self.layout.device.type == "cuda" and state.step + 1 < self.config.training.steps:
             enter_phase("data")  # while the device works
-            self.model.prefetch(self.loader.peek())
+            self.model.batches.prefetch(self.loader.peek())
         enter_phase(OTHER)
         return loss, lr
 
