@@ -11,6 +11,3 @@ if Path(sys.argv[0]).name in ("-m", "torchmars"):
     begin()
 
 __version__ = "0.1.0"
-
-# `python -m torchmars.plan` is the command of that name, torchmars/commands/plan.py.
-__path__ += [f"{__path__[0]}/commands"]

@@ -195,24 +195,26 @@ def test_an_index_of_half_a_tensor_is_not_gone_on_from(tables, tmp_path, verify)
     assert metrics(run) == metrics(tables)
 
 
-def rewrite(folder, version=manifests.FORMAT.written, **changes):
+def rewrite(folder, version=manifests.FORMAT.version, **changes):
     """Write a checkpoint's manifest anew, as `version` of torchmars might, with a good checksum."""
     file = folder / "manifest.json"
     entries = json.loads(file.read_text()) | changes
     del entries["format"], entries["sha256"]
-    file.write_text(replace(manifests.FORMAT, written=version).text(entries))
+    file.write_text(replace(manifests.FORMAT, version=version).text(entries))
 
 
-@pytest.mark.parametrize("checksum", [True, False])
-def test_a_manifest_of_another_version_is_named_and_is_not_damaged(tables, tmp_path, checksum):
+@pytest.mark.parametrize("version,checksum", [(3, True), (9, False)])
+def test_a_manifest_of_another_version_is_named(tables, tmp_path, version, checksum):
+    """And is not taken for damaged."""
     run = copy_of(tables, "version", tmp_path)
     folder = run_folder_of(run) / "checkpoints" / "step-00000006"
-    rewrite(folder, 9, steps={"made": 6})
-    if not checksum:  # version 9 has another kind
+    rewrite(folder, version, steps={"made": 6})
+    if not checksum:  # another version may have another kind
         file = folder / "manifest.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"sha256": "?"}))
     before = contents(run_folder_of(run))
-    message = "manifest.json is of format torchmars-checkpoint-9, which this version cannot read: "
+    of = f"torchmars-checkpoint-{version}"
+    message = f"manifest.json is of format {of}, which this version cannot read: "
     with pytest.raises(OtherVersion, match=message):
         manifests.read(folder)
     for said in run_ranks(listen_here, 2, run):
@@ -246,6 +248,3 @@ def test_entries_that_a_later_writer_added_are_ignored(tables, tmp_path):
     expected = manifests.read(folder)
     rewrite(folder, evaluation={"loss": 1.0})
     assert manifests.read(folder) == expected
-    rewrite(folder, 2, data=expected.data_fingerprint, evaluation={"loss": 1.0})
-    with pytest.raises(DamagedCheckpoint, match="evaluation"):  # version 2 never had more
-        manifests.read(folder)

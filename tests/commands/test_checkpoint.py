@@ -109,7 +109,7 @@ def test_a_checkpoint_of_another_version_is_named_and_never_deleted(run):
     file = run / "checkpoints" / "step-00000004" / "manifest.json"
     entries = json.loads(file.read_text())
     del entries["format"], entries["sha256"]
-    file.write_text(replace(FORMAT, written=9).text(entries))
+    file.write_text(replace(FORMAT, version=9).text(entries))
     code, out, _ = command("list", run)
     assert code == 0 and "of another version: " in out and "of format torchmars-checkpoint-9" in out
     assert "damaged" not in out

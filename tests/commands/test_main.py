@@ -1,4 +1,4 @@
-"""`torchmars COMMAND`, `python -m torchmars COMMAND` and `python -m torchmars.COMMAND`."""
+"""`torchmars COMMAND` and `python -m torchmars COMMAND`."""
 
 import os
 import subprocess
@@ -90,15 +90,6 @@ def test_a_path_that_nothing_can_have_is_one_line(monkeypatch, capsys, tmp_path,
     code, out, err = main(monkeypatch, capsys, *args)
     assert (code, out, err.count("\n")) == (2, "", 1) and not any(tmp_path.iterdir())
     assert err.startswith("error: ") and message in err
-
-
-@pytest.mark.parametrize("module", ["torchmars.checkpoint", "torchmars.plan"])
-def test_the_names_with_a_dot_are_the_same_commands(module):
-    ended = subprocess.run(
-        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert ended.returncode == 0
-    assert ended.stdout.startswith(f"usage: {module.replace('.', ' ')}")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What a run says of data that are not what they were: sources, settings, shards being read."""
 
-import json
 import os
 import shutil
 import sys
@@ -92,13 +91,6 @@ def test_another_validation_fraction_is_refused(config, tmp_path):
     message = "prepared with data.validation_fraction = 0.05, the config says 0.1: set it back"
     with pytest.raises(UserError, match=message):
         prepare_data(config)
-    manifest = tmp_path / "shards" / "manifest.json"
-    raw = json.loads(manifest.read_text())
-    del raw["validation_fraction"]
-    manifest.write_text(json.dumps(raw | {"format": "torchmars-shards-1"}))
-    assert (
-        prepare_data(config).parts[0].manifest.validation_fraction is None
-    )  # the older format does not know
 
 
 def disturbed(tables, at, disturb, on_rank):

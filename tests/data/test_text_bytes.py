@@ -30,7 +30,7 @@ def test_the_manifest_knows_the_bytes_of_each_split(tmp_path, texts):
 
 def part(name, weight, **text_bytes):
     split = {"train": Split(tokens=1000), "validation": Split(tokens=100)}
-    manifest = DataManifest("bytes", 257, "", [], split, "uint16", text_bytes=text_bytes)
+    manifest = DataManifest("bytes", 257, "", [], split, "uint16", 0.01, None, 0, text_bytes, 256)
     return MixturePart(name, None, weight, manifest)
 
 

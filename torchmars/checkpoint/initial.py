@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmars.checkpoint.huggingface import HF, weights_of_folder
 from torchmars.checkpoint.index import shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.old_names import current_names
+from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import (
     index_on_all,
@@ -16,7 +16,6 @@ from torchmars.checkpoint.state_dict import (
     named_parameters,
     optimizer_state,
     optimizer_state_names,
-    read_state,
 )
 from torchmars.checkpoint.weights import (
     SavedWeight,
@@ -72,13 +71,14 @@ def init_from(
     without: list[str] = []
     if with_optimizer:
         taken, without = shared_state(optimizer, manifest.optimizer)
-        names = current_names(manifest.optimizer)
         saved_keys = {
-            f"optimizer.{name}.{key}" for name in taken for key in names[name].split()[1:]
+            f"optimizer.{name}.{key}"
+            for name in taken
+            for key in manifest.optimizer[name].split()[1:]
         }
         ours = optimizer_state(optimizer)
         state |= {name: value for name, value in ours.items() if name in saved_keys}
-    read_state(folder, manifest, model.whole, state, index, layout.control)
+    read_tensors(folder, state, layout.control, index)
     model.follow_weights()
     origin = f"weights of {folder}"
     if with_optimizer:
@@ -122,7 +122,6 @@ def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], lis
     They are named. `saved` is the `optimizer` of the manifest that the state is taken from.
     """
     taken, without = [], []
-    saved = current_names(saved)
     for name, wanted in optimizer_state_names(optimizer).items():
         rule, *needed = wanted.split()
         saved_rule, *saved_keys = saved.get(name, "").split() or ["none"]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
-from torchmars.checkpoint.old_names import RENAMED
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem, write_durably
@@ -19,14 +18,16 @@ from torchmars.data.tokenizer import VocabularySize
 NAME = "manifest.json"
 FORMAT = Format(
     "torchmars-checkpoint",
-    written=4,
-    oldest=2,
-    checksum_since=2,
-    remedy="go on with the version of torchmars that wrote it, or choose another run.name",
-    renamed=RENAMED,
+    4,
+    "go on with the version of torchmars that wrote it, or choose another run.name",
 )
-# Keys of the config that every version wrote, and that loading needs.
-NEEDED = (("run", "seed"), ("training", "dtype"), ("optimizer", "name"))
+# Keys of the config that loading needs.
+NEEDED = (
+    ("run", "seed"),
+    ("training", "dtype"),
+    ("training", "compile"),
+    ("optimizer", "matrix_dtype"),
+)
 Number = Annotated[int, Range(0, 2**63 - 1)]
 
 
@@ -66,7 +67,7 @@ class CheckpointManifest:
     shares: Shares = field(default_factory=Shares)
     """What deals the samples to the parts of the mixture."""
     tokenizer_sha256: str | None = None
-    """Of the file of the tokenizer; None for one that has a name, and in older checkpoints."""
+    """Of the file of the tokenizer; None for one that has a name."""
     files: dict[Annotated[str, Name("file")], File] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:

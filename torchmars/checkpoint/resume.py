@@ -11,7 +11,6 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.old_names import current_names
 from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
@@ -107,12 +106,12 @@ def check_same_run(
     `data`. `optimizer` is the one it would resume with; its parameters may be on the meta device.
     Returns the changes that are allowed, a line each.
     """
-    # What the checkpoint's config does not have came later, and was as by default.
+    # A setting that the checkpoint's config does not have came later, and had its default.
     was, now = (
         flattened(json.loads(json.dumps(tables))) for tables in (asdict(Config()), asdict(config))
     )
     was |= flattened(manifest.config)
-    for name, value in saved_dtypes(manifest.config, optimizer.grad_norm.device).items():
+    for name, value in saved_dtypes(manifest.config).items():
         was[name] = value
         if now[name] == "auto":  # not resolved yet: it will be what it was
             now[name] = value
@@ -142,9 +141,8 @@ def check_same_run(
             f"{folder} was trained on other tokens than those in {places}: "
             f"{others} or choose another run.name"
         )
-    saved_names = current_names(manifest.optimizer)
     for name, wanted in optimizer_state_names(optimizer).items():
-        saved = saved_names.get(name)
+        saved = manifest.optimizer.get(name)
         if saved != wanted:
             raise UserError(
                 f"{folder} has for {name} the rule and state ({saved}), the config's optimizer "

@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.old_names import names_in_checkpoint
 from torchmars.checkpoint.reader import read_tensors
-from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.optim.tensors import unwrapped
 from torchmars.parallel.layout import Layout
@@ -130,7 +127,7 @@ def load(
     has_average = any(name.startswith("ema.") for name in saved)
     if not has_average:
         state = {name: value for name, value in state.items() if not name.startswith("ema.")}
-    read_state(folder, manifest, model.whole, state | random, index, layout.control)
+    read_tensors(folder, state | random, layout.control, index)
     model.follow_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     set_rng_state(random)
@@ -146,23 +143,3 @@ def index_on_all(folder: Path, manifest: CheckpointManifest, layout: Layout) -> 
     read: list[dcp.Metadata] = []
     layout.on_all(lambda: read.append(read_index(folder, manifest)))
     return read[0]
-
-
-def read_state(
-    folder: Path,
-    manifest: CheckpointManifest,
-    model: Model,
-    state: dict[str, Tensor],
-    index: dcp.Metadata,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Fill `state` as `read_tensors` does, also where the checkpoint is of an earlier release.
-
-    `model` is the whole one that `state` is a part of.
-    """
-    saved = index.state_dict_metadata.keys()
-    former = names_in_checkpoint(manifest.optimizer, manifest.config, model, state, saved)
-    by_name = {former.get(name, (name,))[0]: value for name, value in state.items()}
-    read_tensors(folder, by_name, group, index)
-    for name, (_, factor) in former.items():
-        state[name].mul_(factor)

@@ -129,7 +129,3 @@ def introduction(
         *lines,
         *labelled("steps", f"{options.steps}, after {options.warmup} that do not count"),
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -65,7 +65,3 @@ def main() -> None:
             kept = {"keep_last": options.keep_last, "keep_every": options.keep_every}
             asked = {name: value for name, value in kept.items() if value is not None}
             upkeep.prune_checkpoints(folder, asked, options.damaged, options.dry_run)
-
-
-if __name__ == "__main__":
-    main()

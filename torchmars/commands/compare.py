@@ -248,7 +248,3 @@ def write_tables(found: Comparison, folder: Path) -> None:
     for name, text in zip(TABLES, (markdown(found), csv_text(found))):
         write_durably(folder / name, text)
     write_comparison(found, folder)
-
-
-if __name__ == "__main__":
-    main()

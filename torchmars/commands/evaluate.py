@@ -161,7 +161,3 @@ def results_json(options: Evaluate, results: "list[Result]", texts: "list[TextRe
 def finite(values: dict[str, float]) -> dict[str, float | None]:
     """Return measures as JSON can hold them."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-if __name__ == "__main__":
-    main()

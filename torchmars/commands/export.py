@@ -112,7 +112,3 @@ def check_target(target: Path, kind: Literal["hf", "safetensors"], force: bool) 
     if target.exists() and (kind == "hf" or not force):
         remedy = "" if kind == "hf" else ", or replace it with --force"
         raise UserError(f"{target} exists: name another {what}{remedy}")
-
-
-if __name__ == "__main__":
-    main()

@@ -81,7 +81,3 @@ def read_prompts(file: Path) -> list[str]:
     if not lines:
         raise UserError(f"--prompts: {file} has no line")
     return lines
-
-
-if __name__ == "__main__":
-    main()

@@ -62,7 +62,3 @@ def following(options: Import, tables: dict[str, Any]) -> list[list[str]]:
         return [plan]
     sample = ["torchmars", "generate", str(options.folder), "--prompt", "The"]
     return [sample, plan, ["torchmars", "train", config]]
-
-
-if __name__ == "__main__":
-    main()

@@ -132,7 +132,3 @@ def parse(options: list[str]) -> argparse.Namespace:
 def refuse(message: str) -> NoReturn:
     """Raise the `UserError` of options that torchrun's parser cannot take."""
     raise UserError(f"{message}: see --help")
-
-
-if __name__ == "__main__":
-    main()

@@ -81,7 +81,3 @@ def report(found: "LrRange") -> list[str]:
         *labelled("diverges", diverges),
         *labelled("try", "--lr-grid " + ",".join(f"{lr:.1e}" for lr in found.grid())),
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -53,7 +53,3 @@ def main() -> None:
                 for text in default_lr_warnings(config):
                     lines += labelled("warning", text)
         say("\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()

@@ -59,7 +59,3 @@ def files_of(options: Plot) -> list[Path]:
         return [out / f"plot{suffix}" for suffix in SUFFIXES]
     check_suffix(out, SUFFIXES, "a folder that exists")
     return [out]
-
-
-if __name__ == "__main__":
-    main()

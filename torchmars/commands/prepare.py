@@ -129,7 +129,3 @@ def check_ranks(options: Prepare) -> None:
             f"--ranks {options.ranks} does not divide over --nodes {options.nodes}: "
             f"choose a multiple of {options.nodes}"
         )
-
-
-if __name__ == "__main__":
-    main()

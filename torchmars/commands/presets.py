@@ -49,7 +49,3 @@ def main() -> None:
             shown = families if options.family is None else [options.family]
             lines = preset_table(each for each in presets.values() if each.family in shown)
         say("\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()

@@ -63,7 +63,3 @@ def follow(subject: Subject, file: Path) -> None:
             time.sleep(EVERY)
     except KeyboardInterrupt:
         say("")
-
-
-if __name__ == "__main__":
-    main()

@@ -92,7 +92,3 @@ def results_json(found: dict[Path, Overview | UserError]) -> str:
         for folder, each in found.items()
     ]
     return json.dumps({"runs": runs}, indent=2) + "\n"
-
-
-if __name__ == "__main__":
-    main()

@@ -62,7 +62,3 @@ def default_ranks() -> int:
     import torch
 
     return torch.cuda.device_count() or 2
-
-
-if __name__ == "__main__":
-    main()

@@ -30,7 +30,7 @@ def resolve_compile(
 
 def saved_compile(saved: dict[str, Any]) -> bool:
     """Return whether the run of a checkpoint's config compiled its blocks."""
-    return bool(saved["training"].get("compile"))
+    return bool(saved["training"]["compile"])
 
 
 def needs_compile(config: Config) -> bool:

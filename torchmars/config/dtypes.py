@@ -26,7 +26,7 @@ def resolve_dtypes(
     compute, matrix = config.training.dtype, config.optimizer.matrix_dtype
     began: dict[str, Any] = {COMPUTE: default_dtype(device), MATRIX: "auto"}
     if saved is not None:
-        began = saved_dtypes(saved, device)
+        began = saved_dtypes(saved)
     compute = began[COMPUTE] if compute == "auto" else compute
     resolved: Any = resolve_matrix_dtype(
         began[MATRIX] if matrix == "auto" else matrix, native_bfloat16
@@ -38,16 +38,9 @@ def resolve_dtypes(
     )
 
 
-def saved_dtypes(saved: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return what the run of a checkpoint's config computed in, by the name of the option.
-
-    A checkpoint that names none is older than the options. Its matrices were in bfloat16.
-    """
-    compute = saved["training"]["dtype"]
-    return {
-        COMPUTE: default_dtype(device) if compute == "auto" else compute,
-        MATRIX: saved["optimizer"].get("matrix_dtype", "bfloat16"),
-    }
+def saved_dtypes(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return what the run of a checkpoint's config computed in, by the name of the option."""
+    return {COMPUTE: saved["training"]["dtype"], MATRIX: saved["optimizer"]["matrix_dtype"]}
 
 
 def default_dtype(device: torch.device) -> Literal["float32", "bfloat16"]:

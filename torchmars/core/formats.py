@@ -2,19 +2,17 @@
 
 Such a file names its format, `torchmars-NAME-VERSION`. Its last entry is a checksum: the SHA-256
 of the bytes of the same file without that entry. Whoever checks it need not know the other
-entries. Every version to come keeps both, so that this one can tell another version's file from a
-damaged one.
+entries. Every version to come keeps both, so that a file of another version is told from a damaged
+one. Every version to come also reads the files of these.
 
-A version may add entries, and readers of the same version ignore those they do not know. Any
-other change makes a new version. What it renames is a line in `Format.renamed`, what it adds and
-older files lack is one in `Format.added`.
+A version may add entries. Readers of the same version ignore those they do not know. Any other
+change makes a new version.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,30 +35,22 @@ class OtherVersion(UserError):
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file: how it is written today, and which of its versions are read."""
+    """A kind of file."""
 
     name: str
-    written: int
-    """The version that new files have."""
-    oldest: int
-    """The oldest version that is read."""
-    checksum_since: int
-    """The first version with a checksum."""
+    version: int
+    """The one that is written and read."""
     remedy: str
-    """What to do with a file of a version that is not read."""
-    renamed: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    """New names of entries by old ones, by the last version with the old. Dots lead into tables."""
-    added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """The value in older files of an entry that is new, by the last version without it."""
+    """What to do with a file of another version."""
 
     def text(self, entries: dict[str, Any]) -> str:
         """Return the text of a file with these entries, its format and its checksum."""
-        entries = {"format": f"{self.name}-{self.written}"} | entries
+        entries = {"format": f"{self.name}-{self.version}"} | entries
         digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
         return json.dumps(entries | {"sha256": digest}, indent=1) + "\n"
 
     def read(self, path: Path, kind: type[T]) -> T:
-        """Return what a file holds as a `kind`, a dataclass, under the names of today.
+        """Return what a file holds as a `kind`, a dataclass.
 
         Raises `OSError` if it cannot be read, `OtherVersion`, and `ValueError` where it is
         damaged.
@@ -70,37 +60,22 @@ class Format:
         matches = checksum_matches(content)
         if matches is False:
             raise ValueError("it was altered: it does not match its own checksum")
-        name = entries.pop("format", None)
-        version = self.version(name)
-        if version is None:
+        name = str(entries.get("format"))
+        if not re.fullmatch(rf"{self.name}-[1-9][0-9]{{0,8}}", name):
             raise ValueError(f"its format is {name!r}")
-        if not self.oldest <= version <= self.written:
+        if name != f"{self.name}-{self.version}":
             raise OtherVersion(
                 f"{path} is of format {name}, which this version cannot read: {self.remedy}"
             )
-        if matches is None and version >= self.checksum_since:
+        if matches is None:
             raise ValueError("its checksum is missing")
-        entries.pop("sha256", None)
-        if version == self.written:
-            known = {each.name for each in fields(kind)}
-            entries = {key: value for key, value in entries.items() if key in known}
-        self.bring_up_to_date(version, entries)
         try:
-            return make(kind, entries)
+            return make(
+                kind,
+                {each.name: entries[each.name] for each in fields(kind) if each.name in entries},
+            )
         except UserError as error:
             raise ValueError(str(error)) from None
-
-    def bring_up_to_date(self, version: int, entries: dict[str, Any]) -> None:
-        """Give the entries of a file of an older version their names of today."""
-        for older in range(version, self.written):
-            entries |= self.added.get(older, {})
-            for old, new in self.renamed.get(older, {}).items():
-                rename(entries, old, new)
-
-    def version(self, name: Any) -> int | None:
-        """Return the version in `name`, the format of a file; None for another kind of file."""
-        found = re.fullmatch(rf"{self.name}-([1-9][0-9]{{0,8}})", str(name))
-        return int(found[1]) if found else None
 
 
 def checksum_matches(content: bytes) -> bool | None:
@@ -110,19 +85,3 @@ def checksum_matches(content: bytes) -> bool | None:
         return None
     without = content[:-CHECKSUM_SIZE] + b"\n}"
     return hashlib.sha256(without).hexdigest() == last[1].decode()
-
-
-def rename(entries: dict[str, Any], old: str, new: str) -> None:
-    """Rename an entry, if it is there. Dots in the names lead into tables."""
-    *tables, old_key = old.split(".")
-    source: Any = entries
-    for table in tables:
-        source = source.get(table) if isinstance(source, dict) else None
-    if not isinstance(source, dict) or old_key not in source:
-        return
-    *tables, new_key = new.split(".")
-    target: Any = entries
-    for table in tables:
-        target = target.setdefault(table, {}) if isinstance(target, dict) else None
-    if isinstance(target, dict):
-        target[new_key] = source.pop(old_key)

@@ -37,7 +37,7 @@ def finish_folder(config: ResolvedData, plan: CorpusPlan, partial: Path) -> None
     """
     progress = [read_progress(partial, number) for number in range(len(plan.pieces))]
     splits = {name: joined(each.splits[name] for each in progress) for name in SPLITS}
-    text_bytes = joined_bytes(progress)
+    text_bytes = {name: sum(each.text_bytes[name] for each in progress) for name in SPLITS}
     damaged = damaged_records(progress, partial)
     if not any(split.tokens for split in splits.values()):
         remove(partial)
@@ -77,14 +77,6 @@ def joined(splits: Iterable[Split]) -> Split:
         whole.max_token = max(whole.max_token, split.max_token)
         whole.shards += split.shards
     return whole
-
-
-def joined_bytes(progress: list[PieceProgress]) -> dict[str, int]:
-    """Return the bytes of text in each split of all pieces; nothing if a piece does not know."""
-    known = [each.text_bytes for each in progress if each.text_bytes is not None]
-    if len(known) < len(progress):
-        return {}
-    return {name: sum(each.get(name, 0) for each in known) for name in SPLITS}
 
 
 def check_damage(config: ResolvedData, damaged: int, partial: Path) -> None:

@@ -25,15 +25,10 @@ from torchmars.core.formats import Format
 from torchmars.data.tokenizer import TokenDtype, Tokenizer, VocabularySize, load_tokenizer
 
 NAME = "manifest.json"
-# Version 1 did not know its validation_fraction.
 FORMAT = Format(
     "torchmars-shards",
-    written=4,
-    oldest=1,
-    checksum_since=3,
-    remedy="use the version of torchmars that wrote it, or set data.path to a new folder",
-    added={2: {"dtype": "uint16"}},
-    renamed={3: {"corpus": "source"}},
+    4,
+    "use the version of torchmars that wrote it, or set data.path to a new folder",
 )
 LARGEST_TOKEN = {"uint16": 2**16 - 1, "uint32": 2**32 - 1}
 SPLITS = ("train", "validation")
@@ -82,15 +77,15 @@ class DataManifest:
     splits: dict[str, Split]
     dtype: TokenDtype
     """What the shards' tokens are."""
-    validation_fraction: float | None = None
-    tokenizer_sha256: str | None = None
+    validation_fraction: float
+    tokenizer_sha256: str | None
     """Of the file that the tokenizer was read from; None for one that has a name."""
-    validation_seed: int | None = None
-    """None where documents were not split by their hash, as older versions did."""
-    text_bytes: dict[str, Annotated[int, Range(0, 10**16)]] = field(default_factory=dict)
-    """Of the documents of each split, in UTF-8; empty where nobody has counted them."""
-    end_of_text: Annotated[int, Range(0, 2**32 - 1)] | None = None
-    """The token that ends a document; None in older folders."""
+    validation_seed: int | None
+    """Of the hash that documents were split by; None for another program's tokens."""
+    text_bytes: dict[str, Annotated[int, Range(0, 10**16)]]
+    """Of the documents of each split, in UTF-8; empty for another program's tokens."""
+    end_of_text: Annotated[int, Range(0, 2**32 - 1)]
+    """The token that ends a document."""
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
@@ -155,7 +150,7 @@ def read_manifest(folder: Path) -> DataManifest:
         return manifest
     except OSError as error:
         raise UserError(
-            f"cannot read {path}: {error.strerror}: prepare it with python -m torchmars.prepare"
+            f"cannot read {path}: {error.strerror}: prepare it with torchmars prepare"
         ) from None
     except ValueError as error:
         raise UserError(
@@ -183,7 +178,7 @@ def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> 
         check_tokenizer(manifest, config, folder)
     for key in ("tokenizer", "source", "files", "validation_fraction", "validation_seed"):
         found, wanted = getattr(manifest, key), getattr(config, key)
-        unknown = key == "files" and not wanted or key.startswith("validation") and found is None
+        unknown = key == "files" and not wanted or key == "validation_seed" and found is None
         unknown |= key == "tokenizer" and manifest.tokenizer_sha256 is not None
         if found != wanted and not unknown:
             raise UserError(
@@ -207,7 +202,7 @@ def check_tokenizer(manifest: DataManifest, config: DataConfig, folder: Path) ->
             f"{folder} was prepared with another tokenizer ({manifest.tokenizer}) than "
             f"{config.tokenizer} is now: {remedy}"
         )
-    if manifest.end_of_text not in (None, tokenizer.end_of_text):
+    if manifest.end_of_text != tokenizer.end_of_text:
         raise UserError(
             f"{folder} ends documents with token {manifest.end_of_text}, {config.tokenizer} with "
             f"{tokenizer.end_of_text}, as the tokenizer_config.json beside it says: {remedy}"

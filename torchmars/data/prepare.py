@@ -104,7 +104,7 @@ def begin_folder(plan: CorpusPlan, folder: Path) -> None:
             f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
         )
     if os.path.lexists(partial) and not (partial / corpus_plan.NAME).exists():
-        remove(partial)  # an older version has left it
+        remove(partial)  # its removal was cut short
     begin_plan(plan, partial)
 
 

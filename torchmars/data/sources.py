@@ -57,7 +57,7 @@ def warning(config: ResolvedData) -> str | None:
     try:
         entries = parse_json(read_text(folder / NAME))
         sources = {Path(name): make(SourceFile, entry) for name, entry in entries.items()}
-    except FileNotFoundError:  # prepared by an older version
+    except FileNotFoundError:  # the tokens are another program's
         return None
     except (OSError, ValueError, AttributeError, UserError) as error:
         return (

@@ -36,8 +36,8 @@ class PieceProgress:
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     """The shards are listed when the piece is done."""
     done: bool = False
-    text_bytes: dict[str, int] | None = None
-    """Of the documents of each split, in UTF-8; None in a piece that an older version began."""
+    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    """Of the documents of each split, in UTF-8."""
 
 
 def progress_file(folder: Path, number: int) -> Path:
@@ -56,7 +56,7 @@ def read_progress(folder: Path, number: int) -> PieceProgress:
     try:
         return make(PieceProgress, parse_json(read_text(file)))
     except FileNotFoundError:
-        return PieceProgress(text_bytes=dict.fromkeys(SPLITS, 0))
+        return PieceProgress()
     except (OSError, ValueError, UserError) as error:
         raise UserError(
             f"{file} cannot be read ({error}): remove the folder {folder} to begin anew"
@@ -139,9 +139,7 @@ class PieceWriter:
             split.tokens += len(tokens)
             split.documents += encoded.documents[name]
             split.max_token = max(split.max_token, int(tokens.max(initial=0)))
-            if progress.text_bytes is not None:
-                known = progress.text_bytes.get(name, 0)
-                progress.text_bytes[name] = known + encoded.text.get(name, 0)
+            progress.text_bytes[name] += encoded.text.get(name, 0)
         if encoded.damaged:
             lines = "".join(json.dumps(each) + "\n" for each in encoded.damaged).encode()
             self.append(damaged_file(self.folder, self.number), lines)
