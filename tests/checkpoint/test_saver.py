@@ -1,22 +1,18 @@
 """Saves beside the training: of one step each, one at a time. A failed one costs only itself."""
 
-import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 import types
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
-    listen,
     listen_here,
     metrics,
     run_folder_of,
@@ -25,13 +21,11 @@ from tests.support.tiny import (
     train,
     write_text,
 )
-from torchmars.checkpoint import folder as folders
 from torchmars.checkpoint import saver
 from torchmars.checkpoint.folder import checkpoints, step_of
-from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.resume import newest_good, read_verified
-from torchmars.checkpoint.saver import Saver, _TensorWriter
-from torchmars.cluster import connection, process
+from torchmars.checkpoint.saver import Saver
+from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.training.build import build_trainer
 from torchmars.training.trainer import Trainer
@@ -105,6 +99,7 @@ def test_what_is_saved_is_the_step_that_was_saved(tables):
 
 
 def test_asynchronous_and_not_the_losses_and_files_are_the_same(tables):
+    tables["training"]["steps"] = 6
     other = tables | {
         "run": tables["run"] | {"name": "sync"},
         "checkpoint": tables["checkpoint"] | {"async_save": False},
@@ -112,7 +107,7 @@ def test_asynchronous_and_not_the_losses_and_files_are_the_same(tables):
     train(2, tables, other)
     assert metrics(tables) == metrics(other)
     stalls = metrics(tables, "checkpoint/stall_ms")
-    assert list(stalls) == [2, 4, 6, 8, 10, 12] and all(stall > 0 for stall in stalls.values())
+    assert list(stalls) == [2, 4, 6] and all(stall > 0 for stall in stalls.values())
     for one, two in zip(
         *(checkpoints(run_folder_of(each) / "checkpoints") for each in (tables, other))
     ):
@@ -142,8 +137,7 @@ def with_failing_saves(tables, failing, on_rank):
     return listen_here(tables)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("async_save,rank", full_but([(True, 1)], product([True, False], [0, 1])))
 def test_a_failed_save_is_told_and_the_run_goes_on(tables, rank, async_save):
     tables["checkpoint"]["async_save"] = async_save
     out = run_ranks(with_failing_saves, 2, tables, (4, 6, 10), rank)[0]
@@ -170,6 +164,7 @@ def test_too_many_failed_saves_in_a_row_end_the_run_on_every_rank(tables):
     read_verified(run_folder_of(tables) / "checkpoints" / "step-00000002", "full")
 
 
+@FULL
 def test_the_last_save_must_not_fail(tables):
     outs = run_ranks(with_failing_saves, 2, tables, (12,), 0)
     assert all(
@@ -177,156 +172,6 @@ def test_the_last_save_must_not_fail(tables):
         for out in outs
     )
     assert steps_kept(tables) == [2, 4, 6, 8, 10]
-
-
-def train_with_folder_lost(tables, lose):
-    """Train, while the first rank calls `lose` on the checkpoints' folder after the start."""
-    run = Trainer.run
-
-    def lose_and_run(trainer):
-        if process.rank() == 0:
-            lose(run_folder_of(tables) / "checkpoints")
-        run(trainer)
-
-    Trainer.run = lose_and_run
-    return listen_here(tables)
-
-
-def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
-    """Something that is no folder stands where checkpoints go."""
-    for out in run_ranks(train_with_folder_lost, 2, tables, Path.touch):
-        assert (
-            out.count("error: ") == 1
-            and "checkpoint.max_failures = 3 in a row" in out
-            and "Not a directory" in out
-        )
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("room", [0, 100, 5000])
-def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
-    """torch.save's own error says where its archive broke off."""
-    writer = _TensorWriter(tmp_path / "aside")
-    create = writer.fs.create_stream
-
-    @contextlib.contextmanager
-    def create_stream(path, mode):
-        with create(path, mode) as stream:
-            write, left = stream.write, room
-
-            def full(data):
-                nonlocal left
-                left -= len(data)
-                if left < 0:
-                    raise OSError(28, "No space left on device")
-                return write(data)
-
-            others = {"__getattr__": lambda _, name: getattr(stream, name)}
-            yield type("Full", (), others | {"write": staticmethod(full)})()
-
-    writer.fs.create_stream = create_stream
-    with pytest.raises(CheckpointException) as failed:
-        dcp.save({"weights": torch.zeros(5000)}, storage_writer=writer, no_dist=True)
-    assert reason(failed.value) == "No space left on device"
-
-
-needs_mount = pytest.mark.skipif(
-    os.geteuid() != 0
-    or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
-    reason="mounting a small file system needs root",
-)
-
-
-@contextlib.contextmanager
-def mounted(path, *options):
-    path.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", *options, str(path)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
-@needs_mount
-def test_a_full_disk(tables, tmp_path):
-    """Checkpoints of 0.8 MiB on a disk of 2: two fit.
-
-    The run ends with one line. The two are good, and with a larger disk the run goes on.
-    """
-    with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=2m", "none"):
-        out = listen(2, tables)
-        assert (
-            out.count("warning: the checkpoint") == 3
-            and out.count("error: the checkpoint") == 1
-            and "No space left on device" in out
-        )
-        assert out.count("could not be written: No space left on device") == 4  # the disk's words
-        found = checkpoints(run_folder_of(tables) / "checkpoints")
-        assert [read_verified(path, "full").step for path in found] == [2, 4]
-        assert not list(found[0].parent.glob("*.partial"))
-        tables["checkpoint"] |= {"max_failures": 100}
-        out = listen(2, tables)  # survives to its end, which cannot be saved
-        assert (
-            "continue  from step 4" in out
-            and "step 12/12" in out
-            and out.count("error: the checkpoint") == 1
-        )
-        assert [read_verified(path, "full").step for path in found] == [2, 4] and list(
-            metrics(tables)
-        ) == list(range(1, 13))
-        folders.delete(found[0])
-        assert "error" not in listen(2, tables | {"checkpoint": {"interval": 0}})
-        assert steps_kept(tables) == [4, 12]
-
-
-@needs_mount
-def test_a_disk_too_full_for_metrics(tables, tmp_path):
-    """Lines that do not fit are kept in memory; a start without room for any is refused."""
-    from torchmars.metrics.events import EventLog
-    from torchmars.metrics.journal import Journal
-
-    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16k", "none"):
-        file = tmp_path / "small" / "metrics.jsonl"
-        journal = Journal(file, 0, True, EventLog(None).deleted)
-        filler = tmp_path / "small" / "filler"
-        for step in range(1, 4):
-            journal.write(step, {})
-        with filler.open("wb") as stream, contextlib.suppress(OSError):
-            stream.write(b"x" * 2**20)
-        for step in range(4, 1000):
-            journal.write(step, {})
-        assert journal.pending and journal.warned
-        filler.unlink()
-        journal.write(1000, {})
-        journal.close()
-        assert (tmp_path / "small" / "metrics.jsonl").read_text().splitlines() == [
-            f'{{"step": {step}}}' for step in range(1, 1001)
-        ]
-
-
-def make_read_only(folder):
-    subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
-
-
-@needs_mount
-def test_a_folder_that_becomes_read_only(tables, tmp_path):
-    """The folder is lost in mid-run, after the checkpoint of step 4.
-
-    The run ends with one line, no start is made, and it goes on once it may write again.
-    """
-    folder = run_folder_of(tables) / "checkpoints"
-    train(2, tables | {"training": tables["training"] | {"steps": 4}})
-    with mounted(folder, "-o", "bind", str(folder)):
-        out = run_ranks(train_with_folder_lost, 2, tables, make_read_only)[0]
-        assert (
-            "continue  from step 4" in out
-            and "Read-only file system" in out
-            and out.count("error: the checkpoint") == 1
-        )
-        assert "checkpoints: Read-only file system: set run.folder" in listen(2, tables)
-    assert steps_kept(tables) == [2, 4]
-    assert "continue  from step 4" in listen(2, tables)
-    assert steps_kept(tables) == [2, 4, 6, 8, 10, 12]
 
 
 def killed_at(tables, count):
@@ -408,7 +253,6 @@ def train_by_the_clock(tables):
 
 def test_by_the_clock(tables):
     tables["checkpoint"] |= {"interval": 0, "interval_minutes": 7}
-    tables["training"]["steps"] = 60
+    tables["training"]["steps"] = 23
     run_ranks(train_by_the_clock, 2, tables)
-    assert len(steps_kept(tables)) > 2 and steps_kept(tables)[-1] == 60
-    assert steps_kept(tables) == [7, 14, 21, 28, 35, 42, 49, 56, 60]
+    assert steps_kept(tables) == [7, 14, 21, 23]

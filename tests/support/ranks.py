@@ -100,11 +100,12 @@ def _collect(
 
 def _stacks(ranks: list[Any], folder: Path) -> str:
     """Where each rank stands, or stood when a signal ended it."""
-    for process in ranks:
+    alive = [process for process in ranks if process.is_alive()]
+    for process in alive:
         with contextlib.suppress(OSError):
-            if process.is_alive():
-                os.kill(process.pid, SHOW_STACK)
-    time.sleep(1)  # to write
+            os.kill(process.pid, SHOW_STACK)
+    if alive:
+        time.sleep(1)  # to write
     stacks = [_stack_file(folder, rank) for rank in range(len(ranks))]
     texts = [file.read_text(errors="replace") if file.exists() else "" for file in stacks]
     return "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
