@@ -1,10 +1,13 @@
 """Starting from the weights of a run, a checkpoint or a file, also with the optimizer's state."""
 
+from itertools import product
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.commands import ROOT, run_command
+from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen, metrics, tiny_tables, train, write_text
 from torchmars.cluster import connection
@@ -55,10 +58,13 @@ def started(tables):
     return trainer.state.step, trainer.loader.position, whole, states, origin
 
 
+SOURCES = ["runs/adamw", "runs/adamw/checkpoints/step-00000006", "weights.safetensors"]
+
+
 @pytest.mark.parametrize(
-    "source", ["runs/adamw", "runs/adamw/checkpoints/step-00000006", "weights.safetensors"]
+    "source,size",
+    full_but([("runs/adamw", 1), ("weights.safetensors", 4)], product(SOURCES, [1, 4])),
 )
-@pytest.mark.parametrize("size", [1, 4])
 def test_weights_only(folder, source, size):
     tables = tables_of(
         folder,
@@ -102,6 +108,7 @@ def test_mars_starts_from_an_adamw_run_with_its_moving_averages(folder):
     assert len(metrics(tables)) == 3
 
 
+@FULL
 def test_state_of_another_meaning_is_not_taken(folder):
     """Lion's momentum is not mars-m's input.
 
@@ -202,39 +209,39 @@ def test_the_first_step_without_a_last_gradient_is_not_corrected():
         assert torch.allclose(parameter.detach(), x, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "overrides,message",
-    [
-        (
-            {"checkpoint": {"init_from": "nowhere"}},
-            "checkpoint.init_from: nowhere is neither a checkpoint nor a run with one",
-        ),
-        (
-            {"checkpoint": {"init_from": "FOLDER/none.safetensors"}},
-            "cannot read .*none.safetensors",
-        ),
-        (
-            {"checkpoint": {"init_from": "FOLDER/broken.safetensors"}},
-            "cannot read .*broken.safetensors",
-        ),
-        (
-            {"checkpoint": {"init_from": "FOLDER/part.safetensors"}},
-            r"part.safetensors has tok_embed.weight not at all, the config's model in \[320, 32\]",
-        ),
-        (
-            {"checkpoint": {"init_from": "FOLDER/weights.safetensors", "init_optimizer": True}},
-            "checkpoint.init_optimizer: .*weights only",
-        ),
-        (
-            {"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "model": {"n_embd": 64}},
-            r"has tok_embed.weight in shape \[320, 32\], the config's model in \[320, 64\]",
-        ),
-        (
-            {"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "training": {"seq_len": 16}},
-            r"has pos_embed.weight in shape \[32, 32\]",
-        ),
-    ],
-)
+MISFITS = [
+    (
+        {"checkpoint": {"init_from": "nowhere"}},
+        "checkpoint.init_from: nowhere is neither a checkpoint nor a run with one",
+    ),
+    (
+        {"checkpoint": {"init_from": "FOLDER/none.safetensors"}},
+        "cannot read .*none.safetensors",
+    ),
+    (
+        {"checkpoint": {"init_from": "FOLDER/broken.safetensors"}},
+        "cannot read .*broken.safetensors",
+    ),
+    (
+        {"checkpoint": {"init_from": "FOLDER/part.safetensors"}},
+        r"part.safetensors has tok_embed.weight not at all, the config's model in \[320, 32\]",
+    ),
+    (
+        {"checkpoint": {"init_from": "FOLDER/weights.safetensors", "init_optimizer": True}},
+        "checkpoint.init_optimizer: .*weights only",
+    ),
+    (
+        {"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "model": {"n_embd": 64}},
+        r"has tok_embed.weight in shape \[320, 32\], the config's model in \[320, 64\]",
+    ),
+    (
+        {"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "training": {"seq_len": 16}},
+        r"has pos_embed.weight in shape \[32, 32\]",
+    ),
+]
+
+
+@pytest.mark.parametrize("overrides,message", full_but([MISFITS[0], MISFITS[5]], MISFITS))
 def test_what_does_not_fit_is_one_line(folder, overrides, message):
     (folder / "broken.safetensors").write_bytes(b"no weights")
     save_file({"norm.weight": torch.ones(32)}, folder / "part.safetensors")

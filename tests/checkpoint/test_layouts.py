@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_resume import copy_run, same
+from tests.support.full import FULL
 from tests.support.layout_losses import MODELS, RULES
 from tests.support.layouts import LAYOUTS, by_ranks
 from tests.support.tiny import metrics, run_folder_of, tiny_tables, train, write_text
@@ -58,15 +59,18 @@ def resume_each(folder, pairs, steps, **settings):
             )
 
 
-def test_pipelines_tensors_and_contexts_go_on_on_each_other(tmp_path):
+PAIRS = [
+    ("PP 2 DualPipeV", "TP 2"),
+    ("TP 2", "PP 2 DualPipeV"),
+    ("TP 2", "CP 2"),
+    ("CP 2", "CP 2"),
+    ("PP 2 DualPipeV", "PP 2 DualPipeV"),
+]
+
+
+@pytest.mark.parametrize("pairs", [PAIRS[:1], pytest.param(PAIRS, marks=FULL)], ids=["one", "all"])
+def test_pipelines_tensors_and_contexts_go_on_on_each_other(tmp_path, pairs):
     write_text(tmp_path)
-    pairs = [
-        ("PP 2 DualPipeV", "TP 2"),
-        ("TP 2", "PP 2 DualPipeV"),
-        ("TP 2", "CP 2"),
-        ("CP 2", "CP 2"),
-        ("PP 2 DualPipeV", "PP 2 DualPipeV"),
-    ]
     resume_each(tmp_path, pairs, steps=6)
     pipeline, one = (tables_of(tmp_path, name, name, 6) for name in ("PP 2 DualPipeV", "1 rank"))
     train(1, one)

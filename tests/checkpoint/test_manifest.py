@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.full import full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     listen,
@@ -54,7 +55,7 @@ def flip(path, bit):
     path.write_bytes(data)
 
 
-def damages(folder):
+def damages(folder, bits):
     """What can happen to the files of a checkpoint: (the file to be named, what to do)."""
     names = sorted(path.name for path in folder.iterdir())
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
@@ -63,7 +64,7 @@ def damages(folder):
         yield name, lambda path=path: path.write_bytes(path.read_bytes()[:-1])
         yield name, lambda path=path: path.write_bytes(b"")
         yield name, path.unlink
-        for bit in random.Random(name).sample(range(8 * size), 20):
+        for bit in random.Random(name).sample(range(8 * size), bits):
             yield name, lambda path=path, bit=bit: flip(path, bit)
         for other in names:
             if other > name:
@@ -85,15 +86,16 @@ def swap(one, other):
     other.write_bytes(first)
 
 
+@pytest.mark.parametrize("bits", full_but([1], [1, 20]))
 def test_every_damage_to_every_file_is_found_and_named_and_the_one_before_is_taken(
-    tables, tmp_path
+    tables, tmp_path, bits
 ):
     run = copy_of(tables, "damaged", tmp_path)
     folder = run_folder_of(run) / "checkpoints" / "step-00000006"
     whole = shutil.copytree(folder, tmp_path / "whole")
     found = checkpoints(folder.parent)
-    cases = list(damages(folder))
-    assert len(cases) == 4 * 23 + 6 + 3 + 2
+    cases = list(damages(folder, bits))
+    assert len(cases) == 4 * (3 + bits) + 6 + 3 + 2
     for name, damage in cases:
         damage()
         said = []

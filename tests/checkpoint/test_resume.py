@@ -3,10 +3,12 @@
 import json
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_on, metrics, run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import manifest as manifests
@@ -69,15 +71,18 @@ def same(expected, actual, tolerance):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with one uninterrupted run on each layout for each optimizer."""
+    """A folder with one uninterrupted run on two ranks for each optimizer."""
     folder = tmp_path_factory.mktemp("checkpoints")
     write_text(folder)
-    for layout, (size, _) in LAYOUTS.items():
-        train(
-            size,
-            *(tables_of(folder, layout, name, layout, training={"steps": STEPS}) for name in NAMES),
-        )
+    train_straight(folder, "fsdp2")
     return folder
+
+
+def train_straight(folder, layout):
+    """Train an uninterrupted run of each optimizer on a layout, unless they are there."""
+    runs = [tables_of(folder, layout, name, layout, training={"steps": STEPS}) for name in NAMES]
+    if not run_folder_of(runs[0]).exists():
+        train(LAYOUTS[layout][0], *runs)
 
 
 def test_a_checkpoint_every_interval_and_at_the_end(folder):
@@ -88,30 +93,29 @@ def test_a_checkpoint_every_interval_and_at_the_end(folder):
 
 
 # From each layout to one rank and to four; to the others as well with -m slow.
-THERE = [
-    pytest.param(layout, marks=() if layout in ("one", "fsdp4") else pytest.mark.slow)
-    for layout in LAYOUTS
+MATRIX = full_but([("fsdp2", "fsdp4")], product(LAYOUTS, ("one", "fsdp4"))) + [
+    pytest.param(*pair, marks=pytest.mark.slow) for pair in product(LAYOUTS, ("fsdp2", "hsdp2x2"))
 ]
 
 
-@pytest.mark.parametrize("there", THERE)
-def test_losses_on_every_layout_after_a_checkpoint_of_every_layout(folder, there):
+@pytest.mark.parametrize("layout,there", MATRIX)
+def test_losses_on_every_layout_after_a_checkpoint_of_every_layout(folder, layout, there):
     """The layout matrix: saved on each, resumed on each.
 
     Also with another microbatch size and number of workers.
     """
+    train_straight(folder, layout)
     runs = {}
-    for layout in LAYOUTS:
-        for name in NAMES:
-            runs[layout, name] = tables = tables_of(
-                folder, f"{layout}-{there}", name, there, training={"steps": STEPS}
-            )
-            if layout != there:
-                tables["training"]["microbatch_size"] = 2
-                tables["data"]["num_workers"] = 0
-            copy_run(tables_of(folder, layout, name, layout), tables, keep_until=SAVED)
+    for name in NAMES:
+        runs[name] = tables = tables_of(
+            folder, f"{layout}-{there}", name, there, training={"steps": STEPS}
+        )
+        if layout != there:
+            tables["training"]["microbatch_size"] = 2
+            tables["data"]["num_workers"] = 0
+        copy_run(tables_of(folder, layout, name, layout), tables, keep_until=SAVED)
     train(LAYOUTS[there][0], *runs.values())
-    for (layout, name), tables in runs.items():
+    for name, tables in runs.items():
         same(
             metrics(tables_of(folder, layout, name, layout)),
             metrics(tables),
@@ -119,7 +123,12 @@ def test_losses_on_every_layout_after_a_checkpoint_of_every_layout(folder, there
         )
 
 
-def test_every_rule_resumes_bit_for_bit_with_dropout(tmp_path):
+SOME = ("mars-adamw", "exact mars-m")
+OF_ALL = [name for name in (*NAMES, *RULES) if name not in SOME]
+
+
+@pytest.mark.parametrize("names", [SOME, pytest.param(OF_ALL, marks=FULL)], ids=["some", "others"])
+def test_every_rule_resumes_bit_for_bit_with_dropout(tmp_path, names):
     """Losses, validation losses, telemetry and every byte of the last checkpoint's tensors."""
     write_text(tmp_path)
     settings = {
@@ -127,8 +136,8 @@ def test_every_rule_resumes_bit_for_bit_with_dropout(tmp_path):
         "model": {"dropout": 0.1},
         "validation": {"interval": 4, "windows": 4},
     }
-    straight = [tables_of(tmp_path, "straight", name, **settings) for name in (*NAMES, *RULES)]
-    resumed = [tables_of(tmp_path, "resumed", name, **settings) for name in (*NAMES, *RULES)]
+    straight = [tables_of(tmp_path, "straight", name, **settings) for name in names]
+    resumed = [tables_of(tmp_path, "resumed", name, **settings) for name in names]
     train(2, *straight)
     for whole, cut in zip(straight, resumed):
         copy_run(whole, cut, keep_until=SAVED)
@@ -142,7 +151,7 @@ def test_every_rule_resumes_bit_for_bit_with_dropout(tmp_path):
         assert {name: file for name, file in files[0].items() if name != ".metadata"} == {
             name: file for name, file in files[1].items() if name != ".metadata"
         }
-    dry = tables_of(tmp_path, "dry", "mars-adamw", training={"steps": 1})
+    dry = tables_of(tmp_path, "dry", names[0], training={"steps": 1})
     train(2, dry)
     assert metrics(dry)[1] != metrics(straight[0])[1]  # dropout does something
 
@@ -179,16 +188,16 @@ def windows_read(tables):
 
 
 def test_the_same_windows_are_read_each_once(folder):
-    """12 steps on two ranks and 8 on four read what 20 on one rank read."""
+    """3 steps on two ranks and 2 on four read what 5 on one rank read."""
 
     def tables(run, **training):
         return tiny_tables(folder, run={"name": run}, training=training)
 
-    whole = sum(run_ranks(windows_read, 1, tables("whole", steps=20)), [])
-    first = sum(run_ranks(windows_read, 2, tables("parts", steps=12)), [])
-    rest = sum(run_ranks(windows_read, 4, tables("parts", steps=20, microbatch_size=2)), [])
-    assert (len(first), len(rest)) == (12 * 16, 8 * 16)
-    assert sorted(first) == sorted(whole[: 12 * 16]) and sorted(rest) == sorted(whole[12 * 16 :])
+    whole = sum(run_ranks(windows_read, 1, tables("whole", steps=5)), [])
+    first = sum(run_ranks(windows_read, 2, tables("parts", steps=3)), [])
+    rest = sum(run_ranks(windows_read, 4, tables("parts", steps=5, microbatch_size=2)), [])
+    assert (len(first), len(rest)) == (3 * 16, 2 * 16)
+    assert sorted(first) == sorted(whole[: 3 * 16]) and sorted(rest) == sorted(whole[3 * 16 :])
     assert len(set(whole)) == len(whole)
 
 
@@ -297,6 +306,7 @@ def test_names_that_are_not_checkpoints(folder, tmp_path):
     assert [step_of(path) for path in checkpoints(tmp_path)] == [4]
 
 
+@FULL
 def test_a_validation_that_a_stop_left_out_is_made_once(tmp_path):
     """metrics.jsonl has it once.
 
@@ -336,6 +346,7 @@ def made_steps(tables, count):
         trainer.run()
 
 
+@FULL
 def test_a_run_keeps_the_dtypes_that_it_began_with(tmp_path):
     """Begun where bfloat16 is slow, and gone on where it is fast; and the other way round."""
     write_text(tmp_path)

@@ -26,7 +26,7 @@ def test_a_run_keeps_what_it_is_told_to(tmp_path):
         checkpoint={"interval": 2, "keep_last": 2, "keep_every": 6},
         validation={"interval": 2, "windows": 4},
     )
-    train(2, tables)
+    train(1, tables)
     losses = metrics(tables, "validation/loss")
     assert min(losses, key=losses.get) == 12  # so the best is among the last
     assert steps_kept(tables) == [6, 10, 12]
@@ -36,7 +36,7 @@ def test_a_run_keeps_what_it_is_told_to(tmp_path):
         20,
         0,
     )
-    train(2, tables)  # a rate that makes it worse
+    train(1, tables)  # a rate that makes it worse
     losses = metrics(tables, "validation/loss")
     best = min(losses, key=losses.get)
     assert best == 12 and steps_kept(tables) == [12, 18, 20]
