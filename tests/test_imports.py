@@ -22,7 +22,7 @@ OPTIONAL = {
 RANK = """
 from torchmars.train import main
 from torchmars.cluster import connection, startup
-from torchmars.training import build
+from torchmars.training import trainer
 """
 LAUNCHER = """
 from torchmars.commands import launch

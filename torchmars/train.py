@@ -35,7 +35,7 @@ def main() -> None:
         process.check_devices()
         keep_compiled_in(config.run.compile_cache)
         from torchmars.cluster import connection, startup  # they bring torch's compiler
-        from torchmars.training.build import build_trainer
+        from torchmars.training.trainer import build_trainer
 
     try:
         with exit_on_user_error(quiet=process.rank() != 0):

@@ -21,8 +21,8 @@ from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
 from torchmars.data.windows import Windows
 from torchmars.models import build_meta_model
-from torchmars.training.build import build_trainer
 from torchmars.training.optimizer import build_optimizer
+from torchmars.training.trainer import build_trainer
 
 # Layouts that a run is saved on and goes on on: ranks and parallelism.
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2})}

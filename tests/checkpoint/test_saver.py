@@ -27,8 +27,7 @@ from torchmars.checkpoint.resume import newest_good, read_verified
 from torchmars.checkpoint.saver import Saver
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.training.build import build_trainer
-from torchmars.training.trainer import Trainer
+from torchmars.training.trainer import Trainer, build_trainer
 
 
 @pytest.fixture

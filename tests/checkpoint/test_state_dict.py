@@ -13,7 +13,7 @@ from torchmars.checkpoint.inference import load_model
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.training.build import build_trainer
+from torchmars.training.trainer import build_trainer
 
 RAN = "torchmars_exploit_ran"
 

@@ -25,7 +25,7 @@ from torchmars.checkpoint.resume import newest_config
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import EXIT_HUNG
-from torchmars.training.build import build_trainer
+from torchmars.training.trainer import build_trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -101,11 +101,11 @@ from torchmars.train import main
 torchmars.cluster.watchdog.GRACE_SECONDS = 1.0
 original, calls = ParallelModel.backward, []
 
-def backward(self, batch):
+def backward(self, *args):
     calls.append(1)
     if len(calls) == 4:
         time.sleep(10000)
-    return original(self, batch)
+    return original(self, *args)
 
 ParallelModel.backward = backward
 main()
@@ -167,7 +167,7 @@ PEAK = """
 import sys, torch
 from torchmars.config.load import load_config
 from torchmars.cluster import connection
-from torchmars.training.build import build_trainer
+from torchmars.training.trainer import build_trainer
 
 config = load_config(sys.argv[1:], "test")
 trainer = build_trainer(config, connection.start(config.parallelism))

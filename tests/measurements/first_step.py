@@ -79,16 +79,13 @@ def be_rank() -> None:
     mark("rank: python")
     import torchmars.train as train
     from torchmars.cluster import connection
-    from torchmars.training import build
-    from torchmars.training.trainer import Trainer
+    from torchmars.training import trainer
 
     mark("rank's imports")
     after(connection, "open_store", lambda: mark("store of all ranks"))
     after(connection, "start", lambda: mark("process group"))
-    after(build, "build_trainer", lambda: mark("model and data"))
-    if hasattr(train, "build_trainer"):  # of a version that imports it earlier
-        train.build_trainer = build.build_trainer
-    after(Trainer, "train_step", end)
+    after(trainer, "build_trainer", lambda: mark("model and data"))
+    after(trainer.Trainer, "train_step", end)
     train.main()
 
 

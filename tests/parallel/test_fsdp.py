@@ -37,9 +37,9 @@ def reductions(*args):
     """How often a rank gathers and reduces in a step, beside the gradients."""
     counter, backward = TrafficCounter(), ParallelModel.backward
 
-    def counted(model, batch):
+    def counted(model, *args):
         with counter:
-            return backward(model, batch)
+            return backward(model, *args)
 
     ParallelModel.backward = counted
     result = gradients_on(*args)

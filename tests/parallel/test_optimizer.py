@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.training.build import build_trainer
+from torchmars.training.trainer import build_trainer
 
 
 def steps_here(tables):
@@ -25,6 +25,7 @@ def steps_here(tables):
     for _ in range(2):
         model.backward(trainer.loader.step())
         optimizer.step()
+        model.follow_weights()
         optimizer.zero_grad()
     second = optimizer.telemetry()
     before = [value.detach().clone() for value in model.weights.values()]

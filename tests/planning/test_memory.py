@@ -12,7 +12,7 @@ from tests.support.tiny import tiny_tables, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.planning.plan import make_plan
-from torchmars.training.build import build_trainer
+from torchmars.training.trainer import build_trainer
 
 
 def bytes_of(tensors):

@@ -14,7 +14,7 @@ from torchmars.cluster import connection, process
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables, config_text
 from torchmars.core.errors import UserError
-from torchmars.training.build import build_trainer
+from torchmars.training.trainer import build_trainer
 
 
 def set_bfloat16(native: bool, patch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from torchmars.config.load import load_config
 from torchmars.core.errors import UserError
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training import trainer
-from torchmars.training.build import build_trainer
+from torchmars.training.trainer import build_trainer
 
 LAYOUTS = {
     "one": (1, {}),
@@ -156,8 +156,8 @@ def broken_from_step_3(tables):
     """Every gradient from step 3 on is not finite."""
     calls, backward = itertools.count(), ParallelModel.backward
 
-    def broken_backward(model, batch):
-        loss = backward(model, batch)
+    def broken_backward(model, *args):
+        loss = backward(model, *args)
         if next(calls) >= 2:
             next(iter(model.weights.values())).grad.to_local().fill_(float("nan"))
         return loss

@@ -86,10 +86,10 @@ def fails_alone(tables):
     """Train; rank 1 fails in its third step, when all ranks have begun to tell each other."""
     calls, backward = itertools.count(), ParallelModel.backward
 
-    def broken_backward(model, batch):
+    def broken_backward(model, *args):
         if next(calls) == 2 and model.layout.world.rank == 1:
             raise RuntimeError("rank 1 is broken")
-        return backward(model, batch)
+        return backward(model, *args)
 
     ParallelModel.backward = broken_backward
     try:

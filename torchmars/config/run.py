@@ -41,6 +41,11 @@ class RunConfig:
         return self.path / "compile_cache"
 
     @property
+    def lock(self) -> Path:
+        """The file that is locked while the run trains."""
+        return self.path / "lock"
+
+    @property
     def hang(self) -> Path:
         """The folder where ranks write where they stand once one of them hangs."""
         return self.path / "hang"

@@ -1,33 +1,28 @@
-"""From a config to the parts of a run, in the order in which they need each other."""
+"""The four parts of a run, in the order in which they need each other: builders for `Trainer`."""
 
+from dataclasses import dataclass
 from functools import partial
 
-from torchmars.checkpoint.folder import checkpoints
-from torchmars.checkpoint.resume import newest_config
 from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state_dict import seed_rng
 from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
-from torchmars.config.compile import eager_note, resolve_compile
-from torchmars.config.dtypes import resolve_dtypes
-from torchmars.core.console import labelled
 from torchmars.core.files import lock
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows, Mixture
-from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
 from torchmars.metrics.events import EventLog
-from torchmars.metrics.metrics import open_metrics
-from torchmars.models import build_meta_model
+from torchmars.metrics.metrics import Metrics, open_metrics
+from torchmars.models import Model, build_meta_model
 from torchmars.models.documents import document_starts
-from torchmars.optim.passes import can_compile
-from torchmars.optim.precision import multiplies_bfloat16
+from torchmars.optim import MARS
 from torchmars.parallel.checks import check_layout
-from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
-from torchmars.training.checkpointer import Checkpointer
+from torchmars.training.abilities import Abilities
+from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import evaluation_tasks, prepare_data, write_settings
@@ -35,32 +30,32 @@ from torchmars.training.profiler import Profiler
 from torchmars.training.reporter import RunReporter
 from torchmars.training.schedule import Schedule
 from torchmars.training.summary import introduction
-from torchmars.training.trainer import Trainer
 from torchmars.training.validation import Validation
 
 
-def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
-    """Build a run: from its newest good checkpoint, or at its start. Called by every rank.
+@dataclass(frozen=True)
+class RunData:
+    """The run's corpora, and what reads them."""
 
-    Raises `UserError`, on every rank, for what the user got wrong.
-    """
-    weights = weight_device(config.parallelism, layout.device)
-    native_bfloat16 = all(layout.on_all(lambda: multiplies_bfloat16(weights)))
-    saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
-    config = resolve_dtypes(config, layout.device, native_bfloat16, saved)
-    able, tp = all(layout.on_all(lambda: can_compile(layout.device))), layout.group("tp").size
-    config = resolve_compile(config, layout.device, able, tp, saved)
+    mixture: Mixture
+    tokenizer: Tokenizer
+    loader: Loader
+    validation_windows: MixedWindows
 
-    training, seed = config.training, config.run.seed
-    data = layout.on_first(lambda: prepare_data(config))
-    whole = build_meta_model(config.model, data.vocab_size, training.seq_len)
-    # The launcher has asked already. Plain torchrun starts ranks without it.
-    check_layout(config, config.parallelism.degrees(layout.world.size), whole)
-    windows, validation_windows = open_windows(config, data, layout)
+
+def build_data(config: ResolvedConfig, layout: Layout) -> RunData:
+    """Prepare the corpora where that is due, verify them, and open them at their start."""
+    mixture = layout.on_first(lambda: prepare_data(config))
+    training, world = config.training, layout.world
+    train, validation = (
+        mixture.windows(split, training.seq_len) for split in ("train", "validation")
+    )
+    # The ranks share the reading.
+    layout.on_all(lambda: mixture.verify(config.data.verify, world.rank, world.size))
     microbatch_size, _ = training.microbatches(layout.data.size, config.parallelism.stages)
     loader = Loader(
-        windows,
-        seed=seed,
+        train,
+        seed=config.run.seed,
         global_batch_size=training.global_batch_size,
         microbatch_size=microbatch_size,
         rank=layout.data.rank,
@@ -68,8 +63,26 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         num_workers=config.data.num_workers,
         pin_memory=layout.device.type == "cuda",
     )
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    find_starts = partial(document_starts, end_of_text=tokenizer.end_of_text)
+    return RunData(mixture, load_tokenizer(config.data.tokenizer), loader, validation)
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """The model: whole but without memory, and as the ranks share it."""
+
+    whole: Model
+    parallel: ParallelModel
+    average: MovingAverage | None
+    """Of the weights, if the run keeps one."""
+
+
+def build_model(config: ResolvedConfig, layout: Layout, data: RunData) -> RunModel:
+    """Lay out the model over the ranks, with its initial weights."""
+    training = config.training
+    whole = build_meta_model(config.model, data.mixture.vocab_size, training.seq_len)
+    # The launcher has asked already. Plain torchrun starts ranks without it.
+    check_layout(config, config.parallelism.degrees(layout.world.size), whole)
+    find_starts = partial(document_starts, end_of_text=data.tokenizer.end_of_text)
     model = ParallelModel(
         whole,
         config.parallelism,
@@ -79,84 +92,95 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         layout.device,
         find_starts=find_starts if config.data.separate_documents else None,
     )
-    model.init_weights(seed)
-    max_grad_norm = training.max_grad_norm
-    optimizer = build_optimizer(config.optimizer, max_grad_norm, whole, model.weights, layout)
-    whole_optimizer = build_optimizer(config.optimizer, max_grad_norm, whole)
-    optimizer.register_step_post_hook(lambda *_: model.follow_weights())
+    model.init_weights(config.run.seed)
     average = MovingAverage(model.weights, training.ema_decay) if training.ema_decay else None
-    if average is not None:
-        optimizer.register_step_post_hook(lambda *_: average.update())
+    return RunModel(whole, model, average)
 
-    events = EventLog(config.run.path if layout.first else None)
+
+@dataclass(frozen=True)
+class ResumedOptimizer:
+    """The optimizer, and the checkpoints that keep its state and the rest of the run's."""
+
+    optimizer: MARS
+    whole: MARS
+    """The optimizer of the whole model, without memory."""
+    schedule: Schedule
+    checkpointer: Checkpointer
+    resumed: Resumed
+
+
+def resume_optimizer(
+    config: ResolvedConfig, layout: Layout, data: RunData, model: RunModel, events: EventLog
+) -> ResumedOptimizer:
+    """Make the optimizer; resume it, the model and the data from the newest good checkpoint."""
+    section, clip = config.optimizer, config.training.max_grad_norm
+    optimizer = build_optimizer(section, clip, model.whole, model.parallel.weights, layout)
+    whole = build_optimizer(section, clip, model.whole)
     saver = Saver(config.checkpoint, config.run.checkpoints, layout, events.add, events.deleted)
-    seed_rng(seed, 0, layout.world.rank)
-    lock_file = config.run.path / "lock"
-    layout.on_first(lambda: lock(lock_file, f"training the run {config.run.path}"))
+    seed_rng(config.run.seed, 0, layout.world.rank)
+    layout.on_first(lambda: lock(config.run.lock, f"training the run {config.run.path}"))
     checkpointer = Checkpointer(
-        config, layout, model, optimizer, average, whole_optimizer, saver, data
+        config, layout, model.parallel, optimizer, model.average, whole, saver, data.mixture
     )
     resumed = checkpointer.resume()
-    loader.seek(resumed.state.position, resumed.state.shares)
+    data.loader.seek(resumed.state.position, resumed.state.shares)
+    schedule = Schedule(config.schedule, section.lr, config.training.steps, optimizer)
+    return ResumedOptimizer(optimizer, whole, schedule, checkpointer, resumed)
 
-    schedule = Schedule(config.schedule, config.optimizer.lr, training.steps, optimizer)
+
+@dataclass(frozen=True)
+class RunReports:
+    """The measurements of the run, and all that tells of it."""
+
+    validation: Validation
+    evaluation: Evaluation
+    metrics: Metrics
+    reporter: RunReporter
+    profiler: Profiler
+    watchdog: Watchdog
+
+
+def build_reports(
+    config: ResolvedConfig,
+    layout: Layout,
+    abilities: Abilities,
+    data: RunData,
+    model: RunModel,
+    optimizer: ResumedOptimizer,
+    events: EventLog,
+) -> RunReports:
+    """Open the files of the run's reports, unless it is complete."""
+    state, mixture, parallel = optimizer.resumed.state, data.mixture, model.parallel
     validation = Validation(
         config.validation,
-        data,
-        validation_windows,
-        microbatch_size,
-        model,
-        tokenizer,
+        mixture,
+        data.validation_windows,
+        data.loader.microbatch_size,
+        parallel,
+        data.tokenizer,
         layout,
     )
-    evaluation = Evaluation(
-        Scorer(model, layout, tokenizer, config.evaluation.batch_size),
-        layout.on_first(lambda: evaluation_tasks(config)),
-    )
-    complete = resumed.state.step >= training.steps
+    scorer = Scorer(parallel, layout, data.tokenizer, config.evaluation.batch_size)
+    evaluation = Evaluation(scorer, layout.on_first(lambda: evaluation_tasks(config)))
+    complete = state.step >= config.training.steps
     if not complete:
         layout.on_first(lambda: write_settings(config))
     metrics = open_metrics(
         layout,
         config,
-        resumed.state.step,
-        resumed.state.validation_loss is not None,
-        whole.flops_per_token(),
+        state.step,
+        state.validation_loss is not None,
+        model.whole.flops_per_token(),
         events,
         write=not complete,
     )
-    lines = introduction(config, layout, whole, whole_optimizer, data, native_bfloat16, resumed)
-    if note := eager_note(config, layout.device, able, tp):
-        lines += labelled("note", note)
-    return Trainer(
-        config,
-        layout,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        loader=loader,
-        validation=validation,
-        evaluation=evaluation,
-        checkpointer=checkpointer,
-        reporter=RunReporter(
-            config, layout, optimizer, metrics, events, lines, data, loader.epochs
-        ),
-        metrics=metrics,
-        profiler=Profiler(config.profiler, config.run.path / "profile", layout),
-        watchdog=Watchdog(config.run.hang, layout, config.guards.hang_seconds, saver.group),
-        lock=lock_file,
-        resumed=resumed,
+    lines = introduction(
+        config, layout, abilities, model.whole, optimizer.whole, mixture, optimizer.resumed
     )
-
-
-def open_windows(
-    config: ResolvedConfig, data: Mixture, layout: Layout
-) -> tuple[MixedWindows, MixedWindows]:
-    """Open the training and the validation windows, then verify the shards.
-
-    The ranks share the reading.
-    """
-    seq_len, world = config.training.seq_len, layout.world
-    train, validation = data.windows("train", seq_len), data.windows("validation", seq_len)
-    layout.on_all(lambda: data.verify(config.data.verify, world.rank, world.size))
-    return train, validation
+    reporter = RunReporter(
+        config, layout, optimizer.optimizer, metrics, events, lines, mixture, data.loader.epochs
+    )
+    profiler = Profiler(config.profiler, config.run.path / "profile", layout)
+    save_group = optimizer.checkpointer.saver.group
+    watchdog = Watchdog(config.run.hang, layout, config.guards.hang_seconds, save_group)
+    return RunReports(validation, evaluation, metrics, reporter, profiler, watchdog)

@@ -8,6 +8,7 @@ import torch
 
 from torchmars.checkpoint.folder import step_folder
 from torchmars.config import ResolvedConfig, TrainingConfig
+from torchmars.config.compile import eager_note
 from torchmars.config.dtypes import slow_warning
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
@@ -17,6 +18,7 @@ from torchmars.data.mixture import Mixture, Shares
 from torchmars.models import Model, title
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
+from torchmars.training.abilities import Abilities
 from torchmars.training.checkpointer import Resumed
 
 TESTED = ("2.11", "2.14")  # torch, from and to; pyproject.toml says what a new environment gets
@@ -25,28 +27,30 @@ TESTED = ("2.11", "2.14")  # torch, from and to; pyproject.toml says what a new 
 def introduction(
     config: ResolvedConfig,
     layout: Layout,
+    abilities: Abilities,
     model: Model,
     optimizer: MARS,
     data: Mixture,
-    native_bfloat16: bool,
     resumed: Resumed,
 ) -> list[str]:
     """Return all that a run prints at its start.
 
-    `config` is one with resolved dtypes. All ranks multiply bfloat16 fast if `native_bfloat16`.
+    `config` has its dtypes and compilation resolved.
     """
     lines = labelled("run", f"{config.run.path}, seed {config.run.seed}")
     lines += summary(config, layout, model, optimizer)
     if unknown := torch_warning(torch.__version__):
         lines += labelled("warning", unknown)
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
-    if slow and not native_bfloat16:
+    if slow and not abilities.native_bfloat16:
         lines += labelled("warning", slow)
     lines += labelled("data", *data_lines(config.training, data, resumed.state.shares))
     for corpus in config.data.corpora() if layout.first else []:
         if changed := sources.warning(corpus):
             lines += labelled("warning", changed)
-    return lines + continuation(config.run.checkpoints, config.training.steps, resumed)
+    lines += continuation(config.run.checkpoints, config.training.steps, resumed)
+    note = eager_note(config, layout.device, abilities.compile, layout.group("tp").size)
+    return lines + labelled("note", note) if note else lines
 
 
 def torch_warning(version: str) -> str:

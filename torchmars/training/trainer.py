@@ -1,27 +1,40 @@
 """The training loop, in time order."""
 
-from pathlib import Path
-
 from torch import Tensor
 
 from torchmars.cluster.signals import StopSignals
-from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.files import is_gone
-from torchmars.data.loader import Loader
-from torchmars.evaluation.results import Evaluation
-from torchmars.metrics.metrics import Metrics
+from torchmars.metrics.events import EventLog
 from torchmars.metrics.phases import OTHER
-from torchmars.optim import MARS
 from torchmars.parallel.layout import FlagExchange, Layout
-from torchmars.parallel.parallel_model import ParallelModel
-from torchmars.training.checkpointer import Checkpointer, Resumed
+from torchmars.training.abilities import resolve_on_ranks
+from torchmars.training.build import (
+    ResumedOptimizer,
+    RunData,
+    RunModel,
+    RunReports,
+    build_data,
+    build_model,
+    build_reports,
+    resume_optimizer,
+)
 from torchmars.training.guards import LossGuard
-from torchmars.training.profiler import Profiler
-from torchmars.training.reporter import RunReporter
-from torchmars.training.schedule import Schedule
-from torchmars.training.validation import Validation
+
+
+def build_trainer(config: ResolvedConfig, layout: Layout) -> "Trainer":
+    """Build a run: from its newest good checkpoint, or at its start. Called by every rank.
+
+    Raises `UserError`, on every rank, for what the user got wrong.
+    """
+    config, abilities = resolve_on_ranks(config, layout)
+    data = build_data(config, layout)
+    model = build_model(config, layout, data)
+    events = EventLog(config.run.path if layout.first else None)
+    optimizer = resume_optimizer(config, layout, data, model, events)
+    reports = build_reports(config, layout, abilities, data, model, optimizer, events)
+    return Trainer(config, layout, data, model, optimizer, reports)
 
 
 class Trainer:
@@ -34,34 +47,23 @@ class Trainer:
         self,
         config: ResolvedConfig,
         layout: Layout,
-        *,
-        model: ParallelModel,
-        optimizer: MARS,
-        schedule: Schedule,
-        loader: Loader,
-        validation: Validation,
-        evaluation: Evaluation,
-        checkpointer: Checkpointer,
-        reporter: RunReporter,
-        metrics: Metrics,
-        profiler: Profiler,
-        watchdog: Watchdog,
-        lock: Path,
-        resumed: Resumed,
+        data: RunData,
+        model: RunModel,
+        optimizer: ResumedOptimizer,
+        reports: RunReports,
     ) -> None:
-        self.config, self.layout = config, layout
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.loader, self.checkpointer = loader, checkpointer
-        self.validation, self.evaluation = validation, evaluation
-        self.reporter, self.metrics = reporter, metrics
-        self.profiler = profiler
-        self.watchdog, self.lock = watchdog, lock
+        self.config, self.layout, self.loader = config, layout, data.loader
+        self.model, self.average = model.parallel, model.average
+        self.optimizer, self.schedule = optimizer.optimizer, optimizer.schedule
+        self.checkpointer, self.resumed = optimizer.checkpointer, optimizer.resumed
+        self.validation, self.evaluation = reports.validation, reports.evaluation
+        self.reporter, self.metrics = reports.reporter, reports.metrics
+        self.profiler, self.watchdog = reports.profiler, reports.watchdog
         self.signals = StopSignals()
         self.flags: FlagExchange
         """What the ranks tell each other during a step."""
         self.loss_guard = LossGuard(config.guards)
-        self.resumed = resumed
-        self.state, self.without_last_grad = resumed.state, resumed.without_last_grad
+        self.state, self.without_last_grad = self.resumed.state, self.resumed.without_last_grad
 
     def run(self) -> int:
         """Train from the step reached to training.steps; validate, save and report on the way.
@@ -157,6 +159,9 @@ class Trainer:
             optimizer.skip()
         else:
             optimizer.step()
+            self.model.follow_weights()
+            if self.average is not None:
+                self.average.update()
         optimizer.zero_grad()
         if self.layout.device.type == "cuda" and state.step + 1 < self.config.training.steps:
             enter_phase("data")  # while the device works
@@ -182,7 +187,7 @@ class Trainer:
             self.signals.received is not None,
             self.checkpointer.saver.overdue(),
             self.loader.changed is not None,
-            self.layout.first and is_gone(self.lock),
+            self.layout.first and is_gone(self.config.run.lock),
         )
 
     def agreed_events(self) -> tuple[bool, bool]:
@@ -194,8 +199,9 @@ class Trainer:
         stop, overdue, changed, gone = self.flags.result()
         if gone:
             raise UserError(
-                f"{self.lock} is gone after step {self.state.step}: the run folder was deleted, "
-                "moved or unmounted while the run went on. Put it back, and start the run again"
+                f"{self.config.run.lock} is gone after step {self.state.step}: the run folder was "
+                "deleted, moved or unmounted while the run went on. Put it back, and start the run "
+                "again"
             )
         if changed:
             self.layout.on_all(self.loader.check)

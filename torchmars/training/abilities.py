@@ -1,0 +1,33 @@
+"""What all ranks of a run are able to, and the settings that follow from it."""
+
+from dataclasses import dataclass
+
+from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.resume import newest_config
+from torchmars.config import ResolvedConfig
+from torchmars.config.compile import resolve_compile
+from torchmars.config.dtypes import resolve_dtypes
+from torchmars.optim.passes import can_compile
+from torchmars.optim.precision import multiplies_bfloat16
+from torchmars.parallel.fsdp import weight_device
+from torchmars.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What all ranks are able to."""
+
+    native_bfloat16: bool
+    """To multiply bfloat16 fast."""
+    compile: bool
+
+
+def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedConfig, Abilities]:
+    """Return `config` with dtypes and compilation resolved, and the abilities that it rests on."""
+    device, tp = layout.device, layout.group("tp").size
+    weights = weight_device(config.parallelism, device)
+    native_bfloat16 = all(layout.on_all(lambda: multiplies_bfloat16(weights)))
+    saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
+    config = resolve_dtypes(config, device, native_bfloat16, saved)
+    able = all(layout.on_all(lambda: can_compile(device)))
+    return resolve_compile(config, device, able, tp, saved), Abilities(native_bfloat16, able)
