@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchmars.core.words import counted, duration
+from torchmars.core.words import counted, duration, short
 
 
 def test_one_is_no_plural():
@@ -16,16 +16,21 @@ def test_one_is_no_plural():
     assert counted(3, "process", "processes") == "3 processes"
 
 
+def test_short_numbers():
+    numbers = (999, 1234, 124e6, 999.9e6, 49.152e9, 15.6e12)
+    assert [short(number) for number in numbers] == "999 1.23k 124M 1B 49.2B 15.6T".split()
+
+
 @pytest.mark.parametrize(
     "seconds,text",
     [
         (0, "0 s"),
         (-5, "0 s"),
         (119, "119 s"),
-        (120, "2 min"),
-        (7200, "2 h"),
-        (2e5, "2 days"),
-        (4e8, "4,629 days"),
+        (120, "2.0 min"),
+        (7260 * 12, "24 h"),
+        (2e5, "2.3 days"),
+        (4e8, "4,630 days"),
     ],
 )
 def test_times(seconds, text):

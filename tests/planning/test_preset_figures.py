@@ -12,7 +12,6 @@ from torchmars.planning.preset_figures import (
     PresetFigures,
     preset_page,
     preset_table,
-    short,
 )
 
 PRESETS = read_presets()
@@ -56,12 +55,6 @@ def test_page():
         "CONFIG_FILE=gpt2-xl-muon-openwebtext ./run_train.sh",
     ):
         assert text in page
-
-
-def test_short_numbers():
-    assert [short(number) for number in (999, 124e6, 49.152e9, 15.6e12)] == [
-        *("999", "124M", "49.2B", "15.6T")
-    ]
 
 
 @pytest.mark.slow

@@ -6,9 +6,17 @@ def counted(number: int, thing: str, things: str = "") -> str:
     return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
 
 
+def short(number: float) -> str:
+    """Return a number with three digits and the letter of its thousands: 49.2B."""
+    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.0f}"
+
+
 def duration(seconds: float) -> str:
     """Return a time in the largest unit of which it has at least two."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size:,.0f} {unit}"
+        if (count := seconds / size) >= 2:
+            return f"{count:,.{int(count < 10)}f} {unit}"
     return f"{max(seconds, 0):.0f} s"

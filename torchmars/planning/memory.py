@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -100,13 +99,13 @@ class MemoryCounter(TorchDispatchMode):
                 counter._storages[storage._cdata].measure(storage)
             return result
 
-        self._patch = patch.object(torch.UntypedStorage, "resize_", counted)
-        self._patch.start()
+        # It inherits the method: to delete ours brings that back.
+        type.__setattr__(torch.UntypedStorage, "resize_", counted)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._patch.stop()
+        delattr(torch.UntypedStorage, "resize_")
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

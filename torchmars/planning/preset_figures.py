@@ -9,7 +9,7 @@ from torchmars.config.load import config_from_sources
 from torchmars.config.presets import Preset
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
-from torchmars.core.words import counted
+from torchmars.core.words import counted, short
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.planning.assumptions import ESTIMATED, PER_NODE
@@ -132,14 +132,6 @@ def preset_page(preset: Preset) -> list[str]:
         "start": [f"CONFIG_FILE={preset.name} ./run_train.sh"],
     }
     return [line for name, section in sections.items() for line in labelled(name, *section)]
-
-
-def short(number: float) -> str:
-    """Return a number with three digits and the letter of its thousands: 49.2B."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return str(number)
 
 
 def words(value: object) -> str:

@@ -13,8 +13,8 @@ from torchmars.comparison.results import (
     Estimate,
     TrialResult,
 )
-from torchmars.reports.numbers import DASH, duration, short
-from torchmars.reports.page import page
+from torchmars.core.words import duration, short
+from torchmars.reports.page import DASH, page
 
 
 def comparison_page(

@@ -12,6 +12,7 @@ from typing import Any
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import write_durably
 
+DASH = "–"  # where nothing is known
 STYLES = ("page.css", "charts.css")
 SCRIPTS = ("page.js", "charts.js", "run_charts.js", "comparison_charts.js")
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from torchmars.checkpoint.folder import step_folder
 from torchmars.config.toml_files import Tables, flattened
+from torchmars.core.words import duration, short
 from torchmars.records.overview import last_written, state_of
 from torchmars.records.run import BITS, SPEED, Run
 from torchmars.reports.charts import (
@@ -25,8 +26,7 @@ from torchmars.reports.charts import (
 )
 from torchmars.reports.curves import axes, buckets_for, thinned
 from torchmars.reports.events import Entry, decimal, entries_of, samples_of, some_of
-from torchmars.reports.numbers import DASH, duration, short
-from torchmars.reports.page import page
+from torchmars.reports.page import DASH, page
 
 TRAINING, VALIDATION = "train/loss", "validation/loss"
 # A long run has thousands of events: a page of them all would be large and slow. So many are in
