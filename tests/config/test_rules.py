@@ -1,12 +1,31 @@
-"""The config names the rules and their settings without torch; `optim` is the authority."""
+"""The config has the settings that the rules declare."""
 
-from typing import get_args
+import pytest
 
-from torchmars.config.optimizer import MARS_RULES, RULE_SETTINGS, Rule
+from torchmars.config import GroupConfig, OptimizerConfig
+from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
+from torchmars.core.help import documentation
 from torchmars.optim.rules import RULES
 
 
-def test_the_config_knows_every_rule_and_every_setting():
-    assert get_args(Rule) == tuple(RULES)
-    assert set(MARS_RULES) == {name for name, rule in RULES.items() if rule.corrected}
-    assert set(RULE_SETTINGS) == {key for rule in RULES.values() for key in rule.defaults}
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_config_has_every_setting_of_a_rule_with_its_default(rule):
+    config = config_from_tables({"optimizer": {"name": rule.name}}, "test").optimizer
+    texts, of_groups = documentation(OptimizerConfig), documentation(GroupConfig)
+    for setting in rule.settings:
+        if setting.scope != "group":
+            wanted = setting.default
+            if setting.name == "lr_1d" and wanted is None:
+                wanted = config.lr / 2
+            assert getattr(config, setting.name) == wanted
+            assert setting.meaning[1:] in texts[setting.name]
+        assert (setting.scope == "both") == (setting.name in of_groups and setting.name != "split")
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if "gamma" in rule.defaults])
+def test_a_setting_of_other_rules_is_refused(rule):
+    """Each rule whose gradient is corrected has gamma; AdamW has not."""
+    config_from_tables({"optimizer": {"name": rule, "gamma": 0.1}}, "test")
+    with pytest.raises(UserError, match='optimizer.gamma has no meaning for "adamw"'):
+        config_from_tables({"optimizer": {"name": "adamw", "gamma": 0.1}}, "test")

@@ -1,4 +1,4 @@
-"""The optimizer on a GPU: compiled passes, NCCL, no waiting, and how fast it moves memory."""
+"""The optimizer on a GPU: compiled kernels, NCCL, no waiting, and how fast it moves memory."""
 
 import statistics
 
@@ -64,7 +64,7 @@ def relative(found, expected):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("compile", [False, True])
 def test_steps_are_those_of_a_cpu(rule, compile):
-    """Compiled passes take their factors as tensors [] on the CPU or the GPU."""
+    """Compiled kernels take their factors as tensors [] on the CPU or the GPU."""
     # The sign of Lion, and bfloat16 matrices, turn a rounding into more.
     tolerance = 1e-5 if "adamw" in rule else 2e-2
     found = stepped(rule, DEVICE, compile)

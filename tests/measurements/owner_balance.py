@@ -11,7 +11,8 @@ import time
 from torch.distributed.tensor import Shard
 
 from torchmars.optim.matrices import MatrixShape
-from torchmars.optim.orthogonalize import newton_schulz_flops
+from torchmars.optim.meshes import MeshPlace
+from torchmars.optim.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.owners import plan_buckets
 from torchmars.optim.pieces import rank_bucket
 
@@ -37,6 +38,7 @@ def llama3(layers: int, width: int, inner: int, split: bool) -> list[MatrixShape
 
 
 def main() -> None:
+    flops = ORTHOGONALIZERS["newton-schulz"].flops
     models = {
         "GPT-2 small": (gpt2, 12, 768),
         "GPT-2 XL": (gpt2, 48, 1600),
@@ -56,28 +58,17 @@ def main() -> None:
             for ranks in RANKS:
                 began = time.perf_counter()
                 loads: dict[int, int] = {}
-                plan = plan_buckets(shapes, range(ranks), loads)
-                coordinates = [(rank,) for rank in range(ranks)]
+                plan = plan_buckets(shapes, flops, range(ranks), loads)
+                coordinates = [[rank] for rank in range(ranks)]
+                place = MeshPlace(list(range(ranks)), (ranks,), coordinates, 0, 0, None, None)
                 for assigned in plan:
-                    rank_bucket(
-                        assigned,
-                        shapes,
-                        [(Shard(0),)] * len(shapes),
-                        (ranks,),
-                        coordinates,
-                        0,
-                        0,
-                        1,
-                    )
+                    rank_bucket(assigned, shapes, [(Shard(0),)] * len(shapes), place)
                 seconds = time.perf_counter() - began
                 cells.append(f"{max(loads.values()) * ranks / sum(loads.values()):.2f}")
             units = [unit for assigned in plan for unit, _ in assigned]
             # No plan is better than the largest unit on a rank of its own.
-            floor = (
-                max(unit.flops for unit in units)
-                * ranks
-                / sum(newton_schulz_flops(unit.rows, unit.cols) for unit in units)
-            )
+            costs = [flops(unit.rows, unit.cols) for unit in units]
+            floor = max(costs) * ranks / sum(costs)
             print(
                 f"| {name} | {'split' if split else 'fused'} | {len(units)} | "
                 + " | ".join(cells)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchmars.optim import MARS, param_groups, passes
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import MatrixRule
+from torchmars.optim import MARS, kernels, param_groups
+from torchmars.optim.rules import RULES, MatrixRule
 
 
 class Net(nn.Module):
@@ -203,7 +202,7 @@ def test_mistakes_in_the_constructor():
 def test_compilation_is_announced_once(caplog, monkeypatch):
     """Nothing is compiled here: torch.compile is replaced."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    for cached in (passes._compiled, passes._announce_compilation):
+    for cached in (kernels._compiled, kernels._announce_compilation):
         cached.cache_clear()
     try:
         optimizers = [
@@ -216,7 +215,7 @@ def test_compilation_is_announced_once(caplog, monkeypatch):
                 optimizer.param_groups[0]["params"][0].grad = torch.ones(2**16)
                 optimizer.step(), optimizer.step()
     finally:
-        for cached in (passes._compiled, passes._announce_compilation):
+        for cached in (kernels._compiled, kernels._announce_compilation):
             cached.cache_clear()
     (record,) = [each for each in caplog.records if "compil" in each.getMessage()]
     assert "compile=False" in record.getMessage()

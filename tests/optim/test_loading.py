@@ -98,16 +98,6 @@ def test_a_state_that_does_not_fit_changes_nothing(spoil, message):
     assert all(torch.equal(one, other) for one, other in zip(whole(model), whole(expected_model)))
 
 
-def test_a_state_of_a_release_that_kept_squared_norms_goes_on():
-    _, source = trained()
-    saved, expected = everything(source), everything(source)
-    for state in saved["state"].values():
-        state["last_grad_squared_norm"] = torch.tensor(2.0, dtype=torch.float64)
-    _, optimizer = trained(steps=0)
-    optimizer.load_state_dict(saved)
-    assert_same(everything(optimizer), expected)
-
-
 def test_hooks_of_others_may_change_what_is_loaded():
     _, source = trained()
     saved = {"wrapped": everything(source)}
@@ -192,35 +182,3 @@ def test_adamw_state_of_another_kind_is_refused():
         trained(rule="adamw")[1].load_state_dict(
             trained(torch.optim.SGD, momentum=0.9)[1].state_dict()
         )
-
-
-def scaled_by_betas(rule, betas, steps):
-    """Return the buffer "momentum" of Lion and Muon up to version 0.1, scaled by the betas."""
-    b1, b2 = betas
-    decay, weight = (b2, (1 - b2) * b1 / b2) if rule == "lion" else (b1, b1 * (1 - b1))
-    u = torch.zeros_like(steps[0])
-    for g in steps:
-        u = decay * u + weight * g
-    return u
-
-
-@pytest.mark.parametrize(
-    "rule,betas",
-    [("lion", (0.9, 0.98)), ("muon", (0.95, 0.99)), ("lion", (0.0, 0.9)), ("muon", (0.0, 0.9))],
-)
-def test_the_former_buffer_of_lion_and_muon_is_converted(rule, betas):
-    gs = gradients((5, 4), 8, seed=0, dtype=torch.float64)
-    settings = dict(rule=rule, betas=betas, lr=LR, matrix_dtype=torch.float64)
-    straight = nn.Parameter(torch.ones(5, 4, dtype=torch.float64))
-    optimizer = MARS([straight], **settings)
-    run(optimizer, [straight], [gs[:4]])
-    stopped, saved = nn.Parameter(straight.detach().clone()), copy.deepcopy(optimizer.state_dict())
-    run(optimizer, [straight], [gs[4:]])
-    saved["state"][0] = {
-        "step": torch.tensor(4.0),
-        "momentum": scaled_by_betas(rule, betas, gs[:4]),
-    }
-    optimizer = MARS([stopped], **settings | {"betas": (0.5, 0.5)})  # the file's betas count
-    optimizer.load_state_dict(saved)
-    run(optimizer, [stopped], [gs[4:]])
-    assert relative(stopped, straight) < 1e-12

@@ -23,8 +23,7 @@ from tests.optim.reference import gradients
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import MatrixRule
+from torchmars.optim.rules import RULES, MatrixRule
 
 SETTINGS = dict(lr=6e-3, weight_decay=0.1, gamma=0.025)
 SHAPES = [

@@ -8,7 +8,9 @@ from tests.optim.reference import gradients, newton_schulz
 from tests.optim.test_mars import run
 from tests.optim.test_rules import BASE
 from torchmars.optim import MARS
-from torchmars.optim.orthogonalize import newton_schulz_flops, orthogonalize
+from torchmars.optim.orthogonalize import ORTHOGONALIZERS
+
+orthogonalize = ORTHOGONALIZERS["newton-schulz"]
 
 
 @pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo", "muon"])
@@ -70,7 +72,7 @@ def test_newton_schulz():
         assert together.dtype == rounded.dtype
         alone = [orthogonalize(rounded[i : i + 1], dtype)[0] for i in range(3)]
         assert all(torch.equal(one, other) for one, other in zip(alone, together))
-    assert newton_schulz_flops(8, 20) == newton_schulz_flops(20, 8) == 5 * (4 * 64 * 20 + 2 * 512)
+    assert orthogonalize.flops(8, 20) == orthogonalize.flops(20, 8) == 5 * (4 * 64 * 20 + 2 * 512)
 
 
 def test_bad_matrix_arguments_are_named():

@@ -12,7 +12,7 @@ from torchmars.optim import MARS
 from torchmars.optim.rules import RULES
 
 SHAPES = [(6, 4), (5, 5)]
-CORRECTED = [name for name, rule in RULES.items() if rule.corrected]
+CORRECTED = [name for name, rule in RULES.items() if rule.variance_reduced]
 
 
 def build(rule, **settings):

@@ -6,8 +6,10 @@ from torch import nn
 
 from tests.support.tiny import set_bfloat16
 from torchmars.optim import MARS
-from torchmars.optim.orthogonalize import orthogonalize
+from torchmars.optim.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.precision import multiplies_bfloat16
+
+orthogonalize = ORTHOGONALIZERS["newton-schulz"]
 
 CPU = torch.device("cpu")
 

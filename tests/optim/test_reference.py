@@ -9,8 +9,7 @@ from tests.optim.test_mars import relative
 from tests.optim.test_rules import BASE, MARS_RULES, SHAPES, starts, train
 from torchmars.optim import MARS
 from torchmars.optim.reference import REFERENCES, global_clip
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import MatrixRule
+from torchmars.optim.rules import RULES, MatrixRule
 
 STEPS = 20
 BETAS = (0.9, 0.95)
@@ -20,7 +19,7 @@ MARS_SETTINGS = {"gamma": 0.1, "betas": BETAS}
 def settings_of(rule, clip):
     """Return what the reference of `rule` takes beside lr and weight decay."""
     settings = {"betas": BETAS}
-    if RULES[rule].corrected:
+    if RULES[rule].variance_reduced:
         settings |= {"gamma": 0.1, "clip": clip}
     if "adamw" in rule:
         settings |= {"eps": 1e-8}

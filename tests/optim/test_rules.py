@@ -321,7 +321,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize("rule,dtypes", full_but(COMPILED[:1], COMPILED))
-def test_compiled_passes_equal_plain_ones(rule, dtypes):
+def test_compiled_kernels_equal_plain_ones(rule, dtypes):
     """Tensors large enough to be compiled, alone and together, equal a step without it."""
     shapes = [(300, 300)] * 5 + [(70_000,), (3,)]
     results = []
@@ -340,7 +340,7 @@ def test_compiled_passes_equal_plain_ones(rule, dtypes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["mars-adamw", "mars-lion", "mars-m"])
-def test_compiled_passes_give_the_losses_of_plain_ones(rule):
+def test_compiled_kernels_give_the_losses_of_plain_ones(rule):
     """Over 20 steps of a small network, by 1e-6 of the loss."""
 
     def losses(compile):

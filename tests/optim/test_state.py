@@ -14,8 +14,7 @@ from tests.optim.reference import gradients
 from tests.optim.test_mars import relative, run
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import MatrixRule
+from torchmars.optim.rules import RULES, MatrixRule
 
 LR = 0.01
 

@@ -26,7 +26,7 @@ def groups_of_all_rules(exact):
         {"rule": rule, "role": f"{rule}, {clip}", "clip": clip, "gamma": 0.05, "exact": exact}
         | {"betas": (0.9, 0.99) if rule == "adamw" else (0.95, 0.98)}
         for rule, clip in clips
-        if clip is None or RULES[rule].corrected
+        if clip is None or RULES[rule].variance_reduced
     ]
 
 

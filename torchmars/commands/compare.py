@@ -23,6 +23,7 @@ from torchmars.core.errors import EXIT_STOPPED, UserError, exit_on_user_error, m
 from torchmars.core.files import locked, write_durably
 from torchmars.core.options import take_options, words
 from torchmars.core.words import counted
+from torchmars.optim.rules import variance_reduced
 
 if TYPE_CHECKING:
     from torchmars.comparison.local import LocalTrials
@@ -101,7 +102,7 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
     grid = make_grid(options)
     if options.widen and len(grid["lr"]) < 2:
         raise UserError("--widen needs two learning rates or more, to know by which ratio")
-    if "gamma" in grid and not any(each.takes_gamma for each in contenders):
+    if "gamma" in grid and not any(variance_reduced(each.rule) for each in contenders):
         raise UserError("--gamma-grid has no meaning: none of --optimizers is a mars-*")
     folder = Path(options.folder or f"comparisons/{config.run.name}")
     seeds = [config.run.seed + number for number in range(options.seeds)]

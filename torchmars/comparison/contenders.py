@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmars.config import MARS_RULES
 from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.toml_files import SHIPPED, Tables, read_toml
 from torchmars.core.errors import UserError
@@ -27,11 +26,6 @@ class Contender:
     def rule(self) -> str:
         """Its optimizer.name."""
         return str(self.table.get("name", OptimizerConfig.name))
-
-    @property
-    def takes_gamma(self) -> bool:
-        """Whether gamma can be tuned."""
-        return self.rule in MARS_RULES
 
 
 def shipped_optimizers() -> dict[str, Path]:

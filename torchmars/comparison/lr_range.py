@@ -95,13 +95,11 @@ def with_lr(section: ResolvedOptimizer, lr: float) -> ResolvedOptimizer:
     def scaled(given: Any) -> Any:
         return given if given.lr is None else replace(given, lr=given.lr * factor)
 
-    return replace(
-        section,
-        lr=lr,
-        lr_1d=None if section.lr_1d is None else section.lr_1d * factor,
-        **{name: scaled(getattr(section, name)) for name in GROUPS},
-        groups=[scaled(group) for group in section.groups],
-    )
+    changed: dict[str, Any] = {name: scaled(getattr(section, name)) for name in GROUPS}
+    changed |= {"lr": lr, "groups": [scaled(group) for group in section.groups]}
+    if section.lr_1d is not None:
+        changed["lr_1d"] = section.lr_1d * factor
+    return replace(section, **changed)
 
 
 def read_losses(file: Path) -> tuple[list[float], list[float], float | None]:

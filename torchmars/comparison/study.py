@@ -11,6 +11,7 @@ from torchmars.comparison.results import Settings, TrialResult
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
+from torchmars.optim.rules import variance_reduced
 
 Value = float | list[float]
 Grid = dict[str, list[Value]]
@@ -72,7 +73,7 @@ class Study:
     def points(self, contender: Contender, lrs: Sequence[Value]) -> list[Settings]:
         """Return the settings of a contender's grid, with these learning rates."""
         grid = self.grid | {"lr": list(lrs)}
-        if not contender.takes_gamma:
+        if not variance_reduced(contender.rule):
             grid.pop("gamma", None)
         return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
 

@@ -16,6 +16,7 @@ from torchmars.comparison.results import (
 from torchmars.comparison.statistics import difference, needed, saved
 from torchmars.comparison.study import Plan, Study, Trial
 from torchmars.comparison.trials import trial_folders
+from torchmars.optim.rules import variance_reduced
 
 
 def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Comparison:
@@ -157,7 +158,7 @@ def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialRes
     if len(study.seeds) == 1:
         found.append("There is one seed only. How far results spread over seeds is not known.")
     names = [each.name for each in study.contenders]
-    takes_mars = any(each.takes_gamma for each in study.contenders)
+    takes_mars = any(variance_reduced(each.rule) for each in study.contenders)
     if takes_mars and BASELINE in names and CONTROL not in names and "betas" not in study.grid:
         found.append(
             f"{CONTROL}, AdamW with MARS's betas, does not take part. Without that control a gain "

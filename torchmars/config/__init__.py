@@ -9,7 +9,6 @@ from torchmars.config.guards import GuardsConfig
 from torchmars.config.metrics import MetricsConfig
 from torchmars.config.model import ModelConfig
 from torchmars.config.optimizer import (
-    MARS_RULES,
     GroupConfig,
     OptimizerConfig,
     PatternConfig,
@@ -24,7 +23,6 @@ from torchmars.config.training import TrainingConfig
 from torchmars.config.validation import ValidationConfig
 
 __all__ = [
-    "MARS_RULES",
     "ActivationCheckpointConfig",
     "CheckpointConfig",
     "Config",

@@ -13,13 +13,14 @@ from torchmars.config.fields import Mark, require
 from torchmars.config.guards import GuardsConfig
 from torchmars.config.metrics import MetricsConfig
 from torchmars.config.model import ModelConfig
-from torchmars.config.optimizer import MARS_RULES, OptimizerConfig, ResolvedOptimizer
+from torchmars.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from torchmars.config.parallelism import ParallelismConfig
 from torchmars.config.profiler import ProfilerConfig
 from torchmars.config.run import RunConfig
 from torchmars.config.schedule import ScheduleConfig
 from torchmars.config.training import TrainingConfig
 from torchmars.config.validation import ValidationConfig
+from torchmars.optim.rules import variance_reduced
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Config:
         optimizer = self.optimizer.resolve()
         schedule = self.schedule.resolve(self.training.steps)
         require(
-            schedule.final_gamma is None or optimizer.name in MARS_RULES,
+            schedule.final_gamma is None or variance_reduced(optimizer.name),
             f'schedule.gamma has no meaning for optimizer.name = "{optimizer.name}": remove it',
         )
         require(

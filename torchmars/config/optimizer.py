@@ -1,31 +1,90 @@
-"""Which update rule, with which settings for which parameters."""
+"""Which update rule, with which settings for which parameters.
 
+The settings of rules are those that the rules declare (`optim.rules`).
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torchmars.config.fields import Amount, Clip, Mark, Positive, require
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
+from torchmars.optim.rules import RULES, variance_reduced
+from torchmars.optim.settings import Betas, Number, Setting
 
-Rule = Literal["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "lion", "muon"]
-MARS_RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
-# The fields that `complete_settings` takes and completes.
-RULE_SETTINGS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "gamma",
-    "clip",
-    "optimize_1d",
-    "lr_1d",
-    "betas_1d",
-    "weight_decay_1d",
-)
+if TYPE_CHECKING:
+    Rule = str
+else:
+    Rule = Literal[tuple(RULES)]
 GROUPS = ("matrix", "embedding", "head", "vector")
 
 
+def with_settings(*scopes: str) -> Callable[[type], type]:
+    """Return a decorator: it adds the rules' settings of `scopes` to a class, as optional fields.
+
+    They come after its first field.
+    """
+
+    def add(kind: type) -> type:
+        settings = {each.name: each for rule in RULES.values() for each in rule.settings}
+        settings = {name: each for name, each in settings.items() if each.scope in scopes}
+        for name, setting in settings.items():
+            text = setting_text(setting, with_defaults="optimizer" in scopes)
+            setattr(kind, name, field(default=None, metadata={"help": text}))
+        first, own = next(iter(kind.__annotations__)), kind.__annotations__
+        types = {name: value_type(setting) | None for name, setting in settings.items()}
+        kind.__annotations__ = {first: own[first]} | types | own
+        return kind
+
+    return add
+
+
+def value_type(setting: Setting) -> Any:
+    """Return the type of a setting in a config, where a clip of 0 is no clip."""
+    if isinstance(setting, Number):
+        return Clip if setting.positive and setting.optional else Amount
+    return tuple[float, float] if isinstance(setting, Betas) else bool
+
+
+def setting_text(setting: Setting, with_defaults: bool) -> str:
+    """Return what `--help` says of a setting: which rules have it, what it means, its defaults."""
+    defaults: dict[str, list[str]] = {}
+    for name, rule in RULES.items():
+        if setting.name in rule.defaults:
+            defaults.setdefault(shown_default(rule.defaults[setting.name]), []).append(name)
+    having = [name for name, rule in RULES.items() if setting.name in rule.defaults]
+    text = setting.meaning
+    if len(having) < len(RULES):
+        text = f"{listed(having)}: {text[0].lower()}{text[1:]}"
+    if not with_defaults:
+        return text
+    several = len(defaults) > 1
+    values = [
+        f"{value} for {listed(names)}" if several else value
+        for value, names in defaults.items()
+        if value  # else it is computed, as the meaning says
+    ]
+    return f"{text} Default: {'; '.join(values)}."
+
+
+def listed(rules: list[str]) -> str:
+    """Return names of rules, mars-* for those that reduce the variance if all are among them."""
+    mars = [name for name, rule in RULES.items() if rule.variance_reduced]
+    if set(mars) <= set(rules):
+        rules = ["mars-*", *(name for name in rules if name not in mars)]
+    return ", ".join(rules)
+
+
+def shown_default(value: Any) -> str:
+    """Return a default as the command line takes it, or nothing for one that is computed."""
+    if isinstance(value, tuple):
+        return " ".join(map(shown_default, value))
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
 @dataclass(frozen=True)
+@with_settings("both")
 class GroupConfig:
     """Settings of one group of parameters, in place of the optimizer's.
 
@@ -33,17 +92,7 @@ class GroupConfig:
     """
 
     rule: Rule | None = None
-    """Update rule: mars-adamw, mars-lion, mars-shampoo, mars-m, adamw, lion or muon."""
-    lr: Amount | None = None
-    """Learning rate. It follows the schedule in proportion."""
-    betas: tuple[float, float] | None = None
-    """Decay of the momentum and of the second moment."""
-    weight_decay: Amount | None = None
-    """Decoupled weight decay."""
-    gamma: Amount | None = None
-    """mars-*: strength of the variance reduction."""
-    clip: Clip | None = None
-    """mars-*: clip each tensor's corrected gradient to this norm. 0 switches it off."""
+    """Update rule."""
     split: Positive | None = None
     """Matrix rules: parts that a matrix is cut into by rows before it is orthogonalised. 3 for a
     fused QKV."""
@@ -58,6 +107,7 @@ class PatternConfig(GroupConfig):
 
 
 @dataclass(frozen=True)
+@with_settings("both", "optimizer")
 class OptimizerConfig:
     """Which update rule, with which settings.
 
@@ -68,23 +118,9 @@ class OptimizerConfig:
     """mars-adamw, mars-lion, mars-shampoo, mars-m: variance-reduced AdamW, Lion, Shampoo and Muon.
     adamw, lion, muon: the same without the reduction. A run prints at its start what embeddings
     and vectors get."""
-    lr: Annotated[float, Range(0, 1_000_000, open_low=True)] | None = None
-    """Peak learning rate of the matrices. Default: 6e-3 for mars-adamw, mars-m and muon, 2e-2 for
-    mars-shampoo (its embeddings get 0.3 of it), 6e-4 for mars-lion and adamw, 1e-4 for lion."""
-    betas: tuple[float, float] | None = None
-    """Momentum and second-moment decay. Default: 0.95 0.99 for mars-* and muon, 0.9 0.95 for
-    adamw, 0.9 0.99 for lion."""
-    eps: Amount | None = None
-    """Added to the root of the second moment. Default: 1e-8."""
-    weight_decay: Amount | None = None
-    """Decoupled weight decay. Default: 0.01 for mars-adamw and mars-shampoo, 0.5 for lion, 0.1 for
-    the others."""
-    gamma: Amount | None = None
-    """mars-*: strength of the variance reduction. Default: 0.025. 0.025 to 0.05 works best. For a
-    schedule see schedule.gamma."""
-    clip: Clip | None = None
-    """mars-*: clip each tensor's corrected gradient to this norm. Default: 1. 0 switches it off;
-    the rules other than mars-adamw then keep one buffer per parameter."""
+    lr: Annotated[float, Range(0, 1_000_000, open_low=True)] | None = (
+        None  # a run with 0 learns nothing
+    )
     mode: Annotated[Literal["approx", "exact"], Mark.IDENTITY] = "approx"
     """mars-*: which gradient corrects. approx: the last step's. exact: this batch's at the last
     weights, which costs a second forward and backward pass."""
@@ -99,17 +135,6 @@ class OptimizerConfig:
     another."""
     overlap: bool = True
     """Matrix rules: let the transfers of matrices overlap with the work on others."""
-    optimize_1d: bool | None = None
-    """mars-adamw, mars-lion, mars-shampoo: give vectors (norm weights, biases) MARS too, instead
-    of AdamW. Default: false."""
-    lr_1d: Amount | None = None
-    """The same three rules: learning rate of the vectors' AdamW. It follows the schedule in
-    proportion. Default: lr / 2, 3e-3 for mars-shampoo."""
-    betas_1d: tuple[float, float] | None = None
-    """mars-*, muon: betas of AdamW, for vectors and (mars-m, muon) embeddings. Default: 0.9
-    0.95."""
-    weight_decay_1d: Amount | None = None
-    """mars-adamw, mars-lion, mars-shampoo: weight decay of the vectors' AdamW. Default: 0.1."""
     matrix: GroupConfig = field(default_factory=GroupConfig)
     """Hidden matrices."""
     embedding: GroupConfig = field(default_factory=GroupConfig)
@@ -121,6 +146,11 @@ class OptimizerConfig:
     groups: list[PatternConfig] = field(default_factory=list)
     """[[optimizer.groups]] tables: parameters by name. The first pattern that matches claims them.
     In TOML only."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # the settings of rules
+            ...
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `param_groups` but the model."""
@@ -137,7 +167,8 @@ class OptimizerConfig:
 
     def rule_settings(self) -> dict[str, Any]:
         """Return the settings of the rule that are set."""
-        return {key: value for key, value in set_fields(self).items() if key in RULE_SETTINGS}
+        known = {name for rule in RULES.values() for name in rule.defaults}
+        return {key: value for key, value in set_fields(self).items() if key in known}
 
     def resolve(self) -> "ResolvedOptimizer":
         """Return the section with the rule's defaults filled in.
@@ -145,10 +176,10 @@ class OptimizerConfig:
         Raises `UserError` for a value or a setting that the rule cannot take.
         """
         # Here, since it imports torch, which takes seconds.
-        from torchmars.optim.param_groups import check_groups, complete_settings
+        from torchmars.optim.groups import check_groups, complete_settings
 
         require(
-            self.name in MARS_RULES or self.mode == "approx",
+            variance_reduced(self.name) or self.mode == "approx",
             f'optimizer.mode has no meaning for optimizer.name = "{self.name}"',
         )
         try:

@@ -102,8 +102,11 @@ def add_fields(group: "argparse._ActionsContainer", kind: type, prefix: str = ""
 
 
 def documentation(kind: type) -> dict[str, str]:
-    """Return the text below each field of a dataclass, and of those that it derives from."""
-    texts: dict[str, str] = {}
+    """Return the text below each field of a dataclass, and of those that it derives from.
+
+    A field that is not written down in the class has its text in its metadata, as "help".
+    """
+    texts = {each.name: each.metadata.get("help", "") for each in dataclasses.fields(kind)}
     for owner in reversed(kind.__mro__[:-1]):
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
         body = typing.cast(ast.ClassDef, tree.body[0]).body

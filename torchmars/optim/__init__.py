@@ -1,10 +1,28 @@
 """The MARS optimizers and what belongs to them.
 
-This package needs torch only, and is usable without the rest of torchmars.
+This package needs torch only, and is usable without the rest of torchmars. It imports torch when
+one of its names is first used: the config reads what rules declare (`optim.rules`) without.
 """
 
-from torchmars.optim.mars import MARS
-from torchmars.optim.param_groups import param_groups
-from torchmars.optim.schedules import between, lr_factor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchmars.optim.groups import param_groups
+    from torchmars.optim.mars import MARS
+    from torchmars.optim.schedules import between, lr_factor
 
 __all__ = ["MARS", "between", "lr_factor", "param_groups"]
+
+_FILES = {
+    "MARS": "mars",
+    "between": "schedules",
+    "lr_factor": "schedules",
+    "param_groups": "groups",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

@@ -1,6 +1,5 @@
 """Checks of what an optimizer is given: hyperparameters and parameters."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,64 +7,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import MatrixRule
+from torchmars.optim.rules import RULES, MatrixRule, group_settings
+from torchmars.optim.settings import Number, shown
 from torchmars.optim.tensors import local_part
 
-SETTINGS = (
-    *("rule", "lr", "betas", "eps", "weight_decay", "gamma", "gamma_next", "clip"),
-    *("flatten", "split"),
-)
-"""The settings of a group."""
+MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optional=True)
+
+
+def check_rule(value: Any, suffix: str = "") -> None:
+    """Raise `ValueError` unless `value` names a rule."""
+    if not (isinstance(value, str) and value in RULES):
+        raise ValueError(f"rule{suffix} must be one of {', '.join(RULES)}, got {shown(value)}")
 
 
 def check_group(group: Mapping[str, Any], number: int) -> None:
     """Raise `ValueError` for a setting of group `number` that is out of its range, naming it."""
-    check_hyperparameters(f" of group {number}", **{key: group[key] for key in SETTINGS})
-
-
-def check_hyperparameters(suffix: str = "", **values: Any) -> None:
-    """Raise `ValueError` for a hyperparameter out of its range, naming it (with `suffix`).
-
-    Known are rule, lr, eps (> 0), weight_decay, gamma, gamma_next (>= 0), betas (two numbers in
-    [0, 1)), clip and max_grad_norm (> 0 or None), flatten (a bool) and split (parts or their rows).
-    """
-    for name, value in values.items():
-        try:
-            good, wanted = _in_range(name, value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):  # not one number
-            good, wanted = False, "numbers" if name == "betas" else "a number"
-        if not good:
-            raise ValueError(f"{name}{suffix} must be {wanted}, got {shown(value)}")
-
-
-def shown(value: Any) -> str:
-    """Return a value as a line of a message can show it."""
-    return " ".join(str(value).split())[:80]
-
-
-def _in_range(name: str, value: Any) -> tuple[bool, str]:
-    """Return whether a hyperparameter is good, and what it should be."""
-    if name == "rule":
-        return isinstance(value, str) and value in RULES, f"one of {', '.join(RULES)}"
-    if name == "flatten":
-        return isinstance(value, bool), "true or false"
-    if name == "split":
-        parts = value if isinstance(value, tuple | list) and value else [value]
-        good = all(isinstance(each, int) and not isinstance(each, bool) for each in parts)
-        return good and min(parts) >= 1, "a whole number of at least 1, or several: rows"
-    if name == "betas":
-        return len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"
-    if value is None and name in ("clip", "max_grad_norm", "gamma_next"):
-        return True, ""
-    if isinstance(value, Tensor) and value.device.type != "cpu":  # nobody waits for it
-        return value.numel() == 1, "one number"
-    number = float(value + 0)  # a text is none
-    if name == "eps":
-        return number > 0, "more than 0"
-    if name in ("clip", "max_grad_norm"):
-        return number > 0, "more than 0, or None for no clip"
-    return 0 <= number < math.inf, "at least 0"
+    check_rule(group["rule"], f" of group {number}")
+    for name, setting in group_settings().items():
+        if name in group:
+            setting.check(group[name], f" of group {number}")
 
 
 def check_flags(exact: Any, overlap: Any, compile: Any, norm_group: Any) -> None:

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchmars.optim.matrices import MatrixShape, Unit
-from torchmars.optim.norms import MeshGroups, ranks_along, shard_axes
-from torchmars.optim.orthogonalize import orthogonalize
+from torchmars.optim.meshes import MeshGroups, mesh_place
+from torchmars.optim.orthogonalize import Orthogonalizer
 from torchmars.optim.owners import plan_buckets
-from torchmars.optim.pieces import Bucket, Piece, rank_bucket
+from torchmars.optim.pieces import Bucket, Piece, Slices, rank_bucket
 from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.same_plan import check_same_plan
+from torchmars.optim.tensors import local_part
 
 # Its name before torch 2.13 is the second one.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,118 +32,105 @@ OwnerLoads = dict[tuple[int, ...], dict[int, int]]
 
 
 class Matrices(Protocol):
-    """What an exchange reads its inputs from and writes its results to."""
+    """The matrices of a group that an exchange reads its inputs from and writes its results to."""
 
-    def read(self, traffic: "MatrixTraffic", piece: Piece) -> Tensor:
-        """Return the input [1, rows, cols] of a piece of this rank's shards."""
+    parameters: list[Tensor]
+    """Those that have a gradient."""
 
-    def write(self, traffic: "MatrixTraffic", piece: Piece, direction: Tensor) -> None:
-        """Take the result [1, rows, cols] of a piece of this rank's shards."""
+    def direction_input(self, number: int, shape: MatrixShape, place: Slices) -> Tensor:
+        """Return the input [1, rows, cols] for a place in the local shard of a parameter."""
+
+    def apply_direction(
+        self, number: int, shape: MatrixShape, piece: Piece, direction: Tensor
+    ) -> None:
+        """Take the result [1, rows, cols] of a piece of a parameter."""
+
+
+# For each parameter with a gradient its group, and its number there.
+Places = dict[Tensor, tuple[Matrices, int]]
 
 
 class MatrixTraffic:
     """The matrix parameters that lie alike on one mesh: their plan and their traffic.
 
-    They are sharded over the same axes. Plain tensors share a mesh of one rank: this one. Creating
-    an object is collective over the ranks of the mesh. `matrix_dtype` is what was asked for: "auto"
-    is resolved here, the same on every rank.
+    They are sharded over the same axes. Creating an object is collective over the ranks of the
+    mesh. `matrix_dtype` is what was asked for: "auto" is resolved here, the same on every rank.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         shapes: Sequence[MatrixShape],
+        orthogonalizer: Orthogonalizer,
         loads: OwnerLoads,
         groups: MeshGroups,
         matrix_dtype: str,
     ) -> None:
         self.parameters, self.shapes = parameters, shapes
-        first = parameters[0]
-        self.device = (first.to_local() if isinstance(first, DTensor) else first).device
-        mesh_shape: tuple[int, ...] = ()
-        coordinates: list[list[int]] = [[]]
-        ranks, self.replica, self.shard = [0], 0, 0
-        self.shard_group: dist.ProcessGroup | None = None
-        self.replica_group: dist.ProcessGroup | None = None
-        if isinstance(first, DTensor):
-            mesh = first.device_mesh
-            axes = (shard_axes(first) or (mesh, ()))[1]
-            others = tuple(axis for axis in range(mesh.ndim) if axis not in axes)
-            mesh_shape = tuple(mesh.shape)
-            grid = torch.tensor(ranks_along(mesh.mesh, axes))  # [replicas, shards]
-            me = grid.eq(dist.get_rank()).nonzero()[0]
-            self.replica, self.shard = int(me[0]), int(me[1])
-            self.shard_group = groups.over(mesh, axes) if grid.shape[1] > 1 else None
-            self.replica_group = groups.over(mesh, others) if grid.shape[0] > 1 else None
-            coordinates = [mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in grid[self.replica]]
-            ranks = grid.flatten().tolist()
-            for group, wanted in (
-                (self.shard_group, grid[self.replica]),
-                (self.replica_group, grid[:, self.shard]),
-            ):
-                if group is not None and dist.get_process_group_ranks(group) != wanted.tolist():
-                    raise ValueError("the ranks of a mesh must ascend along its axes")
-        self.shards, self.replicas = len(coordinates), len(ranks) // len(coordinates)
+        self.orthogonalize = orthogonalizer
+        self.device = local_part(parameters[0]).device
+        self.place = mesh_place(parameters[0], groups)
         placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
         # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
-        plan = plan_buckets(shapes, ranks, loads.setdefault(tuple(sorted(ranks)), {}))
-        self.buckets = [
-            rank_bucket(
-                assigned,
-                shapes,
-                placements,
-                mesh_shape,
-                coordinates,
-                self.replica,
-                self.shard,
-                self.replicas,
-            )
-            for assigned in plan
+        ranks = self.place.ranks
+        plan = plan_buckets(
+            shapes, orthogonalizer.flops, ranks, loads.setdefault(tuple(sorted(ranks)), {})
+        )
+        self.buckets = [rank_bucket(assigned, shapes, placements, self.place) for assigned in plan]
+        descriptions = [
+            f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, placed {placed}"
+            for shape, placed in zip(shapes, placements)
         ]
-        fast = check_same_plan(
-            [
-                f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, "
-                f"placed {placed}"
-                for shape, placed in zip(shapes, placements)
-            ],
+        native_bfloat16 = check_same_plan(
+            descriptions,
             plan,
             matrix_dtype,
             multiplies_bfloat16(self.device),
-            [group for group in (self.shard_group, self.replica_group) if group is not None],
+            self.place.groups,
             self.device,
         )
-        self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, fast)
+        self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, native_bfloat16)
         self.wire, self.product = wire_and_product(self.matrix_dtype)
 
     @property
     def travels(self) -> bool:
         """Whether anything is sent: not with one shard and one replica."""
-        return self.shards * self.replicas > 1
+        return len(self.place.ranks) > 1
 
-    def zeros(self, piece: Piece) -> Tensor:
-        """Return what a parameter without a gradient sends."""
-        return torch.zeros((), device=self.device).expand(
-            [part.stop - part.start for part in piece.local]
-        )
+    def read(self, piece: Piece, places: Places) -> Tensor:
+        """Return the input [1, rows, cols] of a piece: zeros where a matrix has no gradient."""
+        number = piece.unit.parameter
+        if self.parameters[number] not in places:
+            shape = [part.stop - part.start for part in piece.local]
+            return torch.zeros((), device=self.device).expand(shape)
+        matrices, place = places[self.parameters[number]]
+        return matrices.direction_input(place, self.shapes[number], piece.local)
 
-    def compute_here(self, bucket: Bucket, matrices: Matrices) -> None:
+    def write(self, piece: Piece, places: Places, direction: Tensor) -> None:
+        """Step along the direction [1, rows, cols] of a piece, where a matrix has a gradient."""
+        number = piece.unit.parameter
+        if self.parameters[number] in places:
+            matrices, place = places[self.parameters[number]]
+            matrices.apply_direction(place, self.shapes[number], piece, direction)
+
+    def compute_here(self, bucket: Bucket, places: Places) -> None:
         """Orthogonalise a bucket of matrices where they are: nothing travels."""
         pieces = {piece.unit: piece for piece in bucket.incoming[0]}
         for units in batches(bucket.owned):
             shape = len(units), units[0].rows, units[0].cols
             inputs = torch.empty(shape, dtype=self.wire, device=self.device)
             for unit, matrix in zip(units, inputs):
-                matrix.copy_(matrices.read(self, pieces[unit])[0])
-            for unit, matrix in zip(units, orthogonalize(inputs, self.product)):
-                matrices.write(self, pieces[unit], matrix[None])
+                matrix.copy_(self.read(pieces[unit], places)[0])
+            for unit, matrix in zip(units, self.orthogonalize(inputs, self.product)):
+                self.write(pieces[unit], places, matrix[None])
 
-    def send(self, bucket: Bucket, matrices: Matrices) -> "Transfer":
-        """Send this rank's pieces of the Newton–Schulz input to their owners."""
+    def send(self, bucket: Bucket, places: Places) -> "Transfer":
+        """Send this rank's pieces of what is orthogonalised to their owners."""
         pieces = [piece for pieces in bucket.outgoing for piece in pieces]
         sizes = [piece.numel for piece in pieces]
         packed = torch.empty(sum(sizes), dtype=self.wire, device=self.device)
         for part, piece in zip(packed.split(sizes), pieces):
-            values = matrices.read(self, piece)
+            values = self.read(piece, places)
             part.view(values.shape).copy_(values)
         return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
 
@@ -158,38 +146,38 @@ class MatrixTraffic:
                 for piece, part in parts[unit]:
                     place = matrix[piece.in_unit]
                     place.copy_(part.view(place.shape))
-            for unit, matrix in zip(units, orthogonalize(matrices, self.product)):
+            for unit, matrix in zip(units, self.orthogonalize(matrices, self.product)):
                 # What arrived has been read: its memory takes the result.
                 for piece, part in parts[unit]:
                     place = matrix[piece.in_unit]
                     part.view(place.shape).copy_(place)
         return self._all_to_all(arrived, bucket.incoming, bucket.outgoing)
 
-    def write_results(self, bucket: Bucket, returned: Tensor, matrices: Matrices) -> None:
+    def write_results(self, bucket: Bucket, returned: Tensor, places: Places) -> None:
         """Pass the results on to the other replicas; write this rank's pieces of all of them."""
         for values, pieces in zip(self._of_all_replicas(bucket, returned), bucket.by_replica):
             for part, piece in zip(values.split([piece.numel for piece in pieces]), pieces):
                 rows, cols = piece.local[1], piece.local[2]
                 direction = part.view(1, rows.stop - rows.start, cols.stop - cols.start)
-                matrices.write(self, piece, direction)
+                self.write(piece, places, direction)
 
     def _of_all_replicas(self, bucket: Bucket, returned: Tensor) -> list[Tensor]:
         """Return this rank's results from the owners in each replica; its own gave `returned`."""
-        if self.replica_group is None:
+        if self.place.replica_group is None:
             return [returned]
         counts = [sum(piece.numel for piece in pieces) for pieces in bucket.by_replica]
         longest = max(counts)
         padded = returned.new_zeros(longest)
         padded[: len(returned)] = returned
-        everyone = returned.new_empty(self.replicas * longest)
-        all_gather_single(everyone, padded, group=self.replica_group)
-        rows = everyone.view(self.replicas, longest).unbind()
+        everyone = returned.new_empty(self.place.replicas * longest)
+        all_gather_single(everyone, padded, group=self.place.replica_group)
+        rows = everyone.view(self.place.replicas, longest).unbind()
         return [row[:count] for row, count in zip(rows, counts)]
 
     def _all_to_all(
         self, packed: Tensor, outgoing: list[list[Piece]], incoming: list[list[Piece]]
     ) -> "Transfer":
-        if self.shard_group is None:
+        if self.place.shard_group is None:
             return Transfer(packed, None, packed)
         sent, received = (
             [sum(piece.numel for piece in pieces) for pieces in side]
@@ -197,7 +185,7 @@ class MatrixTraffic:
         )
         arriving = packed.new_empty(sum(received))
         work = dist.all_to_all_single(
-            arriving, packed, received, sent, group=self.shard_group, async_op=True
+            arriving, packed, received, sent, group=self.place.shard_group, async_op=True
         )
         return Transfer(arriving, work, packed)
 
@@ -237,9 +225,14 @@ class Exchange:
     """
 
     def __init__(
-        self, traffic: Sequence[MatrixTraffic], matrices: Matrices, *, overlap: bool
+        self, traffic: Sequence[MatrixTraffic], groups: Sequence[Matrices], *, overlap: bool
     ) -> None:
-        self.matrices, self.overlap = matrices, overlap
+        self.overlap = overlap
+        self.places: Places = {
+            parameter: (group, number)
+            for group in groups
+            for number, parameter in enumerate(group.parameters)
+        }
         self.here = [
             (each, bucket) for each in traffic if not each.travels for bucket in each.buckets
         ]
@@ -249,7 +242,7 @@ class Exchange:
     def start(self) -> None:
         """Compute what lies here whole, and send the first bucket of what does not."""
         for traffic, bucket in self.here:
-            traffic.compute_here(bucket, self.matrices)
+            traffic.compute_here(bucket, self.places)
         if self.jobs:
             self._first = self._send(0)
 
@@ -269,11 +262,11 @@ class Exchange:
 
     def _send(self, number: int) -> Transfer:
         traffic, bucket = self.jobs[number]
-        return self._started(traffic.send(bucket, self.matrices))
+        return self._started(traffic.send(bucket, self.places))
 
     def _write(self, number: int, transfer: Transfer) -> None:
         traffic, bucket = self.jobs[number]
-        traffic.write_results(bucket, transfer.wait(), self.matrices)
+        traffic.write_results(bucket, transfer.wait(), self.places)
 
     def _started(self, transfer: Transfer) -> Transfer:
         if not self.overlap:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.reduction import Reduction
-from torchmars.optim.rules.rule import GroupTensors, State
+from torchmars.optim.step import GroupTensors, State
 from torchmars.optim.tensors import flat, local_part
 
 
@@ -40,8 +40,8 @@ class LookAhead:
                 continue
             gradient = gradients[parameter]
             used = gradient * reduction.scale.to(gradient.dtype)
-            # Where one is broken none of them counts, since their norm is unknown.
-            flat(local_part(target)).copy_(torch.where(reduction.ok, used, math.nan))
+            # Where one is broken none of them is used, since their norm is unknown.
+            flat(local_part(target)).copy_(torch.where(reduction.applied, used, math.nan))
         self.taken = True
 
     def swap(self, state: Mapping[Tensor, State]) -> None:

@@ -8,6 +8,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,23 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.optim.checks import (
+    MAX_GRAD_NORM,
     check_flags,
     check_group,
-    check_hyperparameters,
     check_parameters,
+    check_rule,
     check_state_dtypes,
 )
+from torchmars.optim.groups import complete_group, warn_of_unreached, warn_of_unsorted
+from torchmars.optim.kernels import pays_to_compile
 from torchmars.optim.look_ahead import LookAhead
-from torchmars.optim.norms import MeshGroups
-from torchmars.optim.param_groups import complete_group, warn_of_unreached, warn_of_unsorted
-from torchmars.optim.passes import pays_to_compile
+from torchmars.optim.meshes import MeshGroups
 from torchmars.optim.plans import Plans
 from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, wire_and_product
-from torchmars.optim.reduction import Reduction, gather_gradients, reduce_gradients
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import MatrixRule
-from torchmars.optim.rules.rule import GroupTensors, State, StepFactors
+from torchmars.optim.reduction import reduce_gradients
+from torchmars.optim.rules import RULES, MatrixRule, group_settings
+from torchmars.optim.settings import CLIP, EPS, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
 from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state, unchanged
+from torchmars.optim.step import GroupTensors, StepFactors, gather_gradients
 from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report, squared_memories
 from torchmars.optim.tensors import local_part
 from torchmars.optim.update import update_groups
@@ -120,15 +122,15 @@ class MARS(torch.optim.Optimizer):
         params: Iterable[Any],
         lr: float | None = None,
         betas: tuple[float, float] | None = None,
-        eps: float = 1e-8,
+        eps: float = EPS.default,
         weight_decay: float = 0.0,
         *,
         rule: str = "mars-adamw",
-        gamma: float = 0.025,
-        gamma_next: float | None = None,
-        clip: float | None = 1.0,
-        flatten: bool = False,
-        split: int | tuple[int, ...] = 1,
+        gamma: float = GAMMA.default,
+        gamma_next: float | None = GAMMA_NEXT.default,
+        clip: float | None = CLIP.default,
+        flatten: bool = FLATTEN.default,
+        split: int | tuple[int, ...] = SPLIT.default,
         max_grad_norm: float | None = None,
         exact: bool = False,
         momentum_dtype: torch.dtype | None = None,
@@ -137,41 +139,45 @@ class MARS(torch.optim.Optimizer):
         overlap: bool = True,
         compile: bool | None = None,
         norm_group: dist.ProcessGroup | None = None,
+        **settings: Any,
     ) -> None:
-        check_hyperparameters(max_grad_norm=max_grad_norm, rule=rule)
+        for key in settings:
+            if key not in group_settings():
+                raise TypeError(f"MARS() got an unexpected keyword argument {key!r}")
+        MAX_GRAD_NORM.check(max_grad_norm)
+        check_rule(rule)
         check_state_dtypes(momentum_dtype, last_grad_dtype)
         check_flags(exact, overlap, compile, norm_group)
         self.max_grad_norm, self.exact = max_grad_norm, exact
-        self.momentum_dtype, self.last_grad_dtype = momentum_dtype, last_grad_dtype
+        self._new_state = partial(
+            new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype
+        )
         self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
         # Whichever "auto" becomes, what travels is the same.
-        self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, fast=True))
+        self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, True))
         self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype)
         self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
         self.compile = bool(compile)
-        # Whether the host waits for the verdict on a step, and leaves out an update that does not
-        # count: on CPUs, where it need not wait. Elsewhere each write of a kernel is conditional.
+        # Whether the host sees the verdict on a step, and leaves out a skipped update: on CPUs,
+        # where it need not wait. Elsewhere each write of a kernel is conditional.
         self.sees_verdict = False
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
         self.skipped = torch.zeros(3, dtype=torch.int64)
         self._telemetry: list[GroupTelemetry] = []  # of the last step
-        own = {key: value for key, value in (("lr", lr), ("betas", betas)) if value is not None}
-        # What follows from each group's rule.
-        self._by_rule = [key for key in ("lr", "betas") if key not in own]
         params = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor
-        defaults = {key: RULES[rule].defaults[key] for key in ("lr", "betas")} | own
-        defaults |= dict(eps=eps, weight_decay=weight_decay, rule=rule, gamma=gamma)
-        defaults |= dict(gamma_next=gamma_next, clip=clip, flatten=flatten, split=split)
-        super().__init__(params, defaults)
+        settings |= dict(eps=eps, weight_decay=weight_decay, gamma=gamma, gamma_next=gamma_next)
+        settings |= dict(rule=rule, clip=clip, flatten=flatten, split=split)
+        settings |= {key: each for key, each in (("lr", lr), ("betas", betas)) if each is not None}
+        self._given = list(settings)  # what else a group has follows from its rule
+        usual = {key: each.default for key, each in inspect.signature(MARS).parameters.items()}
+        super().__init__(
+            params,
+            {key: RULES[rule].defaults[key] for key in ("lr", "betas")} | settings,
+        )
         self._settle()
-        usual = inspect.signature(MARS).parameters
-        passed = {
-            key: value
-            for key, value in defaults.items()
-            if key not in self._by_rule and value != usual[key].default
-        }
+        passed = {key: each for key, each in settings.items() if each != usual.get(key)}
         warn_of_unreached(params, passed, stacklevel=3)
         if isinstance(RULES[rule], MatrixRule):
             warn_of_unsorted(self.param_groups, params, rule, stacklevel=3)
@@ -184,7 +190,7 @@ class MARS(torch.optim.Optimizer):
         """
         if isinstance(param_group, dict):  # otherwise torch raises a TypeError
             param_group = complete_group(
-                param_group, self.defaults, self._by_rule, len(self.param_groups)
+                param_group, self.defaults, self._given, len(self.param_groups)
             )
         self._follow()
         super().add_param_group(param_group)
@@ -199,9 +205,6 @@ class MARS(torch.optim.Optimizer):
         self.state.update(state)
         if self.exact:
             self.ahead.add(state)
-
-    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> State:
-        return new_state(parameter, group, self.exact, self.momentum_dtype, self.last_grad_dtype)
 
     def _settle(self) -> None:
         """Choose what depends on the device and the size of the parameters."""
@@ -286,9 +289,10 @@ class MARS(torch.optim.Optimizer):
         """
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
-        self._follow()
-        groups = self._gather()
-        reduction = self._reduce(groups, with_last=False)
+        groups = self._groups()
+        reduction = reduce_gradients(
+            groups, self.plans, self.max_grad_norm, self.compile, with_last=False
+        )
         self.ahead.take(groups, reduction)
 
     @torch.no_grad()
@@ -324,18 +328,18 @@ class MARS(torch.optim.Optimizer):
         if self.exact and not self.ahead.taken:
             raise RuntimeError("exact mode needs look_ahead() before each step()")
 
-        self._follow()
-        groups = self._gather()
-        reduction = self._reduce(groups, with_last=True)
+        groups = self._groups()
+        reduction = reduce_gradients(groups, self.plans, self.max_grad_norm, self.compile)
         self.grad_norm = reduction.norm
         updates = [(group, reduction.factors(group, self.exact, self.compile)) for group in groups]
-        if not self.sees_verdict or reduction.ok:
+        if not self.sees_verdict or reduction.applied:
             update_groups(updates, self.plans, overlap=self.overlap)
-        self._finish(reduction.ok, updates)
+        self._finish(reduction.applied, updates)
         return loss
 
-    def _gather(self) -> list[GroupTensors]:
+    def _groups(self) -> list[GroupTensors]:
         """Return the tensors of a step. Refuse, before anything is written, what it cannot take."""
+        self._follow()
         if self.plans.device.type == "meta":
             raise ValueError(
                 "the parameters are on the meta device: make the optimizer after to_empty(), which "
@@ -347,16 +351,13 @@ class MARS(torch.optim.Optimizer):
                 raise ValueError(f"rule of group {number} was {rule!r} and cannot change")
         return gather_gradients(self.param_groups, self.state, self._wire)
 
-    def _reduce(self, groups: list[GroupTensors], with_last: bool) -> Reduction:
-        return reduce_gradients(groups, self.plans, self.max_grad_norm, with_last, self.compile)
-
-    def _finish(self, ok: Tensor, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
+    def _finish(self, applied: Tensor, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
         """Count the step, and in exact mode make the look-ahead the last gradient."""
         for group, _ in updates:
             if not group.rule.counts_steps:
-                torch._foreach_add_(group.steps, [ok.float()] * len(group.steps))
+                group.count_step(applied)
         self.ahead.swap(self.state)
-        self.skipped = count_skipped(self.skipped, ok)
+        self.skipped = count_skipped(self.skipped, applied)
         self._telemetry = [GroupTelemetry.of(group, factors) for group, factors in updates]
 
     def telemetry(self) -> dict[str, float]:

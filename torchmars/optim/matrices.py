@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
-from torchmars.optim.orthogonalize import newton_schulz_flops
-
 Interval = tuple[int, int]
 # The part [batch, rows, cols] of a matrix parameter that a rank has.
 Block = tuple[Interval, Interval, Interval]
@@ -129,11 +127,6 @@ class Unit:
     row: int
     rows: int
     cols: int
-
-    @property
-    def flops(self) -> int:
-        """The floating-point operations of orthogonalising it."""
-        return newton_schulz_flops(self.rows, self.cols)
 
     def overlap(self, block: Block) -> Block | None:
         """Return the part of `block` that belongs to this unit, or None.

@@ -1,15 +1,13 @@
 """Norms of what lies on many ranks: of a tensor in shards, and of a model in parts and copies."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-MeshAxes = tuple[DeviceMesh, tuple[int, ...]]  # a mesh, and some of its axes
+from torchmars.optim.meshes import MeshAxes, MeshGroups, layout_key, shard_axes
 
 
 class ShardSum:
@@ -21,7 +19,7 @@ class ShardSum:
     same order.
     """
 
-    def __init__(self, groups: "MeshGroups") -> None:
+    def __init__(self, groups: MeshGroups) -> None:
         self._mesh_groups = groups
         self.groups: dict[MeshAxes, dist.ProcessGroup] = {}
         self.axes: list[MeshAxes | None] = []
@@ -49,16 +47,16 @@ class ShardSum:
         return whole
 
 
-class Agreement:
+class ModelTotals:
     """Makes numbers of a rank's parameters those of the whole model, the same on every rank.
 
-    Copies give the same numbers, unless one of them is broken: the largest number counts, and one
+    Copies give the same numbers, unless one of them is broken: the largest number is taken, and one
     that is not finite is larger than all others. That takes one all-reduce for each mesh, over the
     axes along which copies lie. Ranks of `norm_group` have different parts of the model: their
     numbers are summed, in one more all-reduce.
     """
 
-    def __init__(self, groups: "MeshGroups", norm_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, groups: MeshGroups, norm_group: dist.ProcessGroup | None) -> None:
         self.norm_group = norm_group
         self.copies: list[dist.ProcessGroup] = []
         self._mesh_groups = groups
@@ -105,56 +103,3 @@ class Agreement:
 
         names = dict.fromkeys(name for each in everyone for name in each)
         return {name: [sum(each) for each in zip(*rows(name))] for name in names}
-
-
-def shard_axes(parameter: Tensor) -> MeshAxes | None:
-    """Return the mesh axes over which a DTensor's shards lie.
-
-    None if every rank has the whole tensor.
-    """
-    if not isinstance(parameter, DTensor):
-        return None
-    mesh = parameter.device_mesh
-    axes = tuple(
-        axis
-        for axis, placement in enumerate(parameter.placements)
-        if not placement.is_replicate() and mesh.size(axis) > 1
-    )
-    return (mesh, axes) if axes else None
-
-
-def layout_key(parameter: Tensor) -> MeshAxes | None:
-    """Return what is equal for parameters that lie alike on the same mesh; None for plain ones."""
-    if not isinstance(parameter, DTensor):
-        return None
-    return parameter.device_mesh, (shard_axes(parameter) or (None, ()))[1]
-
-
-def ranks_along(ranks: Tensor, axes: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of a mesh in rows: those of a row differ along `axes` only.
-
-    `ranks` is the mesh as a tensor with a dim for each axis, as `DeviceMesh.mesh`.
-    """
-    others = [axis for axis in range(ranks.ndim) if axis not in axes]
-    size = math.prod(ranks.shape[axis] for axis in axes)
-    return ranks.permute(*others, *axes).reshape(-1, size).tolist()
-
-
-class MeshGroups:
-    """Process groups over sets of mesh axes, each made once.
-
-    Making one is collective over its ranks.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[MeshAxes, dist.ProcessGroup] = {}
-
-    def over(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one in the mesh `axes` only."""
-        if len(axes) == 1:
-            return mesh.get_group(axes[0])
-        if (mesh, axes) not in self._made:
-            mine = next(row for row in ranks_along(mesh.mesh, axes) if dist.get_rank() in row)
-            # Among its own ranks only: the mesh may be a part of the world.
-            self._made[mesh, axes] = dist.new_group(mine, use_local_synchronization=True)
-        return self._made[mesh, axes]

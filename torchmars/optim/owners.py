@@ -7,7 +7,7 @@ follows from shapes, meshes and placements alone, so every rank makes the same o
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchmars.optim.matrices import MatrixShape, Unit, units_of
 
@@ -17,20 +17,27 @@ BUCKET_ELEMENTS = 2**26
 
 
 def plan_buckets(
-    shapes: Sequence[MatrixShape], ranks: Sequence[int], loads: dict[int, int]
+    shapes: Sequence[MatrixShape],
+    flops: Callable[[int, int], int],
+    ranks: Sequence[int],
+    loads: dict[int, int],
 ) -> list[list[tuple[Unit, int]]]:
     """Return units with their owners, bucket by bucket. Owners are indices into `ranks`.
 
     Parameters go into buckets by falling cost, so that equal shapes lie in one. The units of a
     bucket go to ranks, the most costly first, each to the rank with the least work so far ("longest
-    processing time", Graham 1969). `loads` is the work of each global rank in FLOPs. It is carried
-    on from bucket to bucket, and updated.
+    processing time", Graham 1969). `flops` is the cost of a matrix [rows, cols]. `loads` is the
+    work of each global rank in FLOPs. It is carried on from bucket to bucket, and updated.
     """
+
+    def cost(unit: Unit) -> int:
+        return flops(unit.rows, unit.cols)
+
     units = [units_of(number, shape) for number, shape in enumerate(shapes)]
     order = sorted(
         range(len(shapes)),
         key=lambda number: (
-            -sum(unit.flops for unit in units[number]),
+            -sum(map(cost, units[number])),
             shapes[number].shape,
             number,
         ),
@@ -49,10 +56,10 @@ def plan_buckets(
     heap = [(loads.get(rank, 0), owner) for owner, rank in enumerate(ranks)]
     heapq.heapify(heap)
     for bucket in buckets:
-        for place in sorted(range(len(bucket)), key=lambda place: -bucket[place][0].flops):
+        for place in sorted(range(len(bucket)), key=lambda place: -cost(bucket[place][0])):
             unit = bucket[place][0]
             load, owner = heapq.heappop(heap)
             bucket[place] = unit, owner
-            heapq.heappush(heap, (load + unit.flops, owner))
+            heapq.heappush(heap, (load + cost(unit), owner))
     loads |= {ranks[owner]: load for load, owner in heap}
     return buckets

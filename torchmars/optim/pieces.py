@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor.placement_types import Placement
 
 from torchmars.optim.matrices import Block, MatrixShape, Unit
+from torchmars.optim.meshes import MeshPlace
 
 Slices = tuple[slice, slice, slice]  # of a rank's part of a parameter, seen as [batch, rows, cols]
 
@@ -54,20 +55,16 @@ def rank_bucket(
     assigned: Sequence[tuple[Unit, int]],
     shapes: Sequence[MatrixShape],
     placements: Sequence[Sequence[Placement]],
-    mesh_shape: Sequence[int],
-    coordinates: Sequence[Sequence[int]],
-    replica: int,
-    shard: int,
-    replicas: int,
+    place: MeshPlace,
 ) -> Bucket:
-    """Return what rank `shard` of replica `replica` does for a bucket of units and their owners.
+    """Return what the rank at `place` does for a bucket of units and their owners.
 
-    `coordinates` are those of the ranks of its replica. The time is linear in the bucket's units,
-    and in the rank's own units times the ranks.
+    The time is linear in the bucket's units, and in the rank's own units times the ranks.
     """
-    shards = len(coordinates)
+    shards, replicas = place.shards, place.replicas
+    mesh_shape, own = place.mesh_shape, place.coordinates[place.shard]
     own_blocks = {
-        number: shapes[number].block(mesh_shape, placements[number], coordinates[shard])
+        number: shapes[number].block(mesh_shape, placements[number], own)
         for number in {unit.parameter for unit, _ in assigned}
     }
     bucket = Bucket([], [[] for _ in range(shards)], [], [])
@@ -77,15 +74,15 @@ def rank_bucket(
         piece = piece_of(unit, own_blocks[unit.parameter])
         if piece is not None:
             pieces[owner // shards][owner % shards].append(piece)
-        if (owner // shards, owner % shards) == (replica, shard):
+        if (owner // shards, owner % shards) == (place.replica, place.shard):
             bucket.owned.append(unit)
-            for source, coordinate in enumerate(coordinates):
+            for source, coordinate in enumerate(place.coordinates):
                 block = shapes[unit.parameter].block(
                     mesh_shape, placements[unit.parameter], coordinate
                 )
                 theirs = piece_of(unit, block)
                 if theirs is not None:
                     bucket.incoming[source].append(theirs)
-    bucket.outgoing = pieces[replica]
+    bucket.outgoing = pieces[place.replica]
     bucket.by_replica = [[piece for owned in by_owner for piece in owned] for by_owner in pieces]
     return bucket

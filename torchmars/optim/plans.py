@@ -12,9 +12,10 @@ from torch import Tensor
 
 from torchmars.optim.exchange import MatrixTraffic, OwnerLoads
 from torchmars.optim.matrices import MatrixShape
-from torchmars.optim.norms import Agreement, MeshAxes, MeshGroups, ShardSum, layout_key
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import MatrixRule
+from torchmars.optim.meshes import MeshAxes, MeshGroups, layout_key
+from torchmars.optim.norms import ModelTotals, ShardSum
+from torchmars.optim.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.state import Known, known_parameters
 from torchmars.optim.tensors import local_part
 
@@ -34,7 +35,7 @@ class Plans:
     ) -> None:
         self.mesh_groups, self.matrix_dtype = mesh_groups, matrix_dtype
         self.shard_sum = ShardSum(mesh_groups)
-        self.agreement = Agreement(mesh_groups, norm_group)
+        self.totals = ModelTotals(mesh_groups, norm_group)
         self.parameters: list[Tensor] = []
         """All parameters, in the order of the step's reductions."""
         self.traffic: list[MatrixTraffic] = []
@@ -47,7 +48,7 @@ class Plans:
 
     def without_groups(self) -> "Plans":
         """Return plans with the same settings and process groups, to which no group was added."""
-        norm_group = self.agreement.norm_group
+        norm_group = self.totals.norm_group
         return Plans(self.mesh_groups, norm_group, self.matrix_dtype)
 
     def add(self, group: dict[str, Any]) -> None:
@@ -57,7 +58,8 @@ class Plans:
         """
         loads = {ranks: dict(each) for ranks, each in self.owner_loads.items()}
         traffic = []
-        if isinstance(RULES[group["rule"]], MatrixRule):
+        rule = RULES[group["rule"]]
+        if isinstance(rule, MatrixRule):
             alike: dict[MeshAxes | None, list[Tensor]] = {}
             for parameter in group["params"]:
                 alike.setdefault(layout_key(parameter), []).append(parameter)
@@ -67,12 +69,19 @@ class Plans:
                     for p in parameters
                 ]
                 traffic.append(
-                    MatrixTraffic(parameters, shapes, loads, self.mesh_groups, self.matrix_dtype)
+                    MatrixTraffic(
+                        parameters,
+                        shapes,
+                        ORTHOGONALIZERS[rule.orthogonalizer],
+                        loads,
+                        self.mesh_groups,
+                        self.matrix_dtype,
+                    )
                 )
         for parameter in group["params"]:
             self.parameters.append(parameter)
             self.shard_sum.add(parameter)
-        self.agreement.cover(self.parameters)
+        self.totals.cover(self.parameters)
         self.traffic += traffic
         self.owner_loads = loads
         self.known += known_parameters([group])

@@ -33,9 +33,9 @@ def matrix_dtype_name(value: str | torch.dtype) -> str:
     return name
 
 
-def resolve_matrix_dtype(name: str, fast: bool) -> str:
-    """Return `name`, or for "auto" what suits devices that multiply bfloat16 fast, or do not."""
-    return name if name != "auto" else "bfloat16" if fast else "mixed"
+def resolve_matrix_dtype(name: str, native_bfloat16: bool) -> str:
+    """Return `name`, or for "auto" what suits devices that multiply bfloat16 natively, or not."""
+    return name if name != "auto" else "bfloat16" if native_bfloat16 else "mixed"
 
 
 def wire_and_product(name: str) -> tuple[torch.dtype, torch.dtype]:

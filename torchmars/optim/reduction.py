@@ -1,44 +1,15 @@
-"""The sums of a step over all ranks, and what follows: the global clip, and whether it counts."""
+"""The sums of a step over all ranks: the global clip, each tensor's clip, whether it is applied."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.optim.passes import (
-    inner_products,
-    pays_to_keep_apart,
-    run_pass,
-    squared_norms,
-)
+from torchmars.optim.kernels import inner_products, pays_to_keep_apart, run_kernel, squared_norms
 from torchmars.optim.plans import Plans
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.rule import GroupTensors, State, StepFactors
-
-
-def gather_gradients(
-    param_groups: Sequence[dict[str, Any]],
-    state: Mapping[Tensor, State],
-    wire: torch.dtype,
-) -> list[GroupTensors]:
-    """Return the tensors of the parameters that have a gradient: of each group, by kind.
-
-    Those of a kind have one dtype, gradients of one dtype, and state of the same names. `wire` is
-    the dtype in which matrices travel.
-    """
-    result = []
-    for group in param_groups:
-        kinds: dict[Any, list[Tensor]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                kind = parameter.dtype, parameter.grad.dtype, *state[parameter]
-                kinds.setdefault(kind, []).append(parameter)
-        for parameters in kinds.values():
-            states = [state[parameter] for parameter in parameters]
-            result.append(GroupTensors(RULES[group["rule"]], group, parameters, states, wire))
-    return result
+from torchmars.optim.step import GroupCorrections, GroupTensors, StepFactors
 
 
 @dataclass(frozen=True)
@@ -51,53 +22,72 @@ class Reduction:
     """Whether there is a global clip."""
     scale: Tensor
     """The factor of the global clip, 0-d."""
-    ok: Tensor
-    """Whether the step counts, 0-d bool: no gradient is broken or too large to compute with."""
+    applied: Tensor
+    """Whether the step is applied, 0-d bool: no gradient is broken or too large to compute with."""
     products: Mapping[Tensor, Tensor]
     """<g, g>, <g, h> and <h, h> of each parameter, [3]; <g, g>, 0, 0 where h was not read."""
 
     def factors(self, group: GroupTensors, exact: bool, compile: bool) -> StepFactors:
         """Return what the sums make of `group`. `exact` and `compile` are those of `MARS`."""
-        counts = torch.stack(group.steps).double()
-        momenta = group.buffers.get("exp_avg", [])
-        apart = compile and any(map(pays_to_keep_apart, group.last_grads[:1], momenta))
-        products, corrections = group.corrections(self.scale, _of(group, self.products), counts)
+        steps_made = torch.stack(group.steps).double()
+        products = _of(group, self.products)
+        corrections, apart = None, False
+        if group.last_grads:
+            apart = compile and pays_to_keep_apart(group.last_grads[0], group.momenta[0])
+            products, corrections = self._corrections(group, products, steps_made)
         return StepFactors(
-            ok=self.ok,
+            applied=self.applied,
             scale=self.scale.to(group.dtype),
             globally_clipped=self.clips,
             products=products,
-            counts=counts,
+            steps_made=steps_made,
             corrections=corrections,
             keep_gradient=not (exact or apart),
             keep_apart=apart and not exact,
             compile=compile,
         )
 
+    def _corrections(
+        self, group: GroupTensors, products: Tensor, steps_made: Tensor
+    ) -> tuple[Tensor, GroupCorrections]:
+        """Return the usable products [n, 3] of the tensors of `group`, and their corrections."""
+        gg, _, hh = products.unbind(-1)
+        # Not finite, or too large: there is no correction then, as in a first step.
+        unusable = ~(hh.sqrt() <= group.largest_norm)
+        products = torch.where(unusable[:, None], F.pad(gg[:, None], (0, 2)), products)
+        kappa = torch.where(unusable, 0.0, (steps_made != 0).double() * group.kappa)
+        clip = torch.ones_like(kappa)
+        if group.settings["clip"] is not None:
+            norms = corrected_squared_norms(products, self.scale, kappa).sqrt()
+            clip = (group.settings["clip"] / norms).clamp(max=1.0)
+        return products, GroupCorrections(kappa.to(group.dtype), clip.to(group.dtype), unusable)
+
 
 def reduce_gradients(
     groups: Sequence[GroupTensors],
     plans: Plans,
     max_grad_norm: float | None,
-    with_last: bool,
     compile: bool,
+    *,
+    with_last: bool = True,
 ) -> Reduction:
-    """Make the first pass and its sums. Collective over the ranks of the model.
+    """Read all gradients, and sum over the ranks of the model. Collective over them.
 
     `with_last`: also take the products with the last gradients.
     """
     products = _sum_products(groups, plans, with_last, compile)
     total = torch.stack(list(products.values())).sum(0)[0]
-    strains = [group.overflow_ratio(_of(group, products)) for group in groups]
+    # The largest gradient, over the largest that can be computed with.
+    strains = [_of(group, products)[:, 0].sqrt().max() / group.largest_norm for group in groups]
     strain = torch.stack([torch.zeros_like(total), *strains]).max()
-    total, strain = plans.agreement.settle(torch.stack([total, strain])).unbind()
+    total, strain = plans.totals.settle(torch.stack([total, strain])).unbind()
     norm = total.sqrt()
     scale, finite = torch.ones_like(norm), torch.isfinite(norm)
     if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
         scale = torch.where(finite, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     # A scale that float32 has no full digits for would not bring gradients to the norm.
-    ok = finite & (scale * strain <= 1) & (scale >= torch.finfo(torch.float32).tiny)
-    return Reduction(norm, max_grad_norm is not None, scale, ok, products)
+    applied = finite & (scale * strain <= 1) & (scale >= torch.finfo(torch.float32).tiny)
+    return Reduction(norm, max_grad_norm is not None, scale, applied, products)
 
 
 def _sum_products(
@@ -112,10 +102,10 @@ def _sum_products(
         no_factors = [None] * len(group.grads)
         if with_last and group.last_grads:
             pairs = list(zip(group.grads, group.last_grads))
-            values = run_pass(inner_products, pairs, no_factors, compile)
+            values = run_kernel(inner_products, pairs, no_factors, compile)
         else:
             singles = [(gradient,) for gradient in group.grads]
-            values = run_pass(squared_norms, singles, no_factors, compile)
+            values = run_kernel(squared_norms, singles, no_factors, compile)
         partial |= zip(group.parameters, values)
     without = torch.zeros(3, dtype=torch.float64, device=plans.device)
     places = enumerate(plans.parameters)
@@ -126,3 +116,16 @@ def _sum_products(
 def _of(group: GroupTensors, products: Mapping[Tensor, Tensor]) -> Tensor:
     """Return the products [n, 3] of the parameters of `group`."""
     return torch.stack([products[parameter] for parameter in group.parameters])
+
+
+def corrected_squared_norms(products: Tensor, scale: Tensor, kappa: Tensor) -> Tensor:
+    """Return ||c||^2 for c = s g + kappa (s g - h).
+
+    c is never made for it: its 2-norm follows from three inner products, and no other norm does.
+
+    `products` [n, 3] are those of `kernels.inner_products`, `scale` is s, `kappa` is [n].
+    """
+    gg, gh, hh = products.unbind(-1)
+    return (
+        ((1 + kappa) * scale) ** 2 * gg - 2 * kappa * (1 + kappa) * scale * gh + kappa**2 * hh
+    ).clamp(min=0.0)

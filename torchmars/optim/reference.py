@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchmars.optim.orthogonalize import orthogonalize
+from torchmars.optim.orthogonalize import ORTHOGONALIZERS
 
 State = dict[str, Tensor]
 Betas = tuple[float, float]
@@ -203,8 +203,8 @@ def _adamw_step(
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return the matrix with its singular values mapped near 1 (see `orthogonalize`)."""
-    return orthogonalize(matrix[None])[0]
+    """Return the matrix with its singular values mapped near 1 (see `NewtonSchulz`)."""
+    return ORTHOGONALIZERS["newton-schulz"](matrix[None])[0]
 
 
 def descend(x: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:

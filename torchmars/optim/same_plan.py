@@ -12,23 +12,23 @@ def check_same_plan(
     descriptions: list[str],
     plan: object,
     matrix_dtype: str,
-    fast: bool,
+    native_bfloat16: bool,
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
 ) -> bool:
-    """Return whether all ranks of `groups` are `fast`.
+    """Return whether all ranks of `groups` have `native_bfloat16`.
 
     `descriptions` are those of this rank's matrices, in order; `groups` are those of a mesh's
     shards and replicas. Raises `RuntimeError`, on all ranks, if they planned differently, and
     `ValueError` likewise where they were given another `matrix_dtype`. Collective over `groups`.
     """
     if not groups:
-        return fast
+        return native_bfloat16
     same = [fingerprint(repr((descriptions, plan))), fingerprint(matrix_dtype)]
-    values = torch.tensor([*same, *(-value for value in same), fast], device=device)
+    values = torch.tensor([*same, *(-value for value in same), native_bfloat16], device=device)
     for group in groups:  # of shards, then of replicas: all ranks of the mesh know, none waits
         dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
-    plan_low, dtype_low, plan_high, dtype_high, all_fast = values.tolist()
+    plan_low, dtype_low, plan_high, dtype_high, everywhere = values.tolist()
     if plan_low != -plan_high:
         raise RuntimeError(
             "the ranks do not hold the same parameters in the same order: "
@@ -36,7 +36,7 @@ def check_same_plan(
         )
     if dtype_low != -dtype_high:
         raise ValueError("matrix_dtype must be the same on all ranks, they were given several")
-    return bool(all_fast)
+    return bool(everywhere)
 
 
 def fingerprint(text: str) -> int:

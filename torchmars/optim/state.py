@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torchmars.optim.checks import check_group, parameter_name, shown
-from torchmars.optim.rules import DROPPED, RULES, current_name, state_fits, unscaling
-from torchmars.optim.rules.rule import MOMENTA, State
+from torchmars.optim.checks import check_group, parameter_name
+from torchmars.optim.rules import RULES, state_fits
+from torchmars.optim.settings import shown
+from torchmars.optim.step import State
 from torchmars.optim.tensors import local_intervals, local_part
 
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
@@ -73,9 +74,10 @@ def new_state(
     """
     # The count lies beside the parameter: kernels read it there, and the host never needs it.
     device = local_part(parameter).device
-    dtypes = dict.fromkeys(MOMENTA, momentum_dtype) | {"last_grad": last_grad_dtype}
+    names = RULES[group["rule"]].buffers(group["clip"], exact)
+    dtypes = {names[0]: momentum_dtype, "last_grad": last_grad_dtype}
     state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-    for name in RULES[group["rule"]].buffers(group["clip"], exact):
+    for name in names:
         state[name] = torch.zeros_like(parameter, dtype=dtypes.get(name)).detach()
     return state
 
@@ -229,7 +231,7 @@ def check_loaded(
             fresh = loaded.state[parameter] = new_state(parameter, ours)
             # torch's AdamW has no state for what had no gradient yet.
             if entries or "rule" in theirs:
-                current = _current(entries, theirs, ours["rule"], fresh, name)
+                current = _checked_state(entries, theirs, ours["rule"], fresh, name)
                 if "last_grad" in fresh.keys() - current.keys():
                     loaded.without_last_grad.append(parameter)
                 for each in fresh.keys() & current.keys():
@@ -256,21 +258,13 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
     return merged | {"params": theirs["params"]}
 
 
-def _current(
+def _checked_state(
     entries: dict[str, Any], theirs: dict[str, Any], rule: str, wanted: State, name: str
 ) -> State:
-    """Return a parameter's saved state by today's names. Raises where it is not `wanted`."""
+    """Return a parameter's saved state, as tensors. Raises where it is not `wanted`."""
     saved_rule = theirs.get("rule", "adamw")
-    current = {}
-    for key, value in entries.items():
-        if key in DROPPED:
-            continue
-        value = _tensor(value, f"{name}: {key}")
-        if current_name(saved_rule, key) != key:
-            value = value * unscaling(saved_rule, theirs["betas"])
-        current[current_name(saved_rule, key)] = value
-    odd = current.keys() - wanted.keys()
-    if odd or not state_fits(rule, wanted, saved_rule, current):
+    current = {key: _tensor(value, f"{name}: {key}") for key, value in entries.items()}
+    if current.keys() - wanted.keys() or not state_fits(rule, wanted, saved_rule, current):
         raise ValueError(
             f"{name} has the state {', '.join(sorted(entries)) or 'none'} in the "
             f"state_dict, {rule} needs {', '.join(sorted(wanted))}"

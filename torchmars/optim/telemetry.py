@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import RULES
-from torchmars.optim.rules.correction import GroupCorrections
-from torchmars.optim.rules.rule import GroupTensors, State, StepFactors
+from torchmars.optim.settings import Settings
+from torchmars.optim.step import GroupCorrections, GroupTensors, State, StepFactors
+from torchmars.optim.tensors import local_part
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,32 @@ class GroupTelemetry:
 
 
 def squared_memories(
-    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State], plans: Plans
+    param_groups: Sequence[Settings], state: Mapping[Tensor, State], plans: Plans
 ) -> dict[Tensor, Tensor]:
     """Return the squared size of what earlier gradients left in each parameter's state.
 
     Collective over the ranks that share a parameter.
     """
     of_parts = [
-        RULES[group["rule"]].squared_memory(state[parameter], 1 - group["betas"][0])
+        _squared_memory(state[parameter], RULES[group["rule"]].momentum_scale(group))
         for group in param_groups
         for parameter in group["params"]
     ]
     sums = plans.shard_sum.sum(dict(enumerate(of_parts)))
     return dict(zip(plans.parameters, sums.values()))
+
+
+def _squared_memory(state: State, momentum_scale: float) -> Tensor:
+    """Return the squared size of what a tensor's shard remembers, 0-d in float64.
+
+    It is the sum of the second moment, or without one the squared norm of the momentum as an
+    average: times `Rule.momentum_scale`.
+    """
+    if "exp_avg_sq" in state:
+        return local_part(state["exp_avg_sq"]).sum(dtype=torch.float64)
+    momentum = next(value for name, value in state.items() if name != "step")
+    norm = torch.linalg.vector_norm(local_part(momentum), dtype=torch.float64)
+    return (momentum_scale * norm).square()
 
 
 def report(
@@ -94,7 +107,7 @@ def report(
         sums[group.role] = sums[group.role] + of_group if group.role in sums else of_group
     first, *rows = torch.stack([F.pad(of_all, (0, 6)), *sums.values()]).tolist()
     numbers = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), first))
-    for role, row in plans.agreement.add_up(dict(zip(sums, rows))).items():
+    for role, row in plans.totals.add_up(dict(zip(sums, rows))).items():
         numbers |= {f"{role}/{name}": value for name, value in role_numbers(row).items()}
     return numbers
 
@@ -114,12 +127,12 @@ def role_numbers(sums: list[float]) -> dict[str, float]:
     return numbers
 
 
-def count_skipped(skipped: Tensor, ok: Tensor) -> Tensor:
-    """Return the counts of skipped steps after one more step, which counts if `ok`.
+def count_skipped(skipped: Tensor, applied: Tensor) -> Tensor:
+    """Return the counts of skipped steps after one more step, which may be `applied`.
 
     `skipped` [3] are the skipped steps in all, those in a row up to now, and the longest row since
     the interval of telemetry started.
     """
     total, row, longest = skipped.unbind()
-    row = (row + 1) * ~ok
-    return torch.stack([total + ~ok, row, torch.maximum(longest, row)])
+    row = (row + 1) * ~applied
+    return torch.stack([total + ~applied, row, torch.maximum(longest, row)])

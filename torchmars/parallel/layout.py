@@ -13,7 +13,7 @@ from torchmars.config import Degrees, ParallelismConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
-from torchmars.optim.norms import ranks_along
+from torchmars.optim.meshes import ranks_along
 
 T = TypeVar("T")
 

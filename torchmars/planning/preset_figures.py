@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from torchmars.config import MARS_RULES, ModelConfig, ResolvedConfig
+from torchmars.config import ModelConfig, ResolvedConfig
 from torchmars.config.load import config_from_sources
 from torchmars.config.presets import Preset
 from torchmars.core.console import labelled
@@ -12,6 +12,7 @@ from torchmars.core.tables import table
 from torchmars.core.words import counted, short
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
+from torchmars.optim.rules import variance_reduced
 from torchmars.planning.assumptions import ESTIMATED, PER_NODE
 from torchmars.planning.find import Work, estimate
 
@@ -96,7 +97,7 @@ def preset_page(preset: Preset) -> list[str]:
     config, training = figures.config, figures.config.training
     schedule, optimizer = config.schedule, config.optimizer
     shown = [(name, getattr(optimizer, name)) for name in SHOWN]
-    mode = f", {optimizer.mode}" if optimizer.name in MARS_RULES else ""
+    mode = f", {optimizer.mode}" if variance_reduced(optimizer.name) else ""
     size, accumulated = training.microbatches(
         config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
     )

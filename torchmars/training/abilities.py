@@ -7,7 +7,7 @@ from torchmars.checkpoint.resume import newest_config
 from torchmars.config import ResolvedConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
-from torchmars.optim.passes import can_compile
+from torchmars.optim.kernels import can_compile
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout

@@ -17,6 +17,7 @@ from torchmars.data import sources
 from torchmars.data.mixture import Mixture, Shares
 from torchmars.models import Model, title
 from torchmars.optim import MARS
+from torchmars.optim.rules import variance_reduced
 from torchmars.parallel.layout import Layout
 from torchmars.training.abilities import Abilities
 from torchmars.training.checkpointer import Resumed
@@ -139,7 +140,7 @@ def group_table(groups: list[dict[str, Any]]) -> list[str]:
 
 def group_row(group: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of one of the optimizer's groups."""
-    mars = group["rule"].startswith("mars-")
+    mars = variance_reduced(group["rule"])
     return (
         group["role"],
         group["rule"],

@@ -1,18 +1,29 @@
 """AdamW, plain and on the corrected gradient of MARS."""
 
-import math
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.optim.adamw import adamw
+from torchmars.optim.rules.by_role import mars_settings_by_role
+from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient, write_if
+from torchmars.optim.rules.rule import ElementwiseRule
+from torchmars.optim.settings import (
+    BETAS,
+    EPS,
+    LR,
+    LR_1D,
+    MARS_SETTINGS,
+    WEIGHT_DECAY,
+    Declared,
+    Settings,
+)
 
-from torchmars.optim.passes import Tensors, run_pass, write_if
-from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
-from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, State, StepFactors
-from torchmars.optim.rules.shared_settings import MARS_DEFAULTS, mars_settings_by_role
-from torchmars.optim.tensors import local_part
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchmars.optim.kernels import Tensors
+    from torchmars.optim.step import GroupTensors, StepFactors
 
 
 class AdamW(ElementwiseRule):
@@ -22,26 +33,26 @@ class AdamW(ElementwiseRule):
     """
 
     name = "adamw"
-    defaults = {"lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    settings: ClassVar[Declared] = (
+        LR.of(6e-4),
+        BETAS.of((0.9, 0.95)),
+        EPS,
+        WEIGHT_DECAY.of(0.1),
+    )
     counts_steps = True
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
-    def limits(self, group: GroupTensors, wire: torch.dtype) -> list[float]:
-        of_second_moment = torch.finfo(group.parameters[0].dtype).max / 2
-        return [*super().limits(group, wire), math.sqrt(of_second_moment)]
-
-    def squared_memory(self, state: State, rate1: float) -> Tensor:
-        return local_part(state["exp_avg_sq"]).sum(dtype=torch.float64)
-
     def update(self, group: GroupTensors, step: StepFactors) -> None:
+        from torch.optim.adamw import adamw  # here, since no rule imports torch to be read
+
         beta1, beta2 = group.settings["betas"]
         first, second = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
         if len({each[0].dtype for each in (group.weights, group.grads, first, second)}) > 1:
             tensors = list(zip(group.weights, group.grads, first, second))
-            run_pass(adamw_, tensors, moment_factors(group, step), step.compile)
-            torch._foreach_add_(group.steps, [step.ok.float()] * len(group.steps))
+            step.run(adamw_, tensors, moment_factors(group, step))
+            group.count_step(step.applied)
             return
         adamw(
             group.weights,
@@ -52,7 +63,7 @@ class AdamW(ElementwiseRule):
             group.steps,
             fused=True,
             grad_scale=(1 / step.scale).float() if step.globally_clipped else None,
-            found_inf=(~step.ok).float(),
+            found_inf=(~step.applied).float(),
             amsgrad=False,
             maximize=False,
             beta1=beta1,
@@ -70,8 +81,14 @@ class MarsAdamW(AdamW):
     """
 
     name = "mars-adamw"
-    defaults = {"lr": 6e-3, "betas": (0.95, 0.99), "weight_decay": 0.01} | MARS_DEFAULTS
-    corrected = True
+    settings = (
+        LR.of(6e-3),
+        BETAS.of((0.95, 0.99)),
+        WEIGHT_DECAY.of(0.01),
+        LR_1D,
+        *MARS_SETTINGS,
+    )
+    variance_reduced = True
     continues = ("adamw",)
     counts_steps = False
 
@@ -88,7 +105,7 @@ class MarsAdamW(AdamW):
             MarsAdamWFactors(correction, moment, step.keep_gradient)
             for correction, moment in zip(step.correction_of_each(), moment_factors(group, step))
         ]
-        run_pass(mars_adamw_, tensors, factors, step.compile)
+        step.run(mars_adamw_, tensors, factors)
         step.keep_gradients(group)
 
 
@@ -97,8 +114,8 @@ class MomentFactors(NamedTuple):
 
     scale: Tensor
     """The factor of the global clip."""
-    ok: Tensor
-    """`StepFactors.ok`."""
+    applied: Tensor
+    """`StepFactors.applied`."""
     lr: Tensor
     weight_decay: Tensor
     eps: Tensor
@@ -125,7 +142,7 @@ def moment_factors(group: GroupTensors, step: StepFactors) -> list[MomentFactors
     """Return the factors of each tensor of `group`."""
     betas = group.settings["betas"]
     unbias1, unbias2 = (
-        (1 / (1 - beta ** (step.counts + 1))).to(group.dtype).unbind() for beta in betas
+        (1 / (1 - beta ** (step.steps_made + 1))).to(group.dtype).unbind() for beta in betas
     )
     lr, weight_decay, eps = (
         group.scalar(group.settings[key]) for key in ("lr", "weight_decay", "eps")
@@ -134,7 +151,7 @@ def moment_factors(group: GroupTensors, step: StepFactors) -> list[MomentFactors
     return [
         MomentFactors(
             scale=step.scale,
-            ok=step.ok,
+            applied=step.applied,
             lr=lr,
             weight_decay=weight_decay,
             eps=eps,
@@ -153,7 +170,7 @@ def mars_adamw_(tensors: Tensors, factors: Sequence[MarsAdamWFactors]) -> None:
         used, c = corrected_gradient(g, h, correction)
         _step_by_moments(p, c, m, v, f)
         if keep:
-            write_if(f.ok, h, used)
+            write_if(f.applied, h, used)
 
 
 def adamw_(tensors: Tensors, factors: Sequence[MomentFactors]) -> None:
@@ -167,6 +184,6 @@ def _step_by_moments(p: Tensor, c: Tensor, m: Tensor, v: Tensor, f: MomentFactor
     new_m, new_v = m + f.rate1 * (c - m), v + f.rate2 * (c * c - v)
     direction = new_m * f.unbias1 / ((new_v * f.unbias2).sqrt() + f.eps)
     x = p.to(c.dtype)
-    write_if(f.ok, p, x - f.lr * (direction + f.weight_decay * x))
-    write_if(f.ok, m, new_m)
-    write_if(f.ok, v, new_v)
+    write_if(f.applied, p, x - f.lr * (direction + f.weight_decay * x))
+    write_if(f.applied, m, new_m)
+    write_if(f.applied, v, new_v)

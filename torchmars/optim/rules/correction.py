@@ -1,4 +1,4 @@
-"""The variance reduction that the MARS rules share: the corrected gradient and its factors.
+"""The arithmetic that the rules' kernels share: the corrected gradient, and writes on condition.
 
 Sources: Yuan et al., "MARS", arXiv 2411.10438, equation 4.2; Liu et al., "MARS-M", arXiv
 2510.21800.
@@ -6,10 +6,12 @@ Sources: Yuan et al., "MARS", arXiv 2411.10438, equation 4.2; Liu et al., "MARS-
 Names: g gradient, h last gradient, s factor of the global clip, c corrected gradient.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TensorCorrection(NamedTuple):
@@ -28,36 +30,16 @@ class TensorCorrection(NamedTuple):
 def corrected_gradient(g: Tensor, h: Tensor, factors: TensorCorrection) -> tuple[Tensor, Tensor]:
     """Return the gradient after the global clip, and its clipped correction (equation 4.2)."""
     used = g.to(factors.scale.dtype) * factors.scale
-    last = torch.where(factors.unusable, used, h.to(used.dtype))
+    last = used.where(factors.unusable, h.to(used.dtype))
     return used, (used + factors.kappa * (used - last)) * factors.clip
 
 
-class GroupCorrections(NamedTuple):
-    """The corrections of all tensors of a group. Tensors [n]."""
+def write_if(applied: Tensor, target: Tensor, values: Tensor) -> None:
+    """Write `values` to `target` in its dtype, if the step is applied: `StepFactors.applied`.
 
-    kappa: Tensor
-    clip: Tensor
-    unusable: Tensor
-
-    def of_each(self, scale: Tensor) -> list[TensorCorrection]:
-        """Return the correction of each tensor, under the global clip's factor `scale`."""
-        each = zip(self.kappa.unbind(), self.clip.unbind(), self.unusable.unbind())
-        return [TensorCorrection(scale, *factors) for factors in each]
-
-
-def strength(gamma: float, beta1: float) -> float:
-    """Return kappa = gamma b1 / (1 - b1), the strength of the correction."""
-    return gamma * beta1 / (1 - beta1)
-
-
-def corrected_squared_norms(products: Tensor, scale: Tensor, kappa: Tensor) -> Tensor:
-    """Return ||c||^2 for c = s g + kappa (s g - h).
-
-    c is never made for it: its 2-norm follows from three inner products, and no other norm does.
-
-    `products` [n, 3] are those of `passes.inner_products`, `scale` is s, `kappa` is [n].
+    On a CPU it is, as the host has seen (`MARS.step`), and no kernel spends time on the choice.
+    That took a sixth of a step, and half of one whose last gradients are in bfloat16.
     """
-    gg, gh, hh = products.unbind(-1)
-    return (
-        ((1 + kappa) * scale) ** 2 * gg - 2 * kappa * (1 + kappa) * scale * gh + kappa**2 * hh
-    ).clamp(min=0.0)
+    if not target.is_cpu:
+        values = values.where(applied, target.to(values.dtype))
+    target.copy_(values)

@@ -4,13 +4,19 @@ Where only the momentum is used and nothing is clipped tensor by tensor, the las
 of MARS's momentum: see `mars_lean_form`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+from torchmars.optim.rules.correction import write_if
+from torchmars.optim.settings import Settings
 
-from torchmars.optim.passes import Tensors, write_if
-from torchmars.optim.rules.rule import GroupTensors, Settings, StepFactors
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchmars.optim.kernels import Tensors
+    from torchmars.optim.step import GroupTensors, StepFactors
 
 
 class LeanForm(NamedTuple):
@@ -49,8 +55,8 @@ class LeanFactors(NamedTuple):
 
     scale: Tensor
     """The factor of the global clip."""
-    ok: Tensor
-    """`StepFactors.ok`."""
+    applied: Tensor
+    """`StepFactors.applied`."""
     lr: Tensor
     weight_decay: Tensor
     mix: Tensor
@@ -63,13 +69,13 @@ def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> list
     """Return the factors of each tensor of `group`."""
     lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
     mix, decay = group.scalar(form.mix), group.scalar(form.decay)
-    first_step = (step.counts == 0).double()
+    first_step = (step.steps_made == 0).double()
     outs, weights = (
         (value + form.first * first_step).to(group.dtype).unbind()
         for value in (form.out, form.weight)
     )
     return [
-        LeanFactors(step.scale, step.ok, lr, weight_decay, mix, out, decay, weight)
+        LeanFactors(step.scale, step.applied, lr, weight_decay, mix, out, decay, weight)
         for out, weight in zip(outs, weights)
     ]
 
@@ -77,4 +83,4 @@ def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> list
 def lean_momentum_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
     """Set u <- decay u + weight g on each (u, g), in place."""
     for (u, g), f in zip(tensors, factors):
-        write_if(f.ok, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale))
+        write_if(f.applied, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale))

@@ -1,31 +1,45 @@
 """Lion, and the sign of the corrected momentum of MARS."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
-from torchmars.optim.passes import Tensors, run_pass, write_if
-from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient
+from torchmars.optim.rules.by_role import mars_settings_by_role
+from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient, write_if
 from torchmars.optim.rules.lean import LeanFactors, LeanForm, lean_factors, mars_lean_form
-from torchmars.optim.rules.rule import ElementwiseRule, GroupTensors, Settings, StepFactors
-from torchmars.optim.rules.shared_settings import MARS_DEFAULTS, mars_settings_by_role
+from torchmars.optim.rules.rule import ElementwiseRule
+from torchmars.optim.settings import (
+    BETAS,
+    EPS,
+    LR,
+    LR_1D,
+    MARS_SETTINGS,
+    WEIGHT_DECAY,
+    Declared,
+    Settings,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchmars.optim.kernels import Tensors
+    from torchmars.optim.step import GroupTensors, StepFactors
 
 
 class Lion(ElementwiseRule):
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2). The buffer u is m, the average of g."""
 
     name = "lion"
-    defaults = {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
-    former_names = {"momentum": "exp_avg"}
+    settings: ClassVar[Declared] = (
+        LR.of(1e-4),
+        BETAS.of((0.9, 0.99)),
+        EPS,
+        WEIGHT_DECAY.of(0.5),
+    )
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return ("exp_avg",)
-
-    def former_scale(self, betas: Sequence[float]) -> float:
-        beta1, beta2 = betas
-        return beta1 / beta2
 
     def lean_form(self, settings: Settings) -> LeanForm:
         """Return the coefficients of the momentum where no last gradient is kept."""
@@ -33,19 +47,22 @@ class Lion(ElementwiseRule):
         return LeanForm(mix=beta1, out=1 - beta1, decay=beta2, weight=1 - beta2)
 
     def update(self, group: GroupTensors, step: StepFactors) -> None:
-        [momenta] = group.buffers.values()
-        tensors = list(zip(group.weights, momenta, group.grads))
-        factors = lean_factors(group, step, self.lean_form(group.settings))
-        run_pass(lean_lion_, tensors, factors, step.compile)
+        tensors = list(zip(group.weights, group.momenta, group.grads))
+        step.run(lean_lion_, tensors, lean_factors(group, step, self.lean_form(group.settings)))
 
 
 class MarsLion(Lion):
     """MARS-Lion (arXiv 2411.10438): a step by the sign of the corrected momentum."""
 
     name = "mars-lion"
-    defaults = {"lr": 6e-4, "betas": (0.95, 0.99), "weight_decay": 0.1} | MARS_DEFAULTS
-    corrected = True
-    former_names = {}
+    settings = (
+        LR.of(6e-4),
+        BETAS.of((0.95, 0.99)),
+        WEIGHT_DECAY.of(0.1),
+        LR_1D,
+        *MARS_SETTINGS,
+    )
+    variance_reduced = True
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return ("momentum",) if clip is None and not exact else ("exp_avg", "last_grad")
@@ -60,15 +77,14 @@ class MarsLion(Lion):
         if step.corrections is None:
             super().update(group, step)
             return
-        momenta, lasts = group.buffers["exp_avg"], group.last_grads
-        tensors = list(zip(group.weights, group.grads, lasts, momenta))
+        tensors = list(zip(group.weights, group.grads, group.last_grads, group.momenta))
         lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
         rate = group.scalar(1 - group.settings["betas"][0])
         factors = [
-            LionFactors(correction, step.ok, lr, weight_decay, rate, step.keep_gradient)
+            LionFactors(correction, step.applied, lr, weight_decay, rate, step.keep_gradient)
             for correction in step.correction_of_each()
         ]
-        run_pass(mars_lion_, tensors, factors, step.compile)
+        step.run(mars_lion_, tensors, factors)
         step.keep_gradients(group)
 
 
@@ -76,8 +92,8 @@ class LionFactors(NamedTuple):
     """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
 
     correction: TensorCorrection
-    ok: Tensor
-    """`StepFactors.ok`."""
+    applied: Tensor
+    """`StepFactors.applied`."""
     lr: Tensor
     weight_decay: Tensor
     rate: Tensor
@@ -92,9 +108,9 @@ def mars_lion_(tensors: Tensors, factors: Sequence[LionFactors]) -> None:
         used, c = corrected_gradient(g, h, f.correction)
         new_m = m + f.rate * (c - m)
         _step_by_sign(p, new_m, f)
-        write_if(f.ok, m, new_m)
+        write_if(f.applied, m, new_m)
         if f.keep:
-            write_if(f.ok, h, used)
+            write_if(f.applied, h, used)
 
 
 def lean_lion_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
@@ -102,9 +118,9 @@ def lean_lion_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
     for (p, u, g), f in zip(tensors, factors):
         used, wide = g.to(f.scale.dtype) * f.scale, u.to(f.scale.dtype)
         _step_by_sign(p, f.mix * wide + f.out * used, f)
-        write_if(f.ok, u, f.decay * wide + f.weight * used)
+        write_if(f.applied, u, f.decay * wide + f.weight * used)
 
 
 def _step_by_sign(p: Tensor, momentum: Tensor, f: LionFactors | LeanFactors) -> None:
     x = p.to(momentum.dtype)
-    write_if(f.ok, p, x - f.lr * (torch.sign(momentum) + f.weight_decay * x))
+    write_if(f.applied, p, x - f.lr * (momentum.sign() + f.weight_decay * x))

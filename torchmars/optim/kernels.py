@@ -1,8 +1,8 @@
-"""Passes over flat local tensors, fused into kernels by torch.compile, on CPU and GPU alike.
+"""Kernels: functions on lists of flat local tensors, fused by torch.compile on CPU and GPU alike.
 
-A step makes two passes. The first reads gradients and last gradients for all norms. A rule's own
-pass reads everything once more and writes it. Both are plain torch on lists. Nothing waits for the
-device: every factor is a 0-d tensor in the dtype of the computation.
+A step runs two for each tensor. The first reads gradient and last gradient for all norms. The
+rule's own reads everything once more and writes it. Nothing waits for the device: every factor is a
+0-d tensor in the dtype of the computation.
 """
 
 import functools
@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchmars.optim.rules.correction import write_if
+
 logger = logging.getLogger(__name__)
 
 # Elements of a tensor. A kernel of its own does not pay for a smaller one.
@@ -31,16 +33,16 @@ Tensors = Sequence[tuple[Tensor, ...]]
 Factor = TypeVar("Factor")
 
 
-def run_pass(
-    function: Callable[[Tensors, Sequence[Factor]], list[Tensor] | None],
+def run_kernel(
+    kernel: Callable[[Tensors, Sequence[Factor]], list[Tensor] | None],
     tensors: Tensors,
     factors: Sequence[Factor],
     compile: bool,
 ) -> list[Any]:
-    """Call `function` on all `tensors` with their `factors`, and return its results in order.
+    """Call `kernel` on all `tensors` with their `factors`, and return its results in order.
 
-    With `compile`, large tensors go through fused kernels. These are cached by `function`, which
-    must be the same object at every step: define it at the top level of a module.
+    With `compile`, large tensors go through the compiled one. It is cached by `kernel`, which must
+    be the same object at every step: define it at the top level of a module.
     """
     results: list[Any] = [None] * len(tensors)
     by_shape: dict[tuple[int, ...], list[int]] = {}
@@ -48,7 +50,7 @@ def run_pass(
         large = compile and first.numel() >= MIN_TENSOR_TO_COMPILE
         by_shape.setdefault(tuple(first.shape) if large else (), []).append(number)
     for shape, numbers in by_shape.items():
-        call = _compiled(function) if shape else function
+        call = _compiled(kernel) if shape else kernel
         while numbers:
             count = TENSORS_PER_CALL if len(numbers) >= TENSORS_PER_CALL else 1
             batch, numbers = numbers[:count], numbers[count:]
@@ -59,9 +61,9 @@ def run_pass(
 
 
 @functools.cache
-def _compiled(function: Callable) -> Callable:
+def _compiled(kernel: Callable) -> Callable:
     _announce_compilation()
-    return torch.compile(function, dynamic=True)
+    return torch.compile(kernel, dynamic=True)
 
 
 @functools.cache
@@ -123,33 +125,23 @@ class KeepFactors(NamedTuple):
 
     scale: Tensor
     """The factor of the global clip, s."""
-    ok: Tensor
-    """`StepFactors.ok`."""
+    applied: Tensor
+    """`StepFactors.applied`."""
 
 
 def keep_gradient_(tensors: Tensors, factors: Sequence[KeepFactors]) -> None:
     """Set h to s g on each (g, h), in place."""
     for (g, h), f in zip(tensors, factors):
-        write_if(f.ok, h, g.to(f.scale.dtype) * f.scale)
+        write_if(f.applied, h, g.to(f.scale.dtype) * f.scale)
 
 
 def pays_to_keep_apart(last_grad: Tensor, momentum: Tensor) -> bool:
-    """Return whether a compiled pass that reads h had better leave it to another to write h.
+    """Return whether a compiled kernel that reads h had better leave it to another to write h.
 
     On a CPU torch.compile writes 16-bit numbers by masked stores of half a vector. The next load
     from there waits until the store is done, and with it all that the loop computes: a step took
-    twice as long. A pass that writes a momentum of 16 bits waits anyway, and was faster with both.
+    twice as long. A kernel that writes a momentum of 16 bits waits anyway, and was faster with
+    both.
     """
     on_cpu = last_grad.device.type == "cpu"
     return on_cpu and last_grad.element_size() == 2 and momentum.element_size() > 2
-
-
-def write_if(ok: Tensor, target: Tensor, values: Tensor) -> None:
-    """Write `values` to `target` in its dtype, if the step counts: `StepFactors.ok`.
-
-    On a CPU it does, as the host has seen (`MARS.step`), and no kernel spends time on the choice.
-    That took a sixth of a step, and half of one whose last gradients are in bfloat16.
-    """
-    if not target.is_cpu:
-        values = torch.where(ok, values, target.to(values.dtype))
-    target.copy_(values)

@@ -1,4 +1,4 @@
-"""Settings that several rules share, and those of the roles that they leave to AdamW.
+"""The settings of the roles that rules leave to AdamW or give other settings.
 
 Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
 2411.10438, 2510.21800).
@@ -6,17 +6,7 @@ Source: the table "who gets which rule" of the MARS and MARS-M papers and their 
 
 from collections.abc import Sequence
 
-from torchmars.optim.rules.rule import Settings
-
-MARS_DEFAULTS: Settings = {
-    "eps": 1e-8,
-    "gamma": 0.025,
-    "clip": 1.0,
-    "optimize_1d": False,
-    "lr_1d": None,  # half of lr
-    "betas_1d": (0.9, 0.95),
-    "weight_decay_1d": 0.1,
-}
+from torchmars.optim.settings import Settings
 
 
 def mars_settings_by_role(outer: Settings, settings: Settings) -> dict[str, Settings]:
@@ -32,6 +22,12 @@ def mars_settings_by_role(outer: Settings, settings: Settings) -> dict[str, Sett
         "head": outer,
         "vector": outer if settings["optimize_1d"] else vector,
     }
+
+
+def adamw_but_for_matrices(settings: Settings) -> dict[str, Settings]:
+    """Return the settings of embeddings, heads and vectors that take AdamW at the matrices' lr."""
+    adamw = adamw_settings(settings, settings["lr"], settings["betas_1d"], settings["weight_decay"])
+    return dict.fromkeys(("embedding", "head", "vector"), adamw)
 
 
 def adamw_settings(

@@ -12,15 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmars.optim.checks import check_group, check_hyperparameters, shown
+from torchmars.optim.checks import check_group, check_rule
 from torchmars.optim.roles import ROLES, looks_like, roles
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import MatrixRule
-
-GROUP_KEYS = ("rule", "lr", "betas", "eps", "weight_decay", "gamma", "clip", "split", "flatten")
+from torchmars.optim.rules import RULES, group_settings
+from torchmars.optim.settings import Settings, shown
 
 
-def complete_settings(name: str, **given: Any) -> dict[str, Any]:
+def complete_settings(name: str, **given: Any) -> Settings:
     """Return the settings of optimizer `name`: its defaults, with those `given` in their place.
 
     Raises `ValueError`, naming the argument, for an unknown name, a setting that the optimizer does
@@ -28,33 +26,27 @@ def complete_settings(name: str, **given: Any) -> dict[str, Any]:
     """
     if name not in RULES:
         raise ValueError(f"name must be one of {', '.join(RULES)}, got {name!r}")
-    defaults = RULES[name].defaults
+    known = {each.name: each for each in RULES[name].settings if each.scope != "group"}
     for key in given:
-        if key not in defaults:
+        if key not in known:
             raise ValueError(f'{key} has no meaning for "{name}": remove it')
-    settings = {**defaults, **given}
+    settings = {key: setting.default for key, setting in known.items()} | given
     if "lr_1d" in settings and settings["lr_1d"] is None:
         settings["lr_1d"] = settings["lr"] / 2
-    for key, value in settings.items():
-        if key != "optimize_1d":
-            base = key.removesuffix("_1d")
-            check_hyperparameters(
-                key.removeprefix(base), **{base: value or None if key == "clip" else value}
-            )
+    for key, setting in known.items():
+        setting.check(settings[key] or None if key == "clip" else settings[key])
     return settings
 
 
-def role_settings(name: str, **settings: Any) -> dict[str, dict[str, Any]]:
+def role_settings(name: str, **settings: Any) -> dict[str, Settings]:
     """Return the group settings of each role under optimizer `name`.
 
     `settings` are given as `complete_settings` takes them.
     """
     settings, rule = complete_settings(name, **settings), RULES[name]
-    main = {"rule": name, "clip": settings.get("clip") or None} | {
-        key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")
-    }
-    if rule.corrected:
-        main["gamma"] = settings["gamma"]
+    shared = [each.name for each in rule.settings if each.scope == "both"]
+    main = {"rule": name, "clip": None} | {key: settings[key] for key in shared}
+    main["clip"] = main["clip"] or None
     table = dict.fromkeys(ROLES, main) | rule.settings_by_role(main, settings)
     table["convolution"] = table["convolution"] | {"flatten": True}
     return table
@@ -138,31 +130,33 @@ def param_groups(
 
 def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a group's settings with `changes`, checked. `where` names the group in errors."""
-    changed = group | changes
-    if not RULES.get(changed["rule"], RULES["adamw"]).corrected:
-        for key in ("gamma", "clip"):
-            if changes.get(key) is not None:
-                raise ValueError(f'{where}.{key} has no meaning for "{changed["rule"]}": remove it')
-    for key in changes:
-        if key not in GROUP_KEYS:
+    changed, known = group | changes, group_settings()
+    for key, value in changes.items():
+        if key not in ("rule", *known):
             raise ValueError(
-                f"{where}.{key} is no setting of a group: those are {', '.join(GROUP_KEYS)}"
+                f"{where}.{key} is no setting of a group: those are rule, {', '.join(known)}"
             )
+        shared = key in known and known[key].scope == "both"
+        if shared and value is not None and not _has_meaning(key, changed["rule"]):
+            raise ValueError(f'{where}.{key} has no meaning for "{changed["rule"]}": remove it')
     if "clip" in changed:
         changed["clip"] = changed["clip"] or None
     try:
-        check_hyperparameters(**{key: changed[key] for key in changed if key in GROUP_KEYS})
+        check_rule(changed["rule"])
+        for key in known.keys() & changed.keys():
+            known[key].check(changed[key])
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
     return changed
 
 
 def complete_group(
-    param_group: dict[str, Any], defaults: dict[str, Any], by_rule: Collection[str], number: int
+    param_group: dict[str, Any], defaults: dict[str, Any], given: Collection[str], number: int
 ) -> dict[str, Any]:
-    """Return a copy of a user's group, checked, with its rule's values of the settings `by_rule`.
+    """Return a copy of a user's group, checked, with its rule's defaults.
 
-    `defaults` are the optimizer's, `number` is the group's among its groups. Keys that are no
+    `defaults` are the optimizer's; those `given` go before the rule's. `number` is the group's
+    among the optimizer's groups. Keys that are no
     settings of MARS are kept. Raises `ValueError` for a value out of range, for a key that looks
     like a misspelt setting and for a parameter that the group has twice.
     """
@@ -173,9 +167,11 @@ def complete_group(
                 raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
     if "params" not in group:
         raise ValueError(f"group {number} has no 'params': name its parameters")
-    check_hyperparameters(rule=group.get("rule", defaults["rule"]))
-    for key in by_rule:
-        group.setdefault(key, RULES[group.get("rule", defaults["rule"])].defaults[key])
+    check_rule(group.get("rule", defaults["rule"]))
+    rule = RULES[group.get("rule", defaults["rule"])]
+    for setting in rule.settings:
+        if setting.scope != "optimizer" and setting.name not in given:
+            group.setdefault(setting.name, setting.default)
     check_group(defaults | group, number)
     if not isinstance(group["params"], Tensor | set):  # torch takes the one, refuses the other
         group["params"] = list(group["params"])
@@ -211,11 +207,8 @@ def warn_of_unreached(given: Iterable[Any], passed: dict[str, Any], stacklevel: 
 def _has_meaning(key: str, rule: Any) -> bool:
     """Return whether a group of `rule`, None for the default one, has a use for a setting."""
     found = RULES.get(rule or "mars-adamw")
-    if found is None:  # refused elsewhere
-        return True
-    if key in ("flatten", "split"):
-        return isinstance(found, MatrixRule)
-    return found.corrected or key not in ("gamma", "gamma_next", "clip")
+    # What is no rule, or no rule's setting, is refused elsewhere.
+    return found is None or key not in group_settings() or key in found.defaults
 
 
 def warn_of_unsorted(

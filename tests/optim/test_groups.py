@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchmars.optim import MARS, param_groups
-from torchmars.optim.param_groups import complete_settings
+from torchmars.optim.groups import complete_settings
 
 
 class Model(nn.Module):
