@@ -9,7 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import test_gpt2, test_llama
 from torchmars.models import MODELS
+from torchmars.models.attention import CausalAttention
 from torchmars.models.gpt2 import GPT2
+from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
 
 SHAPES = [(GPT2, test_gpt2.ARGS)] + [
@@ -45,3 +47,33 @@ def test_tensor_parallelism_knows_every_matrix(family, args):
         assert sum(name.endswith(end) for end in family.cuts) == 1, name
     unused = {end for end in family.cuts if not any(name.endswith(end) for name in named)}
     assert unused <= {"output"}  # the cut of a head that is not tied
+
+
+@every_shape
+def test_attention_and_mlp_of_each_block_map_hidden_states_to_hidden_states(family, args):
+    model, seen = family(args), []
+    for block in model.blocks.values():
+        for branch in (block.attn, block.mlp):
+            branch.register_forward_hook(lambda _, args, y: seen.append(y.shape == args[0].shape))
+    model(torch.randint(64, (2, 24)))
+    assert seen == [True] * 2 * len(model.blocks)
+
+
+class OwnValue(CausalAttention):
+    """Lets each token attend to itself only."""
+
+    def forward(self, q, k, v, documents=None, dropout=0.0):
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+@every_shape
+def test_tokens_see_each_other_through_attend_only(family, args):
+    model = family(args).eval()
+    init_weights(model, seed=0)
+    tokens = torch.randint(64, (1, 24))
+    other = torch.cat([(tokens[:, :12] + 1) % 64, tokens[:, 12:]], dim=1)
+    assert not torch.equal(model(tokens)[:, 12:], model(other)[:, 12:])
+    for block in model.blocks.values():
+        assert type(block.attn.attend) is CausalAttention
+        block.set_submodule("attn.attend", OwnValue())
+    assert torch.equal(model(tokens)[:, 12:], model(other)[:, 12:])
