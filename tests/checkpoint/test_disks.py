@@ -1,6 +1,7 @@
 """Saves on a disk that is full, read-only or gone: told in one line, and nothing good is lost."""
 
 import contextlib
+import io
 import os
 import subprocess
 from pathlib import Path
@@ -22,13 +23,12 @@ from tests.support.tiny import (
     train,
     write_text,
 )
-from torchmars.checkpoint import folder as folders
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.saver import _TensorWriter
+from torchmars.checkpoint.storage import LOCAL, DurableFile, LocalStorage
 from torchmars.cluster import process
-from torchmars.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -39,15 +39,12 @@ def tables(tmp_path):
 
 def train_with_folder_lost(tables, lose):
     """Train, while the first rank calls `lose` on the checkpoints' folder after the start."""
-    run = Trainer.run
 
-    def lose_and_run(trainer):
+    def change(trainer):
         if process.rank() == 0:
             lose(run_folder_of(tables) / "checkpoints")
-        run(trainer)
 
-    Trainer.run = lose_and_run
-    return listen_here(tables)
+    return listen_here(tables, change)
 
 
 def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
@@ -64,25 +61,22 @@ def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
 @pytest.mark.parametrize("room", [0, 100, 5000])
 def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
     """torch.save's own error says where its archive broke off."""
-    writer = _TensorWriter(tmp_path / "aside")
-    create = writer.fs.create_stream
 
-    @contextlib.contextmanager
-    def create_stream(path, mode):
-        with create(path, mode) as stream:
-            write, left = stream.write, room
+    class Full(LocalStorage):
+        def create(self, file):
+            return FullFile(io.FileIO(file, "w"))
 
-            def full(data):
-                nonlocal left
-                left -= len(data)
-                if left < 0:
-                    raise OSError(28, "No space left on device")
-                return write(data)
+    class FullFile(DurableFile):
+        left = room
 
-            others = {"__getattr__": lambda _, name: getattr(stream, name)}
-            yield type("Full", (), others | {"write": staticmethod(full)})()
+        def write(self, data):
+            self.left -= len(data)
+            if self.left < 0:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
 
-    writer.fs.create_stream = create_stream
+    storage = Full()
+    writer = _TensorWriter(storage.stage(tmp_path / "aside"), storage)
     with pytest.raises(CheckpointException) as failed:
         dcp.save({"weights": torch.zeros(5000)}, storage_writer=writer, no_dist=True)
     assert reason(failed.value) == "No space left on device"
@@ -132,7 +126,7 @@ def test_a_full_disk(tables, tmp_path):
         assert [read_verified(path, "full").step for path in found] == [2, 4] and list(
             metrics(tables)
         ) == list(range(1, 13))
-        folders.delete(found[0])
+        LOCAL.delete(found[0])
         assert "error" not in listen(2, tables | {"checkpoint": {"interval": 0}})
         assert steps_kept(tables) == [4, 12]
 

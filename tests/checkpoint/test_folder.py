@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
-from torchmars.checkpoint import folder as folders
-from torchmars.checkpoint.folder import checkpoints, clear_path, delete, leftovers, step_of
+from torchmars.checkpoint.folder import checkpoints, leftovers, step_of
 from torchmars.checkpoint.resume import read_verified
+from torchmars.checkpoint.storage import LOCAL, LocalStorage
 
 
 def full_folder(path):
@@ -35,11 +35,11 @@ def whole(path):
 def test_of_a_link_the_link_alone_is_deleted(tmp_path, name):
     there = full_folder(tmp_path / "larger" / "disk")
     (tmp_path / name).symlink_to(there, target_is_directory=True)
-    delete(tmp_path / name)
+    LOCAL.delete(tmp_path / name)
     assert whole(there) and os.listdir(tmp_path) == ["larger"]
     full_folder(tmp_path / name)
     (tmp_path / name / "link").symlink_to(there)
-    delete(tmp_path / name)
+    LOCAL.delete(tmp_path / name)
     assert whole(there) and os.listdir(tmp_path) == ["larger"]
 
 
@@ -47,7 +47,7 @@ def test_links_to_nothing_and_plain_files_are_deleted_too(tmp_path):
     (tmp_path / "step-00000004.partial").symlink_to(tmp_path / "nothing")
     (tmp_path / "step-00000006.deleted").write_text("a file")
     for path in leftovers(tmp_path):
-        delete(path)
+        LOCAL.delete(path)
     assert os.listdir(tmp_path) == []
 
 
@@ -75,26 +75,26 @@ def test_only_names_that_runs_make_are_leftovers(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004"]
 
 
-def refuse(name):
-    """Let nothing whose name contains `name` be deleted in this process, as if another user's."""
-    remove = folders.remove
+class Refusing(LocalStorage):
+    """Lets nothing of a name be deleted, as if it were another user's."""
 
-    def refusing(path):
-        if name in path.name:
+    def __init__(self, name):
+        self.name = name
+
+    def remove(self, path):
+        if path.name == self.name:
             raise PermissionError(1, "Operation not permitted", str(path))
-        remove(path)
-
-    folders.remove = refusing
+        LOCAL.remove(path)
 
 
-def test_a_name_that_cannot_be_had_gets_a_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "remove", folders.remove)
+def test_a_name_that_cannot_be_had_gets_a_number(tmp_path):
+    checkpoint = tmp_path / "step-00000004"
     full_folder(tmp_path / "step-00000004.partial")
-    assert clear_path(tmp_path / "step-00000004.partial").name == "step-00000004.partial"
-    full_folder(tmp_path / "step-00000004.partial")
-    refuse("step-00000004.partial")
-    assert clear_path(tmp_path / "step-00000004.partial").name == "step-00000004-1.partial"
-    assert whole(tmp_path / "step-00000004.partial")
+    staged = LOCAL.stage(checkpoint)
+    assert staged.name == "step-00000004.partial" and not os.listdir(staged)
+    (staged / "precious").write_text("x")
+    assert Refusing(staged.name).stage(checkpoint).name == "step-00000004-1.partial"
+    assert whole(staged)
 
 
 def among_links(tables, there):
@@ -108,8 +108,11 @@ def among_links(tables, there):
     (folder / "step-00000098.partial").write_text("a file")
     (folder / "step-00000008.partial").mkdir()
     (folder / "step-mine.partial").mkdir()
-    refuse("step-00000008.partial")
-    return said + listen_here(tables)
+
+    def change(trainer):
+        trainer.checkpointer.saver.storage = Refusing("step-00000008.partial")
+
+    return said + listen_here(tables, change)
 
 
 def test_a_run_goes_on_from_a_linked_checkpoint_and_saves_beside_what_it_cannot_delete(tmp_path):

@@ -12,9 +12,10 @@ from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_on, metrics, run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import checkpoints, set_aside, step_of
+from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import check_same_run
+from torchmars.checkpoint.storage import LOCAL, MANIFEST
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
@@ -302,7 +303,7 @@ def test_names_that_are_not_checkpoints(folder, tmp_path):
         DamagedCheckpoint, match="step-100000000/manifest.json is of step 4, not of the one"
     ):
         manifests.read(tmp_path / "step-100000000")  # else its steps would count as made
-    set_aside(tmp_path / "step-100000000", ".damaged")
+    LOCAL.set_aside(tmp_path / "step-100000000")
     assert [step_of(path) for path in checkpoints(tmp_path)] == [4]
 
 
@@ -321,7 +322,7 @@ def test_a_validation_that_a_stop_left_out_is_made_once(tmp_path):
     path = run_folder_of(cut) / "checkpoints" / f"step-{SAVED:08d}"
     manifest = manifests.read(path)
     manifest.validation_loss = None  # as a stop leaves it
-    manifest.write(path)
+    (path / MANIFEST).write_text(manifest.text())
     for _ in range(2):
         run_ranks(made_steps, 1, cut, 2)
     train(1, cut)

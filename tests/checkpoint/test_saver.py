@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-import types
 from itertools import product
 
 import pytest
@@ -21,13 +20,13 @@ from tests.support.tiny import (
     train,
     write_text,
 )
-from torchmars.checkpoint import saver
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.resume import newest_good, read_verified
-from torchmars.checkpoint.saver import Saver
+from torchmars.checkpoint.storage import LocalStorage
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.training.trainer import Trainer, build_trainer
+from torchmars.core.files import PARTIAL
+from torchmars.training.trainer import build_trainer
 
 
 @pytest.fixture
@@ -44,16 +43,18 @@ def change_after_saving(tables):
     """
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
-    write, wait, let_go = Saver._write, Saver.wait, {step: threading.Event() for step in (1, 2)}
+    saver, let_go = trainer.checkpointer.saver, {step: threading.Event() for step in (1, 2)}
+    wait = saver.wait
 
-    def write_once_let_go(saver, manifest, *rest):
-        let_go[manifest.step].wait()
-        return write(saver, manifest, *rest)
+    class Waiting(LocalStorage):
+        def create(self, file):
+            let_go[step_of(file.parent.with_suffix(""))].wait()
+            return super().create(file)
 
-    Saver._write = write_once_let_go
+    saver.storage = Waiting()
 
     def visible():
-        return [step_of(path) for path in checkpoints(trainer.checkpointer.saver.folder)]
+        return [step_of(path) for path in checkpoints(saver.folder)]
 
     def save():
         trainer.train_step()
@@ -64,12 +65,12 @@ def change_after_saving(tables):
     then = {name: value.full_tensor().clone() for name, value in trainer.model.weights.items()}
     seen = [visible()]
 
-    def let_go_and_wait(saver):
+    def let_go_and_wait():
         seen.append(visible())
         let_go[1].set()
-        wait(saver)
+        wait()
 
-    Saver.wait = let_go_and_wait
+    saver.wait = let_go_and_wait
     began = time.perf_counter()
     stalls.append(save())  # never two at once: it waits for the first, and not for its own write
     waited = time.perf_counter() - began
@@ -78,11 +79,11 @@ def change_after_saving(tables):
         not torch.equal(value.full_tensor(), then[name])
         for name, value in trainer.model.weights.items()
     )
-    Saver.wait = wait
+    saver.wait = wait
     let_go[2].set()
-    trainer.checkpointer.saver.finish()
+    saver.finish()
     seen.append(visible())
-    trainer.checkpointer.load(checkpoints(trainer.checkpointer.saver.folder)[0])
+    trainer.checkpointer.load(checkpoints(saver.folder)[0])
     same = all(
         torch.equal(value.full_tensor(), then[name])
         for name, value in trainer.model.weights.items()
@@ -116,24 +117,18 @@ def test_asynchronous_and_not_the_losses_and_files_are_the_same(tables):
 
 def with_failing_saves(tables, failing, on_rank):
     """Train, while the saves of the steps `failing` fail on one rank; what this rank printed."""
-    write = Saver._write
 
-    def fail(self, manifest, tensors, folder):
-        if manifest.step in failing and self.layout.world.rank == on_rank:
-            original, manifests_of_saver.describe = manifests_of_saver.describe, broken
-            try:
-                return write(self, manifest, tensors, folder)
-            finally:
-                manifests_of_saver.describe = original
-        return write(self, manifest, tensors, folder)
+    class Failing(LocalStorage):
+        def open(self, file):
+            if file.parent.suffix == PARTIAL and step_of(file.parent.with_suffix("")) in failing:
+                raise OSError(5, "Input/output error", str(file))
+            return super().open(file)
 
-    def broken(path):
-        raise OSError(5, "Input/output error", str(path))
+    def change(trainer):
+        if trainer.layout.world.rank == on_rank:
+            trainer.checkpointer.saver.storage = Failing()
 
-    from torchmars.checkpoint import manifest as manifests_of_saver
-
-    Saver._write = fail
-    return listen_here(tables)
+    return listen_here(tables, change)
 
 
 @pytest.mark.parametrize("async_save,rank", full_but([(True, 1)], product([True, False], [0, 1])))
@@ -236,18 +231,18 @@ def test_not_at_the_end(tables):
 
 def train_by_the_clock(tables):
     """Train with a clock by which each step takes a minute."""
-    train_step, minutes = Trainer.train_step, 0
 
-    def step(self):
-        nonlocal minutes
-        minutes += 1
-        return train_step(self)
+    def change(trainer):
+        saver, train_step, steps = trainer.checkpointer.saver, trainer.train_step, []
+        saver.clock, saver.saved_at = lambda: 60.0 * len(steps), 0.0
 
-    Trainer.train_step = step
-    saver.time = types.SimpleNamespace(
-        monotonic=lambda: 60.0 * minutes, perf_counter=time.perf_counter
-    )
-    listen_here(tables)
+        def step():
+            steps.append(None)
+            return train_step()
+
+        trainer.train_step = step
+
+    listen_here(tables, change)
 
 
 def test_by_the_clock(tables):

@@ -18,27 +18,28 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.support.mistakes import make_checkpoint, make_place, mistake
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.index import NAME, read_index, shapes_in, tile
+from torchmars.checkpoint.index import INDEX, read_index, shapes_in, tile
 from torchmars.checkpoint.inference import load_model
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import read_verified
+from torchmars.checkpoint.storage import MANIFEST
 
 WEIGHT = "model.blocks.0.attn.proj.weight"
 
 
 def forge(checkpoint, change):
     """Write the index anew with what `change` makes of it, and a manifest that fits."""
-    index = pickle.loads((checkpoint / NAME).read_bytes())
+    index = pickle.loads((checkpoint / INDEX).read_bytes())
     change(index)
-    (checkpoint / NAME).write_bytes(pickle.dumps(index))
-    vouch_for(checkpoint, NAME)
+    (checkpoint / INDEX).write_bytes(pickle.dumps(index))
+    vouch_for(checkpoint, INDEX)
 
 
 def vouch_for(checkpoint, name):
     """Write the manifest anew so that it is one of the file as it is now."""
     manifest = manifests.read(checkpoint)
     files = manifest.files | {name: manifests.describe(checkpoint / name)}
-    replace(manifest, files=files).write(checkpoint)
+    (checkpoint / MANIFEST).write_text(replace(manifest, files=files).text())
 
 
 def chunks(*boxes):
@@ -126,7 +127,7 @@ WRONG = {
     "file above": (place(relative_path="../../x"), f"lies in '../../x', {FILE}"),
     "device": (place(relative_path="/dev/zero"), f"lies in '/dev/zero', {FILE}"),
     "file of the user": (place(relative_path="notes"), f"lies in 'notes', {FILE}"),
-    "itself": (place(relative_path=NAME), f"lies in '{NAME}', {FILE}"),
+    "itself": (place(relative_path=INDEX), f"lies in '{INDEX}', {FILE}"),
     "no file": (place(relative_path=[]), "is not an index of tensors"),
     "transformed": (place(transform_descriptors=["zstd"]), "is not an index of tensors"),
     "behind the end": (place(offset=10**12), "overlap in __0_0.distcp, or lie beyond its end"),
@@ -220,7 +221,7 @@ def test_what_is_stored_is_what_the_index_says(checkpoint, monkeypatch, case):
     )
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", NAME, "manifest.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", INDEX, "manifest.json"])
 def test_a_fifo_hangs_nobody(checkpoint, name):
     (checkpoint / name).unlink()
     os.mkfifo(checkpoint / name)

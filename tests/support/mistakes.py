@@ -17,6 +17,7 @@ from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
 from torchmars.checkpoint.manifest import CheckpointManifest, describe
 from torchmars.checkpoint.state_dict import model_state, optimizer_state_names
+from torchmars.checkpoint.storage import MANIFEST
 from torchmars.config import Config
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError, say_error
@@ -229,7 +230,7 @@ def make_checkpoint(folder, steps=2):
             no_dist=True,
         )
     files = {path.name: describe(path) for path in checkpoint.iterdir()}
-    CheckpointManifest(
+    whole = CheckpointManifest(
         step=steps,
         position=16 * steps,
         world_size=1,
@@ -240,5 +241,6 @@ def make_checkpoint(folder, steps=2):
         validation_loss=5.5,
         recent_losses=[5.0],
         files=files,
-    ).write(checkpoint)
+    )
+    (checkpoint / MANIFEST).write_text(whole.text())
     return checkpoint

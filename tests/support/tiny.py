@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from torchmars.cluster import connection, process
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables, config_text
 from torchmars.core.errors import UserError
-from torchmars.training.trainer import build_trainer
+from torchmars.training.trainer import Trainer, build_trainer
+
+Change = Callable[[Trainer], None]
 
 
 def set_bfloat16(native: bool, patch: pytest.MonkeyPatch) -> None:
@@ -71,11 +74,16 @@ def tiny_config(folder: Path, **overrides: dict) -> ResolvedConfig:
     return config_from_tables(tiny_tables(folder, **overrides), "in a test")
 
 
-def train_here(*runs: dict[str, dict]) -> None:
-    """Train runs, given as tables, one after the other on the ranks of this process group."""
+def train_here(*runs: dict[str, dict], change: Change = lambda trainer: None) -> None:
+    """Train runs, given as tables, one after the other on the ranks of this process group.
+
+    `change` changes each trainer before it runs, its storage or its clock for example.
+    """
     for tables in runs:
         config = config_from_tables(tables, "in a test")
-        build_trainer(config, connection.start(config.parallelism)).run()
+        trainer = build_trainer(config, connection.start(config.parallelism))
+        change(trainer)
+        trainer.run()
 
 
 def write_config(config: ResolvedConfig, path: Path) -> None:
@@ -83,14 +91,14 @@ def write_config(config: ResolvedConfig, path: Path) -> None:
     path.write_text(config_text(config), encoding="utf-8")
 
 
-def listen_here(tables: dict[str, dict]) -> str:
-    """Train the run of `tables` on the ranks of this process group; return what this one printed.
+def listen_here(tables: dict[str, dict], change: Change = lambda trainer: None) -> str:
+    """Train as `train_here` does; return what this rank printed.
 
     The message of a `UserError` is the last line.
     """
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
-            train_here(tables)
+            train_here(tables, change=change)
         except UserError as error:
             print(f"error: {error}")
     return out.getvalue()

@@ -7,11 +7,9 @@ tensors by it reads each element once, and no file but the checkpoint's.
 import io
 import itertools
 import math
-import pickle
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,62 +20,25 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, File
+from torchmars.checkpoint.storage import LOCAL, Storage
+from torchmars.checkpoint.unpickler import IndexUnpickler
 from torchmars.core.files import read_bytes
 
-NAME = ".metadata"
+INDEX = ".metadata"
 MOST_DIMS = 8  # the corners of a chunk are 2 to this power
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads the index of a checkpoint and nothing else.
-
-    Loading must not run code that a checkpoint brings. The class of pickled Python objects is left
-    out as well: DCP would unpickle those without restriction.
-    """
-
-    ALLOWED = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.serialization": {"_get_layout"},
-        "collections": {"OrderedDict"},
-        "pathlib": {"PosixPath", "WindowsPath"},
-        "pathlib._local": {"PosixPath", "WindowsPath"},
-        "torch": {
-            "Size",
-            "float64",
-            "float32",
-            "float16",
-            "bfloat16",
-            "uint8",
-            "int64",
-            "int32",
-            "bool",
-        },
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index holds")
-        return super().find_class(module, name)
-
-
-def read_index(folder: Path, manifest: CheckpointManifest) -> dcp.Metadata:
+def read_index(
+    folder: Path, manifest: CheckpointManifest, storage: Storage = LOCAL
+) -> dcp.Metadata:
     """Return DCP's index of the tensors in the checkpoint `folder`, whose `manifest` is given.
 
     Raises `DamagedCheckpoint` if it is missing, not an index, or not one of whole tensors in the
     files of the manifest.
     """
-    path = folder / NAME
+    path = folder / INDEX
     try:
-        index: dcp.Metadata = _IndexUnpickler(io.BytesIO(read_bytes(path))).load()
+        index: dcp.Metadata = IndexUnpickler(io.BytesIO(read_bytes(path, storage.open))).load()
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # whatever damaged bytes make of the unpickler
@@ -183,7 +144,7 @@ def places_problem(index: dcp.Metadata, files: Mapping[str, File]) -> str:
             return f"it does not say where {key.fqn} lies"
         if not isinstance(place, _StorageInfo) or place.transform_descriptors:
             raise TypeError
-        if place.relative_path == NAME or place.relative_path not in files:
+        if place.relative_path == INDEX or place.relative_path not in files:
             return f"{key.fqn} lies in {place.relative_path!r}, which is no file of the manifest's"
         if place.length < size:
             return f"{key.fqn} needs {size} bytes, and has {place.length}"

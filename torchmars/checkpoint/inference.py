@@ -19,10 +19,11 @@ from torchmars.checkpoint.huggingface import (
     open_folder,
 )
 from torchmars.checkpoint.index import read_index, shapes_in
-from torchmars.checkpoint.manifest import NAME, CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import average_state, model_state
+from torchmars.checkpoint.storage import MANIFEST
 from torchmars.checkpoint.weights import load_weights
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
 from torchmars.config.float8 import Float8Config
@@ -73,14 +74,14 @@ def open_model(folder: Path, step: int | None = None, average: bool = False) -> 
     if step is not None:
         folder = checkpoint_of(folder, step)
     folder, manifest = find_checkpoint(folder, warn=lambda text: say(text, error=True))
-    config = config_from_tables(manifest.config, f"in {folder}/{NAME}")
+    config = config_from_tables(manifest.config, f"in {folder}/{MANIFEST}")
     index = read_index(folder, manifest)
     saved = shapes_in(index)
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
     for name, value in model_state(dict(model.named_parameters())).items():
         if saved.get(name) != tuple(value.shape):
             raise DamagedCheckpoint(
-                f"{folder} does not have the model that its {NAME} describes: "
+                f"{folder} does not have the model that its {MANIFEST} describes: "
                 f"{name} is not of shape {list(value.shape)}"
             )
     if average and not any(name.startswith("ema.") for name in saved):

@@ -1,21 +1,20 @@
 """The manifest of a checkpoint: all about it but its tensors, and the checksums of its files."""
 
-import errno
 import hashlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
+from torchmars.checkpoint.storage import LOCAL, MANIFEST, Storage
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
-from torchmars.core.files import path_problem, write_durably
 from torchmars.core.formats import Format
 from torchmars.data.mixture import Shares
 from torchmars.data.tokenizer import VocabularySize
 
-NAME = "manifest.json"
 FORMAT = Format(
     "torchmars-checkpoint",
     4,
@@ -70,9 +69,9 @@ class CheckpointManifest:
     """Of the file of the tokenizer; None for one that has a name."""
     files: dict[Annotated[str, Name("file")], File] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        """Write it durably to `folder`."""
-        write_durably(folder / NAME, FORMAT.text(asdict(self)))
+    def text(self) -> str:
+        """Return the text of its file."""
+        return FORMAT.text(asdict(self))
 
     @property
     def bytes(self) -> int:
@@ -80,15 +79,15 @@ class CheckpointManifest:
         return sum(file.size for file in self.files.values())
 
 
-def read(folder: Path) -> CheckpointManifest:
+def read(folder: Path, storage: Storage = LOCAL) -> CheckpointManifest:
     """Return the manifest of the checkpoint `folder`.
 
     Raises `DamagedCheckpoint` if a single byte of it is not as it was written, and
     `OtherVersion` where another version wrote it in a way that this one cannot read.
     """
-    path = folder / NAME
+    path = folder / MANIFEST
     try:
-        manifest = FORMAT.read(path, CheckpointManifest)
+        manifest = FORMAT.read(path, CheckpointManifest, storage.open)
         for section, key in NEEDED:
             if key not in manifest.config.get(section, {}):
                 raise ValueError(f"config.{section}.{key} is missing in it")
@@ -107,10 +106,10 @@ def read(folder: Path) -> CheckpointManifest:
     return manifest
 
 
-def describe(path: Path) -> File:
+def describe(path: Path, storage: Storage = LOCAL) -> File:
     """Return the size and checksum of a file as it is now."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    with storage.open(path) as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
         return File(stream.tell(), digest)
 
 
@@ -120,6 +119,7 @@ def verify(
     level: Literal["full", "size", "off"],
     part: int = 0,
     parts: int = 1,
+    storage: Storage = LOCAL,
 ) -> None:
     """Raise `DamagedCheckpoint` for a file of `folder` that is missing, truncated or altered.
 
@@ -128,21 +128,17 @@ def verify(
     """
     if level == "off":
         return
-    try:
-        present = {path.name for path in folder.iterdir()}
-    except OSError as error:
-        raise DamagedCheckpoint(f"{folder} cannot be read: {error.strerror}") from None
-    if foreign := sorted(present - set(manifest.files) - {NAME}):
+    if foreign := sorted(storage.list(folder).keys() - manifest.files - {MANIFEST}):
         raise DamagedCheckpoint(f"{folder / foreign[0]} is not a file of this checkpoint")
 
     def check(name: str) -> None:
         path, wanted = folder / name, manifest.files[name]
         try:
-            if wrong := path_problem(path, "file"):
-                raise OSError(errno.EINVAL, wrong)
-            if (size := path.stat().st_size) != wanted.size:
+            with storage.open(path) as stream:
+                size = stream.seek(0, os.SEEK_END)
+            if size != wanted.size:
                 raise DamagedCheckpoint(f"{path} has {size} bytes instead of {wanted.size}")
-            if level == "full" and describe(path) != wanted:
+            if level == "full" and describe(path, storage) != wanted:
                 raise DamagedCheckpoint(f"{path} was altered: its SHA-256 is not the manifest's")
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None

@@ -19,11 +19,15 @@ from torch.futures import Future
 
 from torchmars.checkpoint.index import tensors_in
 from torchmars.checkpoint.manifest import DamagedCheckpoint
-from torchmars.core.files import open_file
+from torchmars.checkpoint.storage import LOCAL, Storage
 
 
 def read_tensors(
-    folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None, index: dcp.Metadata
+    folder: Path,
+    state: dict[str, Tensor],
+    group: dist.ProcessGroup | None,
+    index: dcp.Metadata,
+    storage: Storage = LOCAL,
 ) -> None:
     """Fill `state` in place from the checkpoint `folder`, of which `read_index` gave the index.
 
@@ -36,7 +40,7 @@ def read_tensors(
             warnings.filterwarnings("ignore", message="torch.distributed is")
             dcp.load(
                 state,
-                storage_reader=_TensorReader(folder, index),
+                storage_reader=_TensorReader(folder, index, storage),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -47,7 +51,7 @@ def read_tensors(
         raise DamagedCheckpoint(f"{folder} cannot be read: {reason(error)}") from None
 
 
-def check_tensors(folder: Path, index: dcp.Metadata) -> None:
+def check_tensors(folder: Path, index: dcp.Metadata, storage: Storage = LOCAL) -> None:
     """Raise `DamagedCheckpoint` where a chunk of a tensor is not what the index says.
 
     The shape and dtype of each are read, and not its numbers.
@@ -58,7 +62,7 @@ def check_tensors(folder: Path, index: dcp.Metadata) -> None:
         for number, chunk in enumerate(tensor.chunks)
         if math.prod(chunk.sizes)
     ]
-    for _ in _TensorReader(folder, index).chunks(wanted, "meta"):
+    for _ in _TensorReader(folder, index, storage).chunks(wanted, "meta"):
         pass
 
 
@@ -74,8 +78,9 @@ def reason(error: CheckpointException) -> str:
 class _TensorReader(dcp.FileSystemReader):
     """DCP's reader, given the index, that trusts neither names, shapes nor dtypes of files."""
 
-    def __init__(self, folder: Path, index: dcp.Metadata) -> None:
+    def __init__(self, folder: Path, index: dcp.Metadata, storage: Storage) -> None:
         super().__init__(folder)
+        self.storage = storage
         self.folder, self.index, self.storage_data = folder, index, index.storage_data
         self.tensors = tensors_in(index)
 
@@ -110,7 +115,7 @@ class _TensorReader(dcp.FileSystemReader):
         for file, numbers in itertools.groupby(order, key=files.__getitem__):
             path = self.folder / file
             try:
-                with open_file(path) as stream:
+                with self.storage.open(path) as stream:
                     for number in numbers:
                         part = self._slice_file(stream, places[number])
                         yield number, self.chunk(path, part, wanted[number], device)

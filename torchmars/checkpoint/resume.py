@@ -1,7 +1,6 @@
 """Resuming: which checkpoint a run resumes from, and whether it still is the same run."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
+from torchmars.checkpoint.storage import LOCAL, MANIFEST, Storage
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE, saved_compile
 from torchmars.config.dtypes import saved_dtypes
@@ -51,16 +51,18 @@ def newest_good(
     return None
 
 
-def read_verified(folder: Path, level: Literal["full", "size", "off"]) -> CheckpointManifest:
+def read_verified(
+    folder: Path, level: Literal["full", "size", "off"], storage: Storage = LOCAL
+) -> CheckpointManifest:
     """Verify a checkpoint in this process alone. Return its manifest.
 
     At the level "full" its index and the tensors' places are checked, too. Raises
     `DamagedCheckpoint`, and `OtherVersion` if this version cannot read it.
     """
-    manifest = manifests.read(folder)
-    manifests.verify(folder, manifest, level)
+    manifest = manifests.read(folder, storage)
+    manifests.verify(folder, manifest, level, storage=storage)
     if level == "full":
-        check_tensors(folder, read_index(folder, manifest))
+        check_tensors(folder, read_index(folder, manifest, storage), storage)
     return manifest
 
 
@@ -74,7 +76,7 @@ def find_checkpoint(
     """
     if wrong := path_problem(folder, "folder"):
         raise UserError(f"{folder} is neither a checkpoint nor a run with one ({wrong})")
-    if os.path.exists(folder / manifests.NAME):
+    if MANIFEST in LOCAL.list(folder):
         return folder, read_verified(folder, level)
     found = newest_good(
         checkpoints(folder / "checkpoints"), lambda path: read_verified(path, level), warn

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,26 +17,26 @@ from torch.distributed.checkpoint import SavePlan, SavePlanner
 # Private, torch 2.11 to 2.13: in 2.11 the public DefaultStager works once only.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import (
-    DAMAGED,
     checkpoints,
-    clear_path,
     delete_all,
     leftovers,
-    set_aside,
     step_folder,
     step_of,
 )
+from torchmars.checkpoint.index import INDEX
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.retention import steps_to_delete
+from torchmars.checkpoint.storage import DAMAGED, LOCAL, Storage
 from torchmars.config import CheckpointConfig
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, is_gone, sync_folder
+from torchmars.core.files import is_gone
 from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
 
@@ -52,9 +53,9 @@ def _reporting_disk_errors() -> Iterator[None]:
 class Saver:
     """Writes the checkpoints of a run. Every rank makes the same calls.
 
-    A save is written under another name, made durable file by file, and renamed last. So a crash or
-    an error at any point leaves the previous checkpoint as the newest. An error is reported and
-    counted: the run ends after `checkpoint.max_failures` of them in a row.
+    A save is staged, made durable file by file, and published last. So a crash or an error at any
+    point leaves the previous checkpoint as the newest. An error is reported and counted: the run
+    ends after `checkpoint.max_failures` of them in a row.
     """
 
     def __init__(
@@ -64,15 +65,17 @@ class Saver:
         layout: Layout,
         record: Callable[..., None],
         deleted: Callable[[int, Path], None],
+        storage: Storage = LOCAL,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder` is the run's folder of checkpoints.
+        """`folder` is the run's folder of checkpoints, on `storage`.
 
         `record` is `EventLog.add`, for each checkpoint that is complete, and `deleted` is
         `EventLog.deleted`, for a folder that is gone. A thread calls them.
         """
         self.config, self.folder = config, folder
         self.record, self.deleted = record, deleted
-        self.existed = folder.exists()
+        self.storage, self.existed = storage, folder.exists()
         # The collectives of a save run beside those of the training. They need a group of their
         # own: in one group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
@@ -82,7 +85,7 @@ class Saver:
         self.error: str | None = None
         self.failures = 0
         self.undeletable: list[Path] = []  # a warning was printed of these
-        self.saved_at = time.monotonic()
+        self.clock, self.saved_at = clock, clock()
 
     @property
     def group(self) -> str:
@@ -95,7 +98,7 @@ class Saver:
         The first rank's clock counts: it is False on every other rank.
         """
         seconds = 60 * self.config.interval_minutes
-        return self.layout.first and 0 < seconds <= time.monotonic() - self.saved_at
+        return self.layout.first and 0 < seconds <= self.clock() - self.saved_at
 
     def save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> float:
         """Begin to save `state`, or save it if saves are not asynchronous.
@@ -105,7 +108,7 @@ class Saver:
         """
         began = time.perf_counter()
         self.wait()
-        self.saved_at = time.monotonic()
+        self.saved_at = self.clock()
         if self.config.async_save:
             state = self.stager.stage(state, non_blocking=self.on_gpu)
             if self.on_gpu:
@@ -178,52 +181,45 @@ class Saver:
     def _write(
         self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: Path
     ) -> CheckpointManifest:
-        """Write a checkpoint under another name and rename it. Return its complete manifest."""
-        partial = self.layout.on_first(lambda: self._make_partial(folder, manifest.step))
+        """Write a checkpoint. Return its complete manifest."""
+        staged = self.layout.on_first(lambda: self._stage(folder, manifest.step))
         try:
-            # DCP flushes each file to the disk; the manifest does the same for their names.
-            writer = _TensorWriter(partial)
+            writer = _TensorWriter(staged, self.storage)
             dcp.save(state, storage_writer=writer, process_group=self.layout.control)
         except CheckpointException as error:  # not an Exception
             raise UserError(reason(error)) from None
-        parts = self.layout.on_all(lambda: self._describe_own_files(partial))
+        parts = self.layout.on_all(lambda: self._describe_own_files(staged))
         files = {name: file for part in parts for name, file in sorted(part.items())}
         complete = replace(manifest, files=files)
-        self.layout.on_first(lambda: self._publish(complete, partial, folder))
+        self.layout.on_first(lambda: self._publish(complete, staged, folder))
         return complete
 
     @_reporting_disk_errors()
-    def _make_partial(self, folder: Path, step: int) -> Path:
-        """Make the folder that `folder` is until it is complete."""
+    def _stage(self, folder: Path, step: int) -> Path:
+        """Return the folder that `folder` is until it is complete."""
         if self.existed and is_gone(self.folder):
             self.deleted(step, self.folder)
         self._clear()
-        partial = clear_path(folder.with_name(folder.name + PARTIAL))
-        partial.mkdir(parents=True)
+        staged = self.storage.stage(folder)
         self.existed = True
-        return partial
+        return staged
 
     @_reporting_disk_errors()
-    def _describe_own_files(self, partial: Path) -> dict[str, manifests.File]:
+    def _describe_own_files(self, staged: Path) -> dict[str, manifests.File]:
         """Return size and checksum of each file that this rank has written, by name."""
-        names = [path.name for path in partial.glob(f"__{self.layout.world.rank}_*")]
-        if self.layout.first:
-            names.append(".metadata")
-        return {name: manifests.describe(partial / name) for name in names}
+        mine = (f"__{self.layout.world.rank}_", *([INDEX] if self.layout.first else []))
+        names = [name for name in self.storage.list(staged) if name.startswith(mine)]
+        return {name: manifests.describe(staged / name, self.storage) for name in names}
 
     @_reporting_disk_errors()
-    def _publish(self, manifest: CheckpointManifest, partial: Path, folder: Path) -> None:
-        """Write the manifest, and give the checkpoint its name."""
-        manifest.write(partial)
-        if os.path.lexists(folder):  # what the run could not go on from
-            set_aside(folder, DAMAGED)
-        partial.rename(folder)
-        sync_folder(self.folder)
-        sync_folder(self.folder.parent)  # the folder of checkpoints may be new
+    def _publish(self, manifest: CheckpointManifest, staged: Path, folder: Path) -> None:
+        self.storage.publish(staged, folder, manifest.text())
 
     def _clear(self) -> None:
         """Delete what crashed or failed saves and deletions left."""
-        self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
+        self._delete(
+            path for path in leftovers(self.folder, self.storage) if path.suffix != DAMAGED
+        )
 
     def _tidy(self, step: int) -> None:
         """Delete the checkpoints that need not be kept, now that a newer one is durable.
@@ -233,12 +229,12 @@ class Saver:
         try:
             steps: list[int] = []
             losses: dict[int, float] = {}
-            for path in checkpoints(self.folder):
+            for path in checkpoints(self.folder, self.storage):
                 if step_of(path) > step:  # the run went back behind it, so it could not be loaded
-                    set_aside(path, DAMAGED)
+                    self.storage.set_aside(path)
                     continue
                 try:
-                    loss = manifests.read(path).validation_loss
+                    loss = manifests.read(path, self.storage).validation_loss
                 except OtherVersion:
                     continue
                 except DamagedCheckpoint:
@@ -253,7 +249,27 @@ class Saver:
     def _delete(self, paths: Iterable[Path]) -> None:
         """Delete what can be deleted, and warn once of what cannot."""
         paths = [path for path in paths if path not in self.undeletable]
-        self.undeletable += delete_all(paths, self.layout.say)
+        self.undeletable += delete_all(paths, self.layout.say, self.storage)
+
+
+class _StagedFiles(FileSystem):
+    """The files that DCP writes, on a storage.
+
+    The index gets its own name at once: nobody reads it before it is published.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
+        return self.storage.create(Path(str(path).removesuffix(".tmp")))
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False
+
+    def mkdir(self, path: str | os.PathLike) -> None: ...
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None: ...
 
 
 class _TensorWriter(dcp.FileSystemWriter):
@@ -261,6 +277,10 @@ class _TensorWriter(dcp.FileSystemWriter):
 
     That of torch.save only says at which byte it ended.
     """
+
+    def __init__(self, staged: Path, storage: Storage) -> None:
+        super().__init__(staged, sync_files=False)  # the storage does
+        self.fs = _StagedFiles(storage)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

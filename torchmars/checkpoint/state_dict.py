@@ -14,6 +14,7 @@ from torch import Tensor
 from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.reader import read_tensors
+from torchmars.checkpoint.storage import LOCAL, Storage
 from torchmars.optim import MARS
 from torchmars.optim.tensors import unwrapped
 from torchmars.parallel.layout import Layout
@@ -108,6 +109,7 @@ def load(
     model: ParallelModel,
     optimizer: MARS,
     average: Mapping[str, Tensor],
+    storage: Storage = LOCAL,
 ) -> bool:
     """Load the checkpoint `folder` into `model`, `optimizer` and `average` in place.
 
@@ -118,7 +120,7 @@ def load(
     """
     state = training_state(layout, model.weights, optimizer, average)
     random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
-    index = index_on_all(folder, manifest, layout)
+    index = index_on_all(folder, manifest, layout, storage)
     saved = index.state_dict_metadata
     if manifest.world_size == layout.world.size:
         random = {name: value for name, value in random.items() if name in saved}
@@ -127,19 +129,21 @@ def load(
     has_average = any(name.startswith("ema.") for name in saved)
     if not has_average:
         state = {name: value for name, value in state.items() if not name.startswith("ema.")}
-    read_tensors(folder, state | random, layout.control, index)
+    read_tensors(folder, state | random, layout.control, index, storage)
     model.follow_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     set_rng_state(random)
     return has_average
 
 
-def index_on_all(folder: Path, manifest: CheckpointManifest, layout: Layout) -> dcp.Metadata:
+def index_on_all(
+    folder: Path, manifest: CheckpointManifest, layout: Layout, storage: Storage = LOCAL
+) -> dcp.Metadata:
     """Return the index of the checkpoint `folder` on every rank.
 
     Each reads it: that of many ranks is large, and sending it takes memory for one from each of
     them. Raises `DamagedCheckpoint` on every rank.
     """
     read: list[dcp.Metadata] = []
-    layout.on_all(lambda: read.append(read_index(folder, manifest)))
+    layout.on_all(lambda: read.append(read_index(folder, manifest, storage)))
     return read[0]

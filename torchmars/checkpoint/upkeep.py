@@ -5,17 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchmars.checkpoint.folder import (
-    DAMAGED,
-    DELETED,
-    checkpoints,
-    delete_all,
-    leftovers,
-    step_of,
-)
+from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers, step_of
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.retention import steps_to_delete
+from torchmars.checkpoint.storage import DAMAGED, DELETED
 from torchmars.config.load import config_from_tables
 from torchmars.core.console import say
 from torchmars.core.errors import UserError

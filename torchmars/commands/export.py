@@ -101,10 +101,10 @@ def check_target(target: Path, kind: Literal["hf", "safetensors"], force: bool) 
         raise UserError(
             f"cannot write {target}: {wrong}: name a new {what}, or a file to replace with --force"
         )
-    from torchmars.checkpoint.manifest import NAME
+    from torchmars.checkpoint.storage import MANIFEST
 
     for folder in target.resolve().parents:
-        if (folder / NAME).exists() and (folder / ".metadata").exists():
+        if (folder / MANIFEST).exists() and (folder / ".metadata").exists():
             raise UserError(
                 f"{target} would lie in the checkpoint {folder}, which takes foreign "
                 "files for damage: write it elsewhere"

@@ -11,7 +11,7 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -83,9 +83,9 @@ def open_file(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, open: Callable[[Path], BinaryIO] = open_file) -> bytes:
     """Return the content of a regular file. Raises `OSError` for anything else."""
-    with open_file(path) as stream:
+    with open(path) as stream:
         content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))

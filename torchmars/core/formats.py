@@ -12,12 +12,13 @@ change makes a new version.
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import read_bytes
+from torchmars.core.files import open_file, read_bytes
 from torchmars.core.typed import make, parse_json
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ class Format:
         digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
         return json.dumps(entries | {"sha256": digest}, indent=1) + "\n"
 
-    def read(self, path: Path, kind: type[T]) -> T:
+    def read(self, path: Path, kind: type[T], open: Callable[[Path], BinaryIO] = open_file) -> T:
         """Return what a file holds as a `kind`, a dataclass.
 
         Raises `OSError` if it cannot be read, `OtherVersion`, and `ValueError` where it is
         damaged.
         """
-        content = read_bytes(path)
+        content = read_bytes(path, open)
         entries = parse_json(content.decode())
         matches = checksum_matches(content)
         if matches is False:

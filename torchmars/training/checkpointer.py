@@ -91,7 +91,7 @@ class Checkpointer:
         Raises `UserError` if there are some, but none is good.
         """
         self.saver.wait()
-        found = self.layout.on_first(lambda: checkpoints(self.config.run.checkpoints))
+        found = self.layout.on_first(lambda: checkpoints(self.saver.folder, self.saver.storage))
         newest = newest_good(found, self.load, warn=self.layout.say)
         return newest[1] if newest else None
 
@@ -101,14 +101,19 @@ class Checkpointer:
         Raises `DamagedCheckpoint` or, if it is another run's, `UserError`, on every rank.
         """
         layout, config, world = self.layout, self.config, self.layout.world
+        storage = self.saver.storage
         level = config.checkpoint.verify
-        manifest = layout.on_first(lambda: manifests.read(folder))
-        layout.on_all(lambda: manifests.verify(folder, manifest, level, world.rank, world.size))
+        manifest = layout.on_first(lambda: manifests.read(folder, storage))
+        layout.on_all(
+            lambda: manifests.verify(folder, manifest, level, world.rank, world.size, storage)
+        )
         changes = layout.on_first(
             lambda: check_same_run(folder, manifest, config, self.fingerprint, self.whole_optimizer)
         )
         values = self.average.values if self.average else {}
-        if not state_dict.load(folder, manifest, layout, self.model, self.optimizer, values):
+        if not state_dict.load(
+            folder, manifest, layout, self.model, self.optimizer, values, storage
+        ):
             if self.average:  # training.ema_decay is new
                 self.average.begin()
         if manifest.world_size != world.size:
