@@ -12,6 +12,7 @@ from torchmars.core.errors import UserError
 from torchmars.data import shards
 from torchmars.data.manifest import SPLITS, read_manifest
 from torchmars.data.tokenizer import ByteTokenizer
+from torchmars.data.windows import ChangedData, Windows
 from torchmars.training.preparation import prepare_data
 
 
@@ -194,3 +195,12 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path):
         with pytest.raises(UserError, match="holds files but no manifest.json"):
             prepare_data(tiny_config(tmp_path, data={"path": str(path)}))
         assert (path / "precious.pdf").exists()
+
+
+def test_a_token_above_what_the_manifest_says_is_told_where_it_is_read(prepared):
+    """Where data.verify has not looked at it: the model may have no row for it."""
+    _, folder, manifest = prepared
+    split = manifest.splits["train"]
+    split.max_token = 1
+    with pytest.raises(ChangedData, match="has token id .*, its manifest says that 1 is the larg"):
+        Windows(folder, split, manifest.dtype, 16)[0]

@@ -5,21 +5,34 @@ from dataclasses import dataclass
 from torchmars.core.errors import UserError
 from torchmars.core.typed import nearest
 
-# The parts that may follow the name of each kind. A glob may hold colons where it is the last one.
-KINDS: dict[str, tuple[str, ...]] = {
-    "stdlib": (),
-    "text": ("glob",),
-    "jsonl": ("glob", "field"),
-    "parquet": ("glob", "field"),
-    "hf": ("dataset", "config", "split", "field"),
-    "nanogpt": ("glob",),
-    "llmc": ("glob",),
-    "megatron": ("glob",),
+
+@dataclass(frozen=True)
+class SourceKind:
+    """What sources of a kind have in common. Readers are in data/reading.py and data/foreign.py."""
+
+    parts: tuple[str, ...] = ()
+    """What may follow its name. A glob may hold colons where it is the last one."""
+    suffixes: tuple[str, ...] = ()
+    """Of the files that a folder of text gives."""
+    plain: bool = True
+    """Whether a file can be compressed, and be read from any of its bytes on."""
+    tokens: bool = False
+    """Whether another program has made tokens of the text."""
+
+
+KINDS = {
+    "stdlib": SourceKind(),
+    "text": SourceKind(("glob",), (".txt", ".md")),
+    "jsonl": SourceKind(("glob", "field"), (".jsonl",)),
+    "parquet": SourceKind(("glob", "field"), (".parquet",), plain=False),
+    "hf": SourceKind(("dataset", "config", "split", "field")),
+    "nanogpt": SourceKind(("glob",), tokens=True),
+    "llmc": SourceKind(("glob",), tokens=True),
+    "megatron": SourceKind(("glob",), tokens=True),
 }
 # The kinds whose files are named by a glob, by data.files, or by both.
-OF_FILES = ("text", "jsonl", "parquet")
-# The kinds whose files are tokens that another program has made.
-OF_TOKENS = ("nanogpt", "llmc", "megatron")
+OF_FILES = [name for name, kind in KINDS.items() if kind.suffixes]
+OF_TOKENS = [name for name, kind in KINDS.items() if kind.tokens]
 # Names of data sets, each with the source that it stands for. What follows the name is appended.
 NAMES = {"openwebtext": "hf:Skylion007/openwebtext", "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu"}
 
@@ -47,7 +60,7 @@ def parse_source(text: str) -> DataSource:
             f"data.source = {text!r} is of no known kind: it must begin with one of "
             f"{', '.join(known)}; did you mean {nearest(name, known)}?"
         )
-    parts = KINDS[name]
+    parts = KINDS[name].parts
     values = rest.split(":", len(parts) - 1) if len(parts) > 1 else [rest] if rest else []
     if len(values) > len(parts) or any(":" in value for value in values) and len(parts) != 1:
         form = ":".join([name, *(part.upper() for part in parts)])

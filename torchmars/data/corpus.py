@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from torchmars.config import DataConfig
-from torchmars.config.source import OF_FILES, DataSource, parse_source
+from torchmars.config.source import KINDS, OF_FILES, DataSource, parse_source
 from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError, missing_package
 
-# What is read below a folder. Files of a text or jsonl source may also be compressed.
-SUFFIXES = {"text": (".txt", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
 COMPRESSED = (".gz", ".zst", ".xz")
 PIECES = 2048  # about how many pieces a large corpus has
 
@@ -97,7 +95,7 @@ def ranges(file: Input, size: int) -> list[Input]:
 
 def is_plain(kind: str, name: str) -> bool:
     """Return whether a file can be read from any of its bytes on."""
-    return kind != "parquet" and not name.endswith(COMPRESSED)
+    return KINDS[kind].plain and not name.endswith(COMPRESSED)
 
 
 def describe(file: Path) -> Input:
@@ -132,13 +130,12 @@ def source_files(config: DataConfig) -> list[Path]:
 def matches(pattern: str, kind: str, option: str) -> list[Path]:
     """Return the files that a path, a folder or a glob names. Raises `UserError` for none."""
     path = Path(os.path.expanduser(pattern))
-    suffixes = SUFFIXES[kind]
-    if kind != "parquet":
-        suffixes += tuple(plain + packed for plain in suffixes for packed in COMPRESSED)
+    plain = KINDS[kind].suffixes
+    packed = tuple(suffix + more for suffix in plain for more in COMPRESSED if KINDS[kind].plain)
     try:
         with say_if_long(looking(pattern, option)):
             if os.path.isdir(path):
-                found = [file for file in path.rglob("*") if file.name.endswith(suffixes)]
+                found = [file for file in path.rglob("*") if file.name.endswith(plain + packed)]
             else:
                 found = [Path(name) for name in glob.glob(str(path), recursive=True)]
             found = [file for file in found if file.is_file()]
@@ -147,8 +144,8 @@ def matches(pattern: str, kind: str, option: str) -> list[Path]:
     if not found:
         read = ""
         if os.path.isdir(path):
-            packed = "" if kind == "parquet" else ", also compressed"
-            read = f" (a folder gives its {' and '.join(SUFFIXES[kind])} files{packed})"
+            also = ", also compressed" if packed else ""
+            read = f" (a folder gives its {' and '.join(plain)} files{also})"
         raise UserError(f"{option}: {pattern!r} names no {kind} file{read}")
     return found
 

@@ -42,7 +42,7 @@ class TextPart:
 
 
 @dataclass
-class Step:
+class ReadPart:
     """A part of an input, and where the next one begins."""
 
     part: TextPart

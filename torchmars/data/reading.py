@@ -12,8 +12,8 @@ from typing import BinaryIO
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
 from torchmars.data.corpus import Input, Piece, Sizes, is_plain
-from torchmars.data.documents import SEPARATOR, Damage, Position, Step, TextBlock, TextPart
-from torchmars.data.rows import dataset_steps, parquet_steps
+from torchmars.data.documents import SEPARATOR, Damage, Position, ReadPart, TextBlock, TextPart
+from torchmars.data.rows import dataset_parts, parquet_parts
 
 CHUNK = 2**20  # bytes read at once of a plain file
 COMPRESSED_CHUNK = 2**16  # of a compressed one, which may become many times as long
@@ -30,12 +30,12 @@ def read_piece(
     size = 0
     for each in piece[number:]:
         number += 1
-        for step in steps(each, source, offset, lines, sizes):
-            parts.append(step.part)
-            size += step.part.size
+        for found in read_input(each, source, offset, lines, sizes):
+            parts.append(found.part)
+            size += found.part.size
             if size >= sizes.block:
-                end = (number, 0, 0) if step.last else (number - 1, step.offset, step.lines)
-                yield TextBlock(parts, end, before + step.read)
+                end = (number, 0, 0) if found.last else (number - 1, found.offset, found.lines)
+                yield TextBlock(parts, end, before + found.read)
                 parts, size = [], 0
         before += each.size
         offset = lines = 0
@@ -43,23 +43,35 @@ def read_piece(
         yield TextBlock(parts, (number, 0, 0), before)
 
 
-def steps(each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes) -> Iterator[Step]:
+def read_input(
+    each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
+) -> Iterator[ReadPart]:
     """Yield an input part by part, from an offset on. Raises `UserError`."""
-    if source.kind == "hf":
-        yield from dataset_steps(each, source, offset, sizes.block)
-        return
     try:
-        if source.kind == "parquet":
-            yield from parquet_steps(each, source.field, offset, sizes.block)
-            return
-        with open(each.name, "rb") as file:
-            stream = TextReader(file, each, source.kind, offset)
-            yield from stream.steps(lines, sizes)
+        yield from READERS[source.kind](each, source, offset, lines, sizes)
     except OSError as error:
         raise UserError(
             f"cannot read {each.name} of the corpus: {error.strerror or error}: start again when "
             "it can be read; what is done is kept"
         ) from None
+
+
+def text_parts(
+    each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
+) -> Iterator[ReadPart]:
+    """Yield a file of text or of lines from byte `offset` on, before which are `lines` lines."""
+    with open(each.name, "rb") as file:
+        yield from TextReader(file, each, source.kind, offset).parts(lines, sizes)
+
+
+# By the kind of a source. `Encoder` makes documents of the parts: of rows each is one already.
+READERS: dict[str, Callable[[Input, DataSource, int, int, Sizes], Iterator[ReadPart]]] = {
+    "stdlib": text_parts,
+    "text": text_parts,
+    "jsonl": text_parts,
+    "parquet": parquet_parts,
+    "hf": dataset_parts,
+}
 
 
 class TextReader:
@@ -83,7 +95,7 @@ class TextReader:
         self.damage = ""
         """Why the file cannot be read to its end."""
 
-    def steps(self, lines: int, sizes: Sizes) -> Iterator[Step]:
+    def parts(self, lines: int, sizes: Sizes) -> Iterator[ReadPart]:
         """Yield what is left part by part; `lines` lines are before it."""
         unit = "byte" if self.input.begin else "line"
         of_lines = self.mark == self.next_line
@@ -101,11 +113,11 @@ class TextReader:
             if content or reason:
                 part = TextPart(self.input.name, content, first, unit, reason)
                 done = last and not self.damage
-                yield Step(part, self.begin, lines, self.read(), done)
+                yield ReadPart(part, self.begin, lines, self.read(), done)
         if self.damage:
             first = self.begin if unit == "byte" else lines
             part = TextPart(self.input.name, b"", first, unit, self.damage)
-            yield Step(part, self.begin, lines, self.input.size, True)
+            yield ReadPart(part, self.begin, lines, self.input.size, True)
 
     def documents(self, want: int, longest: int) -> tuple[int, bool]:
         """Return the length of documents at the begin of the data, and whether they are the last.

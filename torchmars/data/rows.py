@@ -6,17 +6,20 @@ from typing import Any
 
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
-from torchmars.data.corpus import Input, load_dataset
-from torchmars.data.documents import Damage, Step, TextPart
+from torchmars.data.corpus import Input, Sizes, load_dataset
+from torchmars.data.documents import Damage, ReadPart, TextPart
 
 ROWS = 256  # read at once of a Parquet file
 
 
-def parquet_steps(file: Input, field: str, offset: int, size: int) -> Iterator[Step]:
-    """Yield a Parquet file from row `offset` on, in parts of about `size` bytes.
+def parquet_parts(
+    file: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
+) -> Iterator[ReadPart]:
+    """Yield a Parquet file from row `offset` on.
 
-    Raises `UserError` if it has no column of text named `field`.
+    Raises `UserError` if it has no column of text of the source's name.
     """
+    field, size = source.field, sizes.block
     try:
         import pyarrow
         import pyarrow.parquet
@@ -27,12 +30,12 @@ def parquet_steps(file: Input, field: str, offset: int, size: int) -> Iterator[S
         # pre_buffer would hold all row groups in memory.
         table = pyarrow.parquet.ParquetFile(file.name, pre_buffer=False, buffer_size=2**20)
     except damaged as error:
-        yield from row_steps(file, failed(error), offset, size)
+        yield from row_parts(file, failed(error), offset, size)
         return
     with table:
         check_column(table.schema_arrow, field, file.name)
         rows = column_values(table, field, offset, damaged)
-        yield from row_steps(file, rows, offset, size, table.metadata.num_rows)
+        yield from row_parts(file, rows, offset, size, table.metadata.num_rows)
 
 
 def column_values(table: Any, field: str, offset: int, damaged: Any) -> Iterator[bytes | None]:
@@ -81,7 +84,9 @@ def check_column(schema: Any, field: str, name: str) -> None:
         raise UserError(f"data.source: the column {field!r} of {name} is {kind}, not text")
 
 
-def dataset_steps(shard: Input, source: DataSource, offset: int, size: int) -> Iterator[Step]:
+def dataset_parts(
+    shard: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
+) -> Iterator[ReadPart]:
     """Yield a shard of a data set of Hugging Face from row `offset` on.
 
     Raises `UserError` for whatever its files or its network raise.
@@ -89,7 +94,7 @@ def dataset_steps(shard: Input, source: DataSource, offset: int, size: int) -> I
     data = load_dataset(source).shard(num_shards=shard.shards, index=shard.shard)
     rows = (row.get(source.field) for row in islice(data, offset, None))
     try:
-        yield from row_steps(shard, rows, offset, size)
+        yield from row_parts(shard, rows, offset, sizes.block)
     except UserError:
         raise
     except Exception as error:
@@ -100,9 +105,9 @@ def dataset_steps(shard: Input, source: DataSource, offset: int, size: int) -> I
         ) from None
 
 
-def row_steps(
+def row_parts(
     source: Input, rows: Iterable[Any], first: int, size: int, count: int = 0
-) -> Iterator[Step]:
+) -> Iterator[ReadPart]:
     """Yield values of rows in parts of about `size` bytes; `count` is the number of all rows."""
     values: list[bytes | str | None] = []
     length, reason = 0, ""
@@ -113,13 +118,13 @@ def row_steps(
             if length >= size:
                 part = TextPart(source.name, values, first, "row")
                 first += len(values)
-                yield Step(part, first, read=source.size * first // count if count else 0)
+                yield ReadPart(part, first, read=source.size * first // count if count else 0)
                 values, length = [], 0
     except Damage as damage:
         reason = str(damage)
     if values:
         part = TextPart(source.name, values, first, "row")
         first += len(values)
-        yield Step(part, first, read=source.size, last=not reason)
+        yield ReadPart(part, first, read=source.size, last=not reason)
     if reason:
-        yield Step(TextPart(source.name, [], first, "row", reason), first, 0, source.size, True)
+        yield ReadPart(TextPart(source.name, [], first, "row", reason), first, 0, source.size, True)

@@ -14,6 +14,7 @@ from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, numpy_dt
 from torchmars.data.tokenizer import TokenDtype
 
 Level = Literal["full", "size", "off"]
+REMEDY = "restore it, or remove the folder {} to prepare it anew"
 
 
 def check_shards(
@@ -44,7 +45,7 @@ def check_shard(
     none.
     """
     path = folder / shard.file
-    remedy = f"restore it, or remove the folder {folder} to prepare it anew"
+    remedy = REMEDY.format(folder)
     end = shard.offset + shard.tokens * numpy_dtype(dtype).itemsize
     own = not os.path.isabs(shard.file)  # else other shards may follow in the same file
     try:
@@ -63,12 +64,17 @@ def check_shard(
                     f"the shard {path} was altered (its SHA-256 is not the manifest's): {remedy}"
                 )
             if largest > split.max_token:
-                raise UserError(
-                    f"the shard {path} has token id {largest}, its manifest says that "
-                    f"{split.max_token} is the largest: {remedy}"
-                )
+                raise UserError(too_large(path, largest, split, folder))
     except OSError as error:
         raise UserError(f"the shard {path} cannot be read ({error.strerror}): {remedy}") from None
+
+
+def too_large(path: Path | str, largest: int, split: Split, folder: Path) -> str:
+    """Return what to say of a shard with a token above its split's largest."""
+    return (
+        f"the shard {path} has token id {largest}, its manifest says that {split.max_token} is the "
+        f"largest: {REMEDY.format(folder)}"
+    )
 
 
 def digest_and_largest(path: Path, begin: int, end: int, dtype: TokenDtype) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import Split, numpy_dtype
-from torchmars.data.shards import check_shard, count_windows
+from torchmars.data.shards import check_shard, count_windows, too_large
 from torchmars.data.tokenizer import TokenDtype
 
 
@@ -56,7 +56,10 @@ class Windows(Dataset):
         while True:
             data, stamp = read_bytes(file, first, last)
             if stamp == self.stamps[shard] and len(data) == last - first:
-                return np.frombuffer(data, dtype)
+                tokens = np.frombuffer(data, dtype)
+                if tokens.max(initial=0) > self.split.max_token:
+                    raise ChangedData(too_large(file, int(tokens.max()), self.split, self.folder))
+                return tokens
             try:
                 check_shard(self.shards[shard], self.split, self.dtype, self.folder)
             except UserError as error:
