@@ -1,11 +1,14 @@
 """What a launcher and a rank import before the first step: nothing that they may not need."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support.tiny import tiny_config, write_config, write_text
+from torchmars import optim
 from torchmars.training.preparation import prepare_data
 
 OPTIONAL = {
@@ -29,6 +32,31 @@ from torchmars.commands import launch
 config = launch.load_config([sys.argv[1]], "test")
 launch.prepare_run(config, 2, 1)
 """
+
+
+def imported(file):
+    """Yield the modules that a file names, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import"
+            yield node.module
+
+
+def test_optim_imports_torch_only():
+    allowed = {*sys.stdlib_module_names, "torch"}
+    for file in Path(optim.__file__).parent.rglob("*.py"):
+        others = [name for name in imported(file) if name.split(".")[0] not in allowed]
+        assert all(name.startswith("torchmars.optim") for name in others), f"{file}: {others}"
+
+
+def test_what_rules_declare_is_read_without_torch():
+    program = "import sys; import torchmars.optim.rules; print(*sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "torch" not in ended.stdout.split()
 
 
 def test_listing_runs_needs_neither_torch_nor_matplotlib(tmp_path):

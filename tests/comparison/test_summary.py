@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchmars.comparison.results import ContenderResult, Curve, TrialResult
+from torchmars.comparison.results import ContenderResult, LossCurve, TrialResult
 from torchmars.comparison.statistics import saved
 from torchmars.comparison.summary import notes, savings
 
-NOTHING = Curve([], [], [])
+NOTHING = LossCurve([], [], [])
 
 
 def trial(seed, losses, pace=1):
-    curve = Curve([100, 200, 300], [pace, 2 * pace, 3 * pace], losses)
+    curve = LossCurve([100, 200, 300], [pace, 2 * pace, 3 * pace], losses)
     return TrialResult("", "", {}, seed, "done", "", losses[-1], 3 * pace, curve, "")
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from torchmars.comparison.results import (
     Comparison,
     ContenderResult,
-    Curve,
     Difference,
     Estimate,
+    LossCurve,
     TrialResult,
 )
 
@@ -124,9 +124,9 @@ def made_trial(name: str, floor: float, best: float, lr: float, seed: int) -> Tr
         "the loss is not finite: lower optimizer.lr" if diverged else "",
         None if diverged else float(loss),
         None if diverged else 300.0,
-        Curve([], [], [])
+        LossCurve([], [], [])
         if diverged
-        else Curve(
+        else LossCurve(
             (steps * float(TOKENS_PER_STEP)).tolist(), (steps / 4.0).tolist(), curve.tolist()
         ),
         f"trials/{name}-lr{lr:g}-seed{seed}",

@@ -170,7 +170,7 @@ def check_trials(study: Study) -> None:
 def compare(study: Study, options: Compare) -> bool:
     """Run the trials that are left, write and print what they tell; return whether all ended."""
     # Here, since they bring torch, and mistakes are said before.
-    from torchmars.comparison.run import Results, run_trials
+    from torchmars.comparison.execution import Results, run_trials
     from torchmars.comparison.summary import summarise
     from torchmars.reports.comparison_plots import plot_comparison
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection
 
 from torchmars.comparison.results import TrialResult
-from torchmars.comparison.study import Plan, Study, Trial
+from torchmars.comparison.study import Study, Trial, TrialPlan
 from torchmars.comparison.trials import steps_made
 from torchmars.core.console import say
 from torchmars.core.words import counted
@@ -17,7 +17,7 @@ class TrialsProgress(ProgressBar):
     """A bar over the steps of all trials, with the time that is left."""
 
     def __init__(
-        self, study: Study, result: Callable[[Trial], TrialResult], plans: list[Plan]
+        self, study: Study, result: Callable[[Trial], TrialResult], plans: list[TrialPlan]
     ) -> None:
         self.study, self.result = study, result
         self.looked = 0.0
@@ -25,21 +25,21 @@ class TrialsProgress(ProgressBar):
         done = self.look(plans, [])
         super().__init__("trials", self.total(plans), done, " steps")
 
-    def look(self, plans: list[Plan], running: Collection[str]) -> int:
+    def look(self, plans: list[TrialPlan], running: Collection[str]) -> int:
         """Return the steps that the trials have made. Of one that has begun, its files tell."""
         for trial in (trial for plan in plans for trial in plan.trials):
             if trial.name in running or trial.name not in self.steps:
                 self.steps[trial.name] = steps_made(trial)
         return sum(self.steps.values())
 
-    def total(self, plans: list[Plan]) -> int:
+    def total(self, plans: list[TrialPlan]) -> int:
         """Return the steps that all trials will have made, as far as is known."""
         ended, left = self.count(plans)
         return (
             sum(self.steps[trial.name] for trial in ended) + left * self.study.base.training.steps
         )
 
-    def count(self, plans: list[Plan]) -> tuple[list[Trial], int]:
+    def count(self, plans: list[TrialPlan]) -> tuple[list[Trial], int]:
         """Return the trials that have ended, and how many are left as far as is known."""
         trials = [trial for plan in plans for trial in plan.trials]
         ended = [trial for trial in trials if self.result(trial).state != "pending"]
@@ -47,7 +47,7 @@ class TrialsProgress(ProgressBar):
         others = sum(not plan.tuned for plan in plans) * (len(self.study.seeds) - 1)
         return ended, len(trials) - len(ended) + others
 
-    def show(self, plans: list[Plan], running: Collection[str], now: bool = False) -> None:
+    def show(self, plans: list[TrialPlan], running: Collection[str], now: bool = False) -> None:
         """Show how far the trials are, from time to time or `now`."""
         if now or time.monotonic() > self.looked + SECONDS:
             done = self.look(plans, running)
@@ -56,7 +56,7 @@ class TrialsProgress(ProgressBar):
             self.add(done - self.bar.n)
             self.looked = time.monotonic()
 
-    def tell(self, results: list[TrialResult], plans: list[Plan]) -> None:
+    def tell(self, results: list[TrialResult], plans: list[TrialPlan]) -> None:
         """Print how some trials have ended."""
         names = [each.name for each in results]
         self.show(plans, names, now=True)

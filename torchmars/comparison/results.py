@@ -21,7 +21,7 @@ State = Literal["done", "failed", "diverged", "pending"]
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """The validation losses of a trial, in order. The lists are of the same length."""
 
     tokens: list[float]
@@ -49,7 +49,7 @@ class TrialResult:
     """Validation loss after the last step of a trial that is done."""
     seconds: float | None
     """Seconds of training of a trial that is done."""
-    curve: Curve
+    curve: LossCurve
     folder: str
     """Folder of the run, relative to that of the comparison."""
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from torchmars.comparison.results import Curve, Difference, Estimate
+from torchmars.comparison.results import Difference, Estimate, LossCurve
 
 CONFIDENCE = 0.95
 
@@ -49,7 +49,7 @@ def estimate(mean: float, test: Any) -> Estimate:
     return Estimate(mean, float(interval.low), float(interval.high))
 
 
-def reached_at(curve: Curve, along: Sequence[float], loss: float) -> float | None:
+def reached_at(curve: LossCurve, along: Sequence[float], loss: float) -> float | None:
     """Return where a validation curve first reaches a loss, linear between validations.
 
     `along` are the tokens or the seconds of the curve. None: it never does. Before its first
@@ -70,7 +70,7 @@ def reached_at(curve: Curve, along: Sequence[float], loss: float) -> float | Non
 
 
 def needed(
-    curve: Curve, along: Sequence[float], baseline: Curve, along_baseline: Sequence[float]
+    curve: LossCurve, along: Sequence[float], baseline: LossCurve, along_baseline: Sequence[float]
 ) -> float | None:
     """Return the share of the baseline's tokens, or seconds, that a trial needs for its final loss.
 

@@ -82,7 +82,7 @@ class Study:
         points = self.points(contender, lrs)
         return [self.trial(contender, point, self.seeds[0]) for point in points]
 
-    def plan(self, contender: Contender, result: Callable[[Trial], TrialResult]) -> "Plan":
+    def plan(self, contender: Contender, result: Callable[[Trial], TrialResult]) -> "TrialPlan":
         """Return the trials of a contender, as far as the `result` of each tells.
 
         First those of the grid, then those beyond it, one learning rate after the other. Once all
@@ -93,15 +93,15 @@ class Study:
             trials = self.tuning(contender, lrs)
             results = [result(trial) for trial in trials]
             if any(each.state == "pending" for each in results):
-                return Plan(trials, False, None, {})
+                return TrialPlan(trials, False, None, {})
             best = best_of(results)
             if best is None:
-                return Plan(trials, True, None, {})
+                return TrialPlan(trials, True, None, {})
             edges = edges_of(best.settings, self.grid | {"lr": list(lrs)})
             wider = self.wider(contender, lrs, edges.get("lr")) if self.widen else None
             if wider is None:
                 others = [self.trial(contender, best.settings, seed) for seed in self.seeds[1:]]
-                return Plan([*trials, *others], True, best.settings, edges)
+                return TrialPlan([*trials, *others], True, best.settings, edges)
             lrs = wider
 
     def wider(
@@ -125,7 +125,7 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrialPlan:
     """The trials of a contender, as far as they are known."""
 
     trials: list[Trial]

@@ -8,13 +8,13 @@ from torchmars.comparison.contenders import BASELINE, CONTROL, Contender
 from torchmars.comparison.results import (
     Comparison,
     ContenderResult,
-    Curve,
     Difference,
     Estimate,
+    LossCurve,
     TrialResult,
 )
 from torchmars.comparison.statistics import difference, needed, saved
-from torchmars.comparison.study import Plan, Study, Trial
+from torchmars.comparison.study import Study, Trial, TrialPlan
 from torchmars.comparison.trials import trial_folders
 from torchmars.optim.rules import variance_reduced
 
@@ -45,14 +45,14 @@ def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Compariso
     )
 
 
-def best_trials(plan: Plan, trials: list[TrialResult]) -> list[TrialResult]:
+def best_trials(plan: TrialPlan, trials: list[TrialResult]) -> list[TrialResult]:
     """Return the trials of the best settings that are done, by seed."""
     return [each for each in trials if each.settings == plan.best and each.state == "done"]
 
 
 def contender_result(
     contender: Contender,
-    plan: Plan,
+    plan: TrialPlan,
     repeats: list[TrialResult],
     baseline: list[TrialResult] | None,
 ) -> ContenderResult:
@@ -96,7 +96,7 @@ def savings(
     if not pairs:
         return None, None, f"no seed with which both it and {BASELINE} are done"
 
-    def shares(along: Callable[[Curve], list[float]]) -> list[float]:
+    def shares(along: Callable[[LossCurve], list[float]]) -> list[float]:
         found = [needed(own, along(own), other, along(other)) for own, other in pairs]
         return [each for each in found if each is not None]
 

@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from torchmars.comparison.results import Curve, State, TrialResult
+from torchmars.comparison.results import LossCurve, State, TrialResult
 from torchmars.comparison.study import Study, Trial
 from torchmars.config.load import config_text
 from torchmars.core.files import open_file, remove, write_durably
@@ -43,7 +43,7 @@ def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
     that it is complete: it may have been so at a start that kept none.
     """
     run = existing_run(trial.folder)
-    curve, steps = (Curve([], [], []), 0) if run is None else validation_curve(run)
+    curve, steps = (LossCurve([], [], []), 0) if run is None else validation_curve(run)
     last = trial.config.training.steps
     state: State = "pending"
     reason, loss = "", None
@@ -64,7 +64,7 @@ def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
         reason,
         loss,
         curve.seconds[-1] if state == "done" else None,
-        curve if state != "pending" else Curve([], [], []),
+        curve if state != "pending" else LossCurve([], [], []),
         f"{trial.folder.parent.name}/{trial.folder.name}",
     )
 
@@ -74,13 +74,13 @@ def existing_run(folder: Path) -> Run | None:
     return read_run(folder) if (folder / "config.toml").is_file() else None
 
 
-def validation_curve(run: Run) -> tuple[Curve, int]:
+def validation_curve(run: Run) -> tuple[LossCurve, int]:
     """Return the validation losses of a run, and the step of the last one."""
     series = run.series.get("validation/loss")
     if series is None:
-        return Curve([], [], []), 0
+        return LossCurve([], [], []), 0
     losses = [value if math.isfinite(value) else None for value in series.values.tolist()]
-    curve = Curve(run.tokens(series.steps).tolist(), run.seconds(series.steps).tolist(), losses)
+    curve = LossCurve(run.tokens(series.steps).tolist(), run.seconds(series.steps).tolist(), losses)
     return curve, int(series.steps[-1])
 
 

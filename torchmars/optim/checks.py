@@ -1,6 +1,6 @@
 """Checks of what an optimizer is given: hyperparameters and parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,13 @@ def check_rule(value: Any, suffix: str = "") -> None:
     """Raise `ValueError` unless `value` names a rule."""
     if not (isinstance(value, str) and value in RULES):
         raise ValueError(f"rule{suffix} must be one of {', '.join(RULES)}, got {shown(value)}")
+
+
+def check_names(settings: Iterable[str]) -> None:
+    """Raise `TypeError` for an argument of `MARS` that is no setting of any rule."""
+    for name in settings:
+        if name not in group_settings():
+            raise TypeError(f"MARS() got an unexpected keyword argument {name!r}")
 
 
 def check_group(group: Mapping[str, Any], number: int) -> None:

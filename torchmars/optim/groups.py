@@ -5,6 +5,7 @@ Source: the table "who gets which rule" of the MARS and MARS-M papers and their 
 """
 
 import difflib
+import inspect
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from torchmars.optim.checks import check_group, check_rule
 from torchmars.optim.roles import ROLES, looks_like, roles
-from torchmars.optim.rules import RULES, group_settings
+from torchmars.optim.rules import RULES, MatrixRule, group_settings
 from torchmars.optim.settings import Settings, shown
 
 
@@ -187,31 +188,53 @@ def complete_group(
     return group
 
 
-def warn_of_unreached(given: Iterable[Any], passed: dict[str, Any], stacklevel: int) -> None:
-    """Warn of arguments `passed` to MARS that mean nothing to any of the groups `given`.
+def warn_of_slips(
+    groups: Sequence[Settings],
+    given: Sequence[Any],
+    passed: Settings,
+    signature: inspect.Signature,
+    stacklevel: int,
+) -> None:
+    """Warn of what a user of `MARS` hardly means.
+
+    `given` is what the user gave for each of the optimizer's `groups`, and `passed` are the
+    settings passed for all of them. Those that have the default of `MARS`'s `signature` are no
+    slips.
+    """
+    usual = {name: each.default for name, each in signature.parameters.items()}
+    for key, value in passed.items():
+        if key not in usual or value != usual[key]:
+            _warn_of_unreached(given, key, value, passed["rule"], stacklevel + 1)
+    if isinstance(RULES[passed["rule"]], MatrixRule):
+        _warn_of_unsorted(groups, given, passed["rule"], stacklevel + 1)
+
+
+def _warn_of_unreached(
+    given: Iterable[Any], key: str, value: Any, rule: str, stacklevel: int
+) -> None:
+    """Warn of an argument that means nothing to any of the groups `given`.
 
     One that has the value of a group is no slip.
     """
     groups = [each if isinstance(each, dict) else {} for each in given]
-    for key, value in passed.items():
-        meant = [each for each in groups if _has_meaning(key, each.get("rule", passed.get("rule")))]
-        if groups and all(key in each and each[key] != value for each in meant):
-            why = "each has its own" if meant else "it means nothing to their rules"
-            warnings.warn(
-                f"MARS({key}={value!r}) reaches no group: {why}. Set it in the groups, as "
-                "param_groups does with its settings, or leave it out",
-                stacklevel=stacklevel,
-            )
+    meant = [each for each in groups if _has_meaning(key, each.get("rule", rule))]
+    if groups and all(key in each and each[key] != value for each in meant):
+        why = "each has its own" if meant else "it means nothing to their rules"
+        warnings.warn(
+            f"MARS({key}={value!r}) reaches no group: {why}. Set it in the groups, as "
+            "param_groups does with its settings, or leave it out",
+            stacklevel=stacklevel,
+        )
 
 
 def _has_meaning(key: str, rule: Any) -> bool:
-    """Return whether a group of `rule`, None for the default one, has a use for a setting."""
-    found = RULES.get(rule or "mars-adamw")
+    """Return whether a group of `rule` has a use for a setting."""
+    found = RULES.get(rule)
     # What is no rule, or no rule's setting, is refused elsewhere.
     return found is None or key not in group_settings() or key in found.defaults
 
 
-def warn_of_unsorted(
+def _warn_of_unsorted(
     groups: Iterable[dict[str, Any]], given: Iterable[Any], rule: str, stacklevel: int
 ) -> None:
     """Warn where `groups` that nobody sorted may leave embeddings and heads to a matrix rule.

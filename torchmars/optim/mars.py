@@ -19,18 +19,19 @@ from torchmars.optim.checks import (
     MAX_GRAD_NORM,
     check_flags,
     check_group,
+    check_names,
     check_parameters,
     check_rule,
     check_state_dtypes,
 )
-from torchmars.optim.groups import complete_group, warn_of_unreached, warn_of_unsorted
+from torchmars.optim.groups import complete_group, warn_of_slips
 from torchmars.optim.kernels import pays_to_compile
 from torchmars.optim.look_ahead import LookAhead
 from torchmars.optim.meshes import MeshGroups
 from torchmars.optim.plans import Plans
 from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.reduction import reduce_gradients
-from torchmars.optim.rules import RULES, MatrixRule, group_settings
+from torchmars.optim.rules import RULES
 from torchmars.optim.settings import CLIP, EPS, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
 from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state, unchanged
 from torchmars.optim.step import GroupTensors, StepFactors, gather_gradients
@@ -141,46 +142,35 @@ class MARS(torch.optim.Optimizer):
         norm_group: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
-        for key in settings:
-            if key not in group_settings():
-                raise TypeError(f"MARS() got an unexpected keyword argument {key!r}")
         MAX_GRAD_NORM.check(max_grad_norm)
         check_rule(rule)
+        check_names(settings)
         check_state_dtypes(momentum_dtype, last_grad_dtype)
         check_flags(exact, overlap, compile, norm_group)
-        self.max_grad_norm, self.exact = max_grad_norm, exact
+        self.max_grad_norm, self.exact, self.overlap = max_grad_norm, exact, overlap
         self._new_state = partial(
             new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype
         )
-        self.matrix_dtype, self.overlap = matrix_dtype_name(matrix_dtype), overlap
+        name = matrix_dtype_name(matrix_dtype)
         # Whichever "auto" becomes, what travels is the same.
-        self._wire, _ = wire_and_product(resolve_matrix_dtype(self.matrix_dtype, True))
-        self.plans = Plans(MeshGroups(), norm_group, self.matrix_dtype)
+        self._wire, _ = wire_and_product(resolve_matrix_dtype(name, native_bfloat16=True))
+        self.plans = Plans(MeshGroups(), norm_group, name)
         self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
-        self.compile = bool(compile)
-        # Whether the host sees the verdict on a step, and leaves out a skipped update: on CPUs,
-        # where it need not wait. Elsewhere each write of a kernel is conditional.
-        self.sees_verdict = False
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
         self.skipped = torch.zeros(3, dtype=torch.int64)
         self._telemetry: list[GroupTelemetry] = []  # of the last step
-        params = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor
-        settings |= dict(eps=eps, weight_decay=weight_decay, gamma=gamma, gamma_next=gamma_next)
-        settings |= dict(rule=rule, clip=clip, flatten=flatten, split=split)
+        # Read twice. torch refuses a tensor.
+        given: Any = params if isinstance(params, Tensor) else list(params)
+        settings |= dict(rule=rule, eps=eps, weight_decay=weight_decay, flatten=flatten)
+        settings |= dict(gamma=gamma, gamma_next=gamma_next, clip=clip, split=split)
         settings |= {key: each for key, each in (("lr", lr), ("betas", betas)) if each is not None}
         self._given = list(settings)  # what else a group has follows from its rule
-        usual = {key: each.default for key, each in inspect.signature(MARS).parameters.items()}
-        super().__init__(
-            params,
-            {key: RULES[rule].defaults[key] for key in ("lr", "betas")} | settings,
-        )
+        by_rule = {key: RULES[rule].defaults[key] for key in ("lr", "betas")}
+        super().__init__(given, by_rule | settings)
         self._settle()
-        passed = {key: each for key, each in settings.items() if each != usual.get(key)}
-        warn_of_unreached(params, passed, stacklevel=3)
-        if isinstance(RULES[rule], MatrixRule):
-            warn_of_unsorted(self.param_groups, params, rule, stacklevel=3)
+        warn_of_slips(self.param_groups, given, settings, inspect.signature(MARS), stacklevel=3)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with state for each of its parameters.
@@ -209,6 +199,8 @@ class MARS(torch.optim.Optimizer):
     def _settle(self) -> None:
         """Choose what depends on the device and the size of the parameters."""
         locals, device = map(local_part, self.plans.parameters), self.plans.device
+        # Whether the host sees the verdict on a step, and leaves out a skipped update: on CPUs,
+        # where it need not wait. Elsewhere each write of a kernel is conditional.
         self.sees_verdict = device.type == "cpu"
         self.compile = (
             pays_to_compile(locals, device)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchmars.comparison.results import Comparison, Curve
+from torchmars.comparison.results import Comparison, LossCurve
 
 SIZE = (7.0, 4.5)  # inches
 # Curves fall far in their first part. Losses above that at this share of the tokens are cut off.
@@ -41,7 +41,7 @@ def plot_comparison(found: Comparison, folder: Path) -> list[Path]:
 
 
 def draw_curves(
-    axes: Any, found: Comparison, label: str, along: Callable[[Curve], list[float]]
+    axes: Any, found: Comparison, label: str, along: Callable[[LossCurve], list[float]]
 ) -> None:
     """Draw the validation curves of each contender's best settings: mean and range over seeds."""
     tops = []

@@ -184,7 +184,7 @@ def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
         wait = poll
 
     monkeypatch.setattr(local, "start_process", Ended)
-    monkeypatch.setattr("torchmars.comparison.run.POLL_SECONDS", 0)
+    monkeypatch.setattr("torchmars.comparison.execution.POLL_SECONDS", 0)
     options = ["--optimizers", "adamw", "--seeds", "1", "--lr-grid"]
     code, _, err = run(config, *options, "1e-3,2e-3", "--widen", "--folder", "found")
     assert code == 0, err

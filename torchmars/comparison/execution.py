@@ -7,7 +7,7 @@ from typing import Protocol
 from torchmars.cluster.signals import StopSignals
 from torchmars.comparison.progress import TrialsProgress
 from torchmars.comparison.results import TrialResult
-from torchmars.comparison.study import Plan, Study, Trial
+from torchmars.comparison.study import Study, Trial, TrialPlan
 from torchmars.comparison.trials import (
     delete_checkpoints,
     end_trial,
@@ -56,7 +56,7 @@ class Results:
         """Take in that the run of a trial has ended with an exit code, None where not known."""
         self.known[trial.name] = end_trial(trial, self.study, code)
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[TrialPlan]:
         """Return the trials of each contender, as far as they are known."""
         return [self.study.plan(each, self) for each in self.study.contenders]
 
@@ -90,7 +90,7 @@ def run_trials(
     return not left
 
 
-def pending(plans: list[Plan], results: Results) -> list[Trial]:
+def pending(plans: list[TrialPlan], results: Results) -> list[Trial]:
     """Return the trials that have not ended: those of the grid before those of other seeds."""
     left = [trial for plan in plans for trial in plan.trials if results(trial).state == "pending"]
     return sorted(left, key=lambda trial: trial.config.run.seed)
