@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous.api import RendezvousHandlerRegistry
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from torchmars.cluster import launcher
 from torchmars.cluster.logs import RankLogs, keep_apart
@@ -24,20 +24,17 @@ LOST = DistNetworkError("failed to recv, got 0 bytes\nframe #0: c10::Error::Erro
 def ending(tmp_path, monkeypatch, capsys):
     """Let a launcher end as torchrun raises, after a rank has left an exit code, or none has."""
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    monkeypatch.setattr(launcher, "keep_apart", lambda file: None)  # stderr is this test's
 
     def end(error, left=None):
-        def run(*arguments):
+        def start(*config):
             raise error
 
-        monkeypatch.setattr(launcher, "elastic_launch", lambda *config: run)
-        registry = RendezvousHandlerRegistry()
-        monkeypatch.setattr(launcher, "rendezvous_handler_registry", registry)
+        monkeypatch.setattr(rendezvous_handler_registry, "_registry", {})
         logs = RankLogs(tmp_path / "logs", tmp_path, {0}, print)
         logs.launch = "n1-1234"
         logs.exit_code_file.write_text("" if left is None else str(left))
         args = parse(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "script"])
-        code = launcher.launch(args, logs, tmp_path / "hang", 0, lambda failure: None)
+        code = launcher.launch(args, logs, tmp_path / "hang", 0, lambda failure: None, start)
         out, err = capsys.readouterr()
         return code, out + err
 

@@ -1,11 +1,13 @@
 """What ranks print, on its way to the console and to files."""
 
+import logging
 import os
 import pty
 import shutil
 from collections import deque
 
 from torchmars.cluster.logs import RankOutput
+from torchmars.core import console
 
 
 def test_what_a_rank_prints_does_not_steer_a_terminal(tmp_path):
@@ -53,3 +55,13 @@ def test_logs_that_are_deleted_begin_anew(tmp_path):
     assert write(b"d") == [None, None] and deleted == [folder]
     for stream in streams:
         stream.close()
+
+
+def test_a_quiet_console_gets_warnings_and_errors_and_the_log_has_all(tmp_path, caplog, capfd):
+    caplog.set_level(logging.WARNING, console.logger.name)
+    for descriptor, marked in ((1, False), (2, False), (1, True)):
+        output = RankOutput(tmp_path / "0.log", "a | ", descriptor, marked, deque(), print)
+        for part in (b"step 3\nwarn", b"ing: b\n"):
+            output.write(part)
+    assert capfd.readouterr() == ("warning: b\na | warning: b\n", "step 3\nwarning: b\n")
+    assert (tmp_path / "0.log").read_text().count("a | step 3\n") == 3

@@ -14,7 +14,6 @@ from tests.support.commands import ROOT, Command
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, write_config, write_text
 from torchmars.cluster import launcher, startup
-from torchmars.cluster.logs import RankLogs
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import LostRank, UserError
 
@@ -185,29 +184,21 @@ class StartedTimer:
     cancel = start
 
 
-def test_machines_that_have_met_may_take_long_to_start_their_ranks(tmp_path, monkeypatch, capsys):
+def test_machines_that_have_met_may_take_long_to_start_their_ranks(capsys):
     class Ended(BaseException):
         pass
 
     def end(code):
         raise Ended(code)
 
-    def meet(config, command):
+    args = parse_args(["--rdzv-endpoint", "localhost:0", "-m", "torchmars.train"])
+    args.rendezvous = "n1:29400"
+    with launcher.guarded_rendezvous(args, StartedTimer, end):
         with pytest.raises(Ended, match="2"):
             StartedTimer.fire()
         rendezvous_handler_registry.create_handler(
-            RendezvousParameters(config.rdzv_backend, "localhost:0", "test", 1, 1, is_host=True)
+            RendezvousParameters(launcher.BACKEND, "localhost:0", "test", 1, 1, is_host=True)
         )
         StartedTimer.fire()
-        return lambda *args: None
-
-    monkeypatch.setattr(launcher.threading, "Timer", StartedTimer)
-    monkeypatch.setattr(launcher.os, "_exit", end)
-    monkeypatch.setattr(launcher, "elastic_launch", meet)
-    monkeypatch.setattr(launcher, "keep_apart", lambda file: None)  # stderr is this test's
-    args = parse_args(["--rdzv-endpoint", "localhost:0", "-m", "torchmars.train"])
-    args.rendezvous = "n1:29400"
-    logs = RankLogs(tmp_path / "logs", tmp_path, {0}, print)
-    assert launcher.launch(args, logs, tmp_path / "hang", 600.0, lambda *failure: None) == 0
     said = "did not meet at n1:29400 (whoever listens there does not answer)"
     assert capsys.readouterr().err.count(said) == 1

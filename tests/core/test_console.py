@@ -1,6 +1,7 @@
 """What a terminal is shown, and what a pipe gets."""
 
 import contextlib
+import logging
 import os
 import pty
 
@@ -62,3 +63,11 @@ def test_ordinary_text_stays(terminal):
 def test_a_cell_stays_in_its_row():
     rows = table([("name", "n"), ("a\nb\x1b[2J", "1"), ("日本", "2")])
     assert rows == ["name         n", "a\\nb\\x1b[2J  1", "日本         2"]
+
+
+def test_what_is_not_shown(caplog, capsys):
+    """As with --quiet: lines that begin neither with "warning" nor with "error"."""
+    caplog.set_level(logging.WARNING, console.logger.name)
+    for line in ("step 3", "warnings are kept", "warning   a", "warning: b", "error: c"):
+        console.say(line)
+    assert capsys.readouterr().out == "warning   a\nwarning: b\nerror: c\n"

@@ -1,11 +1,11 @@
 """The warning of a default learning rate on a model of another size."""
 
-from torchmars.config.load import is_set, load_config
+from torchmars.config.load import is_set, load_config, load_sources
 from torchmars.training.default_lr import default_lr_warnings
 
 
 def warnings(*args):
-    assert not is_set(list(args), "optimizer.lr")
+    assert not is_set(load_sources(list(args), "test"), "optimizer.lr")
     return default_lr_warnings(load_config(list(args), "test"))
 
 
@@ -24,5 +24,5 @@ def test_a_model_of_the_published_size_has_none():
 
 
 def test_a_preset_and_an_option_set_the_rate():
-    assert is_set(["llama-8b-mars-m-fineweb-edu"], "optimizer.lr")
-    assert is_set(["llama_8b.toml", "--optimizer.lr", "1e-3"], "optimizer.lr")
+    assert is_set(load_sources(["llama-8b-mars-m-fineweb-edu"], "test"), "optimizer.lr")
+    assert is_set(load_sources(["llama_8b.toml", "--optimizer.lr", "1e-3"], "test"), "optimizer.lr")

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -20,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     rendezvous_handler_registry,
 )
-from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import (
     config_from_args,
 )
@@ -45,6 +46,8 @@ from torchmars.core.errors import (
     say_error,
 )
 
+BACKEND = "torchmars"  # c10d, which tells us once it is connected
+
 
 @contextlib.contextmanager
 def refused_by_torchrun() -> Iterator[None]:
@@ -55,44 +58,34 @@ def refused_by_torchrun() -> Iterator[None]:
         raise UserError(f"torchrun cannot take these options ({error}): see --help") from None
 
 
+def torchrun(config: LaunchConfig, command: Any) -> elastic_launch:
+    """Return what starts the ranks. What torch prints here from now on goes to a log."""
+    logs = cast(RankLogs, config.logs_specs)
+    keep_apart(logs.folder / f"launcher-{process.node()}.log")
+    return elastic_launch(config, command)
+
+
 def launch(
     args: argparse.Namespace,
     logs: RankLogs,
     hang: Path,
     hang_seconds: float,
     record: Callable[[Failure], None],
+    start: Callable[[LaunchConfig, Any], Callable[..., object]] = torchrun,
 ) -> int:
     """Start the ranks and wait for their end. Return the exit code, negative for a signal.
 
     `hang` is the folder of the watchdogs, `hang_seconds` their limit. `record` is called with the
-    first failure, on the machine that had it.
+    first failure, on the machine that had it. `start` starts them.
     """
     with refused_by_torchrun():
         config, command, arguments = config_from_args(args)
-    config.logs_specs = logs
-    keep_apart(logs.folder / f"launcher-{process.node()}.log")
-    connected = threading.Event()
-
-    def connect(parameters: RendezvousParameters) -> RendezvousHandler:
-        parameters.backend = "c10d"
-        handler = rendezvous_handler_registry.create_handler(parameters)
-        connected.set()
-        return handler
-
-    def end_if_not_connected() -> None:
-        if not connected.is_set():
-            os._exit(report_rendezvous(args, "whoever listens there does not answer"))
-
-    config.rdzv_backend = "torchmars"  # c10d, which tells us once it is connected
-    rendezvous_handler_registry.register(config.rdzv_backend, connect)
-    # It may wait without end for one that speaks another protocol.
-    guard = threading.Timer(process.start_timeout().total_seconds() + 3, end_if_not_connected)
-    guard.daemon = True
-    guard.start()
+    config.logs_specs, config.rdzv_backend = logs, BACKEND
     failures: list[Failure] = []
     code, by, lost = 0, "", ""
     try:
-        elastic_launch(config, command)(*arguments)
+        with guarded_rendezvous(args):
+            start(config, command)(*arguments)
     except ChildFailedError as error:
         logs.close()
         failures = failures_of(error, logs, hang, hang_seconds)
@@ -103,8 +96,6 @@ def launch(
         if not logs.launch and isinstance(error, RendezvousError):
             return report_rendezvous(args, lost)
         failures = [lost_machines(lost)]
-    finally:
-        guard.cancel()
     logs.close()
     exit_code = logs.exit_code()
     if exit_code is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
@@ -120,6 +111,38 @@ def launch(
         record(first)
     report_failure(first, logs)
     return first.code
+
+
+@contextlib.contextmanager
+def guarded_rendezvous(
+    args: argparse.Namespace,
+    timer: type[threading.Timer] = threading.Timer,
+    end: Callable[[int], object] = os._exit,
+) -> Iterator[None]:
+    """End the process where the machines' rendezvous, which is `BACKEND`, does not answer.
+
+    It may wait without end for one that speaks another protocol.
+    """
+    connected = threading.Event()
+
+    def connect(parameters: RendezvousParameters) -> RendezvousHandler:
+        parameters.backend = "c10d"
+        handler = rendezvous_handler_registry.create_handler(parameters)
+        connected.set()
+        return handler
+
+    def end_if_not_connected() -> None:
+        if not connected.is_set():
+            end(report_rendezvous(args, "whoever listens there does not answer"))
+
+    rendezvous_handler_registry.register(BACKEND, connect)
+    guard = timer(process.start_timeout().total_seconds() + 3, end_if_not_connected)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
 
 
 def say_stopped(how: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from torchmars.cluster import process
-from torchmars.core.console import harmless
+from torchmars.core.console import harmless, is_shown
 from torchmars.core.files import is_at, is_gone
 
 LAST_LINES = 10  # of a rank, to be shown once it has failed
@@ -129,6 +129,7 @@ class RankOutput:
     """One output of one rank, which goes to its file and to the console.
 
     The console gets it as it is or, where it is `marked`, line by line with the rank before each.
+    Of stdout it gets only the lines that this process shows.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class RankOutput:
     ) -> None:
         self.path, self.deleted = file, deleted
         self.prefix, self.console, self.marked, self.last = prefix, console, marked, last
+        self.filtered = console == 1 and not is_shown()
         self.rest = b""
         # A terminal gets whole characters that do not steer it.
         self.decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
@@ -152,7 +154,7 @@ class RankOutput:
         """Take some bytes."""
         if self.file is not None and not is_at(self.file, self.path):
             self._begin_anew(self.file)
-        if not self.marked:
+        if not (self.marked or self.filtered):
             self._show(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
@@ -182,11 +184,13 @@ class RankOutput:
         os.close(former)
 
     def _line(self, line: bytes) -> None:
-        self.last.append(line.decode(errors="replace"))
+        text = line.decode(errors="replace")
+        self.last.append(text)
         whole = self.prefix.encode() + line + b"\n"
         self._put(self.file, time.strftime("%Y-%m-%d %H:%M:%S ").encode() + whole)
-        if self.marked:
-            self._show(whole)
+        if self.marked or self.filtered:
+            if not self.filtered or is_shown(text):
+                self._show(whole if self.marked else line + b"\n")
 
     def _show(self, data: bytes) -> None:
         if self.console is not None and os.isatty(self.console):

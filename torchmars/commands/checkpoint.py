@@ -53,7 +53,6 @@ def main() -> None:
         prog = "torchmars checkpoint"
         name = choose(sys.argv[1:], texts, prog, "The checkpoints of a run.")
         options = parse(OPTIONS[name], sys.argv[2:], f"{prog} {name}")
-        # Here, since it imports torch: --help and mistakes are said without the seconds that takes.
         from torchmars.checkpoint import upkeep
 
         folder = upkeep.checkpoints_of(options.run)

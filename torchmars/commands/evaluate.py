@@ -64,16 +64,14 @@ def main() -> None:
     first = os.environ.get("RANK", "0") == "0"
     with exit_on_user_error(quiet=not first):
         options = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
-        check_options(options)
-    # Here, as in the functions below, since they import torch: --help and mistakes are said
-    # without the seconds that takes.
+        tasks = check_options(options)
     from torchmars.cluster import connection, process
     from torchmars.config import ParallelismConfig
 
     try:
         with exit_on_user_error(quiet=not first):
             process.check_devices()
-            evaluate(options, connection.start(ParallelismConfig()))
+            evaluate(options, tasks, connection.start(ParallelismConfig()))
     except LostRank as error:  # a line instead of a traceback
         report_failure(error)
         sys.exit(1)
@@ -81,16 +79,19 @@ def main() -> None:
         connection.stop()
 
 
-def check_options(options: Evaluate) -> None:
-    """Raise `UserError` if there is nothing to measure, or the results cannot be written."""
+def check_options(options: Evaluate) -> list[str]:
+    """Return the names of the tasks.
+
+    Raises `UserError` if there is nothing to measure, or the results cannot be written.
+    """
     if options.tasks is None and not (options.text or options.shards):
         raise UserError("name what to measure: --tasks, --text or --shards")
-    if options.tasks is not None:
-        words(options.tasks, "--tasks")
+    names = [] if options.tasks is None else words(options.tasks, "--tasks")
     check_results_file(options.json)
+    return names
 
 
-def evaluate(options: Evaluate, layout: "Layout") -> None:
+def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     """Measure, print and write what is asked for. Called by every rank."""
     from torchmars.checkpoint.inference import load_sharded_model
     from torchmars.evaluation.results import Evaluation, results_table
@@ -98,7 +99,6 @@ def evaluate(options: Evaluate, layout: "Layout") -> None:
     from torchmars.evaluation.scoring import Scorer
     from torchmars.evaluation.texts import measure, texts_table
 
-    names = [] if options.tasks is None else words(options.tasks, "--tasks")
     tasks = layout.on_first(lambda: read_tasks(names, options.shots, options.limit, options.seed))
     model, tokenizer = load_sharded_model(options.model, layout, options.dtype, options.step)
     scorer = Scorer(model, layout, tokenizer, options.batch_size)

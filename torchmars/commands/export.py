@@ -52,8 +52,6 @@ def main() -> None:
         options = parse(Export, sys.argv[1:], "torchmars export")
         kind = options.to or ("safetensors" if options.target.suffix == ".safetensors" else "hf")
         check_target(options.target, kind, options.force)
-        # Here, since they import torch: --help and mistakes are said without the seconds that
-        # takes.
         import torch
 
         from torchmars.checkpoint.export import export_file, export_folder, tokenizer_problem

@@ -47,8 +47,6 @@ def main() -> None:
     with exit_on_user_error():
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
-        # Here, since they import torch: --help and mistakes are said without the seconds that
-        # takes.
         from torchmars.checkpoint.inference import load_model
         from torchmars.evaluation.sampling import (
             Draw,

@@ -42,7 +42,6 @@ def main() -> None:
             raise UserError(
                 f"{options.config} exists: name another file, or replace it with --force"
             )
-        # Here, since it imports torch: --help and mistakes are said without the seconds that takes.
         from torchmars.checkpoint.huggingface import open_folder
 
         found = open_folder(options.folder)

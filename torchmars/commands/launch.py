@@ -34,7 +34,9 @@ from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
-from torchmars.config.load import is_set, load_config, require_config
+from torchmars.config import ResolvedConfig
+from torchmars.config.load import config_of, is_set, load_sources, require_config
+from torchmars.config.toml_files import NamedTables
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import EXIT_CODE_FILE, UserError, exit_on_user_error
@@ -52,8 +54,11 @@ Machines = Annotated[int, Range(1, 100_000)]
 Ranks = Annotated[int, Range(1, 1_000)]
 
 
-def main(options: list[str] | None = None) -> None:
-    """Start the ranks that `options`, by default the command line's, ask for; ends the process."""
+def main(options: list[str] | None = None, sources: list[NamedTables] | None = None) -> None:
+    """Start the ranks that `options`, by default the command line's, ask for; ends the process.
+
+    `sources` are the tables of their config, if these have been read.
+    """
     with exit_on_user_error(), tempfile.TemporaryDirectory() as scratch:
         options = sys.argv[1:] if options is None else options
         prepared = options[:1] == ["--prepared"]
@@ -74,14 +79,12 @@ def main(options: list[str] | None = None) -> None:
         make(Ranks, ranks, name="--nproc-per-node")
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0"))
         check_shown(list(shown), ranks)
-        config = load_config(args.training_script_args, "torchmars launch")
+        sources = sources or load_sources(args.training_script_args, "torchmars launch")
+        config = config_of(sources)
         require_config(args.training_script_args)
         keep_compiled_in(config.run.compile_cache)
         if not prepared:
-            prepare_run(config, nodes * ranks, nodes)
-        if not is_set(args.training_script_args, "optimizer.lr"):
-            for text in default_lr_warnings(config):
-                say("\n".join(labelled("warning", text)))
+            prepare(config, sources, nodes * ranks, nodes)
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store: with
@@ -100,6 +103,17 @@ def main(options: list[str] | None = None) -> None:
         code = launch(args, logs, hang, hang_seconds, record)
     # A negative code is the signal that ended the rank.
     sys.exit(code if code >= 0 else 128 - code)
+
+
+def prepare(config: ResolvedConfig, sources: list[NamedTables], ranks: int, machines: int) -> None:
+    """Do what needs no ranks, once for all machines. Raises `UserError`.
+
+    `sources` are the tables of the config.
+    """
+    prepare_run(config, ranks, machines)
+    if not is_set(sources, "optimizer.lr"):
+        for text in default_lr_warnings(config):
+            say("\n".join(labelled("warning", text)))
 
 
 def record_deletion(folder: Path, path: Path) -> None:

@@ -54,7 +54,6 @@ def main() -> None:
         high = options.high or config.optimizer.lr * 100
         if low >= high:
             raise UserError(f"--low {low:g} must be below --high {high:g}")
-        # Here, since it imports torch: --help and mistakes are said without the seconds that takes.
         from torchmars.comparison.lr_range import find_lr
 
         found = find_lr(config, low, high, options.steps, ranks_of(config))

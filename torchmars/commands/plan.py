@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from torchmars.config.load import is_set, load_command
+from torchmars.config.load import config_of, is_set, load_sources, print_help
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import exit_on_user_error
@@ -34,9 +34,10 @@ class PlanOptions:
 def main() -> None:
     """Print the plan of the config that the command line names."""
     with exit_on_user_error():
-        options, config = load_command(PlanOptions, sys.argv[1:], "torchmars plan")
-        # Here, since they import torch: --help and mistakes are said without the seconds that
-        # takes.
+        print_help(sys.argv[1:], "torchmars plan", PlanOptions)
+        options, rest = take_options(PlanOptions, sys.argv[1:])
+        sources = load_sources(rest, "torchmars plan")
+        config = config_of(sources)
         from torchmars.metrics.throughput import GIB
         from torchmars.planning.find import find_layouts, found_table
         from torchmars.planning.plan import make_plan
@@ -49,7 +50,7 @@ def main() -> None:
             lines = found_table(found, config)
         else:
             lines = report(make_plan(config, ranks, per_node))
-            if not is_set(take_options(PlanOptions, sys.argv[1:])[1], "optimizer.lr"):
+            if not is_set(sources, "optimizer.lr"):
                 for text in default_lr_warnings(config):
                     lines += labelled("warning", text)
         say("\n".join(lines))

@@ -40,7 +40,6 @@ def main() -> None:
             )
         if options.family is not None and options.family not in families:
             raise UserError(f"--family must be one of {', '.join(families)}, got {options.family}")
-        # Here, since it imports torch: a mistake is said without the seconds that takes.
         from torchmars.planning.preset_figures import preset_page, preset_table
 
         if options.name is not None:

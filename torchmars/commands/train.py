@@ -4,6 +4,7 @@ The variables of run_train.sh are checked first, then the config, both before to
 mistake is reported in less than a second. Then launch.py starts the ranks.
 """
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torchmars.cluster.environment import (
     cores_of,
     read_environment,
 )
-from torchmars.config.load import load_command, require_config
+from torchmars.config.load import config_of, load_sources, require_config
+from torchmars.core import console
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.options import take_options
 
@@ -30,6 +32,8 @@ class Train:
     """Only do what needs no ranks, once for all machines."""
     prepared: bool = False
     """Leave that out, since it has been done."""
+    quiet: bool = False
+    """Print only warnings and errors. The logs of the ranks have all."""
 
 
 def main() -> None:
@@ -40,21 +44,23 @@ def main() -> None:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
         environment = read_environment(os.environ)
         check_temporary_folder()
-        _, config = load_command(Train, sys.argv[1:], "torchmars train")
+        sources = load_sources(rest, "torchmars train", Train)
+        config = config_of(sources)
         require_config(rest)
         ranks = environment.NGPU or default_ranks()
         check_shown(environment.LOG_RANK, ranks)
         os.environ.update(environment.rank_variables(ranks, cores_of(os.environ)))
-        if options.prepare:
-            from torchmars.training.preparation import prepare_run
-
-            return prepare_run(config, ranks * environment.NNODES, environment.NNODES)
+        if options.quiet:
+            console.logger.setLevel(logging.WARNING)
         from torchmars.commands import launch
 
+        if options.prepare:
+            machines = environment.NNODES
+            return launch.prepare(config, sources, ranks * machines, machines)
         job = os.environ.get("SLURM_JOB_ID") or "torchmars"
         own = ["--prepared"] if options.prepared else []
         torchrun = environment.torchrun_options(ranks, job)
-        launch.main([*own, *torchrun, "-m", "torchmars.train", *rest])
+        launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], sources)
 
 
 def default_ranks() -> int:

@@ -37,7 +37,7 @@ def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, Resolved
     `--help` prints both with their defaults and exits. Raises `UserError` for anything the user
     got wrong.
     """
-    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", kind, settings=Config, more=DESCRIPTION)
+    print_help(args, prog, kind)
     options, rest = take_options(kind, args)
     return options, load_config(rest, prog)
 
@@ -48,17 +48,22 @@ def load_config(args: list[str], prog: str) -> ResolvedConfig:
     `--help` prints every field with its default, calls the command `prog`, and exits. Raises
     `UserError` for anything the user got wrong.
     """
-    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", settings=Config, more=DESCRIPTION)
-    config = config_from_sources(sources_of(args))
-    check_places(config)
-    return config
+    return config_of(load_sources(args, prog))
 
 
-def sources_of(args: list[str]) -> list[NamedTables]:
+def print_help(args: list[str], prog: str, *options: type) -> None:
+    """Print `--help` of a command's own `options` and of all settings, if `args` ask for it."""
+    print_help_if_asked(
+        args, f"{prog} [CONFIG.toml ...]", *options, settings=Config, more=DESCRIPTION
+    )
+
+
+def load_sources(args: list[str], prog: str, *options: type) -> list[NamedTables]:
     """Return the tables that `args` name, as of `load_config`, and where each is from.
 
-    Raises `UserError`.
+    `--help` tells of the command's own `options` too. Raises `UserError`.
     """
+    print_help(args, prog, *options)
     files = list(takewhile(lambda arg: not arg.startswith("--"), args))
     sources = [source for file in files for source in find_sources(file)]
     if files:
@@ -66,9 +71,9 @@ def sources_of(args: list[str]) -> list[NamedTables]:
     return [*sources, (COMMAND_LINE, parse_overrides(args[len(files) :]))]
 
 
-def is_set(args: list[str], setting: str) -> bool:
-    """Return whether `args`, as of `load_config`, set a field, as "section.field"."""
-    return any(has(tables, setting) for _, tables in sources_of(args))
+def is_set(sources: list[NamedTables], setting: str) -> bool:
+    """Return whether tables set a field, as "section.field"."""
+    return any(has(tables, setting) for _, tables in sources)
 
 
 def require_config(args: list[str]) -> None:
@@ -80,6 +85,13 @@ def require_config(args: list[str]) -> None:
 def config_name(file: str) -> str:
     """Return what the run of a config file, or of a preset, is called by default."""
     return Path(file).name.removesuffix(".toml")
+
+
+def config_of(sources: list[NamedTables]) -> ResolvedConfig:
+    """Return the resolved config of a command line's tables. Raises `UserError`."""
+    config = config_from_sources(sources)
+    check_places(config)
+    return config
 
 
 def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:

@@ -1,6 +1,11 @@
-"""The console. A terminal that is gone or a log on a full disk must not end a run."""
+"""The console. A terminal that is gone or a log on a full disk must not end a run.
+
+A line that begins with "warning" or "error" is of that level of `logging`, any other of INFO. What
+is below the level of `logger` is not shown.
+"""
 
 import contextlib
+import logging
 import os
 import re
 import select
@@ -20,6 +25,14 @@ STEERING = re.compile(
 
 
 PATIENCE = 3.0  # seconds of silence
+LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+
+def is_shown(text: str = "") -> bool:
+    """Return whether the console shows a line, by its level."""
+    return logger.isEnabledFor(LEVELS.get(re.split("[: ]", text, maxsplit=1)[0], logging.INFO))
 
 
 def harmless(text: str) -> str:
@@ -28,11 +41,12 @@ def harmless(text: str) -> str:
 
 
 def say(text: str, error: bool = False) -> None:
-    """Print a line at once, `harmless`, on stdout or, for an `error`, on stderr.
+    """Print a line at once if it is shown, `harmless`, on stdout or, for an `error`, on stderr.
 
     What cannot be written is dropped.
     """
-    write(harmless(text) + "\n", sys.stderr if error else sys.stdout)
+    if is_shown(text):
+        write(harmless(text) + "\n", sys.stderr if error else sys.stdout)
 
 
 @contextlib.contextmanager

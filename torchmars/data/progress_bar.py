@@ -5,7 +5,7 @@ from typing import Self, TextIO, cast
 
 from tqdm import tqdm
 
-from torchmars.core.console import harmless, say
+from torchmars.core.console import harmless, is_shown, say
 from torchmars.core.words import counted
 from torchmars.data.documents import Encoded
 
@@ -40,6 +40,7 @@ class ProgressBar:
             file=sys.stderr if terminal else cast(TextIO, LogLines()),
             mininterval=0.1 if terminal else LOG_SECONDS,
             bar_format=None if terminal else LINE,
+            disable=not is_shown(),
         )
 
     def __enter__(self) -> Self:
