@@ -6,6 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.support.commands import run_command
+from tests.support.full import FULL
 from tests.support.mistakes import KEYS, fuzz, make_checkpoint, make_place, words
 
 # These take long, or the network.
@@ -54,7 +55,9 @@ def command_lines(draw):
     return module, args + (["-m", "torchmars.train", "tiny.toml"] if module == "launch" else [])
 
 
-@pytest.mark.parametrize("examples", [35, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples", [pytest.param(35, marks=FULL), pytest.param(500, marks=pytest.mark.slow)]
+)
 def test_commands(tmp_path, examples):
     """Real ones, in processes of their own."""
     make_place(tmp_path)

@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from tests.reports.test_plots import make_run
+from tests.support.full import full_but
 
 
 @pytest.fixture
@@ -18,16 +19,16 @@ def run(call, monkeypatch, tmp_path):
     return functools.partial(call, "plot")
 
 
-@pytest.mark.parametrize(
-    "args,files",
-    [
-        (["runs/a"], ["runs/a/plot.png", "runs/a/plot.svg"]),
-        (["runs/a", "runs/b", "--x", "seconds"], ["plot.png", "plot.svg"]),
-        (["runs/a", "--out", "figures"], ["figures/plot.png", "figures/plot.svg"]),
-        (["--out=new/both.svg", "runs/a", "runs/b"], ["new/both.svg"]),
-        (["runs/a", "--out=v1.2"], ["v1.2/plot.png", "v1.2/plot.svg"]),
-    ],
-)
+PLACES = [
+    (["runs/a"], ["runs/a/plot.png", "runs/a/plot.svg"]),
+    (["runs/a", "runs/b", "--x", "seconds"], ["plot.png", "plot.svg"]),
+    (["runs/a", "--out", "figures"], ["figures/plot.png", "figures/plot.svg"]),
+    (["--out=new/both.svg", "runs/a", "runs/b"], ["new/both.svg"]),
+    (["runs/a", "--out=v1.2"], ["v1.2/plot.png", "v1.2/plot.svg"]),
+]
+
+
+@pytest.mark.parametrize("args,files", full_but(PLACES[1:2], PLACES))
 def test_where_pictures_go(run, tmp_path, args, files):
     code, out, err = run(*args)
     assert (code, err) == (0, "") and out == "".join(f"wrote {file}\n" for file in files)

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text
 from torchmars.cluster import connection
@@ -84,10 +85,11 @@ MARS_M = {"name": "mars-m"}
 NARROW = {"momentum_dtype": "bfloat16"}
 SLOW = pytest.mark.slow
 VARIANTS = [
-    pytest.param(MARS_M, {}, {}, id="fsdp4"),
-    pytest.param(MARS_M, {}, {"tp": 2}, id="fsdp2-tp2"),
-    pytest.param(MARS_M, {}, {"pp": 2}, id="pp2-fsdp2"),
-    pytest.param(MARS_M | NARROW, {}, {"cp": 2}, id="cp2-fsdp2"),
+    pytest.param(MARS_M, {"global_batch_size": 16, "seq_len": 256}, {}, id="fsdp4-short"),
+    pytest.param(MARS_M, {}, {}, id="fsdp4", marks=FULL),
+    pytest.param(MARS_M, {}, {"tp": 2}, id="fsdp2-tp2", marks=FULL),
+    pytest.param(MARS_M, {}, {"pp": 2}, id="pp2-fsdp2", marks=FULL),
+    pytest.param(MARS_M | NARROW, {}, {"cp": 2}, id="cp2-fsdp2", marks=FULL),
     pytest.param(
         {"name": "mars-adamw", "mode": "exact"},
         {"dtype": "bfloat16"},

@@ -38,7 +38,10 @@ KEYS = [
     "a.b.c.d",
     "",
 ]
-sizes = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
+sizes = pytest.mark.parametrize(
+    "examples",
+    [20, pytest.param(100, marks=pytest.mark.full), pytest.param(2000, marks=pytest.mark.slow)],
+)
 WORDS = [
     "",
     " ",
