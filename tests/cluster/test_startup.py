@@ -11,6 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.run import parse_args
 
 from tests.support.commands import ROOT, Command
+from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, write_config, write_text
 from torchmars.cluster import launcher, startup
@@ -136,6 +137,7 @@ def launch(script, config):
     return command.returncode, err
 
 
+@FULL
 def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
     write_text(tmp_path)
     write_config(tiny_config(tmp_path), tmp_path / "tiny.toml")

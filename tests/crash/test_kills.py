@@ -187,7 +187,7 @@ def campaign(folder, kills, steps, ranks=2, **overrides):
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to find ranks")
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path):
-    assert campaign(tmp_path, kills=2, steps=50) >= 1
+    assert campaign(tmp_path, kills=2, steps=24) >= 1
 
 
 @pytest.mark.slow

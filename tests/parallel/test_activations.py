@@ -14,6 +14,7 @@ from tests.parallel.test_gradients import (
     gradients_on,
     plain_gradients,
 )
+from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS
 from torchmars.config import ActivationCheckpointConfig
 from torchmars.config.parallelism import SPLIT_BACKWARD_SCHEDULES
@@ -98,13 +99,18 @@ def compiled_gradients_on(*args):
     return gradients_on(*args)
 
 
-QUICK = [("FSDP 2", "selective"), ("TP 2", "full"), ("CP 2", "selective"), ("PP 2", "full")]
+QUICK = [("FSDP 2", "selective"), ("PP 2", "full")]
+MORE = [("TP 2", "full"), ("CP 2", "selective")]
+
+
+def mark_of(case):
+    return () if case in QUICK else FULL if case in MORE else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     "layout,mode",
     [
-        pytest.param(layout, mode, marks=[] if (layout, mode) in QUICK else [pytest.mark.slow])
+        pytest.param(layout, mode, marks=mark_of((layout, mode)))
         for layout in LAYOUTS
         for mode in ("full", "selective")
         if LAYOUTS[layout][1].get("pp_schedule") not in SPLIT_BACKWARD_SCHEDULES
@@ -118,7 +124,9 @@ def test_gradients_with_checkpointing(layout, mode):
     "layout,mode",
     [
         pytest.param(
-            layout, mode, marks=[] if (layout, mode) == ("TP 2", "selective") else pytest.mark.slow
+            layout,
+            mode,
+            marks=FULL if (layout, mode) == ("TP 2", "selective") else pytest.mark.slow,
         )
         for layout in LAYOUTS
         for mode in ("none", "full", "selective", "memory_budget")
@@ -134,7 +142,7 @@ def test_gradients_of_compiled_blocks(layout, mode):
 @pytest.mark.parametrize(
     "layout,mode,compile",
     [
-        ("FSDP 2", "selective", True),
+        pytest.param("FSDP 2", "selective", True, marks=FULL),
         pytest.param("FSDP 2", "full", True, marks=pytest.mark.slow),
         pytest.param("CP 2", "selective", True, marks=pytest.mark.slow),
         pytest.param("CP 2 Ulysses", "full", False, marks=pytest.mark.slow),

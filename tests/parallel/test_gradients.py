@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.test_gpt2 import ARGS
 from tests.models.test_llama import ARGS as LLAMA
+from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS, by_ranks
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
@@ -151,33 +152,39 @@ def check_layouts(cases, apart=False):
 # Each technique with a model in which it has most to get wrong: GPT-2 has a tied table and fused
 # projections, Llama an own head, grouped queries and norms of heads.
 QUICK = [
-    ("llama", "HSDP 2x2"),
     ("llama", "FSDP 2 x TP 2"),
     ("gpt2", "TP 2 x CP 2 Ulysses"),
-    ("llama", "CP 2 x FSDP 2"),
     ("gpt2", "PP 2"),
-    ("gpt2", "PP 2 DualPipeV"),
     ("llama", "PP 2 InterleavedZeroBubble"),
+]
+MORE = [
+    ("llama", "HSDP 2x2"),
+    ("llama", "CP 2 x FSDP 2"),
+    ("gpt2", "PP 2 DualPipeV"),
     ("gpt2", "PP 2 x TP 2"),
 ]
 
 
-def test_gradients_are_those_of_one_plain_model():
-    check_layouts(QUICK)
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=FULL)], ids=["", "more"])
+def test_gradients_are_those_of_one_plain_model(cases):
+    check_layouts(cases)
 
 
 # Each way in which a part of a model, or of a sequence, gets to know of the documents.
 APART = [
     ("gpt2", "FSDP 2"),
-    ("gpt2", "TP 2"),
     ("llama", "CP 2"),
+    ("gpt2", "TP 2"),
     ("gpt2", "CP 2 Ulysses"),
     ("llama", "PP 2"),
 ]
 
 
-def test_gradients_are_those_of_each_document_alone():
-    check_layouts(APART, apart=True)
+@pytest.mark.parametrize(
+    "cases", [APART[:2], pytest.param(APART[2:], marks=FULL)], ids=["", "more"]
+)
+def test_gradients_are_those_of_each_document_alone(cases):
+    check_layouts(cases, apart=True)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The loss in chunks against `torch.nn.functional.cross_entropy` of whole logits."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from tests.parallel import test_gradients as gradients
+from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
@@ -132,7 +134,12 @@ def check_layouts(cases):
         gradients.compare(found, layout, plain_gradients(name))
 
 
-def test_gradients_of_chunks_on_layouts():
+CHUNKED = list(product(gradients.MODELS, ("FSDP 2", "TP 2", "CP 2", "PP 2 InterleavedZeroBubble")))
+QUICK = [("gpt2", "FSDP 2"), ("llama", "TP 2")]
+MORE = [case for case in CHUNKED if case not in QUICK]
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=FULL)], ids=["", "more"])
+def test_gradients_of_chunks_on_layouts(cases):
     """A tied and an untied head, sharded, cut by rows, and in a pipeline that splits backward."""
-    names = ("FSDP 2", "TP 2", "CP 2", "PP 2 InterleavedZeroBubble")
-    check_layouts([(name, layout) for name in gradients.MODELS for layout in names])
+    check_layouts(cases)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.support.full import full_but
 from tests.support.layout_losses import run_tables
 from tests.support.ranks import run_ranks
 from tests.support.tiny import write_text
@@ -41,7 +42,10 @@ def steps_here(tables):
     return second, optimizer.telemetry(), changed
 
 
-@pytest.mark.parametrize("model,layout", [("GPT-2", "PP 2 x TP 2"), ("Llama", "FSDP 2 x TP 2")])
+CASES = [("GPT-2", "PP 2 x TP 2"), ("Llama", "FSDP 2 x TP 2")]
+
+
+@pytest.mark.parametrize("model,layout", full_but(CASES[:1], CASES))
 def test_all_ranks_know_the_whole_model(tmp_path, model, layout):
     write_text(tmp_path)
     one, many = (run_tables(tmp_path, model, "mars-m", name) for name in ("1 rank", layout))

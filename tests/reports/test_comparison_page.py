@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from tests.support.browser import browser, open_page
+from tests.support.full import FULL
 from tests.support.records import made_comparison, made_run
 from torchmars.comparison.results import Estimate
 from torchmars.reports.comparison_page import comparison_page, link, saved_text
@@ -43,6 +44,7 @@ def test_before_anything_is_done(tmp_path):
     assert f"{len(found.trials)} pending" in text and 'data-every="20"' in text
 
 
+@FULL
 def test_in_a_browser(tmp_path):
     file = tmp_path / "report.html"
     text = comparison_page(made_comparison(), tmp_path, file)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.browser import BUTTONS_IN_THE_WAY, PATIENCE, browser, draw, open_page
+from tests.support.full import FULL
 from tests.support.records import made_run
 from torchmars.metrics.events import Event
 from torchmars.records.run import read_run
@@ -123,6 +124,7 @@ def test_what_users_write_is_shown_as_text(tmp_path):
     assert "http-equiv" in run_page([read_run(empty)])
 
 
+@FULL
 def test_in_a_browser(tmp_path):
     folders = [made_run(tmp_path / "<b>first", 700), made_run(tmp_path / "second", 60, seed=1)]
     write_events(folders[0])

@@ -28,8 +28,10 @@ RULES: dict[str, dict] = {
 }
 
 
-def run_tables(folder: Path, model: str, rule: str, layout: str, **overrides: dict) -> dict:
-    """Return the tables of a run of 20 steps in float32."""
+def run_tables(
+    folder: Path, model: str, rule: str, layout: str, steps: int = 20, **overrides: dict
+) -> dict:
+    """Return the tables of a run in float32."""
     name = f"{model} {rule} {layout}".replace(" ", "-").replace(",", "")
     return tiny_tables(
         folder,
@@ -37,14 +39,14 @@ def run_tables(folder: Path, model: str, rule: str, layout: str, **overrides: di
         model=MODELS[model],
         optimizer=RULES[rule],
         parallelism=LAYOUTS[layout][1],
-        training={"dtype": "float32"},
+        training={"dtype": "float32", "steps": steps},
         validation={"interval": 10, "windows": 4, "sample_tokens": 4},
         **overrides,
     )
 
 
 def losses_apart(
-    folder: Path, cases: list[tuple[str, str]], layouts: list[str]
+    folder: Path, cases: list[tuple[str, str]], layouts: list[str], steps: int = 20
 ) -> dict[tuple[str, str, str], float]:
     """Train each of `cases`, pairs of a model and a rule, on 1 rank and on each of `layouts`.
 
@@ -52,7 +54,7 @@ def losses_apart(
     of it, by model, rule and layout. The text is in `folder`.
     """
     for layout in ("1 rank", *layouts):
-        runs = [run_tables(folder, *case, layout) for case in cases]
+        runs = [run_tables(folder, *case, layout, steps) for case in cases]
         run_ranks(train_here, LAYOUTS[layout][0], *runs)
     apart = {}
     for case in cases:
