@@ -9,8 +9,10 @@ from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
-from torchmars.planning.assumptions import RESERVED
+from torchmars.planning.assumptions import FLOPS, RESERVED
+from torchmars.planning.confirm import confirmed_table
 from torchmars.planning.find import Work, estimate, find_layouts
+from torchmars.training.optimizer import build_optimizer
 
 WORLD_SIZE, PER_NODE = 16, 8
 
@@ -77,3 +79,42 @@ def test_memory_and_time_of_the_options(tmp_path):
     assert full[0] < selective[0] < none[0] and none[1] < selective[1] < full[1]
     whole = figures(accumulate="whole")
     assert whole[0] - none[0] == 4 * work.parameters and whole[1] <= none[1]
+
+
+@pytest.mark.parametrize(
+    "optimizer,state",
+    [
+        ({"name": "lion"}, 4),
+        ({"name": "adamw"}, 8),
+        ({"name": "mars-adamw"}, 12),
+        ({"name": "mars-adamw", "mode": "exact"}, 16),
+        ({"name": "mars-adamw", "last_grad_dtype": "bfloat16"}, 10),
+    ],
+)
+def test_the_bytes_of_the_optimizer_are_those_of_its_rule(tmp_path, optimizer, state):
+    config = config_from_tables(tiny_tables(tmp_path, optimizer=optimizer), "in a test")
+    model = build_meta_model(config.model, 257, config.training.seq_len)
+    work = Work.of(model).with_optimizer(build_optimizer(config.optimizer, 1.0, model))
+    assert work.state == pytest.approx(state, rel=1e-2) and work.owner_flops == 0
+
+
+def test_orthogonalisation_costs_time(tmp_path):
+    config = large(tmp_path)
+    muon = config_from_tables(tiny_tables(tmp_path, optimizer={"name": "muon"}), "in a test")
+    model = build_meta_model(config.model, 257, config.training.seq_len)
+    without = Work.of(model)
+    work = without.with_optimizer(build_optimizer(muon.optimizer, 1.0, model))
+    less, more = (
+        estimate(config, model, each, WORLD_SIZE, PER_NODE).seconds for each in (without, work)
+    )
+    assert work.owner_flops > 0
+    assert more - less == pytest.approx(work.owner_flops / WORLD_SIZE / FLOPS)
+
+
+@pytest.mark.full
+def test_exact_plans_of_what_was_found(tmp_path):
+    config = config_from_tables(tiny_tables(tmp_path), "in a test")
+    [heading, line] = confirmed_table(find_layouts(config, 2, 2, 80 * 2**30)[:1], config, 2, 2)
+    estimated, planned, off, _, _, *_ = line.split()
+    assert heading.split()[:3] == ["GiB", "planned", "off"]
+    assert float(estimated) < 1 and float(planned) < 1 and off[-1] == "%"

@@ -7,7 +7,7 @@ from typing import Annotated
 from torchmars.config.load import config_of, is_set, load_sources, print_help
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import exit_on_user_error
+from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.options import take_options
 
 
@@ -29,6 +29,9 @@ class PlanOptions:
     estimates by formulas."""
     memory: Annotated[int, Range(1, 100_000)] = 80
     """With --find: memory of each GPU in GiB."""
+    confirm: Annotated[int, Range(0, 8)] = 0
+    """With --find: plan the first so many layouts exactly, and print how far the estimates are off.
+    Each takes about as long as a plan."""
 
 
 def main() -> None:
@@ -39,15 +42,21 @@ def main() -> None:
         sources = load_sources(rest, "torchmars plan")
         config = config_of(sources)
         from torchmars.metrics.throughput import GIB
+        from torchmars.planning.confirm import confirmed_table
         from torchmars.planning.find import find_layouts, found_table
         from torchmars.planning.plan import make_plan
         from torchmars.planning.report import report
         from torchmars.training.default_lr import default_lr_warnings
 
         ranks, per_node = options.world_size, options.gpus_per_node
+        if options.confirm and not options.find:
+            raise UserError("--confirm plans layouts that --find has found: add --find")
         if options.find:
             found = find_layouts(config, ranks, per_node, options.memory * GIB)
             lines = found_table(found, config)
+            if options.confirm:
+                say("\n".join(lines))
+                lines = confirmed_table(found[: options.confirm], config, ranks, per_node)
         else:
             lines = report(make_plan(config, ranks, per_node))
             if not is_set(sources, "optimizer.lr"):

@@ -15,13 +15,15 @@ from torchmars.core.tables import table
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.metrics.throughput import GIB
 from torchmars.models import Model, build_meta_model
+from torchmars.optim import MARS
 from torchmars.parallel.checks import check_layout, check_memory
 from torchmars.parallel.cuts import cut_of, even_counts, head_in_blocks, stage_ranks
 from torchmars.parallel.loss import chunk_tokens
 from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED, SPEEDS
 from torchmars.planning.pipeline import computed_again
+from torchmars.training.optimizer import build_optimizer
 
-WEIGHT_BYTES = 20  # float32 weights, gradients, two moments and MARS's last gradient
+WEIGHT_BYTES = 8  # float32 weights and gradients
 AVERAGE_BYTES = 4  # the moving average of the weights
 SHORTEST = 1024  # tokens of a sequence on a rank, below which kernels are slow
 SHOWN = 8
@@ -70,7 +72,8 @@ def find_layouts(
     model = build_meta_model(
         config.model, load_tokenizer(config.data.tokenizer).vocab_size, config.training.seq_len
     )
-    work = Work.of(model)
+    optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, model)
+    work = Work.of(model).with_optimizer(optimizer)
     found = [
         estimate(each, model, work, world_size, per_node)
         for each in layouts(config, model, world_size, per_node)
@@ -190,7 +193,7 @@ def estimate(
     buffers = 2 * stages * microbatches * hidden if ranks > 1 else 0
     backward = 6 * unit + (one if again else 0)
     passes = max(flight * kept + backward, (flight if ranks == 1 else 1) * kept + logits)
-    stored = WEIGHT_BYTES + (AVERAGE_BYTES if training.ema_decay else 0)
+    stored = WEIGHT_BYTES + work.state + (AVERAGE_BYTES if training.ema_decay else 0)
     memory = stored * weights / shards + gathered + gradient + buffers + passes
 
     # Time.
@@ -210,6 +213,7 @@ def estimate(
     sequences = keys / (NVLINK if degrees.tp * degrees.cp <= per_node else NETWORK)
     passes = 2 if config.optimizer.mode == "exact" else 1
     seconds = passes * ((compute + layers + sequences) * waiting + max(0.0, data - compute))
+    seconds += work.owner_flops / world_size / FLOPS
     return Candidate(config, microbatches, 1 - 1 / waiting, memory, seconds)
 
 
@@ -223,7 +227,7 @@ def in_flight(ranks: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What a model takes, whatever the layout."""
+    """What a model and its optimizer take, whatever the layout."""
 
     parameters: int
     block: int
@@ -241,10 +245,14 @@ class Work:
     """Width of what layers before attention and the activation function give, of a block."""
     taken: int
     """Width of what the layers after them take."""
+    state: float = 0.0
+    """Bytes of the optimizer's state for each parameter."""
+    owner_flops: int = 0
+    """Of all orthogonalisations of a step."""
 
     @classmethod
     def of(cls, model: Model) -> "Work":
-        """Return what `model` takes."""
+        """Return what `model` takes, without an optimizer."""
         block = model.blocks["0"]
         parameters = sum(each.numel() for each in model.parameters())
         own = sum(each.numel() for each in block.parameters())
@@ -265,6 +273,14 @@ class Work:
             given=sum(each.shape[0] for cut, each in matrices if cut != "columns"),
             taken=sum(each.shape[1] for cut, each in matrices if cut == "columns"),
         )
+
+    def with_optimizer(self, optimizer: MARS) -> "Work":
+        """Return the same with what `optimizer` takes, the whole model's, without memory."""
+        tensors = [tensor for each in optimizer.state.values() for tensor in each.values()]
+        tensors += optimizer.ahead.last_grads.values()
+        flops = sum(sum(loads.values()) for loads in optimizer.plans.owner_loads.values())
+        state = sum(tensor.nbytes for tensor in tensors) / self.parameters
+        return replace(self, state=state, owner_flops=flops)
 
     def kept(self, tp: int, mode: str) -> float:
         """Return the bytes that a block keeps for each token until its backward pass.
@@ -295,6 +311,6 @@ def found_table(found: list[Candidate], config: ResolvedConfig) -> list[str]:
     ]
     return [
         *table([("s/step", "GiB", "waiting", "microbatches", "options"), *rows]),
-        f"estimates, for {SPEEDS}: confirm the one that you take by torchmars plan with its "
-        "options, without --find",
+        f"estimates, for {SPEEDS}: --confirm N plans the first N exactly; so does torchmars plan "
+        "with the options of one, without --find",
     ]

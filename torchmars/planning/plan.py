@@ -119,7 +119,7 @@ class Plan:
         """The time of a step on GPUs, estimated by formulas; None on CPUs."""
         if not self.per_node:
             return None
-        work, world = Work.of(self.whole), self.layout.world.size
+        work, world = Work.of(self.whole).with_optimizer(self.optimizer), self.layout.world.size
         return estimate(self.config, self.whole, work, world, self.per_node).seconds
 
     @property

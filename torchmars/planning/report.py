@@ -145,5 +145,5 @@ def time(plan: Plan) -> list[str]:
     whole = duration(seconds * plan.config.training.steps)
     return [
         f"about {whole}, {seconds:.2f} s a step: estimated for H100s, {SPEEDS}, without the "
-        "optimizer's own time"
+        "optimizer's reading and writing of memory"
     ]
