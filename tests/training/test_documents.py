@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.full import FULL
 from tests.support.tiny import (
     listen,
     metrics,
@@ -34,6 +35,7 @@ def losses(run):
     return metrics(run), metrics(run, "validation/loss")
 
 
+@FULL
 def test_a_run_is_the_same_on_other_layouts_and_goes_on(tmp_path):
     write_documents(tmp_path)
     one = tables(tmp_path, "one", checkpoint={"interval": 3})

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.commands import run_command
+from tests.support.full import FULL
 from tests.support.tiny import listen, run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.inference import open_model
 from torchmars.models.initialize import init_weights
@@ -63,6 +64,7 @@ def test_it_is_the_recurrence_from_the_initial_weights(tables, tmp_path):
     assert all(torch.equal(written[name], value) for name, value in average.items())
 
 
+@FULL
 def test_it_resumes_on_another_layout(tables):
     train(2, with_training(tables, steps=2))
     other = with_training(tables, steps=4) | {"parallelism": {"tp": 2}}

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     listen,
@@ -139,6 +140,7 @@ def test_a_plan_has_the_epochs_of_each_part(folder):
         assert path.parent == folder / "parts" and f"epochs of {path}" in text
 
 
+@FULL
 def test_a_rollback_goes_forward_in_the_data_across_a_change_of_weights(folder):
     """To a checkpoint of the old weights, whose position is where the new ones begin."""
     guards = {"loss_spike": "rollback"}
