@@ -1,0 +1,67 @@
+"""The drawing of a step in docs/optimizers.md: what a step of two ranks really calls."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.docs.pages import ROOT, split_page
+from tests.support.ranks import run_ranks
+from torchmars.optim import MARS
+
+FOLDER = ROOT / "torchmars" / "optim"
+COLLECTIVES = "torch.distributed"
+
+
+def drawing():
+    """Return the lines of the drawing: depth, name and file of each function."""
+    blocks, _ = split_page(ROOT / "docs" / "optimizers.md")
+    [block] = [each for each in blocks if each.text.startswith("MARS.step ")]
+    lines = block.text.splitlines()
+    return [((len(line) - len(line.lstrip())) // 2, *line.split()[:2]) for line in lines]
+
+
+def calls_of_a_step(drawn):
+    """Return the functions of the drawing that a step calls, in order, with the depth of each."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    parameters = [
+        nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])) for _ in range(2)
+    ]
+    rules = ["mars-adamw", "mars-m"]
+    groups = [{"params": [each], "rule": rule} for each, rule in zip(parameters, rules)]
+    optimizer = MARS(groups, compile=False)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    names = {(name, file) for _, name, file in drawn}
+    calls, stack = [], []
+
+    def watch(frame, event, _):
+        code = frame.f_code
+        file = Path(code.co_filename)
+        place = str(file.relative_to(FOLDER)) if file.is_relative_to(FOLDER) else COLLECTIVES
+        if (code.co_qualname, place) not in names:
+            return
+        if event == "call" and frame not in stack:
+            call = len(stack), code.co_qualname, place
+            if call not in calls[-1:]:  # a function of several groups or pieces is drawn once
+                calls.append(call)
+            stack.append(frame)
+        elif event == "return":
+            stack.remove(frame)
+
+    sys.setprofile(watch)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_drawing_of_a_step_is_what_a_step_calls():
+    """That of rank 0, the owner of the one matrix."""
+    drawn = drawing()
+    assert run_ranks(calls_of_a_step, 2, drawn)[0] == drawn

@@ -1,0 +1,79 @@
+"""A new rule with a setting of its own: its file, and a line in the table of rules."""
+
+import subprocess
+import sys
+
+RULE = """
+from torchmars.optim.rules.rule import ElementwiseRule
+from torchmars.optim.settings import BETAS, EPS, LR, WEIGHT_DECAY, Number
+
+class Signs(ElementwiseRule):
+    name = "signs"
+    settings = (
+        LR.of(0.5), BETAS.of((0.0, 0.0)), EPS, WEIGHT_DECAY.of(0.0),
+        Number("threshold", "Entries of the gradient below it are left out.", 0.25),
+    )
+
+    def buffers(self, clip, exact):
+        return ("exp_avg",)
+
+    def update(self, group, step):
+        for x, g in zip(group.weights, group.grads):
+            large = g.abs() > group.settings["threshold"]
+            x.sub_(group.settings["lr"] * g.sign() * large * step.applied)
+"""
+USE = """
+import signs
+from torchmars.optim import rules
+rules.RULES["signs"] = signs.Signs()  # a line of rules/__init__.py
+
+import torch
+from torchmars.config import OptimizerConfig
+from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
+from torchmars.core.help import documentation
+from torchmars.optim import MARS, param_groups
+
+def stepped(optimizer, parameter):
+    parameter.grad = torch.tensor([[1.0, -0.1, -0.3]])
+    optimizer.step()
+    return parameter.detach().tolist()
+
+def refused(error, call, *args, **settings):
+    try:
+        call(*args, **settings)
+    except error as found:
+        return str(found)
+
+layer = torch.nn.Linear(3, 1, bias=False)
+torch.nn.init.zeros_(layer.weight)
+print(stepped(MARS([layer.weight], rule="signs"), layer.weight))
+print(stepped(MARS([layer.weight], rule="signs", threshold=0.5), layer.weight))
+print(stepped(MARS(param_groups(layer, "signs", threshold=0.0)), layer.weight))
+print(refused(ValueError, MARS, [layer.weight], rule="signs", threshold=-1.0))
+print(refused(TypeError, MARS, [layer.weight], rule="signs", treshold=1.0))
+print(documentation(OptimizerConfig)["threshold"])
+tables = {"optimizer": {"name": "signs", "threshold": 0.75}}
+config = config_from_tables(tables, "test").optimizer
+print(config.threshold, config.lr, {group["threshold"] for group in param_groups(
+    layer, **config.settings())})
+tables["optimizer"]["name"] = "adamw"
+print(refused(UserError, config_from_tables, tables, "test"))
+"""
+
+
+def test_a_rule_with_a_setting_of_its_own_needs_no_other_file(tmp_path):
+    (tmp_path / "signs.py").write_text(RULE)
+    ended = subprocess.run(
+        [sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines() == [
+        "[[-0.5, 0.0, 0.5]]",
+        "[[-1.0, 0.0, 0.5]]",
+        "[[-1.5, 0.5, 1.0]]",
+        "threshold of group 0 must be at least 0, got -1.0",
+        "MARS() got an unexpected keyword argument 'treshold'",
+        "signs: entries of the gradient below it are left out. Default: 0.25.",
+        "0.75 0.5 {0.75}",
+        'optimizer.threshold has no meaning for "adamw": remove it',
+    ]
