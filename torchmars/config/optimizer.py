@@ -49,23 +49,21 @@ def value_type(setting: Setting) -> Any:
 
 def setting_text(setting: Setting, with_defaults: bool) -> str:
     """Return what `--help` says of a setting: which rules have it, what it means, its defaults."""
-    defaults: dict[str, list[str]] = {}
-    for name, rule in RULES.items():
-        if setting.name in rule.defaults:
-            defaults.setdefault(shown_default(rule.defaults[setting.name]), []).append(name)
     having = [name for name, rule in RULES.items() if setting.name in rule.defaults]
     text = setting.meaning
     if len(having) < len(RULES):
         text = f"{listed(having)}: {text[0].lower()}{text[1:]}"
     if not with_defaults:
         return text
-    several = len(defaults) > 1
-    values = [
-        f"{value} for {listed(names)}" if several else value
-        for value, names in defaults.items()
+    rules_of: dict[str, list[str]] = {}
+    for name in having:
+        rules_of.setdefault(shown_default(RULES[name].defaults[setting.name]), []).append(name)
+    defaults = [
+        value if len(rules_of) == 1 else f"{value} for {listed(names)}"
+        for value, names in rules_of.items()
         if value  # else it is computed, as the meaning says
     ]
-    return f"{text} Default: {'; '.join(values)}."
+    return f"{text} Default: {'; '.join(defaults)}."
 
 
 def listed(rules: list[str]) -> str:

@@ -48,39 +48,38 @@ class MARS(torch.optim.Optimizer):
 
         c = g + kappa (g - h);   c <- c min(1, clip / ||c||);   m = b1 m + (1 - b1) c
 
-    "mars-adamw" goes on with AdamW's second moment of c, "mars-lion" with sign(m). "mars-shampoo"
-    and "mars-m" go on with the orthogonalised matrix m, times max(1, rows / cols)^(1/2) or
+    "mars-adamw" adds AdamW's second moment of c. "mars-lion" steps by sign(m). "mars-shampoo" and
+    "mars-m" step by the orthogonalised matrix m, times max(1, rows / cols)^(1/2) or
     0.2 max(rows, cols)^(1/2). "adamw", "lion" and "muon" (Nesterov, the scale of mars-m; momentum
     is betas[0]) use g itself, without clip. Weight decay is decoupled, multiplied by lr.
     `reference.py` has each rule in a few lines.
 
     Parameters may be plain tensors, replicas (DDP) or DTensors of any mesh and placement. `||c||`
     is the norm of the whole tensor. A sharded matrix is orthogonalised whole, on the rank that owns
-    it. A step makes one all-reduce for each distinct set of mesh axes that parameters are sharded
-    over, and two all-to-alls for each bucket of sharded matrices (with replicas an all-gather too).
-    It never waits for a GPU. Creating the optimizer is then collective. State is created here, not
-    at the first step. Where ranks have copies, one more all-reduce for each mesh, of two numbers,
-    makes `grad_norm` and the verdict whether a step counts the same on all of them. It covers plain
-    tensors beside DTensors; plain tensors alone communicate nothing.
+    it. Parameters may be replaced in `param_groups`, sharded or moved to another device or dtype
+    later: their state follows at the next step. FSDP1's flattened parameters are refused.
 
-    FSDP1's flattened parameters are refused: use FSDP2's `fully_shard`. The parameters that
-    `ZeroRedundancyOptimizer` gives to a rank look like a whole model. Pass it
-    `norm_group=torch.distributed.group.WORLD` for MARS, or each rank clips by the norm of its own
-    parameters.
+    Creating the optimizer is collective, and creates the state. A step makes one all-reduce for
+    each distinct set of mesh axes that parameters are sharded over, and two all-to-alls for each
+    bucket of sharded matrices (with replicas an all-gather too). Where ranks have copies, one more
+    all-reduce for each mesh, of two numbers, makes `grad_norm` and the verdict on a step the same
+    on all of them. Plain tensors alone communicate nothing. A step never waits for a GPU.
 
-    Parameters may be replaced in `param_groups`, sharded or moved to another device or dtype later:
-    their state follows at the next step, which is then collective as the constructor.
+    A step whose gradients are not all finite, or so large that a number of the update would
+    overflow, is skipped: it changes nothing (in exact mode the last gradient is still replaced).
+    `telemetry` counts such steps. A last gradient like that is not used: the tensor's next
+    correction is 0, as in a first step.
 
     Args:
         params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`.
-            A group may set each of the arguments from `lr` to `split`, and a name for itself,
-            `role`.
+            A group may set each of the arguments from `lr` to `split`, those of `settings`, and a
+            name for itself, `role`.
         lr: learning rate; None: the default of the rule, as in `param_groups`.
         betas: decay of the momentum and of the second moment (for "lion": of the update and of the
             momentum); None: the default of the rule. They may follow a schedule.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
-        rule: one of the seven above.
+        rule: one of `rules.RULES`.
         gamma: strength of the variance reduction; 0 leaves the gradient as it is.
         gamma_next: gamma of the step after this one, where it follows a schedule; None: the same.
         clip: norm to which each tensor's corrected gradient is clipped; None switches it off. The
@@ -103,19 +102,17 @@ class MARS(torch.optim.Optimizer):
             CPUs differ, do not leave it at "auto".
         overlap: let transfers of matrices overlap with the work on others. The result is the same
             without.
-        compile: fuse each pass over a tensor into one kernel by torch.compile; None: for large
+        compile: fuse the work on each tensor into one kernel by torch.compile; None: for large
             models, where a compiler is found.
         norm_group: ranks that have *different* parts of the model, such as the stages of a pipeline
             or the partitions of `ZeroRedundancyOptimizer`. The global clip, `grad_norm`,
-            `telemetry` and the verdict whether a step counts are then those of all parts together.
-            A step makes one more all-reduce, of two numbers, and `telemetry` becomes collective.
+            `telemetry` and the verdict on a step are then those of all parts together. A step makes
+            one more all-reduce, of two numbers, and `telemetry` becomes collective.
+        settings: other settings that some rules declare.
 
-    A step whose gradients are not all finite, or so large that a number of the update would
-    overflow, changes nothing (in exact mode the last gradient is still replaced); `telemetry`
-    counts such steps. A last gradient like that counts as none: the tensor's next correction is 0,
-    as in a first step. Raises `ValueError`, naming the argument, for a value out of range. Warns
-    where a matrix rule is given parameters that `param_groups` has not sorted: it would
-    orthogonalise embeddings and heads, and of an argument that reaches no group.
+    Raises `ValueError`, naming the argument, for a value out of range. Warns where a matrix rule is
+    given parameters that `param_groups` has not sorted: it would orthogonalise embeddings and
+    heads, and of an argument that reaches no group.
     """
 
     def __init__(

@@ -1,0 +1,20 @@
+"""The table of settings in docs/optimizers.md: what the rules declare."""
+
+from tests.docs.pages import ROOT
+from torchmars.config.optimizer import shown_default
+from torchmars.optim.rules import RULES
+
+
+def cell(rule, name):
+    """Return a rule's default of a setting; the one that is computed is lr_1d."""
+    return shown_default(rule.defaults[name]) or "lr / 2" if name in rule.defaults else "-"
+
+
+def test_the_table_of_settings_is_what_the_rules_declare():
+    every = [setting for rule in RULES.values() for setting in rule.settings]
+    names = dict.fromkeys(setting.name for setting in every if setting.scope != "group")
+    rows = [["setting", *RULES]]
+    rows += [[f"`{name}`", *(cell(rule, name) for rule in RULES.values())] for name in names]
+    heading, *others = [f"| {' | '.join(row)} |" for row in rows]
+    table = ["", heading, "|" + "---|" * len(rows[0]), *others, ""]
+    assert "\n".join(table) in (ROOT / "docs" / "optimizers.md").read_text()
