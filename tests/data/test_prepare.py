@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torchmars.cluster import scheduler
 from torchmars.commands import prepare as command
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
@@ -383,7 +384,7 @@ def test_mistakes_of_the_command(tmp_path, monkeypatch, capsys, args, message):
 
 def test_slurm_says_which_task_this_is():
     array = {"SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "1"}
-    assert command.slurm_task(array) == (2, 4)
-    assert command.slurm_task({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}) == (5, 8)
+    assert scheduler.task_of(array) == (2, 4)
+    assert scheduler.task_of({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}) == (5, 8)
     script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
-    assert command.slurm_task(script) == (0, 1)
+    assert scheduler.task_of(script) == (0, 1)

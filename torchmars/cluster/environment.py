@@ -1,4 +1,4 @@
-"""The environment variables that run_train.sh documents, and SLURM's in their place."""
+"""The environment variables that run_train.sh documents, and a job's in their place."""
 
 import os
 import re
@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from torchmars.cluster.scheduler import CORES, VARIABLES, in_batch_job
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable
-from torchmars.core.typed import make
-
-# The variables that SLURM sets in a job, in place of one that is not set.
-SLURM_VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
+from torchmars.core.typed import make, whole_number
 
 Cores = Annotated[int, Range(1, 10_000)]
 
@@ -82,12 +80,12 @@ class Environment:
 def read_environment(variables: Mapping[str, str]) -> Environment:
     """Return the variables of run_train.sh, checked.
 
-    A SLURM job's variables stand in for those that are not set. Raises `UserError`.
+    A job's variables stand in for those that are not set. Raises `UserError`.
     """
-    slurm = SLURM_VARIABLES if in_batch_job(variables) else {}
+    of_job = VARIABLES if in_batch_job(variables) else {}
     values = {}
     for name in Environment.__dataclass_fields__:
-        source = name if name in variables else slurm.get(name, name)
+        source = name if name in variables else of_job.get(name, name)
         if source in variables:
             values[name] = read_variable(name, variables[source], source)
     environment = Environment(**values)
@@ -116,11 +114,6 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
     else:
         read = whole_number(value)
     return make(hint, read, name=source)
-
-
-def whole_number(text: str) -> int | str:
-    """Return the number that `text` is, or `text` where it is none."""
-    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,4000}", text) else text
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
@@ -171,17 +164,11 @@ def keep_compiled_in(folder: Path, option: str = "run.folder") -> None:
     os.environ[name] = place
 
 
-def in_batch_job(variables: Mapping[str, str]) -> bool:
-    """Return whether this is the script or a step of a SLURM job, and not started by hand."""
-    return bool(variables.get("SLURM_JOB_ID")) and variables.get("ENVIRONMENT") == "BATCH"
-
-
 def cores_of(variables: Mapping[str, str]) -> int:
     """Return the CPU cores of this machine that the job, or else this process, may use.
 
     Raises `UserError`.
     """
-    name = "SLURM_CPUS_ON_NODE"
-    if in_batch_job(variables) and variables.get(name):
-        return make(Cores, whole_number(variables[name]), name=name)
+    if in_batch_job(variables) and variables.get(CORES):
+        return make(Cores, whole_number(variables[CORES]), name=CORES)
     return len(os.sched_getaffinity(0))

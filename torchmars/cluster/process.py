@@ -1,4 +1,4 @@
-"""This process among all ranks, by the variables that torchrun and SLURM set.
+"""This process among all ranks, by the variables that torchrun and a scheduler set.
 
 They are known before the ranks connect.
 """
@@ -10,10 +10,11 @@ from typing import Annotated
 
 import torch
 
-from torchmars.cluster.environment import Environment, read_variable, whole_number
+from torchmars.cluster.environment import Environment, read_variable
+from torchmars.cluster.scheduler import node_name
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
-from torchmars.core.typed import make
+from torchmars.core.typed import make, whole_number
 
 Number = Annotated[int, Range(0, 100_000_000)]
 Port = Annotated[int, Range(0, 65_535)]
@@ -67,7 +68,7 @@ def check_variables() -> None:
 
 def node() -> str:
     """Return the name of this machine."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return node_name() or socket.gethostname()
 
 
 def node_rank() -> int | None:

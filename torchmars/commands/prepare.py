@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from torchmars.cluster.environment import whole_number
+from torchmars.cluster import scheduler
 from torchmars.config import DataConfig, ResolvedData
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
@@ -80,29 +80,13 @@ def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int]:
     if (task is None) != (tasks is None):
         raise UserError("--task and --tasks need each other: --task 0 --tasks 8 is the first of 8")
     if task is None or tasks is None:
-        task, tasks = slurm_task(variables)
+        task, tasks = scheduler.task_of(variables)
     if task >= tasks:
         raise UserError(
             f"task {task} is none of {tasks} tasks: they are numbered from 0 to {tasks - 1}, "
             "without gaps"
         )
     return task, tasks
-
-
-def slurm_task(variables: Mapping[str, str]) -> tuple[int, int]:
-    """Return the same for a task of a SLURM array, or else of a step; for another process 0 of 1.
-
-    A batch script outside a step is one process, however many tasks its job has.
-    """
-
-    def number(name: str, default: int) -> int:
-        value = whole_number(variables.get(name, ""))
-        return value if isinstance(value, int) else default
-
-    if count := number("SLURM_ARRAY_TASK_COUNT", 0):
-        first, step = number("SLURM_ARRAY_TASK_MIN", 0), number("SLURM_ARRAY_TASK_STEP", 1)
-        return (number("SLURM_ARRAY_TASK_ID", 0) - first) // max(1, step), count
-    return number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", 1)
 
 
 def prepare_corpus(config: ResolvedData, task: int, tasks: int) -> bool:

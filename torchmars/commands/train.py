@@ -15,6 +15,7 @@ from torchmars.cluster.environment import (
     cores_of,
     read_environment,
 )
+from torchmars.cluster.scheduler import job_name
 from torchmars.config.load import config_of, load_sources, require_config
 from torchmars.core import console
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -57,9 +58,8 @@ def main() -> None:
         if options.prepare:
             machines = environment.NNODES
             return launch.prepare(config, sources, ranks * machines, machines)
-        job = os.environ.get("SLURM_JOB_ID") or "torchmars"
         own = ["--prepared"] if options.prepared else []
-        torchrun = environment.torchrun_options(ranks, job)
+        torchrun = environment.torchrun_options(ranks, job_name())
         launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], sources)
 
 

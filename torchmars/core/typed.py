@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -172,6 +173,11 @@ def read_word(word: str, hint: Any) -> Any:
         return hint(word) if hint in (int, float) else word
     except ValueError:
         return word
+
+
+def whole_number(text: str) -> int | str:
+    """Return the number that `text` is, or `text` where it is none."""
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,4000}", text) else text
 
 
 def describe(hint: Any) -> str:
