@@ -43,6 +43,7 @@ context.set_forkserver_preload(
         "torchmars.commands.export",
         "tests.support.commands",
         "tests.support.tiny",
+        "tests.support.warm",
     ]
 )
 
