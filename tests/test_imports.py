@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.full import FULL
 from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars import optim
 from torchmars.training.preparation import prepare_data
@@ -73,7 +74,11 @@ def test_listing_runs_needs_neither_torch_nor_matplotlib(tmp_path):
         (RANK, set()),
         # torch's compiler, its checkpoints and FSDP are for ranks. Each takes a large part of a
         # second, before any rank can start.
-        (LAUNCHER, {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"}),
+        pytest.param(
+            LAUNCHER,
+            {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"},
+            marks=FULL,
+        ),
     ],
     ids=["rank", "launcher"],
 )

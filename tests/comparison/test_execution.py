@@ -12,6 +12,7 @@ import pytest
 
 from tests.comparison.conftest import start_quickly
 from tests.support.commands import ranks_of
+from tests.support.full import FULL
 from torchmars.comparison import local
 from torchmars.comparison.results import read_comparison
 from torchmars.core.errors import UserError
@@ -86,6 +87,7 @@ def outcome(folder):
     return before + after.partition("## ")[2], rows, found
 
 
+@FULL
 def test_killed_and_resumed_it_finds_the_same(run, config, tmp_path, monkeypatch):
     (tmp_path / "broken.toml").write_text(BROKEN)
     code, out, err = run(config, *OPTIONS, "--folder", "straight/found", "--jobs", "2")

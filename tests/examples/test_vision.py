@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.docs.pages import ROOT
+from tests.support.full import full_but
 from torchmars.optim.roles import roles
 
 spec = importlib.util.spec_from_file_location("vision", ROOT / "examples" / "vision.py")
@@ -41,8 +42,14 @@ def figures(capsys, *words):
     ]
 
 
-@pytest.mark.parametrize("rule", ["mars-adamw", "mars-m"])
-@pytest.mark.parametrize("model,width", [("resnet18", 8), ("vit", 48)])
+LEARNERS = [
+    (model, width, rule)
+    for model, width in [("resnet18", 8), ("vit", 48)]
+    for rule in ("mars-adamw", "mars-m")
+]
+
+
+@pytest.mark.parametrize("model,width,rule", full_but([LEARNERS[0], LEARNERS[3]], LEARNERS))
 def test_learns(tmp_path, capsys, model, width, rule):
     make_cifar(tmp_path, 10)
     words = f"--data {tmp_path} --model {model} --width {width} --rule {rule} --epochs 10"

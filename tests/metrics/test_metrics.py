@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, train_here, write_text
 from torchmars.metrics import throughput
@@ -82,6 +83,7 @@ def run_with_wandb(tables):
     train_here(tables)
 
 
+@FULL
 def test_tensorboard_and_wandb_offline(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
