@@ -1,11 +1,10 @@
 """Keys and values that a model keeps, so that each new token is computed alone."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchmars.models.attention import CausalAttention
-from torchmars.models.documents import Documents
+from torchmars.models.documents import Documents, mixed_values
 from torchmars.models.model import Model
 
 
@@ -82,10 +81,5 @@ class CachedAttention(CausalAttention):
             shape = *k.shape[:2], self.cache.capacity, k.shape[3]
             self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
         self.keys[:, :, first:last], self.values[:, :, first:last] = k, v
-        return F.scaled_dot_product_attention(
-            q,
-            self.keys[:, :, :last],
-            self.values[:, :, :last],
-            attn_mask=self.cache.mask,
-            enable_gqa=k.shape[1] != q.shape[1],
-        )
+        keys, values = self.keys[:, :, :last], self.values[:, :, :last]
+        return mixed_values(q, keys, values, attn_mask=self.cache.mask)

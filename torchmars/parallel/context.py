@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.13
     all_gather_tensor_autograd,
@@ -21,7 +20,7 @@ from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.13
 
 from torchmars.models import Model
 from torchmars.models.attention import CausalAttention
-from torchmars.models.documents import Documents
+from torchmars.models.documents import Documents, mixed_values
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,8 @@ class GatheredAttention(CausalAttention):
     ) -> Tensor:
         if documents is not None:
             return documents.attend(q, k, v, dropout)
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=self.make_mask(q.shape[2], k.shape[2]),
-            dropout_p=dropout,
-            enable_gqa=k.shape[1] != q.shape[1],
-        )
+        mask = self.make_mask(q.shape[2], k.shape[2])
+        return mixed_values(q, k, v, dropout, attn_mask=mask)
 
 
 def lower_right_mask(queries: int, keys: int) -> CausalBias:

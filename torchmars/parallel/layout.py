@@ -224,14 +224,12 @@ def make_meshes(device_type: str, degrees: Degrees) -> tuple[DeviceMesh, DeviceM
 def make_groups(mesh: DeviceMesh, degrees: Degrees) -> dict[str, RankGroup]:
     """Make the group of this rank along each axis and set of axes. Collective."""
     rank, ranks, groups = dist.get_rank(), mesh.mesh, {}
-    for axis in AXES:
-        row = row_of(rank, rows_along(ranks, (axis,)))
-        groups[axis] = RankGroup(axis, row.index(rank), len(row), mesh.get_group(axis))
-    for name, axes in JOINT_AXES.items():
-        row = row_of(rank, rows_along(ranks, axes))
-        groups[name] = RankGroup(name, row.index(rank), len(row), _group_over(row, axes, mesh))
-    row = row_of(rank, expert_rows(ranks, degrees.ep))
-    groups["ep"] = RankGroup("ep", row.index(rank), len(row), _group_over(row, ("tp",), mesh))
+    rows = {name: rows_along(ranks, axes) for name, axes in JOINT_AXES.items()}
+    rows |= {axis: rows_along(ranks, (axis,)) for axis in AXES}
+    for name, each in (rows | {"ep": expert_rows(ranks, degrees.ep)}).items():
+        row = next(row for row in each if rank in row)
+        group = mesh.get_group(name) if name in AXES else _group_over(row, mesh)
+        groups[name] = RankGroup(name, row.index(rank), len(row), group)
     return groups
 
 
@@ -249,17 +247,12 @@ def expert_rows(ranks: torch.Tensor, ep: int) -> list[list[int]]:
     return [row[first : first + ep] for row in rows for first in range(0, len(row), ep)]
 
 
-def row_of(rank: int, rows: list[list[int]]) -> list[int]:
-    """Return the row that has `rank`."""
-    return next(row for row in rows if rank in row)
-
-
-def _group_over(row: list[int], axes: tuple[str, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
+def _group_over(row: list[int], mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of the ranks in `row`: one that exists, where there is one."""
     if len(row) == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    for axis in (*axes, *AXES):
+    for axis in AXES:
         group = mesh.get_group(axis)
         if dist.get_process_group_ranks(group) == row:
             return group

@@ -56,11 +56,14 @@ class ParallelModel:
         cp, pipeline, ranks = layout.group("cp"), layout.group("pp"), stage_ranks(parallelism)
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), layout.group("tp").size
         self.batches = Batches(self.sequence, device, pipeline.size > 1, find_starts)
+        chunk = chunk_tokens(layout.device.type, whole.vocab_rows // self.tp)
         self.parts: dict[int, ModelPart] = {}
         """This rank's parts, by the number of their stage."""
         for number, blocks in enumerate(blocks_of_stages(whole, parallelism)):
             if ranks[number] == pipeline.rank:
-                part = self._part(blocks, number == 0, number == len(ranks) - 1, training.z_loss)
+                model, ends = deepcopy(whole), (number == 0, number == len(ranks) - 1)
+                cut_model(model, blocks, *ends)
+                part = ModelPart(model, *ends, self.sequence, self.tp, chunk, training.z_loss)
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
                     self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
@@ -73,12 +76,6 @@ class ParallelModel:
             if whole.output is None:
                 tables = self._table(0), self._table(len(ranks) - 1)
                 self.tied = TiedTable(*tables, pipeline, ranks[-1])
-
-    def _part(self, blocks: range, first: bool, last: bool, z_loss: float) -> ModelPart:
-        model = deepcopy(self.whole)
-        cut_model(model, blocks, first, last)
-        chunk = chunk_tokens(self.layout.device.type, model.vocab_rows // self.tp)
-        return ModelPart(model, first, last, self.sequence, self.tp, chunk, z_loss)
 
     def _pipeline(self, training: TrainingConfig) -> "Pipeline":
         # torch's pipelines take time to import, and most runs have none.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerAction, profile, record_function
+from torch.profiler import profile, record_function, schedule
 
 from torchmars.config import ProfilerConfig
 from torchmars.core.console import labelled, say
@@ -68,16 +68,9 @@ class Profiler:
         """Begin to trace with step `number`, if the trace has not begun."""
         if self.trace is not None:
             return
-
-        def action(count: int) -> ProfilerAction:
-            if number + count < self.config.start:
-                return ProfilerAction.WARMUP
-            if number + count < self.last:
-                return ProfilerAction.RECORD
-            is_last = number + count == self.last
-            return ProfilerAction.RECORD_AND_SAVE if is_last else ProfilerAction.NONE
-
-        self.trace = profile(schedule=action, on_trace_ready=self._write_trace)
+        warmup, steps = self.config.start - number, self.config.steps
+        phases = schedule(wait=0, warmup=warmup, active=steps, repeat=1)
+        self.trace = profile(schedule=phases, on_trace_ready=self._write_trace)
         self.trace.start()
 
     def _end_trace(self) -> None:

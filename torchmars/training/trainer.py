@@ -96,6 +96,7 @@ class Trainer:
     def train(self) -> bool:
         """Make the steps that are left; return whether all were made, or a signal ended them."""
         state, last = self.state, self.config.training.steps
+        evaluation, checkpoint = self.config.evaluation.interval, self.config.checkpoint
         if state.step and state.validation_loss is None and self.validation_due():
             self.validate()  # a signal stopped the run before it could
         while self.state.step < last:
@@ -107,16 +108,16 @@ class Trainer:
                 continue
             state = self.state
             state.step, state.validation_loss = state.step + 1, None
-            if self.report_due(state.step):
+            if state.step == 1 or self.due(self.config.metrics.log_interval):
                 self.report(*made)
             self.reporter.report_epochs(self.loader.epochs)
             stop = stop and state.step < last
             with self.metrics.throughput.paused():
                 if self.validation_due() and not stop:
                     self.validate()
-                if self.evaluation_due() and not stop:
+                if not stop and self.due(evaluation, at_end=evaluation > 0):
                     self.evaluate()
-                if stop or overdue or self.save_due():
+                if stop or overdue or self.due(checkpoint.interval, checkpoint.at_end):
                     self.save()
             self.watchdog.beat(f"step {state.step + 1}")
             if stop:
@@ -226,10 +227,14 @@ class Trainer:
         self.without_last_grad = self.checkpointer.look_ahead_parameters()
         self.reporter.rewind(reached, self.state, resumed.folder)
 
-    def report_due(self, step: int) -> bool:
-        """Return whether `step` is reported."""
-        training, metrics = self.config.training, self.config.metrics
-        return step == 1 or due(step, metrics.log_interval, training.steps)
+    def due(self, interval: int, at_end: bool = True) -> bool:
+        """Return whether it is the step of what is done every `interval` steps (0: never).
+
+        What is done `at_end` is due after the last step too.
+        """
+        step = self.state.step
+        ends = at_end and step == self.config.training.steps
+        return ends or (interval > 0 and step % interval == 0)
 
     def report(self, loss: Tensor, lr: float) -> None:
         """Report the step just made. Waits for the device."""
@@ -239,7 +244,7 @@ class Trainer:
     def validation_due(self) -> bool:
         """Return whether the validation loss is to be measured at this step."""
         interval = self.config.validation.interval
-        return interval > 0 and due(self.state.step, interval, self.config.training.steps)
+        return self.due(interval, at_end=interval > 0)
 
     def validate(self) -> None:
         """Measure and report the validation loss."""
@@ -247,11 +252,6 @@ class Trainer:
         loss, bits, of_parts = self.validation.losses()
         self.state.validation_loss = loss
         self.metrics.validation(self.state.step, loss, bits, of_parts)
-
-    def evaluation_due(self) -> bool:
-        """Return whether the model is to be asked tasks at this step."""
-        interval = self.config.evaluation.interval
-        return interval > 0 and due(self.state.step, interval, self.config.training.steps)
 
     def evaluate(self) -> None:
         """Ask the model the tasks, and report how it answered."""
@@ -264,18 +264,8 @@ class Trainer:
         for result in self.evaluation.results(beat):
             self.metrics.evaluation(step, result.task, result.measures(), result.describe())
 
-    def save_due(self) -> bool:
-        """Return whether the run is to be saved at this step."""
-        section, last = self.config.checkpoint, self.config.training.steps
-        return due(self.state.step, section.interval, last if section.at_end else None)
-
     def save(self) -> None:
         """Save the step just made, or begin to."""
         self.watchdog.beat(f"saving step {self.state.step}")
         self.metrics.sync()
         self.metrics.stall(self.state.step, self.checkpointer.save(self.state))
-
-
-def due(step: int, interval: int, last: int | None) -> bool:
-    """Return whether something done every `interval` steps (0: never) and at `last` is due."""
-    return step == last or (interval > 0 and step % interval == 0)
