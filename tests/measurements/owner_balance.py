@@ -14,7 +14,7 @@ from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.meshes import MeshPlace
 from torchmars.optim.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.owners import plan_buckets
-from torchmars.optim.pieces import rank_bucket
+from torchmars.optim.tiles import rank_bucket
 
 RANKS = (2, 8, 64, 512)
 

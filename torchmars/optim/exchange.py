@@ -1,6 +1,6 @@
 """Shards to owners and back: carries out the plan of `owners.py`.
 
-The pieces of a bucket's matrices travel to their owners in one all-to-all and are orthogonalised
+The tiles of a bucket's matrices travel to their owners in one all-to-all and are orthogonalised
 there. The results travel back in another. Under HSDP each replica does its share, and an all-gather
 passes the results on to the others.
 """
@@ -18,10 +18,10 @@ from torchmars.optim.matrices import MatrixShape, Unit
 from torchmars.optim.meshes import MeshGroups, mesh_place
 from torchmars.optim.orthogonalize import Orthogonalizer
 from torchmars.optim.owners import plan_buckets
-from torchmars.optim.pieces import Bucket, Piece, Slices, rank_bucket
 from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.same_plan import check_same_plan
 from torchmars.optim.tensors import local_part
+from torchmars.optim.tiles import Bucket, Slices, Tile, rank_bucket
 
 # Its name before torch 2.13 is the second one.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,9 +41,9 @@ class Matrices(Protocol):
         """Return the input [1, rows, cols] for a place in the local shard of a parameter."""
 
     def apply_direction(
-        self, number: int, shape: MatrixShape, piece: Piece, direction: Tensor
+        self, number: int, shape: MatrixShape, tile: Tile, direction: Tensor
     ) -> None:
-        """Take the result [1, rows, cols] of a piece of a parameter."""
+        """Take the result [1, rows, cols] of a tile of a parameter."""
 
 
 # For each parameter with a gradient its group, and its number there.
@@ -97,75 +97,75 @@ class MatrixTraffic:
         """Whether anything is sent: not with one shard and one replica."""
         return len(self.place.ranks) > 1
 
-    def read(self, piece: Piece, places: Places) -> Tensor:
-        """Return the input [1, rows, cols] of a piece: zeros where a matrix has no gradient."""
-        number = piece.unit.parameter
+    def read(self, tile: Tile, places: Places) -> Tensor:
+        """Return the input [1, rows, cols] of a tile: zeros where a matrix has no gradient."""
+        number = tile.unit.parameter
         if self.parameters[number] not in places:
-            shape = [part.stop - part.start for part in piece.local]
+            shape = [part.stop - part.start for part in tile.local]
             return torch.zeros((), device=self.device).expand(shape)
         matrices, place = places[self.parameters[number]]
-        return matrices.direction_input(place, self.shapes[number], piece.local)
+        return matrices.direction_input(place, self.shapes[number], tile.local)
 
-    def write(self, piece: Piece, places: Places, direction: Tensor) -> None:
-        """Step along the direction [1, rows, cols] of a piece, where a matrix has a gradient."""
-        number = piece.unit.parameter
+    def write(self, tile: Tile, places: Places, direction: Tensor) -> None:
+        """Step along the direction [1, rows, cols] of a tile, where a matrix has a gradient."""
+        number = tile.unit.parameter
         if self.parameters[number] in places:
             matrices, place = places[self.parameters[number]]
-            matrices.apply_direction(place, self.shapes[number], piece, direction)
+            matrices.apply_direction(place, self.shapes[number], tile, direction)
 
     def compute_here(self, bucket: Bucket, places: Places) -> None:
         """Orthogonalise a bucket of matrices where they are: nothing travels."""
-        pieces = {piece.unit: piece for piece in bucket.incoming[0]}
+        tiles = {tile.unit: tile for tile in bucket.incoming[0]}
         for units in batches(bucket.owned):
             shape = len(units), units[0].rows, units[0].cols
             inputs = torch.empty(shape, dtype=self.wire, device=self.device)
             for unit, matrix in zip(units, inputs):
-                matrix.copy_(self.read(pieces[unit], places)[0])
+                matrix.copy_(self.read(tiles[unit], places)[0])
             for unit, matrix in zip(units, self.orthogonalize(inputs, self.product)):
-                self.write(pieces[unit], places, matrix[None])
+                self.write(tiles[unit], places, matrix[None])
 
     def send(self, bucket: Bucket, places: Places) -> "Transfer":
-        """Send this rank's pieces of what is orthogonalised to their owners."""
-        pieces = [piece for pieces in bucket.outgoing for piece in pieces]
-        sizes = [piece.numel for piece in pieces]
+        """Send this rank's tiles of what is orthogonalised to their owners."""
+        tiles = [tile for tiles in bucket.outgoing for tile in tiles]
+        sizes = [tile.numel for tile in tiles]
         packed = torch.empty(sum(sizes), dtype=self.wire, device=self.device)
-        for part, piece in zip(packed.split(sizes), pieces):
-            values = self.read(piece, places)
+        for part, tile in zip(packed.split(sizes), tiles):
+            values = self.read(tile, places)
             part.view(values.shape).copy_(values)
         return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
 
     def compute(self, bucket: Bucket, arrived: Tensor) -> "Transfer":
         """Orthogonalise the units that this rank owns, and send the results back."""
-        incoming = [piece for pieces in bucket.incoming for piece in pieces]
-        parts: dict[Unit, list[tuple[Piece, Tensor]]] = {}
-        for piece, part in zip(incoming, arrived.split([piece.numel for piece in incoming])):
-            parts.setdefault(piece.unit, []).append((piece, part))
+        incoming = [tile for tiles in bucket.incoming for tile in tiles]
+        parts: dict[Unit, list[tuple[Tile, Tensor]]] = {}
+        for tile, part in zip(incoming, arrived.split([tile.numel for tile in incoming])):
+            parts.setdefault(tile.unit, []).append((tile, part))
         for units in batches(bucket.owned):
             matrices = arrived.new_empty(len(units), units[0].rows, units[0].cols)
             for unit, matrix in zip(units, matrices):
-                for piece, part in parts[unit]:
-                    place = matrix[piece.in_unit]
+                for tile, part in parts[unit]:
+                    place = matrix[tile.in_unit]
                     place.copy_(part.view(place.shape))
             for unit, matrix in zip(units, self.orthogonalize(matrices, self.product)):
                 # What arrived has been read: its memory takes the result.
-                for piece, part in parts[unit]:
-                    place = matrix[piece.in_unit]
+                for tile, part in parts[unit]:
+                    place = matrix[tile.in_unit]
                     part.view(place.shape).copy_(place)
         return self._all_to_all(arrived, bucket.incoming, bucket.outgoing)
 
     def write_results(self, bucket: Bucket, returned: Tensor, places: Places) -> None:
-        """Pass the results on to the other replicas; write this rank's pieces of all of them."""
-        for values, pieces in zip(self._of_all_replicas(bucket, returned), bucket.by_replica):
-            for part, piece in zip(values.split([piece.numel for piece in pieces]), pieces):
-                rows, cols = piece.local[1], piece.local[2]
+        """Pass the results on to the other replicas; write this rank's tiles of all of them."""
+        for values, tiles in zip(self._of_all_replicas(bucket, returned), bucket.by_replica):
+            for part, tile in zip(values.split([tile.numel for tile in tiles]), tiles):
+                rows, cols = tile.local[1], tile.local[2]
                 direction = part.view(1, rows.stop - rows.start, cols.stop - cols.start)
-                self.write(piece, places, direction)
+                self.write(tile, places, direction)
 
     def _of_all_replicas(self, bucket: Bucket, returned: Tensor) -> list[Tensor]:
         """Return this rank's results from the owners in each replica; its own gave `returned`."""
         if self.place.replica_group is None:
             return [returned]
-        counts = [sum(piece.numel for piece in pieces) for pieces in bucket.by_replica]
+        counts = [sum(tile.numel for tile in tiles) for tiles in bucket.by_replica]
         longest = max(counts)
         padded = returned.new_zeros(longest)
         padded[: len(returned)] = returned
@@ -175,13 +175,12 @@ class MatrixTraffic:
         return [row[:count] for row, count in zip(rows, counts)]
 
     def _all_to_all(
-        self, packed: Tensor, outgoing: list[list[Piece]], incoming: list[list[Piece]]
+        self, packed: Tensor, outgoing: list[list[Tile]], incoming: list[list[Tile]]
     ) -> "Transfer":
         if self.place.shard_group is None:
             return Transfer(packed, None, packed)
         sent, received = (
-            [sum(piece.numel for piece in pieces) for pieces in side]
-            for side in (outgoing, incoming)
+            [sum(tile.numel for tile in tiles) for tiles in side] for side in (outgoing, incoming)
         )
         arriving = packed.new_empty(sum(received))
         work = dist.all_to_all_single(

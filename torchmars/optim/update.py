@@ -9,13 +9,13 @@ from torch import Tensor
 from torchmars.optim.exchange import Exchange
 from torchmars.optim.kernels import Tensors
 from torchmars.optim.matrices import MatrixShape
-from torchmars.optim.pieces import Piece, Slices
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import ElementwiseRule, MatrixRule
 from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient, write_if
 from torchmars.optim.rules.lean import LeanFactors, lean_factors, lean_momentum_
 from torchmars.optim.step import GroupTensors, StepFactors
 from torchmars.optim.tensors import local_part
+from torchmars.optim.tiles import Slices, Tile
 
 
 def update_groups(
@@ -82,11 +82,11 @@ class MatrixUpdate:
         return factors.mix * momentum.to(self.group.dtype) + factors.out * used
 
     def apply_direction(
-        self, number: int, shape: MatrixShape, piece: Piece, direction: Tensor
+        self, number: int, shape: MatrixShape, tile: Tile, direction: Tensor
     ) -> None:
-        """Step along an orthogonalised `direction` in a piece of parameter `number`."""
-        lr = self.lr * self.rule.scale(piece.unit.rows, piece.unit.cols)
-        x = self._matrix(self.group.weights[number], number, shape)[piece.local]
+        """Step along an orthogonalised `direction` in a tile of parameter `number`."""
+        lr = self.lr * self.rule.scale(tile.unit.rows, tile.unit.cols)
+        x = self._matrix(self.group.weights[number], number, shape)[tile.local]
         # x itself, but for a bfloat16 parameter, which is rounded once.
         wide = x.to(self.group.dtype)
         x.copy_(wide.mul_(self.keep).addcmul_(direction.to(self.group.dtype), lr, value=-1))

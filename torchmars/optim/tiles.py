@@ -1,4 +1,4 @@
-"""The pieces of matrices that a rank sends, receives and computes under the plan of `owners.py`."""
+"""The tiles of matrices that a rank sends, receives and computes under the plan of `owners.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Slices = tuple[slice, slice, slice]  # of a rank's part of a parameter, seen as 
 
 
 @dataclass
-class Piece:
+class Tile:
     """A rank's part of one unit: where it lies in the local shard and how long it is."""
 
     unit: Unit
@@ -23,14 +23,14 @@ class Piece:
     numel: int
 
 
-def piece_of(unit: Unit, block: Block) -> Piece | None:
-    """Return the piece of `unit` in a rank's `block`, or None."""
+def tile_of(unit: Unit, block: Block) -> Tile | None:
+    """Return the tile of `unit` in a rank's `block`, or None."""
     part = unit.overlap(block)
     if part is None:
         return None
     (b0, b1), (r0, r1), (c0, c1) = part
     (batch, _), (row, _), (col, _) = block
-    return Piece(
+    return Tile(
         unit,
         (slice(b0 - batch, b1 - batch), slice(r0 - row, r1 - row), slice(c0 - col, c1 - col)),
         (slice(r0 - unit.row, r1 - unit.row), slice(c0, c1)),
@@ -42,12 +42,12 @@ def piece_of(unit: Unit, block: Block) -> Piece | None:
 class Bucket:
     """What this rank sends, receives and computes for one bucket."""
 
-    outgoing: list[list[Piece]]
-    """To each rank of the shard group: this rank's pieces of the units that one owns."""
-    incoming: list[list[Piece]]
-    """From each rank of the shard group: its pieces of the units that this rank owns."""
-    by_replica: list[list[Piece]]
-    """This rank's pieces of the units that each replica owns, in the order in which they return."""
+    outgoing: list[list[Tile]]
+    """To each rank of the shard group: this rank's tiles of the units that one owns."""
+    incoming: list[list[Tile]]
+    """From each rank of the shard group: its tiles of the units that this rank owns."""
+    by_replica: list[list[Tile]]
+    """This rank's tiles of the units that each replica owns, in the order in which they return."""
     owned: list[Unit]
 
 
@@ -68,21 +68,21 @@ def rank_bucket(
         for number in {unit.parameter for unit, _ in assigned}
     }
     bucket = Bucket([], [[] for _ in range(shards)], [], [])
-    # This rank's pieces, by the replica and shard of their owner.
-    pieces: list[list[list[Piece]]] = [[[] for _ in range(shards)] for _ in range(replicas)]
+    # This rank's tiles, by the replica and shard of their owner.
+    tiles: list[list[list[Tile]]] = [[[] for _ in range(shards)] for _ in range(replicas)]
     for unit, owner in assigned:
-        piece = piece_of(unit, own_blocks[unit.parameter])
-        if piece is not None:
-            pieces[owner // shards][owner % shards].append(piece)
+        tile = tile_of(unit, own_blocks[unit.parameter])
+        if tile is not None:
+            tiles[owner // shards][owner % shards].append(tile)
         if (owner // shards, owner % shards) == (place.replica, place.shard):
             bucket.owned.append(unit)
             for source, coordinate in enumerate(place.coordinates):
                 block = shapes[unit.parameter].block(
                     mesh_shape, placements[unit.parameter], coordinate
                 )
-                theirs = piece_of(unit, block)
+                theirs = tile_of(unit, block)
                 if theirs is not None:
                     bucket.incoming[source].append(theirs)
-    bucket.outgoing = pieces[place.replica]
-    bucket.by_replica = [[piece for owned in by_owner for piece in owned] for by_owner in pieces]
+    bucket.outgoing = tiles[place.replica]
+    bucket.by_replica = [[tile for owned in by_owner for tile in owned] for by_owner in tiles]
     return bucket
