@@ -8,7 +8,6 @@ import torch
 from tests.parallel.test_gradients import check_gradients, compare, gradients_on, plain_gradients
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
-from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.planning.traffic import TrafficCounter
 
 SLOW = pytest.mark.slow
@@ -35,14 +34,8 @@ def test_accumulated_gradients_are_those_of_one_rank(ranks, layout):
 
 def reductions(*args):
     """How often a rank gathers and reduces in a step, beside the gradients."""
-    counter, backward = TrafficCounter(), ParallelModel.backward
-
-    def counted(model, *args):
-        with counter:
-            return backward(model, *args)
-
-    ParallelModel.backward = counted
-    result = gradients_on(*args)
+    counter = TrafficCounter()
+    result = gradients_on(*args, around=counter)
     times = Counter({"reduce-scatter": 0, "all-reduce": 0})
     for kind, number in counter.times.items():
         times[kind.operation] += number

@@ -1,6 +1,7 @@
 """On every layout each weight begins and has the gradient as in one plain model."""
 
 import dataclasses
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -58,10 +59,20 @@ def documents(windows):
                 yield window[None, begin : end + 1]
 
 
-def gradients_on(name, parallelism, training, activations, apart=False, one_unit_bytes=0):
+def gradients_on(
+    name,
+    parallelism,
+    training,
+    activations,
+    apart=False,
+    one_unit_bytes=0,
+    around=None,
+    chunk=None,
+):
     """The same of the parts of this rank: the mean loss, and weights and gradients gathered.
 
-    By default blocks are units, as on GPUs and in larger models.
+    By default blocks are units, as on GPUs and in larger models. `around` is a context of the
+    backward pass, `chunk` the tokens of a chunk of the loss.
     """
     fsdp.ONE_UNIT_BYTES = one_unit_bytes
     world = torch.distributed.get_world_size()
@@ -81,8 +92,11 @@ def gradients_on(name, parallelism, training, activations, apart=False, one_unit
     data = layout.data
     size, _ = training.microbatches(data.size, parallelism.stages)
     batch = WINDOWS.chunk(data.size)[data.rank].split(size)
-    loss = layout.mean_loss(model.backward(batch))
-    return loss, {
+    for part in model.parts.values():
+        part.chunk = chunk or part.chunk
+    with around or nullcontext():
+        loss = model.backward(batch)
+    return layout.mean_loss(loss), {
         name: (gathered(value), gathered(value.grad)) for name, value in model.weights.items()
     }
 

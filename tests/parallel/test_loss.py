@@ -118,9 +118,7 @@ def plain_gradients(name):
 
 def gradients_in_chunks(cases):
     """What `tests.parallel.test_gradients` finds on this rank, of chunks of few tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchmars.parallel.parallel_model.chunk_tokens", lambda *_: 5)
-        return gradients.gradients_on_each(cases)
+    return [gradients.gradients_on(*case, chunk=5) for case in cases]
 
 
 def check_layouts(cases):

@@ -86,6 +86,21 @@ def train_here(*runs: dict[str, dict], change: Change = lambda trainer: None) ->
         trainer.run()
 
 
+class AtReport:
+    """A tracker that acts when the first rank has reported step number `step`."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self.step, self.act = step, act
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Act, if it is that step."""
+        if step == self.step:
+            self.act()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def write_config(config: ResolvedConfig, path: Path) -> None:
     """Write a config file for a command."""
     path.write_text(config_text(config), encoding="utf-8")

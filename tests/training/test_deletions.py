@@ -6,6 +6,7 @@ import shutil
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
+    AtReport,
     metrics,
     run_folder_of,
     steps_kept,
@@ -14,25 +15,24 @@ from tests.support.tiny import (
     write_text,
 )
 from torchmars.metrics.events import EVENTS_FILE, read_events
-from torchmars.training.trainer import Trainer
 
 NAMES = ("metrics.jsonl", "checkpoints", EVENTS_FILE)
 
 
 def with_deletions(tables):
     """Train; files and folders are gone after step 6. What this rank prints on stderr."""
-    folder, report = run_folder_of(tables), Trainer.report
+    folder = run_folder_of(tables)
 
-    def then_delete(self, *made):
-        report(self, *made)
-        if self.state.step == 6:
-            (folder / "metrics.jsonl").rename(folder / "elsewhere")
-            (folder / EVENTS_FILE).unlink()
-            shutil.rmtree(folder / "checkpoints")
+    def delete():
+        (folder / "metrics.jsonl").rename(folder / "elsewhere")
+        (folder / EVENTS_FILE).unlink()
+        shutil.rmtree(folder / "checkpoints")
 
-    Trainer.report = then_delete
+    def delete_after_6(trainer):
+        trainer.metrics.trackers.append(AtReport(6, delete))
+
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        train_here(tables)
+        train_here(tables, change=delete_after_6)
     return said.getvalue()
 
 

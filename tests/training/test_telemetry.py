@@ -25,15 +25,13 @@ def record_run(tables):
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
     optimizer, gradients = trainer.optimizer, []
-    step = optimizer.step
 
-    def recorded():
+    def record_gradients(*_):
         gradients.append(
             [[whole(p.grad) for p in group["params"]] for group in optimizer.param_groups]
         )
-        step()
 
-    optimizer.step = recorded
+    optimizer.register_step_pre_hook(record_gradients)
     trainer.run()
     keys = ("role", "rule", "betas", "gamma", "clip", "lr")
     return [{key: group[key] for key in keys} for group in optimizer.param_groups], gradients

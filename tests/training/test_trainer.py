@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.1
 from tests.support.full import FULL, full_but, selected
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
+    AtReport,
     listen_on,
     metrics,
     run_folder_of,
@@ -23,8 +24,6 @@ from tests.support.tiny import (
 from torchmars.cluster import connection
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError
-from torchmars.parallel.parallel_model import ParallelModel
-from torchmars.training import trainer
 from torchmars.training.trainer import build_trainer
 
 LAYOUTS = {
@@ -145,9 +144,9 @@ def test_optimizers_differ(losses, layout, name, microbatch):
     assert ours[20] != pytest.approx(adamw[20], rel=1e-3)
 
 
-def fails(tables):
+def fails(tables, change=lambda trainer: None):
     try:
-        train_here(tables)
+        train_here(tables, change=change)
     except UserError as error:
         return str(error)
     return "no error"
@@ -163,16 +162,13 @@ def test_ranks_refuse_a_layout_that_cannot_be(tmp_path):
 
 def broken_from_step_3(tables):
     """Every gradient from step 3 on is not finite."""
-    calls, backward = itertools.count(), ParallelModel.backward
+    steps = itertools.count(1)
 
-    def broken_backward(model, *args):
-        loss = backward(model, *args)
-        if next(calls) >= 2:
-            next(iter(model.weights.values())).grad.to_local().fill_(float("nan"))
-        return loss
+    def break_gradient(optimizer, *_):
+        if next(steps) >= 3:
+            optimizer.param_groups[0]["params"][0].grad.to_local().fill_(float("nan"))
 
-    ParallelModel.backward = broken_backward
-    return fails(tables)
+    return fails(tables, lambda trainer: trainer.optimizer.register_step_pre_hook(break_gradient))
 
 
 def test_a_run_that_only_skips_stops(tmp_path):
@@ -185,15 +181,13 @@ def test_a_run_that_only_skips_stops(tmp_path):
 
 def without_its_folder(tables):
     """Train; the run's folder is deleted after step 3. What this rank is told."""
-    report = trainer.Trainer.report
 
-    def then_delete(self, *made):
-        report(self, *made)
-        if self.state.step == 3 and self.layout.first:
-            shutil.rmtree(run_folder_of(tables))
+    def delete_after_3(trainer):
+        if trainer.layout.first:
+            delete = AtReport(3, lambda: shutil.rmtree(run_folder_of(tables)))
+            trainer.metrics.trackers.append(delete)
 
-    trainer.Trainer.report = then_delete
-    return fails(tables)
+    return fails(tables, delete_after_3)
 
 
 def test_a_run_whose_folder_vanishes_ends_and_names_it(tmp_path):

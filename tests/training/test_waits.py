@@ -9,10 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.1
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, train_here, write_text
 from torchmars.cluster import connection
-from torchmars.optim import MARS
-from torchmars.parallel.layout import FlagExchange
-from torchmars.parallel.parallel_model import ParallelModel
-from torchmars.training.trainer import Trainer
 
 
 class Waits(TorchDispatchMode):
@@ -46,30 +42,38 @@ def steps_of(tables):
     """Train; return what each step does, as far as a rank may wait for it."""
     waits = Waits()
 
-    def note_before(original, what):
+    def note_before(function, what):
         def call(*args):
             waits.note(what)
-            return original(*args)
+            return function(*args)
 
         return call
 
-    def optimizer_step(self, original=MARS.step):
-        waits.note("optimizer")
-        waits.in_optimizer = True  # it decides by numbers on a CPU only, where nothing waits
-        original(self)
-        waits.in_optimizer = False
+    def in_optimizer(inside):
+        def set_inside(*_):
+            waits.in_optimizer = inside  # it decides by numbers on a CPU only: nothing waits there
 
-    def train_step(self, original=Trainer.train_step):
-        waits.control = self.layout.control.group_name
-        waits.steps.append([])
-        return original(self)
+        return set_inside
 
-    Trainer.train_step = train_step
-    FlagExchange.result = note_before(FlagExchange.result, "result")
-    ParallelModel.backward = note_before(ParallelModel.backward, "backward")
-    MARS.step = optimizer_step
+    def watch(trainer):
+        waits.control = trainer.layout.control.group_name
+        part, optimizer = trainer.model.parts[0], trainer.optimizer
+        part.register_forward_pre_hook(lambda *_: waits.note("backward"))
+        optimizer.register_step_pre_hook(lambda *_: waits.note("optimizer"))
+        optimizer.register_step_pre_hook(in_optimizer(True))
+        optimizer.register_step_post_hook(in_optimizer(False))
+        trainer.schedule.apply = begin_before(trainer.schedule.apply)
+        trainer.agreed_events = note_before(trainer.agreed_events, "result")
+
+    def begin_before(apply):
+        def call(step):
+            waits.steps.append([])
+            return apply(step)
+
+        return call
+
     with waits:
-        train_here(tables)
+        train_here(tables, change=watch)
     return waits.steps
 
 
@@ -84,16 +88,18 @@ def test_a_step_that_does_not_log_waits_for_no_message_and_no_number(tmp_path):
 
 def fails_alone(tables):
     """Train; rank 1 fails in its third step, when all ranks have begun to tell each other."""
-    calls, backward = itertools.count(), ParallelModel.backward
+    calls = itertools.count()
 
-    def broken_backward(model, *args):
-        if next(calls) == 2 and model.layout.world.rank == 1:
+    def fail(*_):
+        if next(calls) == 2:
             raise RuntimeError("rank 1 is broken")
-        return backward(model, *args)
 
-    ParallelModel.backward = broken_backward
+    def break_rank_1(trainer):
+        if trainer.layout.world.rank == 1:
+            trainer.model.parts[0].register_forward_pre_hook(fail)
+
     try:
-        train_here(tables)
+        train_here(tables, change=break_rank_1)
     except RuntimeError as error:
         return str(error)
     finally:
