@@ -11,6 +11,7 @@ dtype. The functions are slow and know no shards: use them to read, to teach and
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,70 +31,47 @@ def mars_adamw(
     betas: Betas,
     eps: float,
     weight_decay: float,
-    gamma: float,
-    clip: float | None,
-    last: Tensor | None = None,
+    **correction: Any,
 ) -> None:
-    """Step by AdamW's two moments of the corrected gradient c: v is built from c, not from g."""
-    c = corrected_gradient(g, state, betas[0], gamma, clip, last)
-    _adamw_step(x, c, state, lr, betas, eps, weight_decay)
+    """Step by AdamW's two moments of the corrected gradient c: v is built from c, not from g.
+
+    `correction`: gamma, clip and in exact mode last, as of `corrected_gradient`.
+    """
+    c = corrected_gradient(g, state, betas[0], **correction)
+    adamw(x, c, state, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def mars_lion(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    betas: Betas,
-    weight_decay: float,
-    gamma: float,
-    clip: float | None,
-    last: Tensor | None = None,
+    x: Tensor, g: Tensor, state: State, *, lr: float, weight_decay: float, **correction: Any
 ) -> None:
-    """Set x <- x - lr (sign(m) + weight_decay x), m the momentum of the corrected gradient."""
-    m = corrected_momentum(g, state, betas[0], gamma, clip, last)
+    """Set x <- x - lr (sign(m) + weight_decay x), m the momentum of the corrected gradient.
+
+    `correction`: betas, and the others of `corrected_gradient`. So do the next two.
+    """
+    m = corrected_momentum(g, state, **correction)
     descend(x, m.sign(), lr, weight_decay)
 
 
 def mars_shampoo(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    betas: Betas,
-    weight_decay: float,
-    gamma: float,
-    clip: float | None,
-    last: Tensor | None = None,
+    x: Tensor, g: Tensor, state: State, *, lr: float, weight_decay: float, **correction: Any
 ) -> None:
     """Set x <- x - lr (max(1, rows / cols)^(1/2) NS(m) + weight_decay x).
 
     `x` is a matrix [rows, cols], m the momentum of the corrected gradient.
     """
-    m = corrected_momentum(g, state, betas[0], gamma, clip, last)
+    m = corrected_momentum(g, state, **correction)
     rows, cols = x.shape
     descend(x, max(1.0, rows / cols) ** 0.5 * newton_schulz(m), lr, weight_decay)
 
 
 def mars_m(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    betas: Betas,
-    weight_decay: float,
-    gamma: float,
-    clip: float | None,
-    last: Tensor | None = None,
+    x: Tensor, g: Tensor, state: State, *, lr: float, weight_decay: float, **correction: Any
 ) -> None:
     """Set x <- x - lr (0.2 max(rows, cols)^(1/2) NS(m) + weight_decay x).
 
     `x` is a matrix [rows, cols], m the momentum of the corrected gradient.
     """
-    m = corrected_momentum(g, state, betas[0], gamma, clip, last)
+    m = corrected_momentum(g, state, **correction)
     descend(x, 0.2 * max(x.shape) ** 0.5 * newton_schulz(m), lr, weight_decay)
 
 
@@ -108,7 +86,14 @@ def adamw(
     weight_decay: float,
 ) -> None:
     """Set x <- x - lr (m' / (v'^(1/2) + eps) + weight_decay x), m' and v' without their bias."""
-    _adamw_step(x, g, state, lr, betas, eps, weight_decay)
+    beta1, beta2 = betas
+    zeros = torch.zeros_like(x)
+    step = state["step"] = state.get("step", torch.zeros(())) + 1
+    m = state["exp_avg"] = beta1 * state.get("exp_avg", zeros) + (1 - beta1) * g
+    v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * g * g
+    t = step.item()
+    m, v = m / (1 - beta1**t), v / (1 - beta2**t)  # without the bias towards zero
+    descend(x, m / (v.sqrt() + eps), lr, weight_decay)
 
 
 def lion(
@@ -157,7 +142,7 @@ def corrected_gradient(
     beta1: float,
     gamma: float,
     clip: float | None,
-    last: Tensor | None,
+    last: Tensor | None = None,
 ) -> Tensor:
     """Return the clipped, variance-reduced gradient (MARS, equation 4.2).
 
@@ -175,31 +160,11 @@ def corrected_gradient(
     return c
 
 
-def corrected_momentum(
-    g: Tensor,
-    state: State,
-    beta1: float,
-    gamma: float,
-    clip: float | None,
-    last: Tensor | None,
-) -> Tensor:
+def corrected_momentum(g: Tensor, state: State, betas: Betas, **correction: Any) -> Tensor:
     """Return the first moment of the corrected gradient, m <- b1 m + (1 - b1) c."""
-    c = corrected_gradient(g, state, beta1, gamma, clip, last)
-    state["exp_avg"] = beta1 * state.get("exp_avg", torch.zeros_like(g)) + (1 - beta1) * c
+    c = corrected_gradient(g, state, betas[0], **correction)
+    state["exp_avg"] = betas[0] * state.get("exp_avg", torch.zeros_like(g)) + (1 - betas[0]) * c
     return state["exp_avg"]
-
-
-def _adamw_step(
-    x: Tensor, c: Tensor, state: State, lr: float, betas: Betas, eps: float, weight_decay: float
-) -> None:
-    beta1, beta2 = betas
-    zeros = torch.zeros_like(x)
-    step = state["step"] = state.get("step", torch.zeros(())) + 1
-    m = state["exp_avg"] = beta1 * state.get("exp_avg", zeros) + (1 - beta1) * c
-    v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * c * c
-    t = step.item()
-    m, v = m / (1 - beta1**t), v / (1 - beta2**t)  # without the bias towards zero
-    descend(x, m / (v.sqrt() + eps), lr, weight_decay)
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:

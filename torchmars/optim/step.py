@@ -149,8 +149,10 @@ class StepFactors:
     def correction_of_each(self) -> list[TensorCorrection]:
         """Return the correction of each tensor. Only where last gradients are kept."""
         assert self.corrections is not None
-        each = zip(*(factor.unbind() for factor in self.corrections))
-        return [TensorCorrection(self.scale, *factors) for factors in each]
+        return [
+            TensorCorrection(self.scale, kappa, clip, unusable, self.applied, self.keep_gradient)
+            for kappa, clip, unusable in zip(*(each.unbind() for each in self.corrections))
+        ]
 
     def run(self, kernel: Callable, tensors: Tensors, factors: Sequence[Any]) -> None:
         """Run a rule's kernel on all tensors with their factors."""

@@ -1,7 +1,6 @@
 """The update of weights and state by every rule, while matrices travel."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,10 +59,7 @@ class MatrixUpdate:
         if self.lean is not None:
             return
         rate = self.group.scalar(1 - self.group.settings["betas"][0])
-        factors = [
-            MomentumFactors(correction, self.step.applied, rate, self.step.keep_gradient)
-            for correction in self.step.correction_of_each()
-        ]
+        factors = [(correction, rate) for correction in self.step.correction_of_each()]
         tensors = list(zip(self.group.momenta, self.group.grads, self.group.last_grads))
         self.step.run(mars_momentum_, tensors, factors)
         self.step.keep_gradients(self.group)
@@ -101,22 +97,13 @@ class MatrixUpdate:
         return values.view(shape.local(local_part(self.parameters[number]).shape))
 
 
-class MomentumFactors(NamedTuple):
-    """The factors of one tensor's kernel: 0-d tensors in the computation's dtype."""
+def mars_momentum_(tensors: Tensors, factors: Sequence[tuple[TensorCorrection, Tensor]]) -> None:
+    """Update the first moment of the corrected gradient on each (m, g, h), in place.
 
-    correction: TensorCorrection
-    applied: Tensor
-    """`StepFactors.applied`."""
-    rate: Tensor
-    """One minus beta1."""
-    keep: bool
-    """Whether the gradient just used becomes the last gradient."""
-
-
-def mars_momentum_(tensors: Tensors, factors: Sequence[MomentumFactors]) -> None:
-    """Update the first moment of the corrected gradient on each (m, g, h), in place."""
-    for (m, g, h), f in zip(tensors, factors):
-        used, c = corrected_gradient(g, h, f.correction)
-        write_if(f.applied, m, m + f.rate * (c - m))
-        if f.keep:
-            write_if(f.applied, h, used)
+    The second factor is one minus beta1.
+    """
+    for (m, g, h), (correction, rate) in zip(tensors, factors):
+        used, c = corrected_gradient(g, h, correction)
+        write_if(correction.applied, m, m + rate * (c - m))
+        if correction.keep:
+            write_if(correction.applied, h, used)

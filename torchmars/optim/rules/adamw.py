@@ -101,10 +101,7 @@ class MarsAdamW(AdamW):
     def update(self, group: GroupTensors, step: StepFactors) -> None:
         moments = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
         tensors = list(zip(group.weights, group.grads, group.last_grads, *moments))
-        factors = [
-            MarsAdamWFactors(correction, moment, step.keep_gradient)
-            for correction, moment in zip(step.correction_of_each(), moment_factors(group, step))
-        ]
+        factors = list(zip(step.correction_of_each(), moment_factors(group, step)))
         step.run(mars_adamw_, tensors, factors)
         step.keep_gradients(group)
 
@@ -127,15 +124,6 @@ class MomentFactors(NamedTuple):
     """The bias correction of the first moment, 1 / (1 - beta1^t)."""
     unbias2: Tensor
     """The bias correction of the second moment."""
-
-
-class MarsAdamWFactors(NamedTuple):
-    """The factors of one tensor's pass with a corrected gradient."""
-
-    correction: TensorCorrection
-    moments: MomentFactors
-    keep: bool
-    """Whether the gradient just used becomes the last gradient."""
 
 
 def moment_factors(group: GroupTensors, step: StepFactors) -> list[MomentFactors]:
@@ -164,12 +152,14 @@ def moment_factors(group: GroupTensors, step: StepFactors) -> list[MomentFactors
     ]
 
 
-def mars_adamw_(tensors: Tensors, factors: Sequence[MarsAdamWFactors]) -> None:
+def mars_adamw_(
+    tensors: Tensors, factors: Sequence[tuple[TensorCorrection, MomentFactors]]
+) -> None:
     """Update each (p, g, h, m, v) in place."""
-    for (p, g, h, m, v), (correction, f, keep) in zip(tensors, factors):
+    for (p, g, h, m, v), (correction, f) in zip(tensors, factors):
         used, c = corrected_gradient(g, h, correction)
         _step_by_moments(p, c, m, v, f)
-        if keep:
+        if correction.keep:
             write_if(f.applied, h, used)
 
 

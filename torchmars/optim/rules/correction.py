@@ -25,13 +25,17 @@ class TensorCorrection(NamedTuple):
     """The factor that clips the corrected gradient."""
     unusable: Tensor
     """A bool: h is not finite or too large to compute with. kappa is 0 then."""
+    applied: Tensor
+    """`StepFactors.applied`."""
+    keep: bool
+    """Whether the gradient just used becomes the last gradient."""
 
 
-def corrected_gradient(g: Tensor, h: Tensor, factors: TensorCorrection) -> tuple[Tensor, Tensor]:
+def corrected_gradient(g: Tensor, h: Tensor, f: TensorCorrection) -> tuple[Tensor, Tensor]:
     """Return the gradient after the global clip, and its clipped correction (equation 4.2)."""
-    used = g.to(factors.scale.dtype) * factors.scale
-    last = used.where(factors.unusable, h.to(used.dtype))
-    return used, (used + factors.kappa * (used - last)) * factors.clip
+    used = g.to(f.scale.dtype) * f.scale
+    last = used.where(f.unusable, h.to(used.dtype))
+    return used, (used + f.kappa * (used - last)) * f.clip
 
 
 def write_if(applied: Tensor, target: Tensor, values: Tensor) -> None:

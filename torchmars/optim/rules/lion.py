@@ -81,7 +81,7 @@ class MarsLion(Lion):
         lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
         rate = group.scalar(1 - group.settings["betas"][0])
         factors = [
-            LionFactors(correction, step.applied, lr, weight_decay, rate, step.keep_gradient)
+            LionFactors(correction, step.applied, lr, weight_decay, rate)
             for correction in step.correction_of_each()
         ]
         step.run(mars_lion_, tensors, factors)
@@ -98,8 +98,6 @@ class LionFactors(NamedTuple):
     weight_decay: Tensor
     rate: Tensor
     """One minus beta1."""
-    keep: bool
-    """Whether the gradient just used becomes the last gradient."""
 
 
 def mars_lion_(tensors: Tensors, factors: Sequence[LionFactors]) -> None:
@@ -109,7 +107,7 @@ def mars_lion_(tensors: Tensors, factors: Sequence[LionFactors]) -> None:
         new_m = m + f.rate * (c - m)
         _step_by_sign(p, new_m, f)
         write_if(f.applied, m, new_m)
-        if f.keep:
+        if f.correction.keep:
             write_if(f.applied, h, used)
 
 
