@@ -3,7 +3,6 @@
 Sources: Radford et al. 2019 for the architecture; Yuan et al. (arXiv 2411.10438) for the settings.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -117,7 +116,7 @@ class GPT2(Model):
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
-        self.args = args
+        self.args, self.n_layer, self.head_width = args, args.n_layer, args.n_embd // args.n_head
         self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
         self.heads, self.dropout = (args.n_head, args.n_head), args.dropout
         self.tok_embed = Table(args.vocab_size, args.n_embd)
@@ -153,25 +152,6 @@ class GPT2(Model):
         # as they are.
         divisors = torch.arange(1, self.args.n_layer + 1, device=device).unbind()
         return [divisors[int(number)] for number in self.blocks]
-
-    def init_std(self, name: str) -> float | None:
-        if name.endswith("bias"):
-            return 0.0
-        if "norm" in name:
-            return None
-        return 0.02 / math.sqrt(2 * self.args.n_layer) if name.endswith("proj.weight") else 0.02
-
-    def flops_per_token(self) -> int:
-        """6 per parameter in a matrix product, and 12 L d T for attention.
-
-        Source: Chowdhery et al. 2022, appendix B.
-        """
-        matrices = sum(
-            parameter.numel()
-            for name, parameter in self.named_parameters()
-            if name != "pos_embed.weight" and parameter.ndim == 2
-        )
-        return 6 * matrices + 12 * self.args.n_layer * self.args.n_embd * self.args.seq_len
 
     def describe(self) -> str:
         args = self.args

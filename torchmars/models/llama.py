@@ -178,7 +178,7 @@ class Llama(Model):
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
-        self.args = args
+        self.args, self.n_layer, self.head_width = args, args.n_layer, args.head_width
         self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
         self.heads = args.n_head, args.n_kv_head
         self.tok_embed = Table(args.vocab_size, args.n_embd)
@@ -203,26 +203,6 @@ class Llama(Model):
         for block in self.blocks.values():
             x = block(x, cos, sin, documents)
         return x
-
-    def init_std(self, name: str) -> float | None:
-        if "norm" in name:
-            return None
-        if name.endswith("bias"):
-            return 0.0
-        return 0.02 / math.sqrt(2 * self.args.n_layer) if name.endswith("proj.weight") else 0.02
-
-    def flops_per_token(self) -> int:
-        """6 per parameter in a matrix product, and 12 L H T for attention of total width H.
-
-        Source: Chowdhery et al. 2022, appendix B.
-        """
-        args = self.args
-        matrices = sum(
-            parameter.numel()
-            for name, parameter in self.named_parameters()
-            if parameter.ndim == 2 and (args.tied or name != "tok_embed.weight")
-        )
-        return 6 * matrices + 12 * args.n_layer * args.n_head * args.head_width * args.seq_len
 
     def describe(self) -> str:
         args = self.args

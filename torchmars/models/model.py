@@ -1,5 +1,6 @@
 """What the rest of the package may ask of a model, whatever its family."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -79,6 +80,8 @@ class Model(nn.Module, ABC):
     """What makes the last hidden states of the last block's output."""
     output: Head | None
     """The head's weights; None if the token table is the head too."""
+    n_layer: int
+    """Blocks of the whole model."""
     seq_len: int
     """Tokens that the model takes at most."""
     width: int
@@ -87,6 +90,7 @@ class Model(nn.Module, ABC):
     """Rows of the token table: the vocabulary and its padding."""
     heads: tuple[int, int]
     """Heads of the queries, and of the keys and values."""
+    head_width: int
     dropout: float = 0.0
     """Probability of dropout in training."""
 
@@ -140,16 +144,33 @@ class Model(nn.Module, ABC):
         result: Tensor = self.output(hidden, function=function)
         return result
 
-    @abstractmethod
     def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of the initial values of a parameter.
+        """Return the standard deviation of the initial values of a parameter; None: all are 1.
 
-        0: all are 0. None: all are 1.
+        As in GPT-2: biases are 0, and what adds to the residual stream begins smaller.
         """
+        if name.endswith("bias"):
+            return 0.0
+        if "norm" in name:
+            return None
+        return 0.02 / math.sqrt(2 * self.n_layer) if name.endswith("proj.weight") else 0.02
 
-    @abstractmethod
     def flops_per_token(self) -> int:
-        """Return the FLOPs of the forward and backward pass of one token at full length."""
+        """Return the FLOPs of the forward and backward pass of one token at full length.
+
+        6 per parameter in a matrix product, and 12 L H T for attention of total width H. Source:
+        Chowdhery et al. 2022, appendix B.
+        """
+        tables = {f"{name}.weight" for name in self.inputs}
+        if self.output is None:
+            tables.remove("tok_embed.weight")  # it is the head too
+        matrices = sum(
+            parameter.numel()
+            for name, parameter in self.named_parameters()
+            if parameter.ndim == 2 and name not in tables
+        )
+        attention = self.n_layer * self.heads[0] * self.head_width * self.seq_len
+        return 6 * matrices + 12 * attention
 
     @abstractmethod
     def describe(self) -> str:
