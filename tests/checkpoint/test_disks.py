@@ -1,7 +1,6 @@
 """Saves on a disk that is full, read-only or gone: told in one line, and nothing good is lost."""
 
 import contextlib
-import io
 import os
 import subprocess
 from pathlib import Path
@@ -27,8 +26,9 @@ from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.saver import _TensorWriter
-from torchmars.checkpoint.storage import LOCAL, DurableFile, LocalStorage
+from torchmars.checkpoint.storage import LOCAL, LocalStorage
 from torchmars.cluster import process
+from torchmars.core.files import DurableFile
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
 
     class Full(LocalStorage):
         def create(self, file):
-            return FullFile(io.FileIO(file, "w"))
+            return FullFile(file)
 
     class FullFile(DurableFile):
         left = room

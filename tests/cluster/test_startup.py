@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_written_is_no_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", refuse)
     monkeypatch.setattr(Path, "write_text", refuse)
     assert token.write() == "" and token.problem.startswith(
-        f"cannot write to {tmp_path} (Read-only file system): set run.folder to a folder that it"
+        f"cannot write to {tmp_path} (Read-only file system): set run.folder to a folder that all"
     )
     token.remove()
 

@@ -1,12 +1,11 @@
 """Where checkpoints lie: what is asked of such a place, and folders of local files."""
 
 import contextlib
-import io
 import os
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from torchmars.core.files import PARTIAL, open_file, remove, sync_folder, write_durably
+from torchmars.core.files import PARTIAL, DurableFile, open_file, remove, sync_folder, write_durably
 
 MANIFEST = "manifest.json"
 # End the names of checkpoints that are to be deleted, or that could not be loaded.
@@ -61,7 +60,7 @@ class LocalStorage:
         return staged
 
     def create(self, file: Path) -> BinaryIO:
-        return DurableFile(io.FileIO(file, "w"))
+        return DurableFile(file)
 
     def publish(self, staged: Path, checkpoint: Path, manifest: str) -> None:
         write_durably(staged / MANIFEST, manifest)  # and the names of all files beside it
@@ -98,18 +97,6 @@ class LocalStorage:
                 return path
             number += 1
             path = checkpoint.with_name(f"{checkpoint.name}-{number}{suffix}")
-
-
-class DurableFile(io.BufferedWriter):
-    """A file whose bytes are on the disk once it is closed."""
-
-    def close(self) -> None:
-        try:
-            if not self.closed:
-                self.flush()
-                os.fsync(self.fileno())
-        finally:
-            super().close()
 
 
 LOCAL = LocalStorage()

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, open_file, path_problem, sync_folder
+from torchmars.core.files import PARTIAL, DurableFile, open_file, path_problem, sync_folder
 from torchmars.optim.tensors import local_intervals, local_part
 
 CHUNK = 2**25  # bytes that are converted at a time
@@ -112,7 +112,7 @@ def write_weights(
             if not begin.startswith(stream.read(len(begin))):
                 raise UserError(f"{partial} is there, and no export left it: move it away")
     try:
-        with partial.open("wb") as stream:
+        with DurableFile(partial) as stream:
             stream.write(begin)
             for (dtype, shape), value in zip(entries.values(), values, strict=True):
                 assert value.shape == torch.Size(shape)
@@ -121,8 +121,6 @@ def write_weights(
                     flat = chunk.to(dtype).contiguous().view(-1)
                     flat.view(torch.uint8).numpy().tofile(stream)
                 del value  # before the next one
-            stream.flush()
-            os.fsync(stream.fileno())
         partial.rename(file)
         sync_folder(file.parent)
     finally:

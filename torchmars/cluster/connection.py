@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torchmars.cluster import process
 from torchmars.config import ParallelismConfig
 from torchmars.core.errors import EXIT_MISTAKE, LostRank, NoTraffic, report_failure
+from torchmars.core.timers import unless_done_in
 from torchmars.parallel.layout import Layout
 
 # What becomes of a connection whose other end has died.
@@ -92,11 +92,9 @@ def _network_check() -> Iterator[None]:
         os._exit(EXIT_MISTAKE)
 
     seconds = process.start_timeout().total_seconds()
-    late = threading.Timer(seconds, give_up, [f"nothing has come in {seconds:g} s"])
-    late.daemon = True
-    late.start()
     try:
-        yield
+        with unless_done_in(seconds, lambda: give_up(f"nothing has come in {seconds:g} s")):
+            yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if CLOSED.search(reason):
@@ -107,8 +105,6 @@ def _network_check() -> Iterator[None]:
         if not NETWORK.search(reason):
             raise
         give_up(reason)
-    finally:
-        late.cancel()
 
 
 def stop() -> None:

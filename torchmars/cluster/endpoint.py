@@ -22,13 +22,13 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     """
     host, port = split_endpoint(endpoint)
     address = resolve(endpoint, host, port)
-    number, here = process.node_rank(), is_here(address)
+    number, here = process.node_rank(), can_listen(address, 0)
     if number == 0 and not here:
         raise UserError(
             f"RDZV_ENDPOINT = {endpoint}: {host} is not {process.node()}, whose NODE_RANK is 0: "
             "name that machine"
         )
-    if number == 0 and not is_free(port):
+    if number == 0 and not can_listen("", port):
         raise UserError(
             f"RDZV_ENDPOINT = {endpoint}: port {port} of {process.node()} is taken: "
             "choose another one"
@@ -56,22 +56,12 @@ def resolve(endpoint: str, host: str, port: int) -> str:
         ) from None
 
 
-def is_here(address: str) -> bool:
-    """Return whether an address is one of this machine."""
+def can_listen(address: str, port: int) -> bool:
+    """Return whether this machine has an address, and nothing listens on a port of it."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
-def is_free(port: int) -> bool:
-    """Return whether nothing listens on a port of this machine."""
-    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            probe.bind((address, port))
         except OSError:
             return False
     return True

@@ -52,11 +52,6 @@ class Failure:
     message: str
     kind: Kind
 
-    @property
-    def may_be_consequence(self) -> bool:
-        """Whether the cause may be another rank's failure."""
-        return self.kind != Kind.CAUSE
-
 
 def failure_of(rank: int, ended: ProcessFailure, last_lines: list[str]) -> Failure:
     """Return the failure of a rank that ended with an error, after it had printed `last_lines`."""
@@ -103,7 +98,7 @@ def first_failure(ours: list[Failure], logs: RankLogs) -> Failure:
         file = folder / f"{logs.launch}-{mine.node}-{mine.rank}.json"
         write_durably(file, json.dumps(asdict(mine)))
         deadline = time.monotonic() + WAIT_SECONDS
-        while len(known) < logs.machines and all(failure.may_be_consequence for failure in known):
+        while len(known) < logs.machines and all(failure.kind for failure in known):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)

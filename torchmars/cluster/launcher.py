@@ -22,9 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.distributed.run import (
-    config_from_args,
-)
+from torch.distributed.run import config_from_args
 
 from torchmars.cluster import process
 from torchmars.cluster.failures import (
@@ -38,13 +36,8 @@ from torchmars.cluster.failures import (
 from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs, keep_apart
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import (
-    EXIT_HUNG,
-    EXIT_MISTAKE,
-    EXIT_STOPPED,
-    UserError,
-    say_error,
-)
+from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE, EXIT_STOPPED, UserError, say_error
+from torchmars.core.timers import unless_done_in
 
 BACKEND = "torchmars"  # c10d, which tells us once it is connected
 
@@ -136,13 +129,9 @@ def guarded_rendezvous(
             end(report_rendezvous(args, "whoever listens there does not answer"))
 
     rendezvous_handler_registry.register(BACKEND, connect)
-    guard = timer(process.start_timeout().total_seconds() + 3, end_if_not_connected)
-    guard.daemon = True
-    guard.start()
-    try:
+    seconds = process.start_timeout().total_seconds() + 3
+    with unless_done_in(seconds, end_if_not_connected, timer):
         yield
-    finally:
-        guard.cancel()
 
 
 def say_stopped(how: str) -> None:
@@ -167,8 +156,8 @@ def failures_of(
 def report_failure(first: Failure, logs: RankLogs) -> None:
     """Print which rank failed first, on any machine, and its error."""
     if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE:
-        pass  # the rank has printed it
-    elif first.kind == Kind.CAUSE:
+        return  # the rank has printed it
+    if first.kind == Kind.CAUSE:
         say(
             f"error: rank {first.rank} on {first.node} failed first; "
             f"all it printed is in {logs.file(first.rank)}:\n{first.message}",

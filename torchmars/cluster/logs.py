@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
@@ -125,6 +126,7 @@ def keep_apart(file: Path) -> None:
         os.close(own)
 
 
+@dataclass
 class RankOutput:
     """One output of one rank, which goes to its file and to the console.
 
@@ -132,18 +134,15 @@ class RankOutput:
     Of stdout it gets only the lines that this process shows.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        prefix: str,
-        console: int | None,
-        marked: bool,
-        last: deque[str],
-        deleted: Callable[[Path], None],
-    ) -> None:
-        self.path, self.deleted = file, deleted
-        self.prefix, self.console, self.marked, self.last = prefix, console, marked, last
-        self.filtered = console == 1 and not is_shown()
+    path: Path
+    prefix: str
+    console: int | None
+    marked: bool
+    last: deque[str]
+    deleted: Callable[[Path], None]
+
+    def __post_init__(self) -> None:
+        self.filtered = self.console == 1 and not is_shown()
         self.rest = b""
         # A terminal gets whole characters that do not steer it.
         self.decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")

@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -68,7 +69,16 @@ def check_ranks(config: ResolvedConfig, store: dist.Store) -> str:
     clock = time.time()
     if rank > 0 and process.local_rank() == 0 and text:
         token.check(text)
-    report = make_report(config, clock, token.problem)
+    report = RankReport(
+        process.node(),
+        code_hash(),
+        torch.__version__,
+        digest(config_text(config).encode()),
+        data_hash([Path(corpus.path) for corpus in config.data.corpora()]),
+        device_name(),
+        clock,
+        token.problem,
+    )
     store.set(f"report/{rank}", json.dumps(asdict(report)))
     if rank == 0:
         wait_for_ranks(store, "report", size)
@@ -88,20 +98,6 @@ def check_ranks(config: ResolvedConfig, store: dist.Store) -> str:
     return cluster
 
 
-def make_report(config: ResolvedConfig, clock: float, folder: str) -> RankReport:
-    """Return the report of this rank."""
-    return RankReport(
-        process.node(),
-        code_hash(),
-        torch.__version__,
-        digest(config_text(config).encode()),
-        data_hash([Path(corpus.path) for corpus in config.data.corpora()]),
-        device_name(),
-        clock,
-        folder,
-    )
-
-
 def wait_for_ranks(store: dist.Store, name: str, size: int) -> None:
     """Wait until every rank has set its value `name`.
 
@@ -113,10 +109,9 @@ def wait_for_ranks(store: dist.Store, name: str, size: int) -> None:
         if time.monotonic() > deadline:
             here = [rank for rank in range(size) if store.check([f"here/{rank}"])]
             nodes = sorted({store.get(f"here/{rank}").decode() for rank in here})
-            some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise LostRank(
-                f"{len(missing)} of {size} ranks did not come within {seconds:g} s: {some} "
-                f"(others are on {', '.join(nodes)}): see what they say"
+                f"{len(missing)} of {size} ranks did not come within {seconds:g} s: "
+                f"{listed(missing)} (others are on {', '.join(nodes)}): see what they say"
             )
         time.sleep(0.02)
 
@@ -149,10 +144,7 @@ class Token:
             self.file.unlink(missing_ok=True)  # a link, or a FIFO, which would hang
             self.file.write_text(text)
         except OSError as error:
-            self.problem = (
-                f"cannot write to {self.file.parent} ({error.strerror}): "
-                "set run.folder to a folder that it can write"
-            )
+            self._complain(error)
             return ""
         return text
 
@@ -177,10 +169,13 @@ class Token:
             mine.touch()
             mine.unlink()
         except OSError as error:
-            self.problem = (
-                f"cannot write to {self.file.parent} ({error.strerror}): "
-                "set run.folder to a folder that all machines can write"
-            )
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        self.problem = (
+            f"cannot write to {self.file.parent} ({error.strerror}): "
+            "set run.folder to a folder that all machines can write"
+        )
 
     def _has(self, text: str) -> bool:
         try:
@@ -217,6 +212,12 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
+def listed(things: Iterable[object]) -> str:
+    """Return the first eight things, and whether there are more."""
+    texts = list(map(str, things))
+    return ", ".join(texts[:8] + ["..."] * (len(texts) > 8))
+
+
 def differences(reports: list[RankReport]) -> list[str]:
     """Return a line for each machine and each thing that must be the same and is not."""
     first, lines = reports[0], []
@@ -238,26 +239,26 @@ def describe(reports: list[RankReport]) -> str:
     ranks = Counter(report.node for report in reports)
     if len(ranks) == 1:
         return ""
-    nodes = ", ".join(list(ranks)[:8]) + (", ..." if len(ranks) > 8 else "")
     fewest, most = min(ranks.values()), max(ranks.values())
     counts = counted(most, "rank") if fewest == most else f"{fewest} to {most} ranks"
     devices = Counter(report.device for report in reports)
     names = ", ".join(f"{count} x {device}" for device, count in devices.items())
-    slow = min(reports, key=lambda report: report.clock)
-    fast = max(reports, key=lambda report: report.clock)
-    spread = fast.clock - slow.clock
+    clocks = sorted((report.clock, report.node) for report in reports)
+    (earliest, behind), (latest, ahead) = clocks[0], clocks[-1]
+    spread = latest - earliest
     lines = labelled(
         "cluster",
-        f"{len(ranks)} machines ({nodes}), {counts} on each: {names}; clocks within {spread:.2f} s",
+        f"{len(ranks)} machines ({listed(ranks)}), {counts} on each: {names}; "
+        f"clocks within {spread:.2f} s",
     )
     if len(devices) > 1:
-        first = {device: next(r.node for r in reports if r.device == device) for device in devices}
-        places = ", ".join(f"{device} on {node}" for device, node in first.items())
+        first = {report.device: report.node for report in reversed(reports)}
+        places = ", ".join(f"{device} on {first[device]}" for device in devices)
         lines += labelled("warning", f"devices differ, and the slowest sets the pace: {places}")
     if spread > CLOCK_SECONDS:
         lines += labelled(
             "warning",
-            f"the clock of {slow.node} is {spread:.1f} s behind that of {fast.node}: "
+            f"the clock of {behind} is {spread:.1f} s behind that of {ahead}: "
             "times in their logs do not compare",
         )
     return "\n".join(lines)

@@ -105,7 +105,8 @@ class Watchdog:
         assert self.stream is not None
         main_thread = threading.main_thread().ident
         assert main_thread is not None
-        place = describe_place(sys._current_frames()[main_thread], self._recorded_collectives())
+        recorded = recorded_collectives(self.on_gpu, self.save_group)
+        place = describe_place(sys._current_frames()[main_thread], recorded)
         rank, size = self.layout.world.rank, self.layout.world.size
         seconds = time.monotonic() - self.last_beat
         with contextlib.suppress(OSError):
@@ -127,14 +128,6 @@ class Watchdog:
             time.sleep(0.2)
         return silent
 
-    def _recorded_collectives(self) -> list[dict[str, Any]]:
-        """Return the collectives of this rank without those of the save thread."""
-        return [
-            entry
-            for entry in recorded_collectives(self.on_gpu)
-            if entry["process_group"][0] != self.save_group
-        ]
-
     def _flight_file(self) -> Path:
         return self.folder / f"flight_{self.layout.world.rank}"
 
@@ -147,11 +140,12 @@ def flight_record(on_gpu: bool) -> bytes:
     return getattr(c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace")()
 
 
-def recorded_collectives(on_gpu: bool) -> list[dict[str, Any]]:
-    """Return the collectives that the flight recorder has, oldest first."""
+def recorded_collectives(on_gpu: bool, left_out: str) -> list[dict[str, Any]]:
+    """Return the collectives that the flight recorder has, but those of a group, oldest first."""
     name = "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json"
     record = getattr(c10d, name)(includeCollectives=True, onlyActive=False)
-    return json.loads(record).get("entries", [])
+    entries = json.loads(record).get("entries", [])
+    return [entry for entry in entries if entry["process_group"][0] != left_out]
 
 
 def describe_place(frame: Any, recorded: list[dict[str, Any]]) -> str:

@@ -4,16 +4,17 @@ A line that begins with "warning" or "error" is of that level of `logging`, any 
 is below the level of `logger` is not shown.
 """
 
-import contextlib
 import logging
 import os
 import re
 import select
 import shlex
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TextIO
+
+from torchmars.core.timers import unless_done_in
 
 # Characters that steer a terminal in place of being shown: control characters but for the end of a
 # line and tabs, the separators of lines and paragraphs, those that change a text's direction, and
@@ -49,16 +50,9 @@ def say(text: str, error: bool = False) -> None:
         write(harmless(text) + "\n", sys.stderr if error else sys.stdout)
 
 
-@contextlib.contextmanager
-def say_if_long(text: str) -> Iterator[None]:
+def say_if_long(text: str) -> AbstractContextManager[None]:
     """Print a line on stderr while the body still runs after `PATIENCE` seconds."""
-    late = threading.Timer(PATIENCE, say, [text, True])
-    late.daemon = True
-    late.start()
-    try:
-        yield
-    finally:
-        late.cancel()
+    return unless_done_in(PATIENCE, lambda: say(text, error=True))
 
 
 def write(text: str, stream: TextIO | None = None) -> None:

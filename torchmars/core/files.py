@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import shutil
 import socket
@@ -100,13 +101,30 @@ def read_text(path: Path) -> str:
     return read_bytes(path).decode("utf-8-sig")
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file so that a crash leaves the old one or the new one, whole."""
-    partial = path.with_name(path.name + PARTIAL)
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+class DurableFile(io.BufferedWriter):
+    """A new file whose bytes are on the disk once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+
+    def close(self) -> None:
+        """Close the file. Raises `OSError` where its bytes cannot be written."""
+        try:
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+def write_durably(path: Path, content: str | bytes, suffix: str = PARTIAL) -> None:
+    """Write a file so that a crash leaves the old one or the new one, whole.
+
+    It has a `suffix` until it is complete.
+    """
+    partial = path.with_name(path.name + suffix)
+    with DurableFile(partial) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
     partial.rename(path)
     sync_folder(path.parent)
 

@@ -28,6 +28,47 @@ class _Place:
 Positional = Annotated[T, _Place]
 
 
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A field of a dataclass, as the command line has it."""
+
+    name: str
+    hint: Any
+    """Its type, with marks and bounds."""
+    default: Any
+
+    @property
+    def kind(self) -> Any:
+        """Its type without None, marks and bounds."""
+        return without_none(self.hint)
+
+    @property
+    def positional(self) -> bool:
+        """Whether it is given by its place."""
+        return _Place in getattr(self.hint, "__metadata__", ())
+
+    @property
+    def spelled(self) -> str:
+        """How messages call it: --NAME, or NAME where it is given by its place."""
+        return self.name.upper() if self.positional else f"--{self.name.replace('_', '-')}"
+
+    @property
+    def required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def usage(self) -> str:
+        """How `--help` writes it where it is given by its place."""
+        return self.spelled if self.required else f"[{self.spelled}]"
+
+
+def options_of(kind: type) -> list[Option]:
+    """Return the fields of a dataclass."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return [Option(each.name, hints[each.name], each.default) for each in dataclasses.fields(kind)]
+
+
 def print_help_if_asked(
     args: list[str], prog: str, *options: type, settings: type | None = None, more: str = ""
 ) -> None:
@@ -40,12 +81,7 @@ def print_help_if_asked(
     if not {"-h", "--help"} & set(args):
         return
     documented = next(kind for kind in (*options, settings) if kind is not None)
-    places = [
-        place_name(each)
-        for kind in options
-        for each in dataclasses.fields(kind)
-        if is_positional(hints_of(kind)[each.name])
-    ]
+    places = [each.usage for kind in options for each in options_of(kind) if each.positional]
     usage = [prog, *places, "[OPTION ...]", *([] if settings is None else ["[SETTING ...]"])]
     parser = argparse.ArgumentParser(
         add_help=False,
@@ -70,34 +106,34 @@ def sections_of(settings: type | None) -> Iterator[tuple[str, str, type]]:
     if settings is None:
         return
     texts = documentation(settings)
-    for name, hint in hints_of(settings).items():
-        kind = without_none(hint)
+    for section in options_of(settings):
+        kind: type = section.kind
+        name = section.name
         if dataclasses.is_dataclass(kind):
-            yield name, texts.get(name) or inspect.getdoc(kind) or "", typing.cast(type, kind)
-            for inner, text, each in sections_of(typing.cast(type, kind)):
+            yield name, texts.get(name) or inspect.getdoc(kind) or "", kind
+            for inner, text, each in sections_of(kind):
                 yield f"{name}.{inner}", text, each
 
 
 def add_fields(group: "argparse._ActionsContainer", kind: type, prefix: str = "") -> None:
     """Add the fields of a dataclass to a parser, but for sections and arrays of tables."""
     texts = documentation(kind)
-    for each in dataclasses.fields(kind):
-        hint = hints_of(kind)[each.name]
-        if is_table(hint):
+    for each in options_of(kind):
+        if is_table(each.hint):
             continue
-        text, value = texts.get(each.name, ""), metavar(hint)
+        text, value = texts.get(each.name, ""), metavar(each.hint)
         if len(value) > LONGEST_VALUE:
             text, value = f"One of {value.strip('{}').replace(',', ', ')}. {text}", "TEXT"
-        flag = without_none(hint) is bool and not prefix
+        flag = each.kind is bool and not prefix
         if "Default: " not in text and not flag and (default := default_text(each)):
             text = f"{text} Default: {default}."
         shown: dict[str, Any] = {"help": text.replace("%", "%%")}
-        if is_positional(hint):
-            group.add_argument(each.name, metavar=place_name(each), **shown)
+        if each.positional:
+            group.add_argument(each.name, metavar=each.usage, **shown)
         elif flag:
-            group.add_argument(option_name(each.name), action="store_true", **shown)
+            group.add_argument(each.spelled, action="store_true", **shown)
         else:
-            name = f"--{prefix}{each.name}" if prefix else option_name(each.name)
+            name = f"--{prefix}{each.name}" if prefix else each.spelled
             group.add_argument(name, metavar=value, **shown)
 
 
@@ -144,32 +180,11 @@ def metavar(hint: Any) -> str:
     return {bool: "{true,false}", int: "INT", float: "FLOAT", Path: "PATH"}.get(hint, "TEXT")
 
 
-def default_text(field: "dataclasses.Field[Any]") -> str:
+def default_text(option: Option) -> str:
     """Return a field's default as TOML spells it, or nothing where there is none to speak of."""
-    value = field.default
-    if value is dataclasses.MISSING or value is None or value == "":
+    value = option.default
+    if option.required or value is None or value == "":
         return ""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value) if isinstance(value, str) and not value.strip() else str(value)
-
-
-def hints_of(kind: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, with their marks and bounds."""
-    return typing.get_type_hints(kind, include_extras=True)
-
-
-def is_positional(hint: Any) -> bool:
-    """Return whether a field is given by its place on the command line."""
-    return _Place in getattr(hint, "__metadata__", ())
-
-
-def option_name(name: str) -> str:
-    """Return how a field is spelled on the command line."""
-    return f"--{name.replace('_', '-')}"
-
-
-def place_name(field: "dataclasses.Field[Any]") -> str:
-    """Return how `--help` calls a field that is given by its place."""
-    name = field.name.upper()
-    return name if field.default is dataclasses.MISSING else f"[{name}]"

@@ -1,6 +1,5 @@
 """A command's own options, from a dataclass."""
 
-import dataclasses
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,9 +7,9 @@ from typing import Any, TypeVar
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import name_problem
-from torchmars.core.help import is_positional, option_name, print_help_if_asked
+from torchmars.core.help import options_of, print_help_if_asked
 from torchmars.core.tables import table
-from torchmars.core.typed import describe, make, nearest, read_words, without_none
+from torchmars.core.typed import describe, make, nearest, read_words
 
 T = TypeVar("T")
 
@@ -24,18 +23,18 @@ def parse(kind: type[T], args: list[str], prog: str) -> T:
     """
     print_help_if_asked(args, prog, kind)
     values, rest = read_options(kind, args)
-    hints = typing.get_type_hints(kind, include_extras=True)
-    places = [name for name, hint in hints.items() if is_positional(hint)]
+    options = options_of(kind)
     for arg in rest:
         if arg.startswith("--"):
-            known = [option_name(name) for name in hints if name not in places]
+            known = [each.spelled for each in options if not each.positional]
             meant = f"did you mean {nearest(arg, known)}?" if known else "see --help"
             raise UserError(f"unknown option {arg}: {meant}")
+    places = [each for each in options if each.positional]
     taken = 0
-    for index, name in enumerate(places[: len(rest)]):
-        many = typing.get_origin(without_none(hints[name])) is list
+    for index, each in enumerate(places[: len(rest)]):
+        many = typing.get_origin(each.kind) is list
         given: Any = rest[index:] if many else rest[index]
-        values[name] = made(hints[name], given, name.upper())
+        values[each.name] = made(each.hint, given, each.spelled)
         taken = len(rest) if many else index + 1
     if rest[taken:]:
         raise UserError(f"cannot read the argument {rest[taken]!r}: see --help")
@@ -53,20 +52,19 @@ def take_options(kind: type[T], args: list[str]) -> tuple[T, list[str]]:
 
 def read_options(kind: type, args: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of the options that `kind` declares, and the arguments that are left."""
-    types, bounded = typing.get_type_hints(kind), typing.get_type_hints(kind, include_extras=True)
+    options = {each.spelled: each for each in options_of(kind) if not each.positional}
     values: dict[str, Any] = {}
     rest: list[str] = []
     while args:
-        option, equals, value = args[0].partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        known = option.startswith("--") and name in types and not is_positional(bounded[name])
-        if not known:
+        word, equals, value = args[0].partition("=")
+        option = options.get(word.replace("_", "-"))
+        if option is None:
             rest.append(args[0])
             args = args[1:]
             continue
-        count = 0 if equals or types[name] is bool else 1
+        count = 0 if equals or option.kind is bool else 1
         words = [value] if equals else args[1 : 1 + count]
-        values[name] = made(bounded[name], read_words(words, types[name], option), option)
+        values[option.name] = made(option.hint, read_words(words, option.hint, word), word)
         args = args[1 + count :]
     return values, rest
 
@@ -95,13 +93,10 @@ def words(text: str, option: str) -> list[str]:
 
 def build(kind: type[T], values: dict[str, Any]) -> T:
     """Return a `kind` with `values`. Raises `UserError` for a field that is missing."""
-    for each in dataclasses.fields(typing.cast(Any, kind)):
-        if each.name not in values and each.default is dataclasses.MISSING:
-            hints = typing.get_type_hints(kind, include_extras=True)
-            if is_positional(hints[each.name]):
-                raise UserError(f"{each.name.upper()} is missing: see --help")
-            needed = describe(typing.get_type_hints(kind)[each.name])
-            raise UserError(f"{option_name(each.name)} is missing: it must be {needed}, see --help")
+    for each in options_of(kind):
+        if each.required and each.name not in values:
+            needed = "" if each.positional else f"it must be {describe(each.hint)}, "
+            raise UserError(f"{each.spelled} is missing: {needed}see --help")
     return kind(**values)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from torchmars.config import ResolvedData
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, remove, sha256, sync_folder, write_durably
+from torchmars.core.files import remove, sha256, sync_folder, write_durably
 from torchmars.data import sources
 from torchmars.data.corpus_plan import CorpusPlan
 from torchmars.data.manifest import (
@@ -138,12 +138,8 @@ def cut_tail(
         if count < shard.tokens:
             cut.append((folder / name, count))
     if not (folder / TAIL).exists():
-        partial = folder / (TAIL + PARTIAL)
         parts = [np.fromfile(file, dtype, offset=count * dtype.itemsize) for file, count in cut]
-        np.concatenate(parts).tofile(partial)
-        sync_file(partial)
-        partial.rename(folder / TAIL)
-        sync_folder(folder)
+        write_durably(folder / TAIL, np.concatenate(parts).tobytes())
     for file, count in cut:
         if count:
             os.truncate(file, count * dtype.itemsize)

@@ -6,6 +6,7 @@ part's own order.
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch.utils.data import Sampler
 
@@ -40,6 +41,7 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
+@dataclass(eq=False)
 class GlobalOrder(Sampler[list[tuple[int, int]]]):
     """This rank's microbatches of (part, window), step after step, without end.
 
@@ -47,20 +49,14 @@ class GlobalOrder(Sampler[list[tuple[int, int]]]):
     ranks, rank r takes the r-th of R equal runs of them. `lengths` are the windows of each part.
     """
 
-    def __init__(
-        self,
-        lengths: list[int],
-        shares: Shares,
-        seed: int,
-        position: int,
-        global_batch_size: int,
-        microbatch_size: int,
-        rank: int,
-        ranks: int,
-    ) -> None:
-        self.lengths, self.shares, self.seed, self.position = lengths, shares, seed, position
-        self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
-        self.rank, self.ranks = rank, ranks
+    lengths: list[int]
+    shares: Shares
+    seed: int
+    position: int
+    global_batch_size: int
+    microbatch_size: int
+    rank: int
+    ranks: int
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         share = self.global_batch_size // self.ranks

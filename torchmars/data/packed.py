@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, sync_folder
+from torchmars.core.files import PARTIAL, write_durably
 from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, TokenDtype
 from torchmars.data.packing import pack
 from torchmars.data.shards import Level, check_shard, count_windows
@@ -95,7 +95,8 @@ def pack_shards(
         file = packing_file(folder, shard, seq_len)
         try:
             file.parent.mkdir(exist_ok=True)
-            write_apart(file, data)
+            # Other machines may write the same one.
+            write_durably(file, data, f".{socket.gethostname()}-{os.getpid()}{PARTIAL}")
         except OSError as error:
             raise UserError(
                 f'cannot write {file}: {error.strerror}: data.packing = "best_fit" needs a '
@@ -149,14 +150,3 @@ def packing(windows: Windows, number: int, end_of_text: int) -> bytes:
             spans.extend(span)
         firsts.append(len(spans) // 2)
     return np.concatenate([firsts, spans]).astype(NUMBER).tobytes()
-
-
-def write_apart(file: Path, data: bytes) -> None:
-    """Write a file durably, whole or not at all, while other machines may write the same one."""
-    partial = file.with_name(f"{file.name}.{socket.gethostname()}-{os.getpid()}{PARTIAL}")
-    with partial.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.rename(file)
-    sync_folder(file.parent)

@@ -29,6 +29,7 @@ from torchmars.data.writer import PieceWriter, read_progress
 LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 SIZES = Sizes()
 AHEAD = 2  # blocks that are read ahead for each process that tokenises
+Submitted = tuple[PieceWriter, TextBlock | None, "Future[Encoded] | None"]
 
 
 def prepare_shards(config: ResolvedData) -> DataManifest:
@@ -135,12 +136,13 @@ def make_pieces(
     unit = " shards" if encoder.kind == "hf" else "B"
     with ProgressBar(what, total, read, unit) as bar, start_workers(encoder, processes) as submit:
         blocks = read_pieces(config, plan, partial, mine, encoder.dtype, sizes)
-        for writer, block, encoded in in_order(blocks, submit, AHEAD * processes):
+        for writer, block, future in in_order(blocks, submit, AHEAD * processes):
             before = writer.progress.read
-            if block is None or encoded is None:
+            if block is None or future is None:
                 writer.close(plan.piece_size(writer.number))
                 bar.add(writer.progress.read - before)
                 continue
+            encoded = future.result()
             writer.add(block, encoded)
             bar.add(block.read - before, encoded)
             text += sum(encoded.text.values())
@@ -197,22 +199,14 @@ def read_pieces(
 
 def in_order(
     blocks: Iterable[tuple[PieceWriter, TextBlock | None]], submit: Submit, ahead: int
-) -> Iterator[tuple[PieceWriter, TextBlock | None, Encoded | None]]:
-    """Yield blocks in their order with what became of them; at most `ahead` are under way."""
-    pending: deque[tuple[PieceWriter, TextBlock | None, Future[Encoded] | None]] = deque()
+) -> Iterator[Submitted]:
+    """Yield blocks in their order, submitted; at most `ahead` after each are under way."""
+    pending: deque[Submitted] = deque()
     for writer, block in blocks:
         pending.append((writer, block, submit(block) if block else None))
-        while len(pending) > ahead:
-            yield settled(*pending.popleft())
-    while pending:
-        yield settled(*pending.popleft())
-
-
-def settled(
-    writer: PieceWriter, block: TextBlock | None, future: "Future[Encoded] | None"
-) -> tuple[PieceWriter, TextBlock | None, Encoded | None]:
-    """Return the same, with the result of the future."""
-    return writer, block, future.result() if future else None
+        if len(pending) > ahead:
+            yield pending.popleft()
+    yield from pending
 
 
 def finish(config: ResolvedData, plan: CorpusPlan, folder: Path) -> None:
