@@ -11,14 +11,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks would fight
 
 # The files that take longest. They start first, so that all workers end at about the same time.
 LONGEST = (
-    "training/test_trainer.py",
-    "checkpoint/test_resume.py",
     "commands/test_run_train.py",
     "planning/test_memory.py",
+    "checkpoint/test_resume.py",
     "planning/test_plan.py",
-    "training/test_guards.py",
+    "training/test_trainer.py",
+    "parallel/test_losses.py",
+    "optim/test_sharded_rules.py",
     "checkpoint/test_saver.py",
+    "docs/test_samples.py",
+    "training/test_guards.py",
     "cluster/test_nodes.py",
+    "comparison/test_execution.py",
 )
 
 

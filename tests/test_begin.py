@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.full import FULL
 from torchmars import begin
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +101,7 @@ with profile():
 """
 
 
+@FULL
 def test_a_command_makes_imports_and_the_profiler_silent():
     ended = subprocess.run([sys.executable, "-c", PROFILE], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

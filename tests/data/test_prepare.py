@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.full import FULL, full_but
 from torchmars.cluster import scheduler
 from torchmars.commands import prepare as command
 from torchmars.config import DataConfig
@@ -136,7 +137,7 @@ def in_a_fork(work, kill_at):
         os._exit(1)
 
 
-@pytest.mark.parametrize("fraction", [0.2, 1e-9])
+@pytest.mark.parametrize("fraction", full_but([0.2], [0.2, 1e-9]))
 def test_a_kill_at_any_durable_call_loses_and_doubles_nothing(config, fraction):
     """Each start is killed one call later than the one before it, or after few calls again."""
     config = replace(config, validation_fraction=fraction)
@@ -221,7 +222,7 @@ def test_long_documents_are_cut_at_line_ends(tmp_path):
     assert sorted(each for text in both for each in text.splitlines(True)) == sorted(lines)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=FULL)])
 @pytest.mark.parametrize("fraction", [1e-9, 0.5])
 def test_a_split_that_gets_no_document_gets_the_end_of_the_stream(
     tmp_path, capsys, count, fraction

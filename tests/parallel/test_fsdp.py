@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.parallel.test_gradients import check_gradients, compare, gradients_on, plain_gradients
+from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.planning.traffic import TrafficCounter
@@ -42,9 +43,10 @@ def reductions(*args):
     return times, result
 
 
-@pytest.mark.parametrize(
-    "accumulate,scattered,exchanged", [("sharded", 2, 1), ("reduced", 2, 2), ("whole", 1, 1)]
-)
+ACCUMULATED = [("sharded", 2, 1), ("reduced", 2, 2), ("whole", 1, 1)]
+
+
+@pytest.mark.parametrize("accumulate,scattered,exchanged", full_but(ACCUMULATED[1:2], ACCUMULATED))
 def test_hsdp_reduces_as_often_as_it_is_told(accumulate, scattered, exchanged):
     units = 5  # four blocks and the rest
     training = TrainingConfig(global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=1)
@@ -83,7 +85,7 @@ def test_a_small_model_is_gathered_and_reduced_at_once(layout, size, gathered, s
     [
         (4, {"reshard_after_forward": 2}),
         (2, {"reshard_after_forward": "never"}),
-        (4, {"pp": 2, "reshard_after_forward": "always"}),
+        pytest.param(4, {"pp": 2, "reshard_after_forward": "always"}, marks=FULL),
         pytest.param(4, {"cp": 2, "reshard_after_forward": 2}, marks=SLOW),
         pytest.param(8, {"dp_replicate": 2, "reshard_after_forward": 2}, marks=SLOW),
         (2, {"cpu_offload": True}),
@@ -96,7 +98,9 @@ def test_gradients_do_not_depend_on_where_weights_are(ranks, layout):
 
 
 @pytest.mark.parametrize(
-    "ranks,layout", [(2, {"reshard_after_forward": "always"}), (4, {"pp": 2})], ids=str
+    "ranks,layout",
+    [(2, {"reshard_after_forward": "always"}), pytest.param(4, {"pp": 2}, marks=FULL)],
+    ids=str,
 )
 def test_a_head_of_its_own(ranks, layout):
     check_gradients("llama", ranks, layout)

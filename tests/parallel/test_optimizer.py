@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.support.full import full_but
+from tests.support.full import FULL
 from tests.support.layout_losses import run_tables
 from tests.support.ranks import run_ranks
 from tests.support.tiny import write_text
@@ -42,10 +42,8 @@ def steps_here(tables):
     return second, optimizer.telemetry(), changed
 
 
-CASES = [("GPT-2", "PP 2 x TP 2"), ("Llama", "FSDP 2 x TP 2")]
-
-
-@pytest.mark.parametrize("model,layout", full_but(CASES[:1], CASES))
+@FULL
+@pytest.mark.parametrize("model,layout", [("GPT-2", "PP 2 x TP 2"), ("Llama", "FSDP 2 x TP 2")])
 def test_all_ranks_know_the_whole_model(tmp_path, model, layout):
     write_text(tmp_path)
     one, many = (run_tables(tmp_path, model, "mars-m", name) for name in ("1 rank", layout))

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from tests.parallel.test_gradients import gradients_on, plain_gradients
+from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 
 
 @pytest.mark.parametrize(
-    "settings,tolerance", [({"dtype": "bfloat16"}, 3e-2), ({"compile": True}, 1e-5)]
+    "settings,tolerance",
+    [({"dtype": "bfloat16"}, 3e-2), pytest.param({"compile": True}, 1e-5, marks=FULL)],
 )
 def test_gradients_are_those_of_one_rank(settings, tolerance):
     training = TrainingConfig(

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.commands import run_command
-from tests.support.full import full_but
+from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     run_folder_of,
@@ -151,6 +151,7 @@ def test_traffic_is_that_of_the_formulas(
     assert len(sent) == 7
 
 
+@FULL
 def test_matrices_travel_in_their_dtype(tmp_path):
     """Two bytes for mixed, which travels as bfloat16, and four for float32."""
     tables = [
@@ -201,6 +202,7 @@ def test_what_an_expert_would_warn_of(tmp_path):
     assert "width 12012 is no multiple of 64" in poor
 
 
+@FULL
 def test_warnings_of_axes(tmp_path):
     def warnings(**parallelism):
         tables = tiny_tables(

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.full import FULL
 from torchmars.core.errors import UserError
 from torchmars.metrics.events import EventLog
 from torchmars.records.run import Series, read_run
@@ -77,6 +78,7 @@ def test_a_run_without_metrics_is_a_mistake(tmp_path):
     assert not (tmp_path / "plot.svg").exists()
 
 
+@FULL
 def test_a_run_that_has_not_reported_yet_is_drawn_beside_others(tmp_path):
     runs = [make_run(tmp_path / "one"), make_run(tmp_path / "begun")]
     (runs[1].folder / "metrics.jsonl").unlink()

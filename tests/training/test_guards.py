@@ -34,7 +34,7 @@ from torchmars.training.guards import LossGuard, recent
 @pytest.fixture
 def tables(tmp_path):
     write_text(tmp_path)
-    return tiny_tables(tmp_path, training={"steps": 40}, checkpoint={"interval": 10})
+    return tiny_tables(tmp_path, training={"steps": 30}, checkpoint={"interval": 10})
 
 
 def test_what_stands_out():
@@ -76,16 +76,16 @@ def test_a_spike_is_skipped(tables):
     assert re.search(
         r"spike     loss \d+\.\d+ at step 26, samples 400 to 415: guards.loss_spike = skip", out
     )
-    assert metrics(tables, "train/skipped_steps")[40] == 1
+    assert metrics(tables, "train/skipped_steps")[30] == 1
     losses = metrics(tables)
     assert (
-        list(losses) == list(range(1, 41))
+        list(losses) == list(range(1, 31))
         and losses[26] > 3 * losses[25]
         and losses[27] < 1.1 * losses[25]
     )
     off = tables | {"run": tables["run"] | {"name": "off"}, "guards": {}}
     assert "spike  " not in run_ranks(with_spike, 2, off, [25 * 16 + 3])[0]
-    assert metrics(off, "train/skipped_steps")[40] == 0
+    assert metrics(off, "train/skipped_steps")[30] == 0
 
 
 @pytest.mark.parametrize("mode", full_but(["exact"], ["approx", "exact"]))
@@ -99,23 +99,22 @@ def test_a_spike_rolls_back_and_its_data_is_jumped(tables, mode):
         and "rollback  to step 20" in out
         and "goes on at sample 416" in out
     )
-    assert list(metrics(tables)) == list(range(1, 41))
+    assert list(metrics(tables)) == list(range(1, 31))
     tokens = metrics(tables, "train/tokens")
     assert tokens[20] == 20 * 16 * 32 and tokens[21] == (416 + 16) * 32
     assert [step_of(path) for path in checkpoints(run_folder_of(tables) / "checkpoints")] == [
         10,
         20,
         30,
-        40,
     ]
     assert max(metrics(tables).values()) < 6  # no line of the spike is left
     events = read_events(run_folder_of(tables) / EVENTS_FILE)
     told = [(event.kind, event.step) for event in events if event.kind != "saved"]
-    assert told == [("started", 0), ("spike", 25), ("rollback", 20), ("complete", 40)]
+    assert told == [("started", 0), ("spike", 25), ("rollback", 20), ("complete", 30)]
     spike, back = (event.facts for event in events if event.kind in ("spike", "rollback"))
     assert spike["action"] == "rollback" and 10 < spike["loss"] < 60
     assert back == {"from_step": 25, "checkpoint": "step-00000020"}
-    assert {event.step for event in events if event.kind == "saved"} == {10, 20, 30, 40}
+    assert {event.step for event in events if event.kind == "saved"} == {10, 20, 30}
 
 
 @FULL
