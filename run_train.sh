@@ -25,7 +25,7 @@
 #                  its first node and a port of the job's own)
 #   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45)
 #
-# Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it. The same command goes on, and a SLURM
+# Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it. The same command resumes, and a SLURM
 # job puts itself back into the queue. Exit codes: 0 complete; 2 a mistake in the config or the
 # data; 75 stopped by a signal and saved; 70 a rank hung; 128 + n ended by signal n; else a crash.
 set -euo pipefail

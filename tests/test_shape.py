@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "torchmars"
 OF_EACH_MODEL_FAMILY = {"Attention", "MLP", "Block"}
 
-PARAMETERS = 8
+LINES, PARAMETERS = 60, 8
 
 
 def functions():
@@ -23,6 +23,15 @@ def functions():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 yield str(file.relative_to(PACKAGE)), owners.get(node, ""), node
+
+
+def test_no_function_is_long():
+    long = [
+        f"{file}: {node.name} has {lines} lines"
+        for file, _, node in functions()
+        if (lines := node.end_lineno - node.lineno + 1) > LINES
+    ]
+    assert not long
 
 
 def test_no_function_has_many_parameters():

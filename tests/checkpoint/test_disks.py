@@ -103,7 +103,7 @@ def mounted(path, *options):
 def test_a_full_disk(tables, tmp_path):
     """Checkpoints of 0.8 MiB on a disk of 2: two fit.
 
-    The run ends with one line. The two are good, and with a larger disk the run goes on.
+    The run ends with one line. The two are good, and with a larger disk the run continues.
     """
     with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=2m", "none"):
         out = listen(2, tables)

@@ -38,7 +38,7 @@ def tables_of(folder, run, layout, steps, model="GPT-2", rule="mars-m", **overri
 
 
 def resume_each(folder, pairs, steps, **settings):
-    """Train on each layout, go on from the middle for each of `pairs`, and compare the losses."""
+    """Train on each layout, resume from the middle for each of `pairs`, and compare the losses."""
     for ranks, layouts in by_ranks(list(dict.fromkeys(saved for saved, _ in pairs))).items():
         train(ranks, *(tables_of(folder, name, name, steps, **settings) for name in layouts))
     for ranks, layouts in by_ranks(list(dict.fromkeys(there for _, there in pairs))).items():

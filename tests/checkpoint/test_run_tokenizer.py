@@ -71,7 +71,7 @@ def test_without_its_copy_a_run_has_the_file_of_its_config_and_no_other(folder, 
 
 
 def test_the_same_tokenizer_under_another_path_goes_on_and_another_one_does_not(folder, tmp_path):
-    """And shards are not made anew."""
+    """And shards are not made again."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     shutil.move(tmp_path / "mine", tmp_path / "other")
     other = tokenizer_file(tmp_path / "mine", letter_id=lambda letter: ord(letter) ^ 1)

@@ -45,7 +45,7 @@ def test_a_launcher_whose_ranks_have_saved_says_what_it_has_lost(ending):
     code, said = ending(LOST, EXIT_STOPPED)
     assert code == EXIT_STOPPED and said == (
         "stopped   and saved: n1 has lost the other machines (failed to recv, got 0 bytes); "
-        "the same command goes on\n"
+        "the same command resumes\n"
     )
     assert ending(LOST, 0) == (0, "")  # where the run is complete, the other machine is just done
     assert ending(LOST) == (
@@ -56,7 +56,7 @@ def test_a_launcher_whose_ranks_have_saved_says_what_it_has_lost(ending):
 
 def test_a_signal_before_any_rank_could_save_is_one_line(ending):
     stopped = SignalException("death signal", signal.SIGINT)
-    line = "stopped   by SIGINT before it could save; the same command goes on\n"
+    line = "stopped   by SIGINT before it could save; the same command resumes\n"
     assert ending(stopped) == (130, line)
     assert ending(stopped, EXIT_STOPPED) == (EXIT_STOPPED, "")  # the rank has said so
 

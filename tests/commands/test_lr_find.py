@@ -27,7 +27,7 @@ def run(call, scratch, monkeypatch, tmp_path):
 
 def test_rates_and_losses_of_a_real_run(run, tmp_path):
     file = tmp_path / "found.json"
-    # The config's own run has checkpoints that it could not go on from. They do not matter.
+    # The config's own run has checkpoints that it could not resume from. They do not matter.
     checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000004"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")

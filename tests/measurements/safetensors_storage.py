@@ -91,7 +91,7 @@ def measure(folder: Path) -> dict[str, list[tuple[float, float, float]]]:
     for _ in range(ROUNDS):
         for storage in STORAGES:
             place = folder / storage
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts over
             before = memory("VmRSS")
             saved = timed(dcp.save, state, storage_writer=writer(storage, place))
             peak = memory("VmHWM") - before

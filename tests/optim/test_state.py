@@ -246,7 +246,7 @@ def test_a_model_that_changes_its_memory_format():
 
 
 def test_groups_that_gain_and_lose_parameters():
-    """Those that stay keep their state, and new ones start anew, as with torch's AdamW."""
+    """Those that stay keep their state, and new ones start over, as with torch's AdamW."""
     first, second, third = (nn.Parameter(torch.ones(4)) for _ in range(3))
     optimizer = MARS([first, second])
     run(optimizer, [first, second], [gradients((4,), 3, seed) for seed in (0, 1)])

@@ -1,4 +1,4 @@
-"""Files and folders that are deleted while a run goes on: it says so, and begins them anew."""
+"""Files and folders that are deleted while a run lasts: it says so, and begins them anew."""
 
 import contextlib
 import io

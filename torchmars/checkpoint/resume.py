@@ -46,7 +46,7 @@ def newest_good(
     if damage:
         raise UserError(
             f"no checkpoint in {found[0].parent} is good; the newest: {damage[0]}: "
-            "restore one, or move them away to start anew"
+            "restore one, or move them away to start over"
         )
     return None
 

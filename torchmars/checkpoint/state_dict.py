@@ -114,7 +114,7 @@ def load(
     """Load the checkpoint `folder` into `model`, `optimizer` and `average` in place.
 
     Called by every rank, on any layout. The random number generators continue where the number of
-    ranks is still the same, and are seeded anew otherwise. Returns whether the checkpoint has an
+    ranks is still the same, and are seeded again otherwise. Returns whether the checkpoint has an
     average; `average` is left as it is if not. Raises `DamagedCheckpoint` on every rank. Weights
     and state are then of no use until another load.
     """

@@ -136,7 +136,7 @@ def guarded_rendezvous(
 
 def say_stopped(how: str) -> None:
     """Print that the run is not complete, where no rank may have said so."""
-    say("\n".join(labelled("stopped", f"{how}; the same command goes on")))
+    say("\n".join(labelled("stopped", f"{how}; the same command resumes")))
 
 
 def failures_of(

@@ -115,8 +115,8 @@ class RankLogs(DefaultLogsSpecs):
 def keep_apart(file: Path) -> None:
     """Let what torch prints in this process, a launcher, go to `file` from now on.
 
-    That are warnings of its own loggers and stacks of C++. What this package says on stderr goes to
-    the console still.
+    These are warnings of its loggers and stacks of C++. This package's own lines still go to the
+    console.
     """
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

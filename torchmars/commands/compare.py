@@ -39,7 +39,7 @@ class Compare:
 
     Every trial is a run of the config, on the same data for as many tokens, whose [optimizer] and
     run.seed are replaced. Prints and writes a table, differences with their intervals, the tokens
-    and the time that each optimizer saves, and plots. Whatever ends it, the same command goes on.
+    and the time that each optimizer saves, and plots. Whatever ends it, the same command resumes.
     It may then have more optimizers, values and seeds.
     """
 

@@ -23,7 +23,7 @@ class Prepare:
     """Do all of a run that needs no ranks, or prepare a corpus alone.
 
     With a config: checks it, tokenises its corpus into shards once, verifies the shards, and checks
-    that the run can go on from the checkpoints it has. With --source and without a config: only
+    that the run can resume from the checkpoints it has. With --source and without a config: only
     tokenises that corpus. --source, --files, --tokenizer, --path, --validation_fraction,
     --validation_seed, --max_damaged and --processes are short for --data.source and so on.
     """

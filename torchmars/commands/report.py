@@ -34,7 +34,7 @@ class Report:
     """File to write, which ends in .html. Default: report.html in the folder of the run or the
     comparison, or here where there are several runs."""
     follow: bool = False
-    """Write the page anew until all runs have ended. The page renews itself as often."""
+    """Write the page again until all runs have ended. The page renews itself as often."""
 
 
 def main() -> None:

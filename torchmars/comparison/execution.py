@@ -83,7 +83,7 @@ def run_trials(
                 progress.show(plans, runner.running)
         if left:
             how = runner.stop()
-            say(f"stopped by {signals.received}: {how}; the same command goes on", error=True)
+            say(f"stopped by {signals.received}: {how}; the same command resumes", error=True)
         while runner.running:  # what became of them is read at the next start
             time.sleep(POLL_SECONDS)
             runner.ended()

@@ -108,4 +108,4 @@ class SlurmTrials:
     def stop(self) -> str:
         """Leave the jobs to SLURM; return that in words."""
         self.running = {}
-        return "the jobs go on; scancel ends them"
+        return "the jobs continue; scancel ends them"

@@ -50,7 +50,7 @@ def begin_plan(plan: CorpusPlan, folder: Path) -> None:
     Raises `UserError` if the folder was begun with another one.
     """
     file = folder / NAME
-    remedy = f"set it back, or remove the folder {folder} to begin anew"
+    remedy = f"set it back, or remove the folder {folder} to start over"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(file, json.dumps(asdict(plan)))
@@ -70,7 +70,7 @@ def begin_plan(plan: CorpusPlan, folder: Path) -> None:
         some = f"{changed[0]} and {len(changed) - 1} more" if changed[1:] else changed[0]
         raise UserError(
             f"the corpus has changed since {folder} was begun: {some}: put it back, or remove the "
-            "folder to begin anew"
+            "folder to start over"
         )
 
 

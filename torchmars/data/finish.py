@@ -84,8 +84,8 @@ def check_damage(config: ResolvedData, damaged: int, partial: Path) -> None:
     if damaged > config.max_damaged:
         raise UserError(
             f"the corpus has {damaged:,} damaged records so far, more than data.max_damaged = "
-            f"{config.max_damaged:,}: see damaged-*.jsonl in {partial}; raise the limit to go on "
-            "without them, or repair the corpus and remove that folder"
+            f"{config.max_damaged:,}: see damaged-*.jsonl in {partial}; raise the limit to leave "
+            "them out, or repair the corpus and remove that folder"
         )
 
 

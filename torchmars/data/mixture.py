@@ -62,7 +62,7 @@ class Shares:
         return result
 
     def changed(self, weights: Sequence[float], sample: int) -> "Shares":
-        """Return the shares of a run that goes on with `weights` from a sample.
+        """Return the shares of a run that resumes with `weights` from a sample.
 
         They are these themselves where no share changes.
         """

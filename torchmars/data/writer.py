@@ -59,7 +59,7 @@ def read_progress(folder: Path, number: int) -> PieceProgress:
         return PieceProgress()
     except (OSError, ValueError, UserError) as error:
         raise UserError(
-            f"{file} cannot be read ({error}): remove the folder {folder} to begin anew"
+            f"{file} cannot be read ({error}): remove the folder {folder} to start over"
         ) from None
 
 
@@ -111,7 +111,7 @@ class PieceWriter:
             if not file.exists() or file.stat().st_size < length:
                 raise UserError(
                     f"{file} is shorter than its piece's progress says: remove the folder "
-                    f"{self.folder} to begin anew"
+                    f"{self.folder} to start over"
                 )
             os.truncate(file, length)
 

@@ -64,7 +64,7 @@ class Scorer:
         sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=self.layout.device)
         data, stride = self.layout.data, self.batch_size * self.layout.data.size
         self.model.train(False)
-        # Every length would be compiled anew.
+        # Every length would be compiled again.
         with torch.compiler.set_stance("force_eager"):
             for begin in range(0, len(order), stride):
                 group = order[begin : begin + stride]

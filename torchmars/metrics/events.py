@@ -105,7 +105,7 @@ class EventLog:
         """
         if not is_gone(path.parent):
             say(
-                f"warning: {path} was deleted or moved while the run went on, and begins anew",
+                f"warning: {path} was deleted or moved while the run went on, and starts over",
                 error=True,
             )
             self.add("deleted", step, what=path.name)

@@ -111,7 +111,7 @@ class FusedColwiseParallel(ColwiseParallel):
 def exchange_parts(x: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's share of each of `parts` fused projections.
 
-    Of `x` [..., parts * width / ranks] rank r has run r of the fused width. That are `parts` units
+    Of `x` [..., parts * width / ranks] rank r has run r of the fused width. These are `parts` units
     of width / ranks each; unit u is share u % ranks of projection u // ranks.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -1,6 +1,6 @@
 "use strict";
 
-// The charts of a page: what is in view is drawn, what was changed is drawn anew.
+// The charts of a page: what is in view is drawn, what was changed is drawn again.
 
 // Makes the traces and the layout of a chart, by the kind of the chart: see the other scripts.
 const KINDS = {};

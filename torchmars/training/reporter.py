@@ -113,7 +113,7 @@ class RunReporter:
         self._say(
             "stopped",
             f"by {signal or 'a signal to another rank'} after step {step}, saved; "
-            "the same command goes on",
+            "the same command resumes",
         )
         self.events.add("stopped", step, signal=signal)
 

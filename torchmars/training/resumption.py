@@ -1,4 +1,4 @@
-"""Whether a run can go on from a checkpoint of its own, or start from another one's weights.
+"""Whether a run can resume from a checkpoint of its own, or start from another one's weights.
 
 It is apart from preparation.py for what it imports: a second that a new run need not wait for.
 """

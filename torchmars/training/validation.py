@@ -74,7 +74,7 @@ class Validation:
     def sample(self) -> str:
         """Return a text by the model as it is now."""
         self.model.train(False)
-        # Every length of context would be compiled anew.
+        # Every length of context would be compiled again.
         with torch.compiler.set_stance("force_eager"):
             pieces = stream_text(
                 predict_anew(self.model.next_logits, self.model.whole.seq_len),
