@@ -72,7 +72,7 @@ def test_memory_and_time_of_the_options(tmp_path):
         activations = replace(config.activation_checkpoint, mode=mode)
         parallelism = replace(config.parallelism, accumulate=accumulate)
         each = replace(config, activation_checkpoint=activations, parallelism=parallelism)
-        found = estimate(each, model, work, WORLD_SIZE, WORLD_SIZE)  # one machine: nothing waits
+        found = estimate(each, work, WORLD_SIZE, WORLD_SIZE)  # one machine: nothing waits
         return found.memory, found.seconds
 
     none, selective, full = figures(), figures("selective"), figures("full")
@@ -104,9 +104,7 @@ def test_orthogonalisation_costs_time(tmp_path):
     model = build_meta_model(config.model, 257, config.training.seq_len)
     without = Work.of(model)
     work = without.with_optimizer(build_optimizer(muon.optimizer, 1.0, model))
-    less, more = (
-        estimate(config, model, each, WORLD_SIZE, PER_NODE).seconds for each in (without, work)
-    )
+    less, more = (estimate(config, each, WORLD_SIZE, PER_NODE).seconds for each in (without, work))
     assert work.owner_flops > 0
     assert more - less == pytest.approx(work.owner_flops / WORLD_SIZE / FLOPS)
 

@@ -75,7 +75,7 @@ def find_layouts(
     optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, model)
     work = Work.of(model).with_optimizer(optimizer)
     found = [
-        estimate(each, model, work, world_size, per_node)
+        estimate(each, work, world_size, per_node)
         for each in layouts(config, model, world_size, per_node)
     ]
     fitting = [each for each in found if each.memory < memory - RESERVED]
@@ -147,19 +147,14 @@ def in_memory(layout: ResolvedConfig, model: Model, world_size: int) -> Iterator
             yield each
 
 
-def powers_of_2(most: int) -> Iterator[int]:
-    """Yield 1, 2, 4, ... up to `most`."""
-    size = 1
-    while size <= most:
-        yield size
-        size *= 2
+def powers_of_2(most: int) -> list[int]:
+    """Return 1, 2, 4, ... up to `most`."""
+    return [2**power for power in range(most.bit_length())]
 
 
-def estimate(
-    config: ResolvedConfig, model: Model, work: "Work", world_size: int, per_node: int
-) -> Candidate:
+def estimate(config: ResolvedConfig, work: "Work", world_size: int, per_node: int) -> Candidate:
     """Return a layout with its memory and the time of its step."""
-    parallelism, training = config.parallelism, config.training
+    model, parallelism, training = work.model, config.parallelism, config.training
     degrees = parallelism.degrees(world_size)
     size, microbatches = training.microbatches(degrees.data, parallelism.stages)
     mode, again = config.activation_checkpoint.mode, computed_again(config.activation_checkpoint)
@@ -229,6 +224,8 @@ def in_flight(ranks: int, stages: int) -> int:
 class Work:
     """What a model and its optimizer take, whatever the layout."""
 
+    model: Model
+    """Without memory."""
     parameters: int
     block: int
     """Parameters of a block."""
@@ -240,7 +237,6 @@ class Work:
     """The FLOPs of the head, in those of a block."""
     keys: int
     """Width of keys and values together."""
-    width: int
     given: int
     """Width of what layers before attention and the activation function give, of a block."""
     taken: int
@@ -261,15 +257,14 @@ class Work:
             for name, each in model.named_parameters()
             if name.startswith("blocks.0.") and each.ndim == 2
         ]
-        heads, kv_heads = model.heads
         return cls(
+            model,
             parameters,
             own,
             parameters - len(model.blocks) * own,
             model.flops_per_token(),
             head_in_blocks(model),
-            2 * model.width * kv_heads // heads,
-            model.width,
+            2 * model.heads[1] * model.head_width,
             given=sum(each.shape[0] for cut, each in matrices if cut != "columns"),
             taken=sum(each.shape[1] for cut, each in matrices if cut == "columns"),
         )
@@ -287,14 +282,15 @@ class Work:
 
         They are bfloat16. `mode` is that of activation checkpointing.
         """
+        width = self.model.width
         if mode == "full":
-            return 2 * self.width / tp
+            return 2 * width / tp
         if mode == "selective":
             # The sums of attention and MLP over tp are whole on each rank before they are added.
-            return 4 * self.width + (2 * self.given + 4 * self.width) / tp
+            return 4 * width + (2 * self.given + 4 * width) / tp
         # Each rank has the whole inputs of attention and MLP. What a layer gives is kept once more
         # after an activation function or a rotation.
-        return 4 * self.width + (4 * self.given + 2 * self.taken + 12 * self.width) / tp
+        return 4 * width + (4 * self.given + 2 * self.taken + 12 * width) / tp
 
 
 def found_table(found: list[Candidate], config: ResolvedConfig) -> list[str]:

@@ -26,21 +26,13 @@ class Effect:
     change: Counter[str] = field(default_factory=Counter)
     """What there is after the work, beside what there was before."""
 
-    def __add__(self, other: "Effect") -> "Effect":
-        """Return the effect of both at once."""
+    def changed(self, more: "Effect", less: "Effect") -> "Effect":
+        """Return the effect with that of `more` added and that of `less` taken away."""
         total = Effect(self.peak.copy(), self.change.copy())
-        total.peak.update(other.peak)
-        total.change.update(other.change)
+        for effect, count in ((more, Counter.update), (less, Counter.subtract)):
+            count(total.peak, effect.peak)
+            count(total.change, effect.change)
         return total
-
-    def __neg__(self) -> "Effect":
-        """Return the opposite."""
-        return Effect(
-            *(
-                Counter({kind: -size for kind, size in each.items()})
-                for each in (self.peak, self.change)
-            )
-        )
 
 
 class MemoryCounter(TorchDispatchMode):

@@ -79,8 +79,8 @@ def simulate_stages(
                 effects[place, "I", 1] = stage.backward_of_inputs()
                 effects[place, "W", 1] = stage.backward_of_weights()
         for which in (0, -1) if split else ():
-            own = effects[place, "B", which] + -effects[place, "B", 1]
-            effects[place, "W", which] = effects[place, "W", 1] + own
+            own, others = effects[place, "B", which], effects[place, "B", 1]
+            effects[place, "W", which] = effects[place, "W", 1].changed(own, others)
     if model.tied is not None:
         exchange_table(model.tied, passes, traffic)
     return effects

@@ -1,5 +1,6 @@
 """What a pipeline does when, which ranks wait meanwhile, and what each of them has in memory."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -73,10 +74,12 @@ def bubble(
         for rank, actions in enumerate(ranks):
             while places[rank] < len(actions):
                 action = actions[places[rank]]
-                needed = _needed(action, len(costs))
-                if not all(_done(each, ends) for each in needed):
+                starts = [
+                    max((ends[each] for each in ones if each in ends), default=math.inf)
+                    for ones in _needed(action, len(costs))
+                ]
+                if (start := max([clocks[rank], *starts])) == math.inf:
                     break
-                start = max([clocks[rank], *(_end(each, ends) for each in needed)])
                 clocks[rank] = start + works[action.kind] * costs[action.stage]
                 ends[action] = clocks[rank]
                 places[rank] += 1
@@ -95,14 +98,6 @@ def _needed(action: Action, stages: int) -> list[tuple[Action, ...]]:
     if stage == stages - 1:
         return [(Action("F", stage, microbatch),)]
     return [(Action("B", stage + 1, microbatch), Action("I", stage + 1, microbatch))]
-
-
-def _done(each: tuple[Action, ...], ends: Mapping[Action, float]) -> bool:
-    return any(action in ends for action in each)
-
-
-def _end(each: tuple[Action, ...], ends: Mapping[Action, float]) -> float:
-    return max(ends[action] for action in each if action in ends)
 
 
 def peak_of(actions: Sequence[Action], effects: Effects) -> Counter[str]:

@@ -119,8 +119,8 @@ class Plan:
         """The time of a step on GPUs, estimated by formulas; None on CPUs."""
         if not self.per_node:
             return None
-        work, world = Work.of(self.whole).with_optimizer(self.optimizer), self.layout.world.size
-        return estimate(self.config, self.whole, work, world, self.per_node).seconds
+        work = Work.of(self.whole).with_optimizer(self.optimizer)
+        return estimate(self.config, work, self.layout.world.size, self.per_node).seconds
 
     @property
     def flops_per_token(self) -> int:

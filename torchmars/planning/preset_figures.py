@@ -11,7 +11,7 @@ from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, short
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.models import Model, build_meta_model
+from torchmars.models import build_meta_model
 from torchmars.optim.rules import variance_reduced
 from torchmars.planning.assumptions import ESTIMATED, PER_NODE
 from torchmars.planning.find import Work, estimate
@@ -28,8 +28,8 @@ class PresetFigures:
 
     preset: Preset
     config: ResolvedConfig
-    model: Model
-    """Without memory."""
+    work: Work
+    """What its model takes."""
     seconds: float
     """Of a step, as estimated."""
 
@@ -38,14 +38,8 @@ class PresetFigures:
         """Return the figures of a preset on its GPUs."""
         config = config_from_sources(preset.sources())
         tokenizer = load_tokenizer(config.data.tokenizer)
-        model, work = measured_model(config.model, tokenizer.vocab_size, config.training.seq_len)
-        found = estimate(config, model, work, preset.gpus, PER_NODE)
-        return cls(preset, config, model, found.seconds)
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        work = work_of(config.model, tokenizer.vocab_size, config.training.seq_len)
+        return cls(preset, config, work, estimate(config, work, preset.gpus, PER_NODE).seconds)
 
     @property
     def tokens(self) -> int:
@@ -63,7 +57,7 @@ class PresetFigures:
         assumed = "" if self.preset.layout_published else "*"
         return (
             self.preset.name,
-            short(self.parameters),
+            short(self.work.parameters),
             short(self.tokens),
             f"{self.preset.gpus}{assumed}",
             f"{self.hours:,.0f}",
@@ -73,10 +67,9 @@ class PresetFigures:
 
 
 @cache
-def measured_model(config: ModelConfig, vocab_size: int, seq_len: int) -> tuple[Model, Work]:
-    """Return the model of a config without memory, and its work. Presets share their models."""
-    model = build_meta_model(config, vocab_size, seq_len)
-    return model, Work.of(model)
+def work_of(config: ModelConfig, vocab_size: int, seq_len: int) -> Work:
+    """Return what the model of a config takes. Presets share their models."""
+    return Work.of(build_meta_model(config, vocab_size, seq_len))
 
 
 def preset_table(presets: Iterable[Preset]) -> list[str]:
@@ -104,7 +97,7 @@ def preset_page(preset: Preset) -> list[str]:
     sections = {
         "preset": [preset.name],
         "files": [" ".join(preset.files)],
-        "model": [f"{figures.parameters:,} parameters: {figures.model.describe()}"],
+        "model": [f"{figures.work.parameters:,} parameters: {figures.work.model.describe()}"],
         "batch": [
             f"{training.global_batch_size} x {training.seq_len} tokens a step, "
             f"{counted(training.steps, 'step')}, {short(figures.tokens)} tokens of "
