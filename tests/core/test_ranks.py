@@ -18,7 +18,7 @@ def dies_by_a_signal():
 
 
 def waits_for_the_other():
-    time.sleep(5)
+    time.sleep(600)
 
 
 def test_the_stacks_of_all_ranks_are_shown_where_one_dies_by_a_signal():

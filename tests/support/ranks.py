@@ -70,6 +70,10 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
             process.start()
         try:
             outcomes = _collect(results, ranks, time.monotonic() + PATIENCE, Path(folder))
+        except BaseException:
+            for process in ranks:
+                process.kill()
+            raise
         finally:
             for process in ranks:
                 process.join(timeout=10)
@@ -103,15 +107,22 @@ def _collect(
 
 def _stacks(ranks: list[Any], folder: Path) -> str:
     """Where each rank stands, or stood when a signal ended it."""
-    alive = [process for process in ranks if process.is_alive()]
-    for process in alive:
+    alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for rank in alive:
         with contextlib.suppress(OSError):
-            os.kill(process.pid, SHOW_STACK)
-    if alive:
-        time.sleep(1)  # to write
-    stacks = [_stack_file(folder, rank) for rank in range(len(ranks))]
-    texts = [file.read_text(errors="replace") if file.exists() else "" for file in stacks]
+            os.kill(ranks[rank].pid, SHOW_STACK)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and any(
+        ranks[rank].is_alive() and not _stack_of(folder, rank) for rank in alive
+    ):
+        time.sleep(0.1)
+    texts = [_stack_of(folder, rank) for rank in range(len(ranks))]
     return "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
+
+
+def _stack_of(folder: Path, rank: int) -> str:
+    file = _stack_file(folder, rank)
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _stack_file(folder: Path, rank: int) -> Path:
