@@ -98,12 +98,10 @@ def results_json(
     measured: list[MeasuredConfig], machine: dict[str, Any], warmup: int, steps: int
 ) -> str:
     """Return all that was measured as JSON."""
-    values: dict[str, Any] = {
-        "machine": machine,
-        "warmup": warmup,
-        "steps": steps,
-        "configs": [asdict(each) | {"tokens_per_second": asdict(each.rate())} for each in measured],
-    }
+    values: dict[str, Any] = {"machine": machine, "warmup": warmup, "steps": steps}
+    values["configs"] = [
+        asdict(each) | {"tokens_per_second": asdict(each.rate())} for each in measured
+    ]
     if len(measured) == 2:
         values["ratio"] = asdict(ratios(*measured))
     return json.dumps(values, indent=2) + "\n"

@@ -5,7 +5,6 @@ from functools import partial
 
 from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state_dict import seed_rng
-from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
 from torchmars.core.files import lock
 from torchmars.data.loader import Loader
@@ -26,7 +25,6 @@ from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import evaluation_tasks, prepare_data, write_settings
-from torchmars.training.profiler import Profiler
 from torchmars.training.reporter import RunReporter
 from torchmars.training.schedule import Schedule
 from torchmars.training.summary import introduction
@@ -102,8 +100,6 @@ class ResumedOptimizer:
     """The optimizer, and the checkpoints that keep its state and the rest of the run's."""
 
     optimizer: MARS
-    whole: MARS
-    """The optimizer of the whole model, without memory."""
     schedule: Schedule
     checkpointer: Checkpointer
     resumed: Resumed
@@ -125,7 +121,7 @@ def resume_optimizer(
     resumed = checkpointer.resume()
     data.loader.seek(resumed.state.position, resumed.state.shares)
     schedule = Schedule(config.schedule, section.lr, config.training.steps, optimizer)
-    return ResumedOptimizer(optimizer, whole, schedule, checkpointer, resumed)
+    return ResumedOptimizer(optimizer, schedule, checkpointer, resumed)
 
 
 @dataclass(frozen=True)
@@ -136,8 +132,6 @@ class RunReports:
     evaluation: Evaluation
     metrics: Metrics
     reporter: RunReporter
-    profiler: Profiler
-    watchdog: Watchdog
 
 
 def build_reports(
@@ -174,13 +168,9 @@ def build_reports(
         events,
         write=not complete,
     )
-    lines = introduction(
-        config, layout, abilities, model.whole, optimizer.whole, mixture, optimizer.resumed
-    )
+    whole = model.whole, optimizer.checkpointer.whole_optimizer
+    lines = introduction(config, layout, abilities, *whole, mixture, optimizer.resumed)
     reporter = RunReporter(
         config, layout, optimizer.optimizer, metrics, events, lines, mixture, data.loader.epochs
     )
-    profiler = Profiler(config.profiler, config.run.path / "profile", layout)
-    save_group = optimizer.checkpointer.saver.group
-    watchdog = Watchdog(config.run.hang, layout, config.guards.hang_seconds, save_group)
-    return RunReports(validation, evaluation, metrics, reporter, profiler, watchdog)
+    return RunReports(validation, evaluation, metrics, reporter)

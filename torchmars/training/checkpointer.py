@@ -1,5 +1,6 @@
 """A run's one handle on its checkpoints: resume, save, roll back."""
 
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,22 @@ from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.ema import MovingAverage
 from torchmars.training.guards import recent
-from torchmars.training.run_state import RunState
+
+
+@dataclass
+class RunState:
+    """The state of a run after a step. It is the same on every rank."""
+
+    step: int = 0
+    """Optimizer steps made."""
+    position: int = 0
+    """Samples of the global data order consumed."""
+    validation_loss: float | None = None
+    """The validation loss at this step, if it was measured."""
+    recent_losses: deque[float] = field(default_factory=recent)
+    """Losses of the last steps without outliers, oldest first."""
+    shares: Shares = field(default_factory=Shares)
+    """What deals the samples to the parts of the mixture."""
 
 
 @dataclass

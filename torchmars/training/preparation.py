@@ -79,7 +79,7 @@ def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:
     `UserError` if the shards do not fit the model or the batch.
     """
     training = config.training
-    if not all(map(has_manifest, data_folders(config))):
+    if prepared_data(config) is None:
         build_meta_model(config.model, 1, training.seq_len)  # mistakes, before minutes of work
     data = mixture_of(config.data, [prepare_shards(corpus) for corpus in config.data.corpora()])
     model = build_meta_model(config.model, data.vocab_size, training.seq_len)
@@ -88,14 +88,9 @@ def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:
     return data
 
 
-def data_folders(config: ResolvedConfig) -> list[Path]:
-    """Return the folders of the run's shards."""
-    return [Path(corpus.path) for corpus in config.data.corpora()]
-
-
 def prepared_data(config: ResolvedConfig) -> Mixture | None:
     """Return the run's corpora; None if the shards of one are not made yet."""
-    folders = data_folders(config)
+    folders = [Path(corpus.path) for corpus in config.data.corpora()]
     if not all(map(has_manifest, folders)):
         return None
     return mixture_of(config.data, [read_manifest(folder) for folder in folders])

@@ -11,8 +11,7 @@ from torchmars.metrics.events import EventLog
 from torchmars.metrics.metrics import Metrics
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
-from torchmars.training.checkpointer import Resumed
-from torchmars.training.run_state import RunState
+from torchmars.training.checkpointer import Resumed, RunState
 
 
 class RunReporter:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from torchmars.cluster.signals import StopSignals
+from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.files import is_gone
@@ -21,6 +22,7 @@ from torchmars.training.build import (
     resume_optimizer,
 )
 from torchmars.training.guards import LossGuard
+from torchmars.training.profiler import Profiler
 
 
 def build_trainer(config: ResolvedConfig, layout: Layout) -> "Trainer":
@@ -58,7 +60,10 @@ class Trainer:
         self.checkpointer, self.resumed = optimizer.checkpointer, optimizer.resumed
         self.validation, self.evaluation = reports.validation, reports.evaluation
         self.reporter, self.metrics = reports.reporter, reports.metrics
-        self.profiler, self.watchdog = reports.profiler, reports.watchdog
+        self.profiler = Profiler(config.profiler, config.run.path / "profile", layout)
+        self.watchdog = Watchdog(
+            config.run.hang, layout, config.guards.hang_seconds, self.checkpointer.saver.group
+        )
         self.signals = StopSignals()
         self.flags: FlagExchange
         """What the ranks tell each other during a step."""
@@ -95,9 +100,8 @@ class Trainer:
 
     def train(self) -> bool:
         """Make the steps that are left; return whether all were made, or a signal ended them."""
-        state, last = self.state, self.config.training.steps
-        evaluation, checkpoint = self.config.evaluation.interval, self.config.checkpoint
-        if state.step and state.validation_loss is None and self.validation_due():
+        state, config, last = self.state, self.config, self.config.training.steps
+        if state.step and state.validation_loss is None and self.due(config.validation.interval):
             self.validate()  # a signal stopped the run before it could
         while self.state.step < last:
             with self.profiler.step(self.state.step + 1):
@@ -108,16 +112,20 @@ class Trainer:
                 continue
             state = self.state
             state.step, state.validation_loss = state.step + 1, None
-            if state.step == 1 or self.due(self.config.metrics.log_interval):
+            if state.step == 1 or self.due(config.metrics.log_interval):
                 self.report(*made)
             self.reporter.report_epochs(self.loader.epochs)
             stop = stop and state.step < last
             with self.metrics.throughput.paused():
-                if self.validation_due() and not stop:
+                if self.due(config.validation.interval) and not stop:
                     self.validate()
-                if not stop and self.due(evaluation, at_end=evaluation > 0):
+                if not stop and self.due(config.evaluation.interval):
                     self.evaluate()
-                if stop or overdue or self.due(checkpoint.interval, checkpoint.at_end):
+                if (
+                    stop
+                    or overdue
+                    or self.due(config.checkpoint.interval, config.checkpoint.at_end)
+                ):
                     self.save()
             self.watchdog.beat(f"step {state.step + 1}")
             if stop:
@@ -227,24 +235,19 @@ class Trainer:
         self.without_last_grad = self.checkpointer.look_ahead_parameters()
         self.reporter.rewind(reached, self.state, resumed.folder)
 
-    def due(self, interval: int, at_end: bool = True) -> bool:
-        """Return whether it is the step of what is done every `interval` steps (0: never).
+    def due(self, interval: int, at_end: bool | None = None) -> bool:
+        """Return whether something done every `interval` steps (0: never) and `at_end` is due.
 
-        What is done `at_end` is due after the last step too.
+        By default it is done at the end too where it is done at all.
         """
-        step = self.state.step
-        ends = at_end and step == self.config.training.steps
-        return ends or (interval > 0 and step % interval == 0)
+        step, last = self.state.step, self.config.training.steps
+        ends = interval > 0 if at_end is None else at_end
+        return (ends and step == last) or (interval > 0 and step % interval == 0)
 
     def report(self, loss: Tensor, lr: float) -> None:
         """Report the step just made. Waits for the device."""
         telemetry = self.reporter.report(self.state, self.layout.mean_loss(loss), lr)
         self.loss_guard.check_skipped(telemetry, self.state.step)
-
-    def validation_due(self) -> bool:
-        """Return whether the validation loss is to be measured at this step."""
-        interval = self.config.validation.interval
-        return self.due(interval, at_end=interval > 0)
 
     def validate(self) -> None:
         """Measure and report the validation loss."""

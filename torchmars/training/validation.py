@@ -43,7 +43,9 @@ class Validation:
         totals = torch.zeros(len(self.data.parts), 2, dtype=torch.float64, device=layout.device)
         batches: list[tuple[Tensor, list[int]]] = []
         # Before the first forward pass, which needs all ranks.
-        layout.on_all(lambda: batches.extend(self._batches()))
+        reading = self.windows, self.data.weights, self.config.windows, self.batch_size
+        ranks = layout.data.rank, layout.data.size
+        layout.on_all(lambda: batches.extend(validation_batches(*reading, *ranks)))
         self.model.train(False)
         for tokens, parts in batches:
             losses = self.model.losses(tokens)[: len(parts)]
@@ -57,19 +59,6 @@ class Validation:
         targets = [row[1] for row in means]
         loss = sum(row[0] for row in means) / sum(targets)
         return loss, self.data.bits_per_byte("validation", loss, targets), of_parts
-
-    def _batches(self) -> list[tuple[Tensor, list[int]]]:
-        ranks, config = self.layout.data, self.config
-        return list(
-            validation_batches(
-                self.windows,
-                self.data.weights,
-                config.windows,
-                self.batch_size,
-                ranks.rank,
-                ranks.size,
-            )
-        )
 
     def sample(self) -> str:
         """Return a text by the model as it is now."""
