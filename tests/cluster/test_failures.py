@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -33,12 +34,12 @@ def ended(folder, rank, code, error=None, at=0):
     )
 
 
-def first(folder, *ranks):
+def first(folder, *ranks, clock=time):
     logs = RankLogs(folder / "logs", folder / "scratch", {0}, print)
     logs.launch, logs.machines = "n1-1234", 2
     logs.last = {rank: [f"the last line of {rank}"] for rank, _ in ranks}
     return first_failure(
-        [failure_of(rank, failure, logs.last[rank]) for rank, failure in ranks], logs
+        [failure_of(rank, failure, logs.last[rank]) for rank, failure in ranks], logs, clock
     )
 
 
@@ -103,17 +104,12 @@ class Clock:
         self.now += seconds
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(failures, "time", Clock())
-    return failures.time
-
-
 @pytest.mark.parametrize("writable", [True, False])
-def test_a_machine_that_hears_nothing_does_not_wait_for_ever(tmp_path, clock, writable):
+def test_a_machine_that_hears_nothing_does_not_wait_for_ever(tmp_path, writable):
+    clock = Clock()
     if not writable:
         (tmp_path / "logs").write_text("a file where the folder should be")
-    assert first(tmp_path, ended(tmp_path, 0, 1, CLOSED, at=10)).kind != Kind.CAUSE
+    assert first(tmp_path, ended(tmp_path, 0, 1, CLOSED, at=10), clock=clock).kind != Kind.CAUSE
     assert clock.now == pytest.approx(failures.WAIT_SECONDS if writable else 0, abs=0.5)
 
 
@@ -122,23 +118,24 @@ NO_TRAFFIC = (
 )
 
 
-def test_silence_of_the_network_is_the_verdict_unless_a_rank_has_died(tmp_path, clock, monkeypatch):
+def test_silence_of_the_network_is_the_verdict_unless_a_rank_has_died(tmp_path, monkeypatch):
+    clock = Clock()
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     lost, silent = ended(tmp_path, 0, 1, CLOSED, at=10), ended(tmp_path, 1, 2, NO_TRAFFIC, at=11)
-    verdict = first(tmp_path, lost, silent)
+    verdict = first(tmp_path, lost, silent, clock=clock)
     assert (verdict.code, verdict.message) == (2, NO_TRAFFIC.replace("NoTraffic", "error"))
     began = clock.now
     assert began > failures.WAIT_SECONDS
     monkeypatch.setenv("SLURMD_NODENAME", "n2")  # all machines say the same: none waits for a cause
-    assert first(tmp_path, ended(tmp_path, 2, 2, NO_TRAFFIC, at=9)).code == 2
+    assert first(tmp_path, ended(tmp_path, 2, 2, NO_TRAFFIC, at=9), clock=clock).code == 2
     assert clock.now < began + 1
     monkeypatch.setenv("SLURMD_NODENAME", "n3")
-    assert first(tmp_path, ended(tmp_path, 4, -9)).code == -9
+    assert first(tmp_path, ended(tmp_path, 4, -9), clock=clock).code == -9
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    assert first(tmp_path, ended(tmp_path, 0, 2, NO_TRAFFIC, at=11)).rank == 4
+    assert first(tmp_path, ended(tmp_path, 0, 2, NO_TRAFFIC, at=11), clock=clock).rank == 4
 
 
-def test_a_hang_comes_before_the_kill_of_the_rank_that_did_not_end(tmp_path, clock):
+def test_a_hang_comes_before_the_kill_of_the_rank_that_did_not_end(tmp_path):
     """Torchrun kills a stopped rank 30 s after it has asked it to end."""
     logs = RankLogs(tmp_path / "logs", tmp_path / "scratch", {0}, print)
     _, hung = ended(tmp_path, 1, 70)
@@ -146,7 +143,7 @@ def test_a_hang_comes_before_the_kill_of_the_rank_that_did_not_end(tmp_path, clo
     hung.timestamp, killed.timestamp = 100, 130
     report = "error: no step for ...\n  rank 0: ..."
     ours = [failure_of(0, killed, ["its last line"]), hang_of(1, hung, report)]
-    failure = first_failure(ours, logs)
+    failure = first_failure(ours, logs, Clock())
     assert (failure.code, failure.rank, failure.message) == (70, 1, report)
 
 

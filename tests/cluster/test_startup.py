@@ -2,7 +2,7 @@
 
 import errno
 import os
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,34 +31,24 @@ def compare(tables, store, odd):
         "RDZV_TIMEOUT": "3" if odd == "absent" else "100",
     }
     startup.LOOK_SECONDS = 1.0
-    now = 1060.0 if rank == 1 and odd == "late" else 1000.0
-    startup.time = type(
-        "Clock",
-        (),
-        {"time": staticmethod(lambda: now), "monotonic": time.monotonic, "sleep": time.sleep},
-    )
+    changes = {"clock": 1000.0, "config": "the same"}
     if rank == 1:
         if odd == "absent":
             return None
         if odd == "elsewhere":
             tables["run"]["folder"] += "-elsewhere"
-            startup.config_text = lambda config: "the same"
         if odd == "other data":
             tables["data"]["path"] += "-elsewhere"
-            startup.config_text = lambda config: "the same"
-        if odd == "code":
-            startup.code_hash = lambda: "0123456789ab"
-        if odd == "gpu":
-            startup.device_name = lambda: "NVIDIA H100"
-    else:
-        startup.config_text = (
-            startup.config_text
-            if odd not in ("elsewhere", "other data")
-            else lambda config: "the same"
-        )
+        changes |= {
+            "code": {"code": "0123456789ab"},
+            "gpu": {"device": "NVIDIA H100"},
+            "late": {"clock": 1060.0},
+        }.get(odd, {})
     try:
         return startup.check_ranks(
-            config_from_tables(tables, "in a test"), dist.FileStore(store, 2)
+            config_from_tables(tables, "in a test"),
+            dist.FileStore(store, 2),
+            lambda config: replace(startup.own_report(config), **changes),
         )
     except (UserError, LostRank) as error:
         return f"{type(error).__name__}: {error}"

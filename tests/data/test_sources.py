@@ -95,20 +95,18 @@ def test_another_validation_fraction_is_refused(config, tmp_path):
 
 def disturbed(tables, at, disturb, on_rank):
     """Train; before step `at` this rank disturbs the data if it is `on_rank`. What it said."""
-    from torchmars.training.trainer import Trainer
 
-    train_step, disturbance = Trainer.train_step, DISTURBANCES[disturb]
+    def change(trainer):
+        train_step = trainer.train_step
 
-    def step(self):
-        if self.state.step + 1 == at and self.layout.world.rank == on_rank:
-            disturbance(Path(tables["data"]["path"]))
-        return train_step(self)
+        def step():
+            if trainer.state.step + 1 == at and trainer.layout.world.rank == on_rank:
+                DISTURBANCES[disturb](Path(tables["data"]["path"]))
+            return train_step()
 
-    Trainer.train_step = step
-    try:
-        return listen_here(tables)
-    finally:
-        Trainer.train_step = train_step
+        trainer.train_step = step
+
+    return listen_here(tables, change)
 
 
 def disturbed_by_all(tables):

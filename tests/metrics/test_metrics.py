@@ -58,10 +58,10 @@ def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
 
 
 def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(throughput, "peak_flops", lambda device: 1e6)
     now = [0.0]
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
     writer = open_metrics(tiny_config(tmp_path), ranks=2, flops_per_token=1000)
+    writer.throughput.peak_flops = 2e6
     now[0] = 1.0
     writer.train(1, loss=2.0, bits=math.nan, lr=0.1, telemetry={"grad_norm": 0.5})
     assert "mfu 25.6%" in capsys.readouterr().out  # 512 tokens/s x 1000 FLOP of 2 x 10^6

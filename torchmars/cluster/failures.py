@@ -9,6 +9,7 @@ import re
 import time
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -84,7 +85,7 @@ def lost_machines(reason: str) -> Failure:
     return Failure(process.node(), -1, 1, time.time(), text, Kind.FALLOUT)
 
 
-def first_failure(ours: list[Failure], logs: RankLogs) -> Failure:
+def first_failure(ours: list[Failure], logs: RankLogs, clock: Any = time) -> Failure:
     """Return the failure of the rank that failed first, on any machine.
 
     The machines exchange failures by files beside the logs, under a name of this launch.
@@ -97,11 +98,11 @@ def first_failure(ours: list[Failure], logs: RankLogs) -> Failure:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{logs.launch}-{mine.node}-{mine.rank}.json"
         write_durably(file, json.dumps(asdict(mine)))
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = clock.monotonic() + WAIT_SECONDS
         while len(known) < logs.machines and all(failure.kind for failure in known):
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 break
-            time.sleep(0.2)
+            clock.sleep(0.2)
             files = folder.glob(f"{logs.launch}-*.json")
             known = [Failure(**json.loads(file.read_text())) for file in files]
     return min(known, key=lambda failure: (failure.kind, failure.time, failure.rank))

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -52,7 +52,27 @@ class RankReport:
     """What is wrong with the run folder as this machine sees it; empty if nothing is."""
 
 
-def check_ranks(config: ResolvedConfig, store: dist.Store) -> str:
+def own_report(config: ResolvedConfig) -> RankReport:
+    """Return the report of this rank, which has not looked at the run folder."""
+    clock = time.time()
+    folders = [Path(corpus.path) for corpus in config.data.corpora()]
+    return RankReport(
+        process.node(),
+        code_hash(),
+        torch.__version__,
+        digest(config_text(config).encode()),
+        data_hash(folders),
+        device_name(),
+        clock,
+        "",
+    )
+
+
+def check_ranks(
+    config: ResolvedConfig,
+    store: dist.Store,
+    look: Callable[[ResolvedConfig], RankReport] = own_report,
+) -> str:
     """Wait for all ranks and compare their reports, which they exchange by `store`.
 
     Returns a description of the cluster in lines; an empty one for a single machine. Raises
@@ -66,19 +86,10 @@ def check_ranks(config: ResolvedConfig, store: dist.Store) -> str:
         wait_for_ranks(store, "here", size)
         store.set("token", token.write())
     text = wait_for_value(store, "token")
-    clock = time.time()
+    report = look(config)  # its clock, now that all are here
     if rank > 0 and process.local_rank() == 0 and text:
         token.check(text)
-    report = RankReport(
-        process.node(),
-        code_hash(),
-        torch.__version__,
-        digest(config_text(config).encode()),
-        data_hash([Path(corpus.path) for corpus in config.data.corpora()]),
-        device_name(),
-        clock,
-        token.problem,
-    )
+    report.folder = token.problem
     store.set(f"report/{rank}", json.dumps(asdict(report)))
     if rank == 0:
         wait_for_ranks(store, "report", size)

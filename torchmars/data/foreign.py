@@ -43,7 +43,6 @@ from torchmars.data.manifest import (
 from torchmars.data.progress_bar import ProgressBar
 from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
 
-SHARD_TOKENS = 100_000_000  # a large file is several shards, which ranks check side by side
 VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
 # Of llm.c's files, by magic number: the version that is read, and the tokens' dtype.
 LLMC_HEADER = 256 * 4
@@ -78,8 +77,10 @@ class ForeignTokens:
         return replace(self, offset=offset, count=end - begin)
 
 
-def index(config: ResolvedData, folder: Path) -> DataManifest:
+def index(config: ResolvedData, folder: Path, shard_tokens: int) -> DataManifest:
     """Read the files that data.source names, and leave their manifest in `folder`.
+
+    A large file is several shards of `shard_tokens` tokens, which ranks check side by side.
 
     Raises `UserError`, naming the file, for one that is not what its format says.
     """
@@ -104,7 +105,7 @@ def index(config: ResolvedData, folder: Path) -> DataManifest:
     total = sum(each.count for each in train + validation)
     with ProgressBar(f"reading {config.source}", total, 0, "tokens") as progress:
         splits = {
-            name: scan(tokens, tokenizer, progress.add)
+            name: scan(tokens, tokenizer, shard_tokens, progress.add)
             for name, tokens in (("train", train), ("validation", validation))
         }
     manifest = make_manifest(config, tokenizer, splits, found[0].dtype)
@@ -254,14 +255,17 @@ def cut(
 
 
 def scan(
-    found: list[ForeignTokens], tokenizer: Tokenizer, report: Callable[[int], object]
+    found: list[ForeignTokens],
+    tokenizer: Tokenizer,
+    shard_tokens: int,
+    report: Callable[[int], object],
 ) -> Split:
     """Return the split that has these tokens, which are all read.
 
     Calls `report` with the numbers of tokens read. Raises `UserError` for a token that the
     tokenizer does not have.
     """
-    parts = [part for each in found for part in in_shards(each)]
+    parts = [part for each in found for part in in_shards(each, shard_tokens)]
     end_of_text, vocab_size = tokenizer.end_of_text, tokenizer.vocab_size
 
     def read(part: ForeignTokens) -> tuple[Shard, int, int]:
@@ -292,10 +296,10 @@ def scan(
     return Split(sum(part.count for part in parts), counted, max(largest), list(shards))
 
 
-def in_shards(tokens: ForeignTokens) -> Iterator[ForeignTokens]:
+def in_shards(tokens: ForeignTokens, most: int) -> Iterator[ForeignTokens]:
     """Yield tokens in parts that are not too large for a shard."""
-    for begin in range(0, tokens.count, SHARD_TOKENS):
-        yield tokens.part(begin, min(begin + SHARD_TOKENS, tokens.count))
+    for begin in range(0, tokens.count, most):
+        yield tokens.part(begin, min(begin + most, tokens.count))
 
 
 def documents_ending_in(part: ForeignTokens) -> int:

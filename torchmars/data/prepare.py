@@ -55,7 +55,7 @@ def prepare_task(
     if not has_manifest(folder) and parse_source(config.source).kind in OF_TOKENS:
         with turn(folder):
             if not has_manifest(folder):
-                foreign.index(config, folder)
+                foreign.index(config, folder, sizes.shard_tokens)
     if not has_manifest(folder):
         plan = make_plan(config, sizes)
         try:
