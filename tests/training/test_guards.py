@@ -97,7 +97,7 @@ def test_a_spike_rolls_back_and_its_data_is_jumped(tables, mode):
     assert (
         out.count("spike     ") == 1
         and "rollback  to step 20" in out
-        and "goes on at sample 416" in out
+        and "continues at sample 416" in out
     )
     assert list(metrics(tables)) == list(range(1, 31))
     tokens = metrics(tables, "train/tokens")

@@ -148,7 +148,7 @@ def test_a_rollback_goes_forward_in_the_data_across_a_change_of_weights(folder):
     heavy = {"fox": 1.0, "noise": 1.0, "tokens": 8.0}
     tables = tables_of(folder, heavy, steps=19, name="spike") | {"guards": guards}
     out = run_ranks(with_spike, 2, tables, [18 * BATCH + 3])[0]
-    assert f"the data goes on at sample {19 * BATCH}" in out
+    assert f"the data continues at sample {19 * BATCH}" in out
     saved = read(run_folder_of(tables) / "checkpoints" / "step-00000019")
     before = Shares(list(WEIGHTS.values()), 0, [0, 0, 0]).counts(18 * BATCH)
     assert saved.shares == Shares(list(heavy.values()), 18 * BATCH, before)

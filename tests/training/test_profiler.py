@@ -42,7 +42,7 @@ def test_a_trace_of_steps_on_every_rank(tmp_path):
     [_, said, _], others = run_ranks(listen_to_each, 2, plain, traced, cut)
     folder = run_folder_of(traced) / "profile"
     assert f"profile   {folder}/steps-3-to-4-rank-*.json.gz\n" in said
-    assert "profile   no snapshots of memory: profiler.memory records that of GPUs only" in said
+    assert "profile   no snapshots of memory: profiler.memory records GPUs only" in said
     assert not any(others)
     assert sorted(file.name for file in folder.iterdir()) == [
         f"steps-3-to-4-rank-{number}.json.gz" for number in range(2)
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_after_the_trace_says_so(tmp_path, monkeypatch, capsy
         for number in (5, 6):
             with profiler.step(number):
                 pass
-    wanted = "profile   no trace: this run goes on with step 5, after profiler.start = 3\n"
+    wanted = "profile   no trace: this run continues with step 5, after profiler.start = 3\n"
     assert capsys.readouterr().out == wanted and not list(tmp_path.iterdir())
 
 

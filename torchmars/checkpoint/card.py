@@ -55,7 +55,7 @@ def model_card(models: Sequence[SavedModel], warning: str) -> str:
     return HEAD + CARD.format(
         name=config.run.name,
         version=version("torchmars"),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=model.parameter_count,
         family=config.model.name,
         shape=model.describe(),
         tokens=manifest.position * config.training.seq_len,

@@ -155,6 +155,11 @@ class Model(nn.Module, ABC):
             return None
         return 0.02 / math.sqrt(2 * self.n_layer) if name.endswith("proj.weight") else 0.02
 
+    @property
+    def parameter_count(self) -> int:
+        """How many parameters there are."""
+        return sum(each.numel() for each in self.parameters())
+
     def flops_per_token(self) -> int:
         """Return the FLOPs of the forward and backward pass of one token at full length.
 

@@ -160,7 +160,7 @@ class Layout:
         everyone: list[tuple[list[T], Exception | None]] = [([], None)] * self.world.size
         dist.all_gather_object(everyone, (results, reported), group=self.control)
         failures = [failure, *(each for _, each in everyone)]
-        for each in failures:  # that of this rank first
+        for each in failures:  # this rank's first
             if each is not None:
                 raise each
         return [result for (result,), _ in everyone]

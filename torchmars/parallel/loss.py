@@ -37,7 +37,7 @@ def mean_loss(
     DTensors on a mesh of one axis, with `weight` cut by rows: no rank then gathers logits. The
     forward pass takes `chunk` tokens at a time, and forms the gradients at once.
 
-    The gradient is also that of the z-loss: `z_loss` times the mean of log(Z)^2, where Z is the sum
+    The gradient includes the z-loss's: `z_loss` times the mean of log(Z)^2, where Z is the sum
     of the exponentials of a token's logits (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
     The value is without it, and so can be compared with a validation loss.
     """

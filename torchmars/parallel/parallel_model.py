@@ -133,8 +133,8 @@ class ParallelModel:
         """Accumulate the gradient of the mean loss over a global batch; return this rank's mean.
 
         `batch` are this rank's microbatches of windows, [batch, T + 1] each. The mean is over the
-        tokens that this rank computes the loss of, and 0 if it computes none. The gradient is also
-        that of the z-loss, which the mean is without. `enter_phase` is told what begins: "forward",
+        tokens that this rank computes the loss of, and 0 if it computes none. The gradient has
+        the z-loss's too, which the mean is without. `enter_phase` is told what begins: "forward",
         "backward", and "reduce", where the rest of the gradients' reduction is waited for; in a
         pipeline "pipeline", all of it.
         """

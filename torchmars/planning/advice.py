@@ -53,7 +53,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
     shards = plan.layout.group("dp_shard").size * plan.layout.group("cp").size
     parts = shards * plan.layout.group("tp").size
     held = sum(rank.weights for rank in plan.ranks)
-    excess = held * parts / (4 * plan.parameters)
+    excess = held * parts / (4 * plan.whole.parameter_count)
     if excess > 1.1:
         yield (
             f"matrices do not divide over {shards} shards: rank 0 has {excess:.2f} times its "
@@ -136,9 +136,9 @@ def of_tokens(plan: Plan) -> Iterator[str]:
                 f"{data} is read {epochs:.1f} times: beyond about {EPOCHS}, more data helps "
                 "more than more epochs"
             )
-    if plan.tokens < TOKENS_PER_PARAMETER / 2 * plan.parameters:
+    if plan.tokens_per_parameter < TOKENS_PER_PARAMETER / 2:
         yield (
-            f"training.steps = {steps} read {plan.tokens / plan.parameters:.1f} tokens for each "
+            f"training.steps = {steps} read {plan.tokens_per_parameter:.1f} tokens for each "
             "parameter: a smaller model, or more steps, use the same FLOPs better "
             f"(about {TOKENS_PER_PARAMETER} are compute-optimal)"
         )

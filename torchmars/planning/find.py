@@ -250,7 +250,7 @@ class Work:
     def of(cls, model: Model) -> "Work":
         """Return what `model` takes, without an optimizer."""
         block = model.blocks["0"]
-        parameters = sum(each.numel() for each in model.parameters())
+        parameters = model.parameter_count
         own = sum(each.numel() for each in block.parameters())
         matrices = [
             (cut_of(name.removesuffix(".weight"), model.cuts), each)
@@ -280,7 +280,7 @@ class Work:
     def kept(self, tp: int, mode: str) -> float:
         """Return the bytes that a block keeps for each token until its backward pass.
 
-        They are bfloat16. `mode` is that of activation checkpointing.
+        They are bfloat16. `mode`: of activation checkpointing.
         """
         width = self.model.width
         if mode == "full":

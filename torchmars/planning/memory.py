@@ -27,7 +27,7 @@ class Effect:
     """What there is after the work, beside what there was before."""
 
     def changed(self, more: "Effect", less: "Effect") -> "Effect":
-        """Return the effect with that of `more` added and that of `less` taken away."""
+        """Return the effect, `more` added and `less` taken away."""
         total = Effect(self.peak.copy(), self.change.copy())
         for effect, count in ((more, Counter.update), (less, Counter.subtract)):
             count(total.peak, effect.peak)

@@ -166,7 +166,7 @@ class SimulatedStage:
         return effect
 
     def _hidden(self) -> Tensor:
-        """Return a hidden state, or its gradient. Its memory is that of a receiving buffer."""
+        """Return a hidden state, or its gradient. Its memory is a receiving buffer."""
         hidden = torch.empty(self.hidden.shape, dtype=self.hidden.dtype, requires_grad=True)
         self.memory.know([hidden])
         return hidden

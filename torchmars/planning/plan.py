@@ -72,11 +72,6 @@ class Plan:
         return self.ranks[self.layout.group("pp").rank]
 
     @cached_property
-    def parameters(self) -> int:
-        """Parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.whole.parameters())
-
-    @cached_property
     def checkpoint(self) -> int:
         """Bytes of a checkpoint, of all ranks together. Each has its own generators."""
         state = sum(rank.checkpoint for rank in self.ranks)
@@ -99,6 +94,11 @@ class Plan:
     def tokens(self) -> int:
         """Tokens of the whole run."""
         return self.tokens_per_step * self.config.training.steps
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Tokens of the whole run for each parameter."""
+        return self.tokens / self.whole.parameter_count
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def owner_share(self) -> float:
-        """The largest Newton–Schulz work of a rank over that of its passes in a step."""
+        """The largest Newton–Schulz work of a rank over its forward and backward passes'."""
         passes = self.flops_per_token * self.tokens_per_step / self.layout.world.size
         return self.largest_load / passes
 

@@ -129,10 +129,9 @@ def tokens(plan: Plan) -> Iterator[str]:
     missing = f"{plan.config.data.path} is not prepared yet"
     epochs = [f"{epochs:.2f} epochs of {path}" for path, epochs in plan.epochs.items()]
     read = ", ".join(epochs) or missing
-    per_parameter = plan.tokens / plan.parameters
     yield (
         f"{plan.tokens_per_step:,} a step, {plan.tokens:,} to the end: "
-        f"{per_parameter:.1f} for each parameter; {read}"
+        f"{plan.tokens_per_parameter:.1f} for each parameter; {read}"
     )
     yield f"{plan.flops_per_token * plan.tokens:.2e} FLOPs"
 

@@ -44,7 +44,7 @@ class Resumed:
 
     state: RunState
     origin: str | None = None
-    """What the run resumes from, in words; None for a run that starts anew."""
+    """What the run resumes from, in words; None for a new run."""
     folder: Path | None = None
     """The checkpoint that was loaded, if one of the run's own was."""
     changes: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Resumed:
 class Checkpointer:
     """Loads a run's checkpoints into its model and optimizer, and saves them.
 
-    Every rank makes the same calls. `average` is that of the weights, if the run has one.
+    Every rank makes the same calls. `average`: of the weights, if the run keeps one.
     `whole_optimizer` is the optimizer of the whole model, without memory. `saver` writes; `data`
     are the run's corpora.
     """

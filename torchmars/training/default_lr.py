@@ -16,7 +16,7 @@ def default_lr_warnings(config: ResolvedConfig) -> list[str]:
     """
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     model = build_meta_model(config.model, vocab_size, config.training.seq_len)
-    parameters = sum(weight.numel() for weight in model.parameters())
+    parameters = model.parameter_count
     if PUBLISHED / NEAR <= parameters <= PUBLISHED * NEAR:
         return []
     preset = fitting_preset(config)

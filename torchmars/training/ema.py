@@ -25,7 +25,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin anew, as the weights are now."""
+        """Begin with the weights as they are now."""
         torch._foreach_copy_(self._ours, self._weights)
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ class Profiler:
             # Private, torch 2.11 to 2.13, but described in torch's own pages on GPU memory.
             torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
         elif self.config.memory:
-            self._say("no snapshots of memory: profiler.memory records that of GPUs only")
+            self._say("no snapshots of memory: profiler.memory records GPUs only")
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -48,7 +48,7 @@ class Profiler:
         """Record the body, step `number`, if it is to be recorded."""
         if self.config.start and not self.has_stepped and number > self.config.start:
             self._say(
-                f"no trace: this run goes on with step {number}, after profiler.start = "
+                f"no trace: this run continues with step {number}, after profiler.start = "
                 f"{self.config.start}"
             )
         self.has_stepped = True

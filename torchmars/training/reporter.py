@@ -43,7 +43,7 @@ class RunReporter:
             self.layout.say(line)
 
     def report_start(self, resumed: Resumed) -> None:
-        """Report that the run begins to train, anew or from where it was `resumed`."""
+        """Report that the run begins to train, from where it is `resumed`."""
         self.events.add(
             "started",
             resumed.state.step,
@@ -54,15 +54,12 @@ class RunReporter:
         )
 
     def rewind(self, reached: int, state: RunState, checkpoint: Path) -> None:
-        """Report that the run went back from step `reached` to `checkpoint`.
-
-        Later steps are reported anew.
-        """
+        """Report that the run went back from step `reached` to `checkpoint`."""
         validated = state.validation_loss is not None
         self.layout.on_first(lambda: self.metrics.rewind(state.step, validated))
         self._say(
             "rollback",
-            f"to step {state.step}: {checkpoint}; the data goes on at sample {state.position}",
+            f"to step {state.step}: {checkpoint}; the data continues at sample {state.position}",
         )
         self.events.add("rollback", state.step, from_step=reached, checkpoint=checkpoint.name)
 

@@ -73,13 +73,12 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
     microbatch_size, accumulation_steps = training.microbatches(
         layout.data.size, config.parallelism.stages
     )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     has_matrices = bool(optimizer.plans.owner_loads)
     matrices = f", matrices in {config.optimizer.matrix_dtype}" if has_matrices else ""
     return [
         *labelled(
             "model",
-            f"{title(config.model)}: {parameters:,} parameters, {model.describe()}",
+            f"{title(config.model)}: {model.parameter_count:,} parameters, {model.describe()}",
         ),
         *labelled(
             "layout",
@@ -118,7 +117,7 @@ def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[
 
 
 def continuation(checkpoints: Path, steps: int, resumed: Resumed) -> list[str]:
-    """Return where the run resumes, in lines; none for a run that starts anew."""
+    """Return where the run resumes, in lines; none for a new run."""
     step = resumed.state.step
     if step >= steps:
         return labelled(
