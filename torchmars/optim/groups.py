@@ -108,18 +108,16 @@ def param_groups(
     claimed: set[str] = set()
     named = dict(model.named_parameters())
     for parameter_name, role in roles(model).items():
-        pattern = next(
-            (pattern for pattern, _ in by_pattern if fnmatchcase(parameter_name, pattern)), None
+        pattern, changes = next(
+            (each for each in by_pattern if fnmatchcase(parameter_name, each[0])), ("", {})
         )
-        key = (pattern or role, role)
-        if key not in groups:
-            changes = next((changes for each, changes in by_pattern if each == pattern), {})
-            groups[key] = {"params": [], "role": pattern or role} | _changed(
-                table[role], changes, pattern or role
-            )
         if pattern:
             claimed.add(pattern)
-        groups[key]["params"].append((parameter_name, named[parameter_name]))
+        where = pattern or role
+        if (where, role) not in groups:
+            changed = _changed(table[role], changes, where)
+            groups[where, role] = {"params": [], "role": where} | changed
+        groups[where, role]["params"].append((parameter_name, named[parameter_name]))
     for pattern, _ in by_pattern:
         if pattern not in claimed:
             raise ValueError(
@@ -157,9 +155,9 @@ def complete_group(
     """Return a copy of a user's group, checked, with its rule's defaults.
 
     `defaults` are the optimizer's; those `given` go before the rule's. `number` is the group's
-    among the optimizer's groups. Keys that are no
-    settings of MARS are kept. Raises `ValueError` for a value out of range, for a key that looks
-    like a misspelt setting and for a parameter that the group has twice.
+    among the optimizer's groups. Keys that are no settings of MARS are kept. Raises `ValueError`
+    for a value out of range, for a key that looks like a misspelt setting and for a parameter that
+    the group has twice.
     """
     group = dict(param_group)
     for key in set(group) - set(defaults):
@@ -169,8 +167,7 @@ def complete_group(
     if "params" not in group:
         raise ValueError(f"group {number} has no 'params': name its parameters")
     check_rule(group.get("rule", defaults["rule"]))
-    rule = RULES[group.get("rule", defaults["rule"])]
-    for setting in rule.settings:
+    for setting in RULES[group.get("rule", defaults["rule"])].settings:
         if setting.scope != "optimizer" and setting.name not in given:
             group.setdefault(setting.name, setting.default)
     check_group(defaults | group, number)

@@ -347,7 +347,10 @@ class MARS(torch.optim.Optimizer):
                 group.count_step(applied)
         self.ahead.swap(self.state)
         self.skipped = count_skipped(self.skipped, applied)
-        self._telemetry = [GroupTelemetry.of(group, factors) for group, factors in updates]
+        self._telemetry = [
+            GroupTelemetry(group.settings.get("role", group.rule.name), group.parameters, factors)
+            for group, factors in updates
+        ]
 
     def telemetry(self) -> dict[str, float]:
         """Return what the reductions of the last step say, as numbers. Waits for the device once.

@@ -1,7 +1,7 @@
 """Norms of what lies on many ranks: of a tensor in shards, and of a model in parts and copies."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,25 +25,21 @@ class ShardSum:
         self.axes: list[MeshAxes | None] = []
 
     def add(self, parameter: Tensor) -> None:
-        """Give `parameter` the next place of those that `sum` takes."""
+        """Give `parameter` the next place among the tensors that `sum` takes."""
         axes = shard_axes(parameter)
         self.axes.append(axes)
         if axes is not None and axes not in self.groups:
             self.groups[axes] = self._mesh_groups.over(*axes)
 
-    def sum(self, partial: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the sums over the shards of `partial`: tensors of one shape, by their places.
-
-        All ranks that share a tensor give its place.
-        """
-        whole = dict(partial)
+    def sum(self, partial: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums over the shards of all tensors from `partial`, which have one shape."""
+        whole = list(partial)
         for axes, group in self.groups.items():
-            places = [place for place in partial if self.axes[place] == axes]
-            if not places:
-                continue
+            places = [place for place, each in enumerate(self.axes) if each == axes]
             values = torch.stack([partial[place] for place in places])
             dist.all_reduce(values, group=group)
-            whole |= zip(places, values.unbind())
+            for place, value in zip(places, values.unbind()):
+                whole[place] = value
         return whole
 
 
@@ -67,9 +63,8 @@ class ModelTotals:
         axes_of_all = [set(key[1]) for key in keys if key is not None]
         meshes = list(dict.fromkeys(key[0] for key in keys if key is not None))
         # Along an axis that all parameters are sharded over, the sums over shards are the same.
-        summed: set[int] = set()
-        if len(meshes) == 1 and None not in keys:
-            summed = set.intersection(*axes_of_all)
+        alike = len(meshes) == 1 and None not in keys
+        summed = set.intersection(*axes_of_all) if alike else set()
         self.copies = []
         for mesh in meshes:
             axes = tuple(

@@ -108,9 +108,8 @@ def _sum_products(
             values = run_kernel(squared_norms, singles, no_factors, compile)
         partial |= zip(group.parameters, values)
     without = torch.zeros(3, dtype=torch.float64, device=plans.device)
-    places = enumerate(plans.parameters)
-    sums = plans.shard_sum.sum({place: partial.get(p, without) for place, p in places})
-    return dict(zip(plans.parameters, sums.values()))
+    sums = plans.shard_sum.sum([partial.get(p, without) for p in plans.parameters])
+    return dict(zip(plans.parameters, sums))
 
 
 def _of(group: GroupTensors, products: Mapping[Tensor, Tensor]) -> Tensor:

@@ -33,17 +33,13 @@ class ParameterLayout(NamedTuple):
     @staticmethod
     def of(parameter: Tensor) -> "ParameterLayout":
         """Return the layout of `parameter`."""
-        mesh: DeviceMesh | None = None
-        placements: tuple[Placement, ...] = ()
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, tuple(parameter.placements)
         return ParameterLayout(
             parameter.shape,
             parameter.stride(),
             parameter.dtype,
             parameter.device,
-            mesh,
-            placements,
+            getattr(parameter, "device_mesh", None),
+            tuple(getattr(parameter, "placements", ())),
         )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,32 +11,17 @@ from torch import Tensor
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import Settings
-from torchmars.optim.step import GroupCorrections, GroupTensors, State, StepFactors
+from torchmars.optim.step import State, StepFactors
 from torchmars.optim.tensors import local_part
 
 
-@dataclass(frozen=True)
-class GroupTelemetry:
+class GroupTelemetry(NamedTuple):
     """What a group's update leaves for telemetry: small tensors, so that gradients can be freed."""
 
     role: str
     """The role of the group, or its rule where it has none."""
     parameters: list[Tensor]
-    products: Tensor
-    scale: Tensor
-    corrections: GroupCorrections | None
-
-    @staticmethod
-    def of(group: GroupTensors, step: StepFactors) -> "GroupTelemetry":
-        """Return what the update of `group` leaves."""
-        settings = group.settings
-        return GroupTelemetry(
-            role=settings["role"] if "role" in settings else settings["rule"],
-            parameters=group.parameters,
-            products=step.products,
-            scale=step.scale,
-            corrections=step.corrections,
-        )
+    step: StepFactors
 
     def sums(self, memories: Mapping[Tensor, Tensor]) -> Tensor:
         """Return what telemetry adds up over tensors, [9] in float64.
@@ -46,13 +31,12 @@ class GroupTelemetry:
         many are clipped, and how many there are. s is the factor of the global clip, c the
         corrected gradient.
         """
-        scale, gg = self.scale.double(), self.products[:, 0]
+        scale, (gg, gh, hh) = self.step.scale.double(), self.step.products.unbind(-1)
         memory = torch.stack([memories[parameter] for parameter in self.parameters])
         sums = [gg.sum(), scale**2 * gg.sum(), memory.sum()]
-        if self.corrections is None:
+        if self.step.corrections is None:
             return F.pad(torch.stack(sums), (0, 6))
-        kappa, clip, _ = self.corrections
-        _, gh, hh = self.products.unbind(-1)
+        kappa, clip, _ = self.step.corrections
         differences = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0)
         sums += [scale**2 * gg.sum(), scale * gh.sum(), hh.sum()]
         sums += [(kappa.double() ** 2 * differences).sum(), (clip < 1).double().sum()]
@@ -71,8 +55,7 @@ def squared_memories(
         for group in param_groups
         for parameter in group["params"]
     ]
-    sums = plans.shard_sum.sum(dict(enumerate(of_parts)))
-    return dict(zip(plans.parameters, sums.values()))
+    return dict(zip(plans.parameters, plans.shard_sum.sum(of_parts)))
 
 
 def _squared_memory(state: State, momentum_scale: float) -> Tensor:
