@@ -47,13 +47,13 @@ def test_the_interval_of_a_difference_is_welchs():
 def test_savings_are_read_off_the_curve():
     baseline = LossCurve([100, 200, 300, 400], [10, 20, 30, 40], [5.0, 4.0, 3.5, 3.0])
     faster = LossCurve([100, 200, 300, 400], [20, 40, 60, 80], [4.0, 3.2, 2.8, 2.5])
-    assert reached_at(faster, faster.tokens, 3.0) == 250  # half of the way from 3.2 to 2.8
-    assert needed(faster, faster.tokens, baseline, baseline.tokens) == 250 / 400
-    assert needed(faster, faster.seconds, baseline, baseline.seconds) == 50 / 40
-    assert needed(baseline, baseline.tokens, faster, faster.tokens) is None
+    assert reached_at(faster, "tokens", 3.0) == 250  # half of the way from 3.2 to 2.8
+    assert needed(faster, baseline, "tokens") == 250 / 400
+    assert needed(faster, baseline, "seconds") == 50 / 40
+    assert needed(baseline, faster, "tokens") is None
     # The first that reaches it counts, also where the loss rises again or was not finite before.
     restless = LossCurve([1, 2, 3, 4], [1, 2, 3, 4], [None, 2.0, 4.0, 2.5])
-    assert reached_at(restless, restless.tokens, 3.0) == 2
+    assert reached_at(restless, "tokens", 3.0) == 2
 
 
 def test_nobody_saves_more_than_all():

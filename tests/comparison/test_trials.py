@@ -1,19 +1,21 @@
 """How far a trial is, by its own files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests.support.tiny import tiny_config, write_config
 from torchmars.comparison.study import Trial
-from torchmars.comparison.trials import forget_failure, last_error, read_trial, steps_made
+from torchmars.comparison.trials import forget_failure, last_error, read_trial
 from torchmars.metrics.events import EventLog
+from torchmars.metrics.journal import last_step
 
 
 @pytest.fixture
 def trial(tmp_path):
     """A trial of 20 steps whose run has begun."""
-    config = tiny_config(tmp_path)
+    config = tiny_config(tmp_path, checkpoint={"at_end": False})
     config.run.path.mkdir(parents=True)
     write_config(config, config.run.path / "config.toml")
     return Trial("tiny", "adamw", {"lr": 1e-3}, config)
@@ -27,31 +29,32 @@ def report(trial, step, loss):
 
 def test_the_last_validation_ends_it(trial):
     report(trial, 10, 4.0)
-    assert read_trial(trial, False).state == "pending" and steps_made(trial) == 10
+    assert read_trial(trial).state == "pending" and last_step(trial.folder / "metrics.jsonl") == 10
     report(trial, 20, 3.0)
     # What was cut short above is gone once a run goes on.
     file = trial.folder / "metrics.jsonl"
     file.write_text(file.read_text().replace('{"step": 19, "cut sh', ""))
-    found = read_trial(trial, False)
+    found = read_trial(trial)
     assert (found.state, found.loss, found.folder) == ("done", 3.0, "runs/tiny")
     assert found.curve.tokens == [10 * 16 * 32, 20 * 16 * 32] and found.curve.losses == [4.0, 3.0]
     file.write_text(file.read_text().replace("3.0", "null"))
-    assert read_trial(trial, False).state == "diverged"
+    assert read_trial(trial).state == "diverged"
 
 
-def test_checkpoints_that_are_kept_must_be_there(trial):
+def test_checkpoints_that_are_kept_must_be_there(trial, tmp_path):
+    keeping = replace(trial, config=tiny_config(tmp_path, checkpoint={"at_end": True}))
     report(trial, 20, 3.0)
-    assert read_trial(trial, False).state == "done"
-    assert read_trial(trial, True).state == "pending"  # killed before its only save
+    assert read_trial(trial).state == "done"
+    assert read_trial(keeping).state == "pending"  # killed before its only save
     checkpoints = trial.config.run.checkpoints
     (checkpoints / "step-00000010").mkdir(parents=True)
-    assert read_trial(trial, True).state == "pending"  # killed in its last save
+    assert read_trial(keeping).state == "pending"  # killed in its last save
     (checkpoints / "step-00000020").mkdir()
-    assert read_trial(trial, True).state == "done"
+    assert read_trial(keeping).state == "done"
     for folder in checkpoints.iterdir():
         folder.rmdir()
     EventLog(trial.folder).add("complete", 20)
-    assert read_trial(trial, True).state == "done"  # at a start that kept none
+    assert read_trial(keeping).state == "done"  # at a start that kept none
 
 
 @pytest.mark.parametrize(
@@ -73,11 +76,11 @@ def test_a_failure_says_why_and_is_tried_again(trial, output, reason, state):
     (trial.folder / "output.log").write_text(output)
     assert last_error(trial) == reason or not reason
     (trial.folder / "failure.txt").write_text(f"exit code 1: {last_error(trial)}\n")
-    found = read_trial(trial, False)
+    found = read_trial(trial)
     assert found.state == ("failed" if reason else "diverged")
     assert found.reason == f"exit code 1: {last_error(trial)}"
     forget_failure(trial)
-    assert read_trial(trial, False).state == state
+    assert read_trial(trial).state == state
 
 
 def test_a_failure_without_a_word_is_not_given_the_reason_of_the_one_before(trial):

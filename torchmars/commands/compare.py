@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.comparison.contenders import find_contenders
-from torchmars.comparison.results import RESULTS_FILE, Comparison, write_comparison
+from torchmars.comparison.results import (
+    RESULTS_FILE,
+    Comparison,
+    Grid,
+    Value,
+    numbers_of,
+    write_comparison,
+)
 from torchmars.comparison.settings import check_settings, write_settings
-from torchmars.comparison.study import Grid, Study, Value
+from torchmars.comparison.study import Study
 from torchmars.comparison.tables import csv_text, lines, markdown
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command
@@ -126,7 +133,7 @@ def make_grid(options: Compare) -> Grid:
             option = f"--{name.replace('_', '-')}-grid"
             read = read_pair if name == "betas" else read_number
             values: list[Value] = [read(word, option) for word in words(text, option)]
-            grid[name] = sorted({str(value): value for value in values}.values(), key=sort_key)
+            grid[name] = sorted({str(value): value for value in values}.values(), key=numbers_of)
     return grid
 
 
@@ -147,11 +154,6 @@ def read_pair(word: str, option: str) -> list[float]:
     if len(parts) != 2:
         raise UserError(f"{option}: {word!r} is no pair of numbers: write 0.9:0.95,0.95:0.99")
     return [read_number(part, option) for part in parts]
-
-
-def sort_key(value: Value) -> list[float]:
-    """Return what values of a grid are sorted by."""
-    return value if isinstance(value, list) else [value]
 
 
 def check_trials(study: Study) -> None:

@@ -8,12 +8,7 @@ from torchmars.cluster.signals import StopSignals
 from torchmars.comparison.progress import TrialsProgress
 from torchmars.comparison.results import TrialResult
 from torchmars.comparison.study import Study, Trial, TrialPlan
-from torchmars.comparison.trials import (
-    delete_checkpoints,
-    end_trial,
-    forget_failure,
-    read_trial,
-)
+from torchmars.comparison.trials import delete_checkpoints, end_trial, forget_failure, read_trial
 from torchmars.core.console import say
 
 POLL_SECONDS = 0.2
@@ -47,14 +42,13 @@ class Results:
         """Return the result of a trial. One that failed at an earlier start is tried again."""
         if trial.name not in self.known:
             forget_failure(trial)
-            result = read_trial(trial, self.study.keep_checkpoints)
-            delete_checkpoints(trial, self.study, result)
-            self.known[trial.name] = result
+            self.known[trial.name] = read_trial(trial)
+            delete_checkpoints(trial, self.known[trial.name])
         return self.known[trial.name]
 
     def end(self, trial: Trial, code: int | None) -> None:
         """Take in that the run of a trial has ended with an exit code, None where not known."""
-        self.known[trial.name] = end_trial(trial, self.study, code)
+        self.known[trial.name] = end_trial(trial, code)
 
     def plans(self) -> list[TrialPlan]:
         """Return the trials of each contender, as far as they are known."""

@@ -76,18 +76,19 @@ class LocalTrials:
 
     def ended(self) -> list[tuple[Trial, int | None]]:
         """Return the trials that have ended since, and their exit codes; not those stopped."""
-        over = [(trial, process) for trial, process, _ in self.running.values() if ended(process)]
-        for trial, _ in over:
-            del self.running[trial.name]
-        codes = [(trial, exit_code(process)) for trial, process in over]
-        return [(trial, code) for trial, code in codes if code != EXIT_STOPPED]
+        over: list[tuple[Trial, int | None]] = []
+        for trial, process, _ in list(self.running.values()):
+            if (code := process.poll()) is not None:
+                del self.running[trial.name]
+                if code != EXIT_STOPPED:
+                    over.append((trial, code if code >= 0 else 128 - code))  # 128 + n for signal n
+        return over
 
     def stop(self) -> str:
         """Ask the running trials to save and end; return that in words."""
         for _, process, _ in self.running.values():
             process.send_signal(signal.SIGTERM)
-        count = len(self.running)
-        return f"waiting for {counted(count, 'trial')} to save"
+        return f"waiting for {counted(len(self.running), 'trial')} to save"
 
 
 def start_process(file: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -102,17 +103,6 @@ def start_process(file: Path, variables: dict[str, str]) -> subprocess.Popen[byt
             stderr=output,
             start_new_session=True,
         )
-
-
-def ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process has ended."""
-    return process.poll() is not None
-
-
-def exit_code(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a process that has ended, 128 + n for signal n."""
-    code = process.wait()
-    return code if code >= 0 else 128 - code
 
 
 def visible_gpus() -> list[str]:

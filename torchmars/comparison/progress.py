@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection
 
 from torchmars.comparison.results import TrialResult
 from torchmars.comparison.study import Study, Trial, TrialPlan
-from torchmars.comparison.trials import steps_made
 from torchmars.core.console import say
 from torchmars.core.words import counted
 from torchmars.data.progress_bar import ProgressBar
+from torchmars.metrics.journal import METRICS_FILE, last_step
 
 SECONDS = 2.0  # between two looks at the trials
 
@@ -29,15 +29,14 @@ class TrialsProgress(ProgressBar):
         """Return the steps that the trials have made. Of one that has begun, its files tell."""
         for trial in (trial for plan in plans for trial in plan.trials):
             if trial.name in running or trial.name not in self.steps:
-                self.steps[trial.name] = steps_made(trial)
+                self.steps[trial.name] = last_step(trial.folder / METRICS_FILE)
         return sum(self.steps.values())
 
     def total(self, plans: list[TrialPlan]) -> int:
         """Return the steps that all trials will have made, as far as is known."""
         ended, left = self.count(plans)
-        return (
-            sum(self.steps[trial.name] for trial in ended) + left * self.study.base.training.steps
-        )
+        made = sum(self.steps[trial.name] for trial in ended)
+        return made + left * self.study.base.training.steps
 
     def count(self, plans: list[TrialPlan]) -> tuple[list[Trial], int]:
         """Return the trials that have ended, and how many are left as far as is known."""

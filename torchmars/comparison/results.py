@@ -16,7 +16,11 @@ from torchmars.core.typed import make, parse_json
 RESULTS_FILE = "results.json"
 
 # The settings of a grid point by name: lr, weight_decay, gamma, betas.
-Settings = dict[str, float | list[float]]
+Value = float | list[float]
+Settings = dict[str, Value]
+Grid = dict[str, list[Value]]
+Edges = dict[str, Literal["lowest", "highest"]]
+Axis = Literal["tokens", "seconds"]
 State = Literal["done", "failed", "diverged", "pending"]
 
 
@@ -30,6 +34,10 @@ class LossCurve:
     """Seconds of training until then, without validations and saves."""
     losses: list[float | None]
     """Loss in nats per token, None where it was not finite."""
+
+    def along(self, axis: Axis) -> list[float]:
+        """Return where its losses are on an axis."""
+        return self.tokens if axis == "tokens" else self.seconds
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class ContenderResult:
     """Its optimizer.name."""
     best: Settings | None
     """The settings of the lowest loss with the first seed; None where no trial is done."""
-    edges: dict[str, Literal["lowest", "highest"]]
+    edges: Edges
     """The settings whose best value is the outermost one that was tried, and at which end."""
     losses: list[float]
     """Final losses of the best settings, by seed, of the trials that are done."""
@@ -108,7 +116,7 @@ class Comparison:
     name: str
     config: list[str]
     """The config files and options that all trials share, as given on the command line."""
-    grid: dict[str, list[float | list[float]]]
+    grid: Grid
     """The values that are tried of each setting, by name, before any widening."""
     seeds: list[int]
     steps: int
@@ -139,6 +147,11 @@ class Comparison:
             for each in self.trials
             if each.contender == contender.name and each.settings == contender.best
         ]
+
+
+def numbers_of(value: Value) -> list[float]:
+    """Return the numbers of a setting's value."""
+    return value if isinstance(value, list) else [value]
 
 
 def write_comparison(found: Comparison, folder: Path) -> None:

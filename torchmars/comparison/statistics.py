@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from torchmars.comparison.results import Difference, Estimate, LossCurve
+from torchmars.comparison.results import Axis, Difference, Estimate, LossCurve
 
 CONFIDENCE = 0.95
 
@@ -49,14 +49,14 @@ def estimate(mean: float, test: Any) -> Estimate:
     return Estimate(mean, float(interval.low), float(interval.high))
 
 
-def reached_at(curve: LossCurve, along: Sequence[float], loss: float) -> float | None:
+def reached_at(curve: LossCurve, axis: Axis, loss: float) -> float | None:
     """Return where a validation curve first reaches a loss, linear between validations.
 
-    `along` are the tokens or the seconds of the curve. None: it never does. Before its first
-    validation nothing is known, so that this one counts where it is low enough.
+    None: it never does. Before its first validation nothing is known, so that this one counts where
+    it is low enough.
     """
     before: tuple[float, float] | None = None
-    for place, value in zip(along, curve.losses):
+    for place, value in zip(curve.along(axis), curve.losses):
         if value is None:
             before = None
             continue
@@ -69,16 +69,14 @@ def reached_at(curve: LossCurve, along: Sequence[float], loss: float) -> float |
     return None
 
 
-def needed(
-    curve: LossCurve, along: Sequence[float], baseline: LossCurve, along_baseline: Sequence[float]
-) -> float | None:
+def needed(curve: LossCurve, baseline: LossCurve, axis: Axis) -> float | None:
     """Return the share of the baseline's tokens, or seconds, that a trial needs for its final loss.
 
     It is above 1 where the trial needs more of them. None: it never reaches that loss.
     """
     target = baseline.losses[-1]
-    place = None if target is None else reached_at(curve, along, target)
-    return None if place is None else place / along_baseline[-1]
+    place = None if target is None else reached_at(curve, axis, target)
+    return None if place is None else place / baseline.along(axis)[-1]
 
 
 def saved(needed: Sequence[float]) -> Estimate:

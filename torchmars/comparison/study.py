@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from torchmars.comparison.contenders import Contender
-from torchmars.comparison.results import Settings, TrialResult
+from torchmars.comparison.results import Edges, Grid, Settings, TrialResult, Value, numbers_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import variance_reduced
 
-Value = float | list[float]
-Grid = dict[str, list[Value]]
-
+SHORT_NAMES = {"weight_decay": "wd"}  # of settings, in the names of trials
 MOST_WIDENINGS = 4  # learning rates that are added at each end of a grid
 
 
@@ -56,7 +54,9 @@ class Study:
 
     def trial(self, contender: Contender, settings: Settings, seed: int) -> Trial:
         """Return a trial. Raises `UserError` if its settings do not go together."""
-        parts = [f"{short_name(name)}{text_of(value)}" for name, value in settings.items()]
+        parts = [
+            f"{SHORT_NAMES.get(name, name)}{text_of(value)}" for name, value in settings.items()
+        ]
         name = "-".join([contender.name, *parts, f"seed{seed}"])
         tables = asdict(self.base)
         tables["run"] |= {"name": name, "folder": str(self.folder / "trials"), "seed": seed}
@@ -70,16 +70,12 @@ class Study:
         """The learning rates of the grid."""
         return [value for value in self.grid["lr"] if isinstance(value, float)]
 
-    def points(self, contender: Contender, lrs: Sequence[Value]) -> list[Settings]:
-        """Return the settings of a contender's grid, with these learning rates."""
+    def tuning(self, contender: Contender, lrs: Sequence[Value]) -> list[Trial]:
+        """Return the trials of a contender's grid, with these learning rates."""
         grid = self.grid | {"lr": list(lrs)}
         if not variance_reduced(contender.rule):
             grid.pop("gamma", None)
-        return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
-
-    def tuning(self, contender: Contender, lrs: Sequence[Value]) -> list[Trial]:
-        """Return the trials of a contender's grid, with these learning rates."""
-        points = self.points(contender, lrs)
+        points = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
         return [self.trial(contender, point, self.seeds[0]) for point in points]
 
     def plan(self, contender: Contender, result: Callable[[Trial], TrialResult]) -> "TrialPlan":
@@ -133,19 +129,19 @@ class TrialPlan:
     """Whether all trials with the first seed have ended."""
     best: Settings | None
     """The best settings, once it is tuned; None where no trial is done."""
-    edges: dict[str, Literal["lowest", "highest"]]
+    edges: Edges
     """The best settings that are the outermost ones tried."""
 
 
 def best_of(results: list[TrialResult]) -> TrialResult | None:
     """Return the result of the lowest loss, of equal ones the first; None where none is done."""
     done = [each for each in results if each.state == "done"]
-    return min(done, key=lambda each: each.loss if each.loss is not None else 0, default=None)
+    return min(done, key=lambda each: each.loss or 0.0, default=None)
 
 
-def edges_of(best: Settings, grid: Grid) -> dict[str, Literal["lowest", "highest"]]:
+def edges_of(best: Settings, grid: Grid) -> Edges:
     """Return the settings whose best value is the outermost one of several numbers."""
-    edges: dict[str, Literal["lowest", "highest"]] = {}
+    edges: Edges = {}
     for name, value in best.items():
         values = grid[name]
         if len(values) > 1 and not isinstance(value, list):
@@ -156,11 +152,6 @@ def edges_of(best: Settings, grid: Grid) -> dict[str, Literal["lowest", "highest
     return edges
 
 
-def short_name(setting: str) -> str:
-    """Return what the names of trials call a setting."""
-    return {"weight_decay": "wd"}.get(setting, setting)
-
-
 def text_of(value: Value) -> str:
     """Return a value as the names of trials have it."""
-    return "-".join(f"{each:.12g}" for each in (value if isinstance(value, list) else [value]))
+    return "-".join(f"{each:.12g}" for each in numbers_of(value))

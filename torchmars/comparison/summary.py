@@ -2,15 +2,16 @@
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable
 
 from torchmars.comparison.contenders import BASELINE, CONTROL, Contender
 from torchmars.comparison.results import (
+    Axis,
     Comparison,
     ContenderResult,
     Difference,
     Estimate,
-    LossCurve,
     TrialResult,
 )
 from torchmars.comparison.statistics import difference, needed, saved
@@ -96,20 +97,15 @@ def savings(
     if not pairs:
         return None, None, f"no seed with which both it and {BASELINE} are done"
 
-    def shares(along: Callable[[LossCurve], list[float]]) -> list[float]:
-        found = [needed(own, along(own), other, along(other)) for own, other in pairs]
+    def shares(axis: Axis) -> list[float]:
+        found = [needed(own, other, axis) for own, other in pairs]
         return [each for each in found if each is not None]
 
-    tokens = shares(lambda curve: curve.tokens)
-    if len(tokens) < len(pairs):
-        missed = len(pairs) - len(tokens)
-        never = f"it stays above {BASELINE}'s loss"
-        return (
-            None,
-            None,
-            never if missed == len(pairs) else (f"{never} with {missed} of {len(pairs)} seeds"),
-        )
-    return saved(tokens), saved(shares(lambda curve: curve.seconds)), ""
+    tokens = shares("tokens")
+    if missed := len(pairs) - len(tokens):
+        seeds = f" with {missed} of {len(pairs)} seeds" if tokens else ""
+        return None, None, f"it stays above {BASELINE}'s loss{seeds}"
+    return saved(tokens), saved(shares("seconds")), ""
 
 
 def differences(contenders: list[ContenderResult]) -> list[Difference]:
@@ -124,13 +120,10 @@ def differences(contenders: list[ContenderResult]) -> list[Difference]:
 def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialResult]) -> list[str]:
     """Return what a reader must know of the results, in sentences."""
     found = []
-    counts = {
-        state: sum(each.state == state for each in trials)
-        for state in ("pending", "failed", "diverged")
-    }
+    counts = Counter(each.state for each in trials)
     if counts["pending"]:
         found.append(f"{counts['pending']} of {len(trials)} trials have not ended yet.")
-    ended = [f"{count} {state}" for state, count in counts.items() if count and state != "pending"]
+    ended = [f"{counts[state]} {state}" for state in ("failed", "diverged") if counts[state]]
     if ended:
         found.append(
             f"Of {len(trials)} trials {' and '.join(ended)}: the table of trials in table.md says "

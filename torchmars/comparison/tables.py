@@ -5,7 +5,6 @@ Seconds are in columns and tables of their own. See results.py.
 
 import csv
 import io
-from collections.abc import Sequence
 
 from torchmars.comparison.results import (
     Comparison,
@@ -13,7 +12,8 @@ from torchmars.comparison.results import (
     Difference,
     Estimate,
     Settings,
-    TrialResult,
+    Value,
+    numbers_of,
 )
 from torchmars.core.tables import table
 from torchmars.core.words import counted
@@ -23,19 +23,19 @@ Rows = list[list[str]]
 
 def contender_rows(found: Comparison) -> Rows:
     """Return a row for each contender, the best first, after the headings."""
-    rows = [["optimizer", "best settings", "final loss", "spread", "seeds", "tokens saved"]]
-    for each in found.contenders:
-        rows.append(
-            [
-                each.name,
-                settings_text(each),
-                number(each.mean),
-                number(each.spread),
-                str(len(each.losses)),
-                share(each.tokens_saved) or each.remark,
-            ]
-        )
-    return rows
+    heads = ["optimizer", "best settings", "final loss", "spread", "seeds", "tokens saved"]
+    rows = [
+        [
+            each.name,
+            settings_text(each),
+            number(each.mean),
+            number(each.spread),
+            str(len(each.losses)),
+            share(each.tokens_saved) or each.remark,
+        ]
+        for each in found.contenders
+    ]
+    return [heads, *rows]
 
 
 def time_rows(found: Comparison) -> Rows:
@@ -65,9 +65,8 @@ def trial_rows(found: Comparison) -> Rows:
     names = list(found.grid)
     rows = [["optimizer", *names, "seed", "state", "final loss", "reason"]]
     for each in found.trials:
-        values = [value_text(each.settings, name) for name in names]
-        loss = number(each.loss)
-        rows.append([each.contender, *values, str(each.seed), each.state, loss, each.reason])
+        known = [str(each.seed), each.state, number(each.loss), each.reason]
+        rows.append([each.contender, *values_of(each.settings, names), *known])
     return rows
 
 
@@ -79,15 +78,10 @@ def csv_text(found: Comparison) -> str:
     heads = ["optimizer", *names, "seed", "state", "tokens", "final_loss", "reason", "folder"]
     writer.writerow([*heads, "seconds"])
     for each in found.trials:
-        writer.writerow([*csv_cells(each, names, found.tokens), each.seconds])
+        known = [each.seed, each.state, found.tokens, each.loss, each.reason, each.folder]
+        values = values_of(each.settings, names)
+        writer.writerow([each.contender, *values, *known, each.seconds])
     return out.getvalue()
-
-
-def csv_cells(trial: TrialResult, names: Sequence[str], tokens: int) -> list[object]:
-    """Return the cells of a trial's row of CSV, but for its seconds."""
-    values = [value_text(trial.settings, name) for name in names]
-    known = [trial.seed, trial.state, tokens, trial.loss, trial.reason, trial.folder]
-    return [trial.contender, *values, *known]
 
 
 def markdown(found: Comparison) -> str:
@@ -111,8 +105,7 @@ def markdown(found: Comparison) -> str:
 def introduction(found: Comparison) -> str:
     """Return what was compared, in words."""
     grid = "; ".join(
-        f"{name} {', '.join(value_of(value) for value in values)}"
-        for name, values in found.grid.items()
+        f"{name} {', '.join(map(value_text, values))}" for name, values in found.grid.items()
     )
     seeds = f"seed {found.seeds[0]}"
     if len(found.seeds) > 1:
@@ -134,9 +127,8 @@ def lines(found: Comparison) -> list[str]:
 def markdown_table(rows: Rows) -> str:
     """Return rows of cells, the first of them headings, as a table of Markdown."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return "\n".join(
-        f"| {' | '.join(row)} |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]]
-    )
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def settings_text(contender: ContenderResult) -> str:
@@ -144,20 +136,20 @@ def settings_text(contender: ContenderResult) -> str:
     if contender.best is None:
         return "-"
     return ", ".join(
-        f"{name} {value_of(value)}"
+        f"{name} {value_text(value)}"
         + (f" (the {contender.edges[name]} tried)" if name in contender.edges else "")
         for name, value in contender.best.items()
     )
 
 
-def value_text(settings: Settings, name: str) -> str:
-    """Return the value of a setting; nothing where a trial has none of it."""
-    return value_of(settings[name]) if name in settings else ""
+def values_of(settings: Settings, names: list[str]) -> list[str]:
+    """Return the values of settings in words; nothing for those that a trial has not."""
+    return [value_text(settings[name]) if name in settings else "" for name in names]
 
 
-def value_of(value: float | list[float]) -> str:
-    """Return a value in words."""
-    return " ".join(f"{each:g}" for each in (value if isinstance(value, list) else [value]))
+def value_text(value: Value) -> str:
+    """Return the value of a setting in words."""
+    return " ".join(f"{each:g}" for each in numbers_of(value))
 
 
 def number(value: float | None) -> str:

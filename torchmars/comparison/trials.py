@@ -9,7 +9,6 @@ from torchmars.comparison.results import LossCurve, State, TrialResult
 from torchmars.comparison.study import Study, Trial
 from torchmars.config.load import config_text
 from torchmars.core.files import open_file, remove, write_durably
-from torchmars.metrics.journal import METRICS_FILE, last_step
 from torchmars.records.run import Run, read_run
 
 CONFIG_FILE = "trial.toml"
@@ -21,6 +20,7 @@ LONGEST_REASON = 300  # characters
 BYTES_READ = 2**16  # of the end of a log
 # How a run's own guards end it: their errors say this.
 LOWER_LR = "lower optimizer.lr"
+NO_CURVE = LossCurve([], [], [])
 
 
 def write_trial(trial: Trial) -> Path:
@@ -36,19 +36,19 @@ def trial_folders(study: Study) -> set[str]:
     return {file.parent.name for file in study.folder.glob(f"trials/*/{CONFIG_FILE}")}
 
 
-def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
+def read_trial(trial: Trial) -> TrialResult:
     """Return how far a trial is.
 
-    With `keep_checkpoints` it is done once its last checkpoint is written, or once its run said
-    that it is complete: it may have been so at a start that kept none.
+    One that keeps its last checkpoint is done once that is written, or once its run said that it is
+    complete: it may have been so at a start that kept none.
     """
-    run = existing_run(trial.folder)
-    curve, steps = (LossCurve([], [], []), 0) if run is None else validation_curve(run)
-    last = trial.config.training.steps
+    config = trial.config
+    run = read_run(trial.folder) if (trial.folder / "config.toml").is_file() else None
+    curve, steps = validation_curve(run) if run else (NO_CURVE, 0)
     state: State = "pending"
     reason, loss = "", None
     failure = trial.folder / FAILURE_FILE
-    if run is not None and steps == last and (not keep_checkpoints or is_saved(run)):
+    if run and steps == config.training.steps and (not config.checkpoint.at_end or is_saved(run)):
         loss = curve.losses[-1]
         state = "diverged" if loss is None else "done"
         reason = "its last validation loss is not finite" if loss is None else ""
@@ -59,26 +59,21 @@ def read_trial(trial: Trial, keep_checkpoints: bool) -> TrialResult:
         trial.name,
         trial.contender,
         trial.settings,
-        trial.config.run.seed,
+        config.run.seed,
         state,
         reason,
         loss,
         curve.seconds[-1] if state == "done" else None,
-        curve if state != "pending" else LossCurve([], [], []),
+        NO_CURVE if state == "pending" else curve,
         f"{trial.folder.parent.name}/{trial.folder.name}",
     )
-
-
-def existing_run(folder: Path) -> Run | None:
-    """Return the run in a folder; None where it has not begun."""
-    return read_run(folder) if (folder / "config.toml").is_file() else None
 
 
 def validation_curve(run: Run) -> tuple[LossCurve, int]:
     """Return the validation losses of a run, and the step of the last one."""
     series = run.series.get("validation/loss")
     if series is None:
-        return LossCurve([], [], []), 0
+        return NO_CURVE, 0
     losses = [value if math.isfinite(value) else None for value in series.values.tolist()]
     curve = LossCurve(run.tokens(series.steps).tolist(), run.seconds(series.steps).tolist(), losses)
     return curve, int(series.steps[-1])
@@ -89,28 +84,23 @@ def is_saved(run: Run) -> bool:
     return run.steps in run.checkpoints or any(each.kind == "complete" for each in run.events)
 
 
-def steps_made(trial: Trial) -> int:
-    """Return the last step that a trial has reported."""
-    return last_step(trial.folder / METRICS_FILE)
-
-
-def end_trial(trial: Trial, study: Study, code: int | None) -> TrialResult:
+def end_trial(trial: Trial, code: int | None) -> TrialResult:
     """Return the result of a trial whose run has ended, and leave only what is needed of it.
 
     `code` is its exit code, None where it is not known.
     """
-    result = read_trial(trial, study.keep_checkpoints)
+    result = read_trial(trial)
     if result.state == "pending":
         how = "" if code is None else f"exit code {code}: "
         write_durably(trial.folder / FAILURE_FILE, f"{how}{last_error(trial)}\n")
-        result = read_trial(trial, study.keep_checkpoints)
-    delete_checkpoints(trial, study, result)
+        result = read_trial(trial)
+    delete_checkpoints(trial, result)
     return result
 
 
-def delete_checkpoints(trial: Trial, study: Study, result: TrialResult) -> None:
-    """Delete the checkpoints of a trial that has no use for them any more."""
-    if result.state == "diverged" or result.state == "done" and not study.keep_checkpoints:
+def delete_checkpoints(trial: Trial, result: TrialResult) -> None:
+    """Delete the checkpoints of a trial that needs them no longer."""
+    if result.state == "diverged" or result.state == "done" and not trial.config.checkpoint.at_end:
         with contextlib.suppress(OSError):
             remove(trial.config.run.checkpoints)
 

@@ -1,12 +1,13 @@
 """The plots of a comparison, by matplotlib: PNG and SVG."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchmars.comparison.results import Comparison, LossCurve
+from torchmars.comparison.results import Axis, Comparison
 
 SIZE = (7.0, 4.5)  # inches
 # Curves fall far in their first part. Losses above that at this share of the tokens are cut off.
@@ -19,8 +20,8 @@ def plot_comparison(found: Comparison, folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     plots: dict[str, Callable[[Any], None]] = {
-        "loss_by_tokens": lambda axes: draw_curves(axes, found, "tokens", lambda c: c.tokens),
-        "loss_by_seconds": lambda axes: draw_curves(axes, found, "seconds", lambda c: c.seconds),
+        "loss_by_tokens": lambda axes: draw_curves(axes, found, "tokens"),
+        "loss_by_seconds": lambda axes: draw_curves(axes, found, "seconds"),
         "loss_by_lr": lambda axes: draw_tuning(axes, found),
     }
     written = []
@@ -40,9 +41,7 @@ def plot_comparison(found: Comparison, folder: Path) -> list[Path]:
     return written
 
 
-def draw_curves(
-    axes: Any, found: Comparison, label: str, along: Callable[[LossCurve], list[float]]
-) -> None:
+def draw_curves(axes: Any, found: Comparison, along: Axis) -> None:
     """Draw the validation curves of each contender's best settings: mean and range over seeds."""
     tops = []
     for contender in found.contenders:
@@ -50,14 +49,14 @@ def draw_curves(
         if not curves:
             continue
         losses = np.array([curve.losses for curve in curves], dtype=np.float64)
-        places = np.mean([along(curve) for curve in curves], axis=0)
+        places = np.mean([curve.along(along) for curve in curves], axis=0)
         color = f"C{found.place_of(contender) % 10}"
         axes.plot(places, losses.mean(0), color=color, label=contender.name)
         axes.fill_between(places, losses.min(0), losses.max(0), color=color, alpha=0.2, linewidth=0)
         tops.append(np.nanmax(losses[:, int(SHOWN_FROM * losses.shape[1])]))
     if tops:
         axes.set_ylim(top=max(tops))
-    axes.set_xlabel(label)
+    axes.set_xlabel(along)
 
 
 def draw_tuning(axes: Any, found: Comparison) -> None:
@@ -71,17 +70,14 @@ def draw_tuning(axes: Any, found: Comparison) -> None:
             for each in found.trials
             if each.contender == contender.name and each.seed == found.seeds[0]
         ]
-        best: dict[Any, float] = {}
-        for each in trials:
-            loss = float("inf") if each.loss is None else each.loss
-            lr = each.settings["lr"]
-            best[lr] = min(loss, best.get(lr, float("inf")))
-        lrs = sorted(best)
-        losses = np.array([best[lr] for lr in lrs])
-        losses[np.isinf(losses)] = np.nan
+        losses: dict[Any, list[float]] = {}
+        for each in sorted(trials, key=lambda trial: trial.settings["lr"]):
+            of_lr = losses.setdefault(each.settings["lr"], [])
+            of_lr += [] if each.loss is None else [each.loss]
         color = f"C{found.place_of(contender) % 10}"
-        axes.plot(lrs, losses, marker="o", color=color, label=contender.name)
-        missing = [lr for lr in lrs if np.isinf(best[lr])]
+        best = [min(of_lr, default=math.nan) for of_lr in losses.values()]
+        axes.plot(list(losses), best, marker="o", color=color, label=contender.name)
+        missing = [lr for lr, of_lr in losses.items() if not of_lr]
         where = axes.get_xaxis_transform()
         axes.plot(missing, [1.0] * len(missing), "x", color=color, transform=where, clip_on=False)
     axes.set_xscale("log")
