@@ -245,8 +245,7 @@ def newest(tables):
 
 def meta_optimizer(config):
     return build_optimizer(
-        config.optimizer,
-        config.training.max_grad_norm,
+        config,
         build_meta_model(
             config.model,
             read_manifest(Path(config.data.path)).vocab_size,

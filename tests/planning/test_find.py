@@ -94,7 +94,7 @@ def test_memory_and_time_of_the_options(tmp_path):
 def test_the_bytes_of_the_optimizer_are_those_of_its_rule(tmp_path, optimizer, state):
     config = config_from_tables(tiny_tables(tmp_path, optimizer=optimizer), "in a test")
     model = build_meta_model(config.model, 257, config.training.seq_len)
-    work = Work.of(model).with_optimizer(build_optimizer(config.optimizer, 1.0, model))
+    work = Work.of(model).with_optimizer(build_optimizer(config, model))
     assert work.state == pytest.approx(state, rel=1e-2) and work.owner_flops == 0
 
 
@@ -103,7 +103,7 @@ def test_orthogonalisation_costs_time(tmp_path):
     muon = config_from_tables(tiny_tables(tmp_path, optimizer={"name": "muon"}), "in a test")
     model = build_meta_model(config.model, 257, config.training.seq_len)
     without = Work.of(model)
-    work = without.with_optimizer(build_optimizer(muon.optimizer, 1.0, model))
+    work = without.with_optimizer(build_optimizer(muon, model))
     less, more = (estimate(config, each, WORLD_SIZE, PER_NODE).seconds for each in (without, work))
     assert work.owner_flops > 0
     assert more - less == pytest.approx(work.owner_flops / WORLD_SIZE / FLOPS)

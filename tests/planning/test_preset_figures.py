@@ -23,7 +23,7 @@ def test_hours_of_gpt2_small_by_hand():
     hours = 100_000 * 480 * 1024 * per_token / (8 * FLOPS) / 3600  # traffic hides behind it
     figures = PresetFigures.of(PRESETS["gpt2-small-adamw-openwebtext"])
     assert figures.hours == pytest.approx(hours) == pytest.approx(3.6465, rel=1e-4)
-    assert figures.tokens == 49_152_000_000
+    assert figures.config.training.tokens == 49_152_000_000
     assert figures.work.parameters == 12 * 12 * 768**2 + (50_304 + 1024) * 768 + 25 * 768
     exact = PresetFigures.of(PRESETS["gpt2-small-mars-adamw-exact-openwebtext"])
     assert exact.hours == pytest.approx(2 * hours)

@@ -222,9 +222,7 @@ def make_checkpoint(folder, steps=2):
     checkpoint = step_folder(folder / "runs" / "tiny" / "checkpoints", steps)
     checkpoint.mkdir(parents=True)
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len)
-    names = optimizer_state_names(
-        build_optimizer(config.optimizer, config.training.max_grad_norm, model)
-    )
+    names = optimizer_state_names(build_optimizer(config, model))
     init_weights(model.to_empty(device="cpu"), 0)
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(

@@ -75,7 +75,7 @@ def measure(config: ResolvedConfig, warmup: int, steps: int, ranks: int) -> Meas
         folder = Path(scratch)
         config = short_run(config, warmup, steps, folder)
         if not has_shards(config):
-            needed = (warmup + steps) * config.training.global_batch_size * config.training.seq_len
+            needed = (warmup + steps) * config.training.tokens_per_step
             data = write_random_shards(config.data, needed + 1, folder / "shards")
             config = replace(config, data=data)
         code, printed = train_in(folder, config, ranks)
@@ -162,7 +162,7 @@ def fail(code: int, printed: str) -> None:
 def read_measurement(file: Path, warmup: int, config: ResolvedConfig) -> Measurement:
     """Return what the metrics of a run say of the steps after the first `warmup`."""
     lines = list(lines_after(file, warmup))
-    tokens_per_step = config.training.global_batch_size * config.training.seq_len
+    tokens_per_step = config.training.tokens_per_step
     # Each line is the mean of the steps since the one before.
     steps = [count for count, _ in lines]
     milliseconds = [1e3 * tokens_per_step / line["train/tokens_per_second"] for _, line in lines]

@@ -224,7 +224,7 @@ def folder_of(study: Study) -> Iterator[None]:
 def introduction(study: Study, how: str) -> list[str]:
     """Return what is about to be done, in lines."""
     training = study.base.training
-    tokens = training.steps * training.global_batch_size * training.seq_len
+    tokens = training.tokens
     first = [study.tuning(each, study.lrs) for each in study.contenders]
     least = sum(map(len, first)) + len(study.contenders) * (len(study.seeds) - 1)
     seeds = counted(len(study.seeds), "seed")

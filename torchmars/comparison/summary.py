@@ -37,7 +37,7 @@ def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Compariso
         study.grid,
         study.seeds,
         training.steps,
-        training.steps * training.global_batch_size * training.seq_len,
+        training.tokens,
         BASELINE if BASELINE in plans else None,
         contenders,
         differences(contenders),

@@ -47,13 +47,22 @@ class TrainingConfig:
     def check(self) -> None:
         """Raise `UserError` for a batch beyond all that is meant, and what `float8` refuses."""
         self.float8.check()
-        tokens = self.global_batch_size * self.seq_len
         require(
-            tokens <= 10**11,
+            self.tokens_per_step <= 10**11,
             f"training.global_batch_size = {self.global_batch_size} times "
             f"training.seq_len = {self.seq_len} must be at most {10**11:,} tokens a step: "
             "lower one of them",
         )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.tokens_per_step
 
     def microbatches(self, data_ranks: int, stages: int = 1) -> tuple[int, int]:
         """Return the microbatch size of a rank and the number of accumulation steps.

@@ -163,8 +163,9 @@ def open_metrics(
 
     if write:
         layout.on_first(open_files)
-    tokens_per_step = config.training.global_batch_size * config.training.seq_len
     device = layout.device
-    throughput = Throughput(step, tokens_per_step, flops_per_token, device, layout.world.size)
+    throughput = Throughput(
+        step, config.training.tokens_per_step, flops_per_token, device, layout.world.size
+    )
     journal = journals[0] if journals else None
     return Metrics(journal, trackers, throughput, config.training.steps, device)

@@ -72,7 +72,7 @@ def find_layouts(
     model = build_meta_model(
         config.model, load_tokenizer(config.data.tokenizer).vocab_size, config.training.seq_len
     )
-    optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, model)
+    optimizer = build_optimizer(config, model)
     work = Work.of(model).with_optimizer(optimizer)
     found = [
         estimate(each, work, world_size, per_node)
@@ -192,7 +192,7 @@ def estimate(config: ResolvedConfig, work: "Work", world_size: int, per_node: in
     memory = stored * weights / shards + gathered + gradient + buffers + passes
 
     # Time.
-    compute = work.flops * training.global_batch_size * training.seq_len / world_size / FLOPS
+    compute = work.flops * training.tokens_per_step / world_size / FLOPS
     compute *= 1 + again / 3
     inside = degrees.tp * shards <= per_node
     dealt = (shards - 1) / shards * weights

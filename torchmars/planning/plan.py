@@ -44,7 +44,7 @@ def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int 
     vocab_size = data.vocab_size if data else load_tokenizer(config.data.tokenizer).vocab_size
     whole = build_meta_model(config.model, vocab_size, config.training.seq_len)
     check_layout(config, config.parallelism.degrees(world_size), whole)
-    optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, whole)
+    optimizer = build_optimizer(config, whole)
     ranks = simulate_ranks(config, layout, whole)
     return Plan(config, layout, whole, optimizer, ranks, data, per_node)
 
@@ -86,19 +86,9 @@ class Plan:
         )
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a global batch."""
-        return self.config.training.global_batch_size * self.config.training.seq_len
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.tokens_per_step * self.config.training.steps
-
-    @property
     def tokens_per_parameter(self) -> float:
         """Tokens of the whole run for each parameter."""
-        return self.tokens / self.whole.parameter_count
+        return self.config.training.tokens / self.whole.parameter_count
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -164,7 +154,9 @@ class Plan:
     @property
     def owner_share(self) -> float:
         """The largest Newton–Schulz work of a rank over its forward and backward passes'."""
-        passes = self.flops_per_token * self.tokens_per_step / self.layout.world.size
+        passes = (
+            self.flops_per_token * self.config.training.tokens_per_step / self.layout.world.size
+        )
         return self.largest_load / passes
 
     def axes_of(self, ranks: tuple[int, ...]) -> str:

@@ -42,12 +42,6 @@ class PresetFigures:
         return cls(preset, config, work, estimate(config, work, preset.gpus, PER_NODE).seconds)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the whole run."""
-        training = self.config.training
-        return training.steps * training.global_batch_size * training.seq_len
-
-    @property
     def hours(self) -> float:
         """Hours of the whole run, as estimated."""
         return self.config.training.steps * self.seconds / 3600
@@ -58,7 +52,7 @@ class PresetFigures:
         return (
             self.preset.name,
             short(self.work.parameters),
-            short(self.tokens),
+            short(self.config.training.tokens),
             f"{self.preset.gpus}{assumed}",
             f"{self.hours:,.0f}",
             self.preset.origin,
@@ -100,7 +94,7 @@ def preset_page(preset: Preset) -> list[str]:
         "model": [f"{figures.work.parameters:,} parameters: {figures.work.model.describe()}"],
         "batch": [
             f"{training.global_batch_size} x {training.seq_len} tokens a step, "
-            f"{counted(training.steps, 'step')}, {short(figures.tokens)} tokens of "
+            f"{counted(training.steps, 'step')}, {short(training.tokens)} tokens of "
             f"{config.data.source}"
         ],
         "optimizer": [

@@ -126,14 +126,14 @@ def owners(plan: Plan) -> list[str]:
 
 def tokens(plan: Plan) -> Iterator[str]:
     """Return what the run reads and computes."""
-    missing = f"{plan.config.data.path} is not prepared yet"
+    training, missing = plan.config.training, f"{plan.config.data.path} is not prepared yet"
     epochs = [f"{epochs:.2f} epochs of {path}" for path, epochs in plan.epochs.items()]
     read = ", ".join(epochs) or missing
     yield (
-        f"{plan.tokens_per_step:,} a step, {plan.tokens:,} to the end: "
+        f"{training.tokens_per_step:,} a step, {training.tokens:,} to the end: "
         f"{plan.tokens_per_parameter:.1f} for each parameter; {read}"
     )
-    yield f"{plan.flops_per_token * plan.tokens:.2e} FLOPs"
+    yield f"{plan.flops_per_token * training.tokens:.2e} FLOPs"
 
 
 def time(plan: Plan) -> list[str]:

@@ -128,9 +128,7 @@ def simulate_step(
     training = config.training
     microbatches = training.microbatches(layout.data.size, config.parallelism.stages)
     # Not in the fake mode: the ranks compare their plans, which takes values.
-    optimizer = build_optimizer(
-        config.optimizer, training.max_grad_norm, model.whole, model.weights, layout
-    )
+    optimizer = build_optimizer(config, model.whole, model.weights, layout)
     # Fake tensors have no numbers to decide by.
     optimizer.compile = optimizer.sees_verdict = False
     average: dict[str, Tensor] = {}

@@ -109,9 +109,8 @@ def resume_optimizer(
     config: ResolvedConfig, layout: Layout, data: RunData, model: RunModel, events: EventLog
 ) -> ResumedOptimizer:
     """Make the optimizer; resume it, the model and the data from the newest good checkpoint."""
-    section, clip = config.optimizer, config.training.max_grad_norm
-    optimizer = build_optimizer(section, clip, model.whole, model.parallel.weights, layout)
-    whole = build_optimizer(section, clip, model.whole)
+    optimizer = build_optimizer(config, model.whole, model.parallel.weights, layout)
+    whole = build_optimizer(config, model.whole)
     saver = Saver(config.checkpoint, config.run.checkpoints, layout, events.add, events.deleted)
     seed_rng(config.run.seed, 0, layout.world.rank)
     layout.on_first(lambda: lock(config.run.lock, f"training the run {config.run.path}"))
@@ -120,7 +119,7 @@ def resume_optimizer(
     )
     resumed = checkpointer.resume()
     data.loader.seek(resumed.state.position, resumed.state.shares)
-    schedule = Schedule(config.schedule, section.lr, config.training.steps, optimizer)
+    schedule = Schedule(config, optimizer)
     return ResumedOptimizer(optimizer, schedule, checkpointer, resumed)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchmars.config import ResolvedOptimizer
+from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.models import Model
 from torchmars.optim import MARS, param_groups
@@ -13,8 +13,7 @@ from torchmars.parallel.layout import Layout
 
 
 def build_optimizer(
-    config: ResolvedOptimizer,
-    max_grad_norm: float,
+    config: ResolvedConfig,
     model: Model,
     weights: Mapping[str, Tensor] | None = None,
     layout: Layout | None = None,
@@ -22,23 +21,23 @@ def build_optimizer(
     """Make the optimizer over the parameters of `model`, which may be on the meta device.
 
     With `weights`, those that a rank of `layout` has a part of, it is over them: `model` is then
-    only asked for roles. `max_grad_norm` 0 switches the global clip off. Raises `UserError` for
-    groups that do not fit the model.
+    only asked for roles. Raises `UserError` for groups that do not fit the model.
     """
+    section = config.optimizer
     try:
-        groups = param_groups(model, **config.settings())
+        groups = param_groups(model, **section.settings())
         if weights is not None:
             for group in groups:
                 names = [name for name, _ in group["params"] if name in weights]
                 group["params"] = [(name, weights[name]) for name in names]
         return MARS(
             [group for group in groups if group["params"]],
-            max_grad_norm=max_grad_norm or None,
-            exact=config.mode == "exact",
-            overlap=config.overlap,
-            momentum_dtype=getattr(torch, config.momentum_dtype),
-            last_grad_dtype=getattr(torch, config.last_grad_dtype),
-            matrix_dtype=config.matrix_dtype,
+            max_grad_norm=config.training.max_grad_norm or None,
+            exact=section.mode == "exact",
+            overlap=section.overlap,
+            momentum_dtype=getattr(torch, section.momentum_dtype),
+            last_grad_dtype=getattr(torch, section.last_grad_dtype),
+            matrix_dtype=section.matrix_dtype,
             norm_group=None if layout is None else layout.norm_group,
         )
     except ValueError as error:

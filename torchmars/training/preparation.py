@@ -45,7 +45,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     if optimizer["by_role"] or optimizer["by_pattern"]:  # else it fits every model
         from torchmars.training.optimizer import build_optimizer
 
-        build_optimizer(config.optimizer, config.training.max_grad_norm, model)
+        build_optimizer(config, model)
     if checkpoints(config.run.checkpoints) or config.checkpoint.init_from:
         from torchmars.training.resumption import check_resume
 

@@ -27,7 +27,7 @@ def check_resume(config: ResolvedConfig, data: Mixture, model: Model) -> None:
         warn=lambda text: None,
     )
     if found:
-        optimizer = build_optimizer(config.optimizer, config.training.max_grad_norm, model)
+        optimizer = build_optimizer(config, model)
         check_same_run(*found, config, data.fingerprint(), optimizer)
     elif (source := config.checkpoint.init_from) and weights_of(source, model) is None:
         open_source(Path(source), "size")

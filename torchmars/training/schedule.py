@@ -1,28 +1,26 @@
 """Applies the schedules of learning rate and gamma to an optimizer."""
 
-from torchmars.config import ScheduleConfig
+from torchmars.config import ResolvedConfig
 from torchmars.optim import MARS, between, lr_factor
 
 
 class Schedule:
     """Sets the learning rate and gamma of every group, in proportion to what it began with."""
 
-    def __init__(
-        self, config: ScheduleConfig, peak_lr: float, total_steps: int, optimizer: MARS
-    ) -> None:
-        self.config, self.peak_lr, self.total_steps = config, peak_lr, total_steps
-        self.optimizer = optimizer
+    def __init__(self, config: ResolvedConfig, optimizer: MARS) -> None:
+        self.config, self.optimizer = config, optimizer
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.base_gammas = [group["gamma"] for group in optimizer.param_groups]
 
     def apply(self, step: int) -> float:
         """Set the hyperparameters of step number `step`, from 1; return the peak rate's value."""
-        config, total = self.config, self.total_steps
+        config, total = self.config.schedule, self.config.training.steps
+        peak = self.config.optimizer.lr
         factor = lr_factor(
             step,
             total,
             name=config.name,
-            floor=config.min_lr / self.peak_lr,
+            floor=config.min_lr / peak,
             warmup_steps=config.warmup_steps,
             decay_steps=config.decay_steps,
         )
@@ -33,4 +31,4 @@ class Schedule:
                     between(each, total, gamma, config.final_gamma, config.gamma)
                     for each in (step, step + 1)
                 )
-        return self.peak_lr * factor
+        return peak * factor
