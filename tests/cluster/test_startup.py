@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,7 +177,7 @@ class StartedTimer:
     cancel = start
 
 
-def test_machines_that_have_met_may_take_long_to_start_their_ranks(capsys):
+def test_machines_that_have_met_may_take_long_to_start_their_ranks(monkeypatch, capsys):
     class Ended(BaseException):
         pass
 
@@ -185,7 +186,9 @@ def test_machines_that_have_met_may_take_long_to_start_their_ranks(capsys):
 
     args = parse_args(["--rdzv-endpoint", "localhost:0", "-m", "torchmars.train"])
     args.rendezvous = "n1:29400"
-    with launcher.guarded_rendezvous(args, StartedTimer, end):
+    monkeypatch.setattr(threading, "Timer", StartedTimer)
+    monkeypatch.setattr(os, "_exit", end)
+    with launcher.guarded_rendezvous(args):
         with pytest.raises(Ended, match="2"):
             StartedTimer.fire()
         rendezvous_handler_registry.create_handler(

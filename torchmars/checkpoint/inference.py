@@ -24,7 +24,7 @@ from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import average_state, model_state
 from torchmars.checkpoint.storage import MANIFEST
-from torchmars.checkpoint.weights import load_weights
+from torchmars.checkpoint.weights import load_weights, shape_problem
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
 from torchmars.config.float8 import Float8Config
 from torchmars.config.load import config_from_tables
@@ -78,12 +78,10 @@ def open_model(folder: Path, step: int | None = None, average: bool = False) -> 
     index = read_index(folder, manifest)
     saved = shapes_in(index)
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
-    for name, value in model_state(dict(model.named_parameters())).items():
-        if saved.get(name) != tuple(value.shape):
-            raise DamagedCheckpoint(
-                f"{folder} does not have the model that its {MANIFEST} describes: "
-                f"{name} is not of shape {list(value.shape)}"
-            )
+    if wrong := shape_problem(saved, model_state(dict(model.named_parameters()))):
+        raise DamagedCheckpoint(
+            f"{folder} does not have the model that its {MANIFEST} describes: it {wrong}"
+        )
     if average and not any(name.startswith("ema.") for name in saved):
         raise UserError(
             f"{folder} has no moving average of its weights: the run had no training.ema_decay"

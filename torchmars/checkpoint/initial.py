@@ -71,13 +71,9 @@ def init_from(
     without: list[str] = []
     if with_optimizer:
         taken, without = shared_state(optimizer, manifest.optimizer)
-        saved_keys = {
-            f"optimizer.{name}.{key}"
-            for name in taken
-            for key in manifest.optimizer[name].split()[1:]
-        }
-        ours = optimizer_state(optimizer)
-        state |= {name: value for name, value in ours.items() if name in saved_keys}
+        shared = tuple(f"optimizer.{name}." for name in taken)
+        ours = optimizer_state(optimizer).items()
+        state |= {name: value for name, value in ours if name.startswith(shared) and name in saved}
     read_tensors(folder, state, layout.control, index)
     model.follow_weights()
     origin = f"weights of {folder}"

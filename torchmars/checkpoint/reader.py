@@ -128,14 +128,12 @@ class _TensorReader(dcp.FileSystemReader):
         assert number is not None
         try:
             value = torch.load(stream, map_location=device, weights_only=True)
-        except pickle.UnpicklingError:  # its advice is to unpickle whatever there is
-            raise DamagedCheckpoint(
-                f"{path} has no tensor where {wanted.fqn} should be (nothing else is unpickled)"
-            ) from None
         except OSError:
             raise
         except Exception as error:  # whatever damaged bytes make of it
             what = str(error).partition("\n")[0]
+            if isinstance(error, pickle.UnpicklingError):  # it advises to unpickle what there is
+                what = "nothing else is unpickled"
             raise DamagedCheckpoint(
                 f"{path} has no tensor where {wanted.fqn} should be ({what})"
             ) from None

@@ -14,8 +14,8 @@ from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
 from torchmars.checkpoint.storage import LOCAL, MANIFEST, Storage
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
-from torchmars.config.compile import COMPILE, saved_compile
-from torchmars.config.dtypes import saved_dtypes
+from torchmars.config.compile import COMPILE
+from torchmars.config.dtypes import COMPUTE, MATRIX
 from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
@@ -113,13 +113,9 @@ def check_same_run(
         flattened(json.loads(json.dumps(tables))) for tables in (asdict(Config()), asdict(config))
     )
     was |= flattened(manifest.config)
-    for name, value in saved_dtypes(manifest.config).items():
-        was[name] = value
-        if now[name] == "auto":  # not resolved yet: it will be what it was
-            now[name] = value
-    was[COMPILE] = saved_compile(manifest.config)
-    if now[COMPILE] is None:
-        now[COMPILE] = was[COMPILE]
+    for name in (COMPUTE, MATRIX, COMPILE):
+        if now[name] in ("auto", None):  # not resolved yet: it will be what it was
+            now[name] = was[name]
     if manifest.tokenizer_sha256 is not None:  # it may have moved
         tokenizer = config.data.tokenizer
         if load_tokenizer(tokenizer).sha256 != manifest.tokenizer_sha256:

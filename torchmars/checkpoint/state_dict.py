@@ -118,21 +118,17 @@ def load(
     average; `average` is left as it is if not. Raises `DamagedCheckpoint` on every rank. Weights
     and state are then of no use until another load.
     """
-    state = training_state(layout, model.weights, optimizer, average)
-    random = {name: state.pop(name) for name in list(state) if name.startswith("rng.")}
     index = index_on_all(folder, manifest, layout, storage)
     saved = index.state_dict_metadata
-    if manifest.world_size == layout.world.size:
-        random = {name: value for name, value in random.items() if name in saved}
-    else:
-        random = {}
     has_average = any(name.startswith("ema.") for name in saved)
-    if not has_average:
-        state = {name: value for name, value in state.items() if not name.startswith("ema.")}
-    read_tensors(folder, state | random, layout.control, index, storage)
+    absent = "rng." if has_average else ("rng.", "ema.")
+    whole = training_state(layout, model.weights, optimizer, average).items()
+    state = {name: value for name, value in whole if name in saved or not name.startswith(absent)}
+    read_tensors(folder, state, layout.control, index, storage)
     model.follow_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
-    set_rng_state(random)
+    if manifest.world_size == layout.world.size:
+        set_rng_state({name: value for name, value in state.items() if name.startswith("rng.")})
     return has_average
 
 

@@ -41,11 +41,9 @@ def list_checkpoints(folder: Path) -> None:
     for path in checkpoints(folder):
         try:
             manifest = read_verified(path, "size")
-        except DamagedCheckpoint as error:
-            rows.append((str(step_of(path)), "", "", "", f"damaged: {error}"))
-            continue
-        except OtherVersion as error:
-            rows.append((str(step_of(path)), "", "", "", f"of another version: {error}"))
+        except (DamagedCheckpoint, OtherVersion) as error:
+            what = "damaged" if isinstance(error, DamagedCheckpoint) else "of another version"
+            rows.append((str(step_of(path)), "", "", "", f"{what}: {error}"))
             continue
         size = f"{manifest.bytes / 2**20:,.1f}"
         ranks, loss = str(manifest.world_size), loss_of(manifest)

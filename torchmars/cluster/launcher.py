@@ -107,11 +107,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def guarded_rendezvous(
-    args: argparse.Namespace,
-    timer: type[threading.Timer] = threading.Timer,
-    end: Callable[[int], object] = os._exit,
-) -> Iterator[None]:
+def guarded_rendezvous(args: argparse.Namespace) -> Iterator[None]:
     """End the process where the machines' rendezvous, which is `BACKEND`, does not answer.
 
     It may wait without end for one that speaks another protocol.
@@ -126,11 +122,11 @@ def guarded_rendezvous(
 
     def end_if_not_connected() -> None:
         if not connected.is_set():
-            end(report_rendezvous(args, "whoever listens there does not answer"))
+            os._exit(report_rendezvous(args, "whoever listens there does not answer"))
 
     rendezvous_handler_registry.register(BACKEND, connect)
     seconds = process.start_timeout().total_seconds() + 3
-    with unless_done_in(seconds, end_if_not_connected, timer):
+    with unless_done_in(seconds, end_if_not_connected):
         yield
 
 

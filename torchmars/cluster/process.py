@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 
 from torchmars.cluster.environment import Environment, read_variable
-from torchmars.cluster.scheduler import node_name
+from torchmars.cluster.scheduler import NODE
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.core.typed import make, whole_number
@@ -68,7 +68,7 @@ def check_variables() -> None:
 
 def node() -> str:
     """Return the name of this machine."""
-    return node_name() or socket.gethostname()
+    return os.environ.get(NODE) or socket.gethostname()
 
 
 def node_rank() -> int | None:

@@ -4,29 +4,18 @@ It is all that ranks and commands know of a scheduler: run_train.sh starts jobs,
 comparison/slurm.py submits trials.
 """
 
-import os
 from collections.abc import Mapping
 
 from torchmars.core.typed import whole_number
 
 # The variables of a job, in place of one of run_train.sh's that is not set.
 VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
-CORES = "SLURM_CPUS_ON_NODE"
+CORES, JOB, NODE = "SLURM_CPUS_ON_NODE", "SLURM_JOB_ID", "SLURMD_NODENAME"
 
 
 def in_batch_job(variables: Mapping[str, str]) -> bool:
     """Return whether this is the script or a step of a job, and not started by hand."""
-    return bool(variables.get("SLURM_JOB_ID")) and variables.get("ENVIRONMENT") == "BATCH"
-
-
-def job_name() -> str:
-    """Return what all machines of a run call it when they meet."""
-    return os.environ.get("SLURM_JOB_ID") or "torchmars"
-
-
-def node_name() -> str | None:
-    """Return the scheduler's name of this machine; None outside of a job."""
-    return os.environ.get("SLURMD_NODENAME")
+    return bool(variables.get(JOB)) and variables.get("ENVIRONMENT") == "BATCH"
 
 
 def task_of(variables: Mapping[str, str]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from torchmars.config.load import config_of, is_set, load_sources, print_help
+from torchmars.config.load import is_set, load_command, load_sources
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -37,10 +37,8 @@ class PlanOptions:
 def main() -> None:
     """Print the plan of the config that the command line names."""
     with exit_on_user_error():
-        print_help(sys.argv[1:], "torchmars plan", PlanOptions)
-        options, rest = take_options(PlanOptions, sys.argv[1:])
-        sources = load_sources(rest, "torchmars plan")
-        config = config_of(sources)
+        options, config = load_command(PlanOptions, sys.argv[1:], "torchmars plan")
+        settings = take_options(PlanOptions, sys.argv[1:])[1]
         from torchmars.metrics.throughput import GIB
         from torchmars.planning.confirm import confirmed_table
         from torchmars.planning.find import find_layouts, found_table
@@ -59,7 +57,7 @@ def main() -> None:
                 lines = confirmed_table(found[: options.confirm], config, ranks, per_node)
         else:
             lines = report(make_plan(config, ranks, per_node))
-            if not is_set(sources, "optimizer.lr"):
+            if not is_set(load_sources(settings, "torchmars plan"), "optimizer.lr"):
                 for text in default_lr_warnings(config):
                     lines += labelled("warning", text)
         say("\n".join(lines))

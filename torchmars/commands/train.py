@@ -15,7 +15,7 @@ from torchmars.cluster.environment import (
     cores_of,
     read_environment,
 )
-from torchmars.cluster.scheduler import job_name
+from torchmars.cluster.scheduler import JOB
 from torchmars.config.load import config_of, load_sources, require_config
 from torchmars.core import console
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -59,7 +59,7 @@ def main() -> None:
             machines = environment.NNODES
             return launch.prepare(config, sources, ranks * machines, machines)
         own = ["--prepared"] if options.prepared else []
-        torchrun = environment.torchrun_options(ranks, job_name())
+        torchrun = environment.torchrun_options(ranks, os.environ.get(JOB) or "torchmars")
         launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], sources)
 
 

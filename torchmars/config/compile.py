@@ -21,16 +21,11 @@ def resolve_compile(
     """
     compiles = config.training.compile
     if compiles is None and saved is not None:
-        compiles = saved_compile(saved)
+        compiles = bool(saved["training"]["compile"])
     if compiles is None:
         fits = device.type == "cuda" and able and compile_problem(config, tp) is None
         compiles = fits or needs_compile(config)
     return replace(config, training=replace(config.training, compile=compiles))
-
-
-def saved_compile(saved: dict[str, Any]) -> bool:
-    """Return whether the run of a checkpoint's config compiled its blocks."""
-    return bool(saved["training"]["compile"])
 
 
 def needs_compile(config: Config) -> bool:

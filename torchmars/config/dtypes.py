@@ -23,24 +23,18 @@ def resolve_dtypes(
     In a new run it follows from the kind of `device`, and from whether all ranks multiply
     bfloat16 natively (`native_bfloat16`).
     """
-    compute, matrix = config.training.dtype, config.optimizer.matrix_dtype
-    began: dict[str, Any] = {COMPUTE: default_dtype(device), MATRIX: "auto"}
-    if saved is not None:
-        began = saved_dtypes(saved)
-    compute = began[COMPUTE] if compute == "auto" else compute
-    resolved: Any = resolve_matrix_dtype(
-        began[MATRIX] if matrix == "auto" else matrix, native_bfloat16
-    )
+    compute: Any = config.training.dtype
+    matrix: Any = config.optimizer.matrix_dtype
+    if compute == "auto":
+        compute = saved["training"]["dtype"] if saved else default_dtype(device)
+    if matrix == "auto" and saved:
+        matrix = saved["optimizer"]["matrix_dtype"]
+    matrix = resolve_matrix_dtype(matrix, native_bfloat16)
     return replace(
         config,
         training=replace(config.training, dtype=compute),
-        optimizer=replace(config.optimizer, matrix_dtype=resolved),
+        optimizer=replace(config.optimizer, matrix_dtype=matrix),
     )
-
-
-def saved_dtypes(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return what the run of a checkpoint's config computed in, by the name of the option."""
-    return {COMPUTE: saved["training"]["dtype"], MATRIX: saved["optimizer"]["matrix_dtype"]}
 
 
 def default_dtype(device: torch.device) -> Literal["float32", "bfloat16"]:

@@ -37,7 +37,7 @@ def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, Resolved
     `--help` prints both with their defaults and exits. Raises `UserError` for anything the user
     got wrong.
     """
-    print_help(args, prog, kind)
+    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", kind, settings=Config, more=DESCRIPTION)
     options, rest = take_options(kind, args)
     return options, load_config(rest, prog)
 
@@ -51,19 +51,13 @@ def load_config(args: list[str], prog: str) -> ResolvedConfig:
     return config_of(load_sources(args, prog))
 
 
-def print_help(args: list[str], prog: str, *options: type) -> None:
-    """Print `--help` of a command's own `options` and of all settings, if `args` ask for it."""
-    print_help_if_asked(
-        args, f"{prog} [CONFIG.toml ...]", *options, settings=Config, more=DESCRIPTION
-    )
-
-
 def load_sources(args: list[str], prog: str, *options: type) -> list[NamedTables]:
     """Return the tables that `args` name, as of `load_config`, and where each is from.
 
     `--help` tells of the command's own `options` too. Raises `UserError`.
     """
-    print_help(args, prog, *options)
+    usage = f"{prog} [CONFIG.toml ...]"
+    print_help_if_asked(args, usage, *options, settings=Config, more=DESCRIPTION)
     files = list(takewhile(lambda arg: not arg.startswith("--"), args))
     sources = [source for file in files for source in find_sources(file)]
     if files:

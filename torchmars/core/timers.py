@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def unless_done_in(
-    seconds: float, work: Callable[[], object], timer: type[threading.Timer] = threading.Timer
-) -> Iterator[None]:
+def unless_done_in(seconds: float, work: Callable[[], object]) -> Iterator[None]:
     """Do `work` on a thread while the body still runs after some seconds."""
-    late = timer(seconds, work)
+    late = threading.Timer(seconds, work)
     late.daemon = True
     late.start()
     try:

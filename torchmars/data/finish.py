@@ -1,5 +1,6 @@
 """From finished pieces to a folder of shards: its manifest, and its name."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -129,7 +130,7 @@ def cut_tail(
     left = whole.tokens - length
     for shard in whole.shards:
         name = shard.file.replace("validation", "train")
-        if name != shard.file and (folder / shard.file).exists():
+        with contextlib.suppress(FileNotFoundError):
             (folder / shard.file).rename(folder / name)
         count = min(shard.tokens, left)
         left -= count

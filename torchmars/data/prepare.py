@@ -125,7 +125,7 @@ def make_pieces(
     mine = [number for number in range(task, len(plan.pieces), tasks) if not progress[number].done]
     if not mine:
         return
-    began, text, tokens = time.monotonic(), 0, 0
+    began, text = time.monotonic(), 0
     encoder = make_encoder(config, sizes)
     total = sum(plan.piece_size(number) for number in mine)
     read = sum(progress[number].read for number in mine)
@@ -146,14 +146,13 @@ def make_pieces(
             writer.add(block, encoded)
             bar.add(block.read - before, encoded)
             text += sum(encoded.text.values())
-            tokens += sum(len(each) for each in encoded.tokens.values())
             damaged += len(encoded.damaged)
             if damaged > config.max_damaged:
                 writer.save()
                 check_damage(config, damaged, partial)
     seconds = time.monotonic() - began
     say(
-        f"tokenising took {seconds:,.1f} s: {text / 1e6:,.1f} MB to {tokens:,} tokens, "
+        f"tokenising took {seconds:,.1f} s: {text / 1e6:,.1f} MB to {bar.tokens:,} tokens, "
         f"{text / 1e6 / seconds:,.2f} MB/s with {counted(processes, 'process', 'processes')}",
         error=True,  # as the progress bar
     )

@@ -1,6 +1,6 @@
 """Rows of tables: Parquet files, and data sets of Hugging Face."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -106,25 +106,26 @@ def dataset_parts(
 
 
 def row_parts(
-    source: Input, rows: Iterable[Any], first: int, size: int, count: int = 0
+    source: Input, rows: Iterator[Any], first: int, size: int, count: int = 0
 ) -> Iterator[ReadPart]:
     """Yield values of rows in parts of about `size` bytes; `count` is the number of all rows."""
-    values: list[bytes | str | None] = []
-    length, reason = 0, ""
-    try:
-        for value in rows:
-            values.append(value if isinstance(value, (bytes, str)) else None)
-            length += len(values[-1] or b"") + 1
-            if length >= size:
-                part = TextPart(source.name, values, first, "row")
-                first += len(values)
-                yield ReadPart(part, first, read=source.size * first // count if count else 0)
-                values, length = [], 0
-    except Damage as damage:
-        reason = str(damage)
-    if values:
-        part = TextPart(source.name, values, first, "row")
-        first += len(values)
-        yield ReadPart(part, first, read=source.size, last=not reason)
+    last, reason = False, ""
+    while not last:
+        values: list[bytes | str | None] = []
+        length = 0
+        try:
+            while length < size:
+                value = next(rows)
+                values.append(value if isinstance(value, (bytes, str)) else None)
+                length += len(values[-1] or b"") + 1
+        except StopIteration:
+            last = True
+        except Damage as damage:
+            last, reason = True, str(damage)
+        if values:
+            part = TextPart(source.name, values, first, "row")
+            first += len(values)
+            read = source.size if last else source.size * first // count if count else 0
+            yield ReadPart(part, first, read=read, last=last and not reason)
     if reason:
         yield ReadPart(TextPart(source.name, [], first, "row", reason), first, 0, source.size, True)
