@@ -32,24 +32,23 @@ def report(plan: Plan) -> list[str]:
 
 def memory(plan: Plan) -> list[str]:
     """Return what a rank has in memory: in a pipeline, each of its ranks."""
-    sizes = {
-        "weights": [rank.weights for rank in plan.ranks],
-        "gradients": [rank.gradients for rank in plan.ranks],
-        "optimizer state": [rank.optimizer_state for rank in plan.ranks],
-        "gathered weights and gradients, at the peak": [rank.gathered for rank in plan.ranks],
-        "activations, at the peak (estimated)": [rank.activations for rank in plan.ranks],
-        "peak": [rank.peak for rank in plan.ranks],
-    }
     if len(plan.ranks) == 1:
-        one = [(name, f"{size / GIB:.3f}", f"{size:,}") for name, [size] in sizes.items()]
+        [rank] = plan.ranks
+        sizes = {
+            "weights": rank.weights,
+            "gradients": rank.gradients,
+            "optimizer state": rank.optimizer_state,
+            "gathered weights and gradients, at the peak": rank.gathered,
+            "activations, at the peak (estimated)": rank.activations,
+            "peak": rank.peak,
+        }
+        one = [(name, f"{size / GIB:.3f}", f"{size:,}") for name, size in sizes.items()]
         return table([("of each rank", "GiB", "bytes"), *one])
-    received = [rank.received for rank in plan.ranks]
     headings = "rank of the pipeline", "stages", "blocks", "parameters", "weights", "gradients"
     more = "optimizer state", "receiving buffers", "gathered", "activations", "peak (GiB)"
-    columns = [*sizes.values()]
-    columns.insert(3, received)
+    kinds = "weights gradients optimizer_state received gathered activations peak".split()
     rows = [
-        (str(number), *of_stages(rank), *(f"{each[number] / GIB:.3f}" for each in columns))
+        (str(number), *of_stages(rank), *(f"{getattr(rank, kind) / GIB:.3f}" for kind in kinds))
         for number, rank in enumerate(plan.ranks)
     ]
     return table([(*headings, *more), *rows])

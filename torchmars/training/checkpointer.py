@@ -75,13 +75,13 @@ class Checkpointer:
         self.config, self.layout, self.saver = config, layout, saver
         self.model, self.optimizer, self.average = model, optimizer, average
         self.whole_optimizer = whole_optimizer
+        self.averages = average.values if average else {}
         self.data, self.fingerprint = data, data.fingerprint()
 
     def resume(self) -> Resumed:
         """Go on from the run's newest good checkpoint, or start from checkpoint.init_from."""
         settings = self.config.checkpoint
-        resumed = self.load_newest()
-        if resumed is not None:
+        if (resumed := self.load_newest()) is not None:
             return resumed
         start = RunState(shares=shares_from_start(self.data.weights))
         if settings.init_from is None:
@@ -126,9 +126,8 @@ class Checkpointer:
         changes = layout.on_first(
             lambda: check_same_run(folder, manifest, config, self.fingerprint, self.whole_optimizer)
         )
-        values = self.average.values if self.average else {}
         if not state_dict.load(
-            folder, manifest, layout, self.model, self.optimizer, values, storage
+            folder, manifest, layout, self.model, self.optimizer, self.averages, storage
         ):
             if self.average:  # training.ema_decay is new
                 self.average.begin()
@@ -182,11 +181,10 @@ class Checkpointer:
             shares=state.shares,
             tokenizer_sha256=self.data.tokenizer_sha256,
         )
-        average = self.average.values if self.average else {}
-        return self.saver.save(
-            manifest,
-            state_dict.training_state(self.layout, self.model.weights, self.optimizer, average),
+        tensors = state_dict.training_state(
+            self.layout, self.model.weights, self.optimizer, self.averages
         )
+        return self.saver.save(manifest, tensors)
 
 
 def weight_changes(names: list[str], was: Shares, now: Shares) -> list[str]:

@@ -9,8 +9,7 @@ class Schedule:
 
     def __init__(self, config: ResolvedConfig, optimizer: MARS) -> None:
         self.config, self.optimizer = config, optimizer
-        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.base_gammas = [group["gamma"] for group in optimizer.param_groups]
+        self.began = [(group["lr"], group["gamma"]) for group in optimizer.param_groups]
 
     def apply(self, step: int) -> float:
         """Set the hyperparameters of step number `step`, from 1; return the peak rate's value."""
@@ -24,7 +23,7 @@ class Schedule:
             warmup_steps=config.warmup_steps,
             decay_steps=config.decay_steps,
         )
-        for group, lr, gamma in zip(self.optimizer.param_groups, self.base_lrs, self.base_gammas):
+        for group, (lr, gamma) in zip(self.optimizer.param_groups, self.began):
             group["lr"] = lr * factor
             if config.final_gamma is not None:
                 group["gamma"], group["gamma_next"] = (
