@@ -11,7 +11,7 @@ from torchmars.config.fields import Amount, Clip, Mark, Positive, require
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES, variance_reduced
-from torchmars.optim.settings import Betas, Number, Setting
+from torchmars.optim.settings import Betas, Flag, Number, Setting
 
 if TYPE_CHECKING:
     Rule = str
@@ -42,9 +42,9 @@ def with_settings(*scopes: str) -> Callable[[type], type]:
 
 def value_type(setting: Setting) -> Any:
     """Return the type of a setting in a config, where a clip of 0 is no clip."""
-    if isinstance(setting, Number):
-        return Clip if setting.positive and setting.optional else Amount
-    return tuple[float, float] if isinstance(setting, Betas) else bool
+    types = {Number: Amount, Betas: tuple[float, float], Flag: bool}
+    off = isinstance(setting, Number) and setting.positive and setting.optional
+    return Clip if off else types[type(setting)]
 
 
 def setting_text(setting: Setting, with_defaults: bool) -> str:
@@ -116,9 +116,7 @@ class OptimizerConfig:
     """mars-adamw, mars-lion, mars-shampoo, mars-m: variance-reduced AdamW, Lion, Shampoo and Muon.
     adamw, lion, muon: the same without the reduction. A run prints at its start what embeddings
     and vectors get."""
-    lr: Annotated[float, Range(0, 1_000_000, open_low=True)] | None = (
-        None  # a run with 0 learns nothing
-    )
+    lr: Annotated[float, Range(0, 1_000_000, open_low=True)] | None = None  # a group's may be 0
     mode: Annotated[Literal["approx", "exact"], Mark.IDENTITY] = "approx"
     """mars-*: which gradient corrects. approx: the last step's. exact: this batch's at the last
     weights, which costs a second forward and backward pass."""
@@ -152,15 +150,12 @@ class OptimizerConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `param_groups` but the model."""
-        given = {role: set_fields(getattr(self, role)) for role in GROUPS}
-        patterns = [(group.pattern, set_fields(group)) for group in self.groups]
+        by_role = {role: set_fields(getattr(self, role)) for role in GROUPS}
+        patterns = [set_fields(group) for group in self.groups]
         return self.rule_settings() | {
             "name": self.name,
-            "by_role": {role: changes for role, changes in given.items() if changes},
-            "by_pattern": [
-                (pattern, {key: value for key, value in changes.items() if key != "pattern"})
-                for pattern, changes in patterns
-            ],
+            "by_role": {role: changes for role, changes in by_role.items() if changes},
+            "by_pattern": [(changes.pop("pattern"), changes) for changes in patterns],
         }
 
     def rule_settings(self) -> dict[str, Any]:
