@@ -60,26 +60,18 @@ def measurements(runs: list[Run]) -> set[str]:
     return names if any(len(run.skipped.steps) for run in runs) else names - {SKIPPED}
 
 
-def charts_of(names: set[str]) -> list[Chart]:
-    """Return the charts of the measurements that there are, those that all runs have first."""
-    left = {name for name in names if not NOT_DRAWN.fullmatch(name)}
+def charts_of(names: set[str]) -> tuple[list[Chart], list[Chart]]:
+    """Return charts of measurements, those that all runs have first, and one for each other."""
+    left = sorted(name for name in names if not NOT_DRAWN.fullmatch(name))
     charts = []
     for chart in CHARTS:
-        own = tuple(sorted(name for name in left if re.fullmatch(chart.pattern, name)))
-        left -= set(own)
-        if chart.stacked:
-            own = tuple(sorted(own, key=in_time))
+        own = [name for name in left if re.fullmatch(chart.pattern, name)]
+        left = [name for name in left if name not in own]
         if own:
-            charts.append(replace(chart, names=own))
-    evaluations = sorted(name for name in left if name.startswith("evaluation/"))
-    return [*charts, *(single(name, log=False) for name in evaluations)]
-
-
-def other_charts_of(names: set[str]) -> list[Chart]:
-    """Return charts of the measurements that `charts_of` has in none, one for each."""
-    shown = {name for chart in charts_of(names) for name in chart.names}
-    left = sorted(name for name in names - shown if not NOT_DRAWN.fullmatch(name))
-    return [single(name, log=True) for name in left]
+            charts.append(replace(chart, names=tuple(sorted(own, key=in_time))))
+    evaluations = [name for name in left if name.startswith("evaluation/")]
+    others = [single(name, log=True) for name in left if name not in evaluations]
+    return [*charts, *(single(name, log=False) for name in evaluations)], others
 
 
 def single(name: str, log: bool) -> Chart:

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,7 +12,9 @@ from torchmars.comparison.results import (
     ContenderResult,
     Difference,
     Estimate,
+    Settings,
     TrialResult,
+    Value,
 )
 from torchmars.core.words import duration, short
 from torchmars.reports.page import DASH, page
@@ -42,7 +45,6 @@ def comparison_page(
         "curves": "Charts",
         "differences": "Differences" if found.differences else "",
         "trials": "Trials",
-        "about": "How to read this page",
     }
     return page(
         "comparison_page.html",
@@ -57,18 +59,20 @@ def comparison_page(
         renewed_every,
         title=found.name,
         subtitle=f"A comparison of optimizers. {folder.absolute()}.",
-        sections={id: name for id, name in sections.items() if name},
+        sections=sections,
         has_steps=False,
         folder=str(folder),
-        config=" ".join(found.config),
-        notes=found.notes,
-        facts=facts(found),
+        found=found,
         baseline=found.baseline,
-        contenders=[
-            {"place": found.place_of(each), **contender_row(each)} for each in found.contenders
-        ],
-        differences=[difference_row(each) for each in found.differences],
-        trials=[trial_row(each, folder, file) for each in found.trials],
+        facts=facts(found),
+        settings=settings_text,
+        loss=loss_text,
+        saved=saved_text,
+        remark=remark,
+        signed=signed,
+        reading=reading,
+        link=lambda trial: link(folder / trial.folder, file),
+        duration=duration,
     )
 
 
@@ -94,8 +98,11 @@ def drawn(found: Comparison, contender: ContenderResult) -> dict[str, Any]:
         "finals": contender.losses,
         "mean": contender.mean,
         "saved": {
-            "tokens": estimate_json(contender.tokens_saved),
-            "time": estimate_json(contender.seconds_saved),
+            name: saved and asdict(saved)
+            for name, saved in (
+                ("tokens", contender.tokens_saved),
+                ("time", contender.seconds_saved),
+            )
         },
         "grid": [
             {"lr": trial.settings["lr"], "loss": trial.loss, "text": trial_text(trial)}
@@ -103,25 +110,9 @@ def drawn(found: Comparison, contender: ContenderResult) -> dict[str, Any]:
             if "lr" in trial.settings and trial.seed == found.seeds[0] and trial.state != "pending"
         ],
         "trials": [
-            {
-                "name": trial.name,
-                "best": trial.name in best,
-                "tokens": trial.curve.tokens,
-                "seconds": trial.curve.seconds,
-                "losses": trial.curve.losses,
-            }
-            for trial in own
+            {"name": trial.name, "best": trial.name in best} | asdict(trial.curve) for trial in own
         ],
     }
-
-
-def estimate_json(estimate: Estimate | None) -> dict[str, float | None] | None:
-    """Return an estimate as the scripts read it."""
-    return (
-        None
-        if estimate is None
-        else {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
-    )
 
 
 def trial_text(trial: TrialResult) -> str:
@@ -130,20 +121,19 @@ def trial_text(trial: TrialResult) -> str:
     return f"{trial.contender}, {settings_text(trial.settings)}: {ended}"
 
 
-def contender_row(contender: ContenderResult) -> dict[str, str]:
-    """Return a contender's row of the table."""
-    at_edge = [f"{name} is the {end} that was tried" for name, end in contender.edges.items()]
-    rule = [] if contender.rule == contender.name else [f"optimizer.name is {contender.rule}"]
-    return {
-        "name": contender.name,
-        "settings": DASH if contender.best is None else settings_text(contender.best),
-        "mean": DASH if contender.mean is None else f"{contender.mean:.4f}",
-        "spread": DASH if contender.spread is None else f"{contender.spread:.4f}",
-        "seeds": str(len(contender.losses)),
-        "tokens": saved_text(contender.tokens_saved),
-        "time": saved_text(contender.seconds_saved),
-        "remark": "; ".join([*at_edge, *([contender.remark] if contender.remark else []), *rule]),
-    }
+def remark(contender: ContenderResult) -> str:
+    """Return what a reader must know of a contender."""
+    parts = [f"{name} is the {end} that was tried" for name, end in contender.edges.items()]
+    if contender.remark:
+        parts.append(contender.remark)
+    if contender.rule != contender.name:
+        parts.append(f"optimizer.name is {contender.rule}")
+    return "; ".join(parts)
+
+
+def loss_text(loss: float | None) -> str:
+    """Return a loss, or the spread of losses."""
+    return DASH if loss is None else f"{loss:.4f}"
 
 
 def saved_text(saved: Estimate | None) -> str:
@@ -154,44 +144,18 @@ def saved_text(saved: Estimate | None) -> str:
     return f"{saved.mean:.0%}{interval}".replace("-", "−")
 
 
-def difference_row(each: Difference) -> dict[str, str]:
-    """Return a row of the table of differences."""
-    low, high = each.loss.low, each.loss.high
-    known = low is not None and high is not None
-    reading = {
-        None: ("unknown", "one seed: the spread is not known"),
-        False: ("inside", "does not exceed the spread over seeds"),
-        True: ("exceeds", f"{each.first if each.loss.mean < 0 else each.second} is better"),
-    }
-    kind, words = reading[each.exceeds_spread]
-    return {
-        "first": each.first,
-        "second": each.second,
-        "mean": signed(each.loss.mean),
-        "interval": f"{signed(low or 0.0)} to {signed(high or 0.0)}" if known else DASH,
-        "kind": kind,
-        "reading": words,
-    }
+def reading(each: Difference) -> tuple[str, str]:
+    """Return what a difference tells: its kind, and words."""
+    if each.exceeds_spread is None:
+        return "unknown", "one seed: the spread is not known"
+    if not each.exceeds_spread:
+        return "inside", "does not exceed the spread over seeds"
+    return "exceeds", f"{each.first if each.loss.mean < 0 else each.second} is better"
 
 
 def signed(value: float) -> str:
     """Return a difference of losses with its sign."""
     return f"{value:+.4f}".replace("-", "−")
-
-
-def trial_row(trial: TrialResult, folder: Path, file: Path) -> dict[str, str]:
-    """Return a trial's row of the table."""
-    return {
-        "name": trial.name,
-        "link": link(folder / trial.folder, file),
-        "contender": trial.contender,
-        "settings": settings_text(trial.settings),
-        "seed": str(trial.seed),
-        "state": trial.state,
-        "loss": DASH if trial.loss is None else f"{trial.loss:.4f}",
-        "time": DASH if trial.seconds is None else duration(trial.seconds),
-        "reason": trial.reason,
-    }
 
 
 def link(run: Path, file: Path) -> str:
@@ -200,12 +164,14 @@ def link(run: Path, file: Path) -> str:
     return quote(os.path.relpath(target, file.absolute().parent))
 
 
-def settings_text(settings: dict[str, float | list[float]]) -> str:
+def settings_text(settings: Settings | None) -> str:
     """Return settings in words."""
+    if settings is None:
+        return DASH
     return ", ".join(f"{name} {value_text(value)}" for name, value in settings.items())
 
 
-def value_text(value: float | list[float]) -> str:
+def value_text(value: Value) -> str:
     """Return the value of a setting."""
     if isinstance(value, list):
         return "(" + ", ".join(map(value_text, value)) + ")"

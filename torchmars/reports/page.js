@@ -80,7 +80,7 @@ function writeAddress() {
   history.replaceState({ scrolled: scrollY }, "", "#" + given);
 }
 
-// The page of a run that resumes is written again; the reader's place and settings stay.
+// While a run is running its page is rewritten; the reader's place and settings stay.
 function renewNow() {
   const box = document.querySelector("[name=renew]");
   if (!box) return;

@@ -13,16 +13,23 @@ from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import write_durably
 
 DASH = "–"  # where nothing is known
+ABOUT = {"about": "How to read this page"}  # the section that every page has
 STYLES = ("page.css", "charts.css")
 SCRIPTS = ("page.js", "charts.js", "run_charts.js", "comparison_charts.js")
 
 
-def page(template: str, data: dict[str, Any], renewed_every: int | None, **texts: Any) -> str:
+def page(
+    template: str,
+    data: dict[str, Any],
+    renewed_every: int | None,
+    sections: dict[str, str],
+    **texts: Any,
+) -> str:
     """Return a page.
 
     `template` is a file beside this one. It is given `texts`, and escapes them. `data` is what the
-    scripts draw. A page that is `renewed_every` so many seconds reloads itself as often. Raises
-    `UserError` without plotly.
+    scripts draw. A page that is `renewed_every` so many seconds reloads itself as often. Of
+    `sections` those with a name are there. Raises `UserError` without plotly.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -37,6 +44,8 @@ def page(template: str, data: dict[str, Any], renewed_every: int | None, **texts
         data=packed(json.dumps(data, allow_nan=False)),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         renewed_every=renewed_every,
+        sections={id: name for id, name in sections.items() if name} | ABOUT,
+        dash=DASH,
         **texts,
     )
     # Names of files and texts of events may have what no UTF-8 file can: half of a pair of UTF-16.

@@ -42,7 +42,7 @@ def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
 
     Raises `UserError` if there is nothing to draw, or a file cannot be written.
     """
-    charts = charts_of(measurements(runs))
+    charts, _ = charts_of(measurements(runs))
     if not charts:
         raise UserError(f"{runs[0].folder} has no metrics yet: wait for its first report")
     rows, columns = math.ceil(len(charts) / COLUMNS), min(COLUMNS, len(charts))

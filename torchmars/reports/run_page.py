@@ -3,7 +3,8 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from torchmars.reports.charts import (
     charts_of,
     measurements,
     names_of,
-    other_charts_of,
     short_names,
 )
 from torchmars.reports.curves import axes, buckets_for, thinned
@@ -36,24 +36,10 @@ MOST_EVENTS, MOST_MARKS, MOST_SAMPLES = 1000, 200, 100
 NOISY, ONE_PERCENT = 300, 50
 
 
-@dataclass(frozen=True)
-class RunView:
-    """What the template says of a run."""
-
-    index: int
-    name: str
-    state: str
-    facts: dict[str, str]
-    """How far it is, by name."""
-    config: str
-    checkpoints: list[dict[str, str]]
-    samples: list[tuple[int, str]]
-
-
 def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     """Return the page of `runs`. Raises `UserError` without plotly."""
     measured, names = measurements(runs), names_of(runs)
-    charts, others = charts_of(measured), other_charts_of(measured)
+    charts, others = charts_of(measured)
     entries = [entries_of(run, name) for run, name in zip(runs, names)]
     listed = [each for of_run in entries for each in of_run]
     if len(runs) > 1:
@@ -65,10 +51,9 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
         "curves": "Curves",
         "differences": "Differences" if len(runs) > 1 else "",
         "events": "Events" if shown else "",
-        "checkpoints": "Checkpoints" if any(run.checkpoints for run in views) else "",
-        "samples": "Samples" if any(run.samples for run in views) else "",
+        "checkpoints": "Checkpoints" if any(run["checkpoints"] for run in views) else "",
+        "samples": "Samples" if any(run["samples"] for run in views) else "",
         "configs": "Configs",
-        "about": "How to read this page",
     }
     data: dict[str, Any] = {
         "runs": [
@@ -87,7 +72,7 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
         renewed_every,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         subtitle=f"{runs[0].folder.absolute()}." if len(runs) == 1 else "",
-        sections={id: name for id, name in sections.items() if name},
+        sections=sections,
         has_steps=True,
         runs=views,
         differences=differences([run.config for run in runs]),
@@ -129,41 +114,43 @@ def chart_json(chart: Chart, runs: list[Run]) -> dict[str, Any]:
     return facts | {"labels": short_names(facts["names"])}
 
 
-def view(run: Run, name: str, index: int) -> RunView:
+def view(run: Run, name: str, index: int) -> dict[str, Any]:
     """Return what the template says of a run."""
-    return RunView(
-        index,
-        name,
-        state_of(run),
-        facts(run),
-        tomli_w.dumps(run.config),
-        checkpoints_of(run),
-        samples_of(run)[:MOST_SAMPLES],
-    )
+    return {
+        "index": index,
+        "name": name,
+        "state": state_of(run),
+        "facts": facts(run),
+        "config": tomli_w.dumps(run.config),
+        "checkpoints": checkpoints_of(run),
+        "samples": samples_of(run)[:MOST_SAMPLES],
+    }
 
 
 def facts(run: Run) -> dict[str, str]:
     """Return how far a run is, by name; a dash stands for what is not known."""
-    step = run.last_step
+    step, last = run.last_step, itemgetter(-1)
     here, written = np.array([step]), time.localtime(last_written(run.folder))
     return {
         "step": f"{step:,} of {run.steps:,}",
-        "training loss": of_values(run, TRAINING, lambda values: f"{values[-1]:.4f}"),
-        "validation loss": of_values(run, VALIDATION, lambda values: f"{values[-1]:.4f}"),
-        "bits per byte": of_values(run, BITS, lambda values: f"{values[-1]:.4f}"),
-        "best validation": of_values(run, VALIDATION, lambda values: f"{values.min():.4f}"),
+        "training loss": of_values(run, TRAINING, last),
+        "validation loss": of_values(run, VALIDATION, last),
+        "bits per byte": of_values(run, BITS, last),
+        "best validation": of_values(run, VALIDATION, np.min),
         "tokens": short(float(run.tokens(here)[0])),
         "training time": duration(float(run.seconds(here)[0])),
-        "tokens/s, median": of_values(run, SPEED, lambda values: f"{np.median(values):,.0f}"),
+        "tokens/s, median": of_values(run, SPEED, np.median, ",.0f"),
         "last write": time.strftime("%Y-%m-%d %H:%M", written),
     }
 
 
-def of_values(run: Run, name: str, text: Callable[[NDArray[np.float64]], str]) -> str:
-    """Return the `text` of the finite values of a measurement, a dash where there are none."""
+def of_values(
+    run: Run, name: str, pick: Callable[[NDArray[np.float64]], Any], digits: str = ".4f"
+) -> str:
+    """Return one of the finite values of a measurement, a dash where there are none."""
     values = run.series[name].values if name in run.series else np.empty(0)
     values = values[np.isfinite(values)]
-    return text(values) if len(values) else DASH
+    return format(pick(values), digits) if len(values) else DASH
 
 
 def differences(configs: list[Tables]) -> dict[str, list[str]]:
