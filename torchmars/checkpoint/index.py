@@ -39,14 +39,13 @@ def read_index(
     path = folder / INDEX
     try:
         index: dcp.Metadata = IndexUnpickler(io.BytesIO(read_bytes(path, storage.open))).load()
+        wrong = index_problem(index, manifest.files)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # whatever damaged bytes make of the unpickler
-        raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
-    try:
-        wrong = index_problem(index, manifest.files)
     except (AttributeError, TypeError):  # perhaps of the classes of an index, but without values
         raise DamagedCheckpoint(f"{path} is not an index of tensors") from None
+    except Exception as error:  # whatever damaged bytes make of the unpickler
+        raise DamagedCheckpoint(f"{path} is damaged ({error})") from None
     if wrong:
         raise DamagedCheckpoint(f"{path} is damaged ({wrong})")
     return index

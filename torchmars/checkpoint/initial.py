@@ -67,20 +67,18 @@ def init_from(
     }
     if wrong := shape_problem(sizes, model.weights):
         raise UserError(f"checkpoint.init_from: {folder} {wrong}: {REMEDY}")
-    taken: list[str] = []
+    origin = f"weights of {folder}"
     without: list[str] = []
     if with_optimizer:
         taken, without = shared_state(optimizer, manifest.optimizer)
         shared = tuple(f"optimizer.{name}." for name in taken)
         ours = optimizer_state(optimizer).items()
         state |= {name: value for name, value in ours if name.startswith(shared) and name in saved}
-    read_tensors(folder, state, layout.control, index)
-    model.follow_weights()
-    origin = f"weights of {folder}"
-    if with_optimizer:
         counts = f"{len(taken)} of {counted(len(manifest.optimizer), 'tensor')}"
         origin += f", and the optimizer's state of {counts}"
         origin += f" ({len(without)} without a last gradient)" if without else ""
+    read_tensors(folder, state, layout.control, index)
+    model.follow_weights()
     parameters = named_parameters(optimizer)
     return origin, [parameters[name] for name in without]
 

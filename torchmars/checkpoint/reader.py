@@ -51,7 +51,7 @@ def read_tensors(
         raise DamagedCheckpoint(f"{folder} cannot be read: {reason(error)}") from None
 
 
-def check_tensors(folder: Path, index: dcp.Metadata, storage: Storage = LOCAL) -> None:
+def check_tensors(folder: Path, index: dcp.Metadata) -> None:
     """Raise `DamagedCheckpoint` where a chunk of a tensor is not what the index says.
 
     The shape and dtype of each are read, and not its numbers.
@@ -62,7 +62,7 @@ def check_tensors(folder: Path, index: dcp.Metadata, storage: Storage = LOCAL) -
         for number, chunk in enumerate(tensor.chunks)
         if math.prod(chunk.sizes)
     ]
-    for _ in _TensorReader(folder, index, storage).chunks(wanted, "meta"):
+    for _ in _TensorReader(folder, index, LOCAL).chunks(wanted, "meta"):
         pass
 
 

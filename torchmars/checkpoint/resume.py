@@ -12,7 +12,7 @@ from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
-from torchmars.checkpoint.storage import LOCAL, MANIFEST, Storage
+from torchmars.checkpoint.storage import LOCAL, MANIFEST
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE
 from torchmars.config.dtypes import COMPUTE, MATRIX
@@ -51,18 +51,16 @@ def newest_good(
     return None
 
 
-def read_verified(
-    folder: Path, level: Literal["full", "size", "off"], storage: Storage = LOCAL
-) -> CheckpointManifest:
+def read_verified(folder: Path, level: Literal["full", "size", "off"]) -> CheckpointManifest:
     """Verify a checkpoint in this process alone. Return its manifest.
 
     At the level "full" its index and the tensors' places are checked, too. Raises
     `DamagedCheckpoint`, and `OtherVersion` if this version cannot read it.
     """
-    manifest = manifests.read(folder, storage)
-    manifests.verify(folder, manifest, level, storage=storage)
+    manifest = manifests.read(folder)
+    manifests.verify(folder, manifest, level)
     if level == "full":
-        check_tensors(folder, read_index(folder, manifest, storage), storage)
+        check_tensors(folder, read_index(folder, manifest))
     return manifest
 
 

@@ -39,15 +39,14 @@ def list_checkpoints(folder: Path) -> None:
     """Print a line for each checkpoint and for what is left of others."""
     rows = [("step", "ranks", "validation loss", "MiB", "state")]
     for path in checkpoints(folder):
+        values, state = ("", "", ""), "complete"
         try:
             manifest = read_verified(path, "size")
+            values = str(manifest.world_size), loss_of(manifest), f"{manifest.bytes / 2**20:,.1f}"
         except (DamagedCheckpoint, OtherVersion) as error:
             what = "damaged" if isinstance(error, DamagedCheckpoint) else "of another version"
-            rows.append((str(step_of(path)), "", "", "", f"{what}: {error}"))
-            continue
-        size = f"{manifest.bytes / 2**20:,.1f}"
-        ranks, loss = str(manifest.world_size), loss_of(manifest)
-        rows.append((str(manifest.step), ranks, loss, size, "complete"))
+            state = f"{what}: {error}"
+        rows.append((str(step_of(path)), *values, state))
     for line in table(rows, right=range(4)):
         say(line)
     for path in leftovers(folder):

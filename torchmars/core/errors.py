@@ -10,7 +10,7 @@ from torchmars.core.console import finish, say, unread
 
 EXIT_MISTAKE = 2
 EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to go on
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to resume
 
 LONGEST = 1000  # characters of an error line
 # The environment variable with the file in which a rank leaves its exit code for its launcher.

@@ -1,6 +1,6 @@
 """What a corpus is prepared with: settings and pieces, kept beside the shards while they are made.
 
-Tasks that work side by side, and a start that goes on, must agree on it.
+Tasks that work side by side, and a start that resumes, must agree on it.
 """
 
 import json

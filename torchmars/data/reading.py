@@ -257,7 +257,7 @@ def decompressed(file: BinaryIO, new: Callable[[], "Decoder"]) -> Iterator[bytes
         raise Damage("it is cut short here")
 
 
-# Yields what bytes of a stream hold. Returns those after the stream; None where it goes on.
+# Yields what bytes of a stream hold. Returns those after the stream; None where it continues.
 Decoder = Callable[[bytes], Generator[bytes, None, bytes | None]]
 
 

@@ -50,7 +50,7 @@ def warning(config: ResolvedData) -> str | None:
     """Return a line on how the corpus differs from what the shards in data.path were made from.
 
     None if it does not differ. A difference is no mistake: shards are all that a run needs, and
-    a run that has begun must go on with them. So the text may also have been removed: None if
+    a run that has begun must keep them. So the text may also have been removed: None if
     none of its files exists any more.
     """
     folder = Path(config.path)

@@ -23,7 +23,7 @@ class Windows(Dataset):
 
     Window w is tokens [w T, w T + T + 1) of the shards, end to end. The one token of overlap makes
     every token but the first a target once. Make this before the shards are verified: each read
-    checks whether its shard has been written to since, and verifies it anew if so. Shards are not
+    checks whether its shard has been written to since, and verifies it again if so. Shards are not
     memory-mapped: one that is cut short would end the process by a bus error.
     """
 

@@ -1,7 +1,7 @@
 """Writes the tokens of a piece of the corpus, so that a kill at any moment loses and doubles none.
 
 A piece has shards of its own for each split, and a file with how far its input has come and how
-long its files were then. A later start cuts the files to these lengths and goes on.
+long its files were then. A later start cuts the files to these lengths.
 """
 
 import json
@@ -24,7 +24,7 @@ SAVE_SECONDS = 1.0  # at most so often a piece is made durable
 
 @dataclass
 class PieceProgress:
-    """How far a piece has come: what its files hold, and where its input goes on."""
+    """How far a piece has come: what its files hold, and where its input continues."""
 
     position: list[int] = field(default_factory=lambda: [0, 0, 0])
     read: int = 0
@@ -74,7 +74,7 @@ class PieceWriter:
         shard_tokens: int,
         patience: float = 60.0,
     ) -> None:
-        """Begin a piece, or go on with it.
+        """Begin a piece, or resume it.
 
         Waits `patience` seconds for another process that writes it. Raises `UserError`.
         """
@@ -91,7 +91,7 @@ class PieceWriter:
 
     @property
     def position(self) -> Position:
-        """Where the input goes on."""
+        """Where the input continues."""
         number, offset, lines = self.progress.position
         return number, offset, lines
 

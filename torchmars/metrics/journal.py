@@ -26,7 +26,7 @@ class Journal:
     def __init__(
         self, path: Path, step: int, validated: bool, deleted: Callable[[int, Path], None]
     ) -> None:
-        """Open the file `path` to go on after `step`, see `rewind`.
+        """Open the file `path` to continue after `step`, see `rewind`.
 
         `deleted` is told of a step at which the file turns out to be deleted, see
         `EventLog.deleted`.

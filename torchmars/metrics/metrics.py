@@ -147,7 +147,7 @@ def open_metrics(
     events: EventLog,
     write: bool = True,
 ) -> Metrics:
-    """Open what a run reports to, to go on after `step`. Called by every rank.
+    """Open what a run reports to, to continue after `step`. Called by every rank.
 
     The lines of later steps are dropped, and of a validation after `step` unless it was
     `validated`. `events` are told if metrics.jsonl is deleted. With `write` False no file is

@@ -21,12 +21,12 @@ class PhaseClock:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        # The phases that are not yet counted, and when they began. The last one goes on.
+        # The phases that are not yet counted, and when they began. The last one has not ended.
         self.entered: deque[tuple[str, torch.cuda.Event | float]] = deque()
         self.enter(OTHER)
 
     def enter(self, phase: str) -> None:
-        """End the phase that goes on, and begin another one."""
+        """End the current phase, and begin another one."""
         moment: torch.cuda.Event | float
         if self.on_gpu:
             moment = torch.cuda.Event(enable_timing=True)
@@ -37,7 +37,7 @@ class PhaseClock:
         self._count()
 
     def restart(self) -> None:
-        """Begin to add up anew."""
+        """Begin to add up from zero."""
         self.enter(self.entered[-1][0])
         self.seconds.clear()
 

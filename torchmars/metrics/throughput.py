@@ -51,7 +51,7 @@ class Throughput:
         self.step, self.began = step, time.perf_counter()
 
     def restart(self, step: int) -> None:
-        """Begin anew after `step`."""
+        """Begin again after `step`."""
         self.phases.restart()
         self.step, self.began = step, time.perf_counter()
 

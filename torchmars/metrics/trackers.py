@@ -25,7 +25,7 @@ class TensorBoard:
     """Writes TensorBoard events to the run folder."""
 
     def __init__(self, config: ResolvedConfig, step: int) -> None:
-        """Open it to go on after `step`: events of later steps are hidden."""
+        """Open it to continue after `step`: events of later steps are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(config.run.path / "tensorboard"), purge_step=step + 1)
@@ -60,7 +60,7 @@ class WeightsAndBiases:
 
 
 def open_trackers(config: ResolvedConfig, step: int) -> list[Tracker]:
-    """Open the trackers that `config` asks for, to go on after `step`.
+    """Open the trackers that `config` asks for, to continue after `step`.
 
     It takes the whole config, since Weights & Biases shows it. Raises `UserError`.
     """
