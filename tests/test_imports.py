@@ -30,8 +30,8 @@ from torchmars.training import trainer
 """
 LAUNCHER = """
 from torchmars.commands import launch
-config = launch.load_config([sys.argv[1]], "test")
-launch.prepare_run(config, 2, 1)
+sources = launch.load_sources([sys.argv[1]], "test")
+launch.prepare(launch.config_of(sources), sources, 2, 1)
 """
 
 

@@ -231,6 +231,9 @@ def make_checkpoint(folder, steps=2):
             no_dist=True,
         )
     files = {path.name: describe(path) for path in checkpoint.iterdir()}
+    saved = asdict(config)
+    # As a run resolves them.
+    saved["training"]["dtype"] = saved["optimizer"]["matrix_dtype"] = "float32"
     whole = CheckpointManifest(
         step=steps,
         position=16 * steps,
@@ -238,7 +241,7 @@ def make_checkpoint(folder, steps=2):
         data_fingerprint=manifest.fingerprint(),
         vocab_size=manifest.vocab_size,
         optimizer=names,
-        config=asdict(config),
+        config=saved,
         validation_loss=5.5,
         recent_losses=[5.0],
         files=files,
