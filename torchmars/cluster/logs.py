@@ -187,9 +187,8 @@ class RankOutput:
         self.last.append(text)
         whole = self.prefix.encode() + line + b"\n"
         self._put(self.file, time.strftime("%Y-%m-%d %H:%M:%S ").encode() + whole)
-        if self.marked or self.filtered:
-            if not self.filtered or is_shown(text):
-                self._show(whole if self.marked else line + b"\n")
+        if is_shown(text) if self.filtered else self.marked:
+            self._show(whole if self.marked else line + b"\n")
 
     def _show(self, data: bytes) -> None:
         if self.console is not None and os.isatty(self.console):

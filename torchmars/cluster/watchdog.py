@@ -122,10 +122,9 @@ class Watchdog:
         """Wait until every rank has written where it stands; return those that did not."""
         silent = set(range(self.layout.world.size)) - {self.layout.world.rank}
         deadline = time.monotonic() + GRACE_SECONDS
-        while silent := {rank for rank in silent if place_of(self.folder, rank) is None}:
-            if time.monotonic() > deadline:
-                break
+        while silent and time.monotonic() <= deadline:
             time.sleep(0.2)
+            silent = {rank for rank in silent if place_of(self.folder, rank) is None}
         return silent
 
     def _flight_file(self) -> Path:

@@ -20,15 +20,16 @@ class SourceKind:
     """Whether another program has made tokens of the text."""
 
 
+OF_PROGRAMS = SourceKind(("glob",), tokens=True)
 KINDS = {
     "stdlib": SourceKind(),
     "text": SourceKind(("glob",), (".txt", ".md")),
     "jsonl": SourceKind(("glob", "field"), (".jsonl",)),
     "parquet": SourceKind(("glob", "field"), (".parquet",), plain=False),
     "hf": SourceKind(("dataset", "config", "split", "field")),
-    "nanogpt": SourceKind(("glob",), tokens=True),
-    "llmc": SourceKind(("glob",), tokens=True),
-    "megatron": SourceKind(("glob",), tokens=True),
+    "nanogpt": OF_PROGRAMS,
+    "llmc": OF_PROGRAMS,
+    "megatron": OF_PROGRAMS,
 }
 # The kinds whose files are named by a glob, by data.files, or by both.
 OF_FILES = [name for name, kind in KINDS.items() if kind.suffixes]
