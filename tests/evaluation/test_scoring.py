@@ -113,7 +113,6 @@ def test_scores_are_those_of_the_plain_model(plain, layout):
         ([*b"e f"], 2),
     ]
     for score, (ids, count) in zip(found, cut, strict=True):
-        assert score.tokens == count
         assert score.log_likelihood == pytest.approx(log_likelihood(plain, ids, count), abs=1e-4)
     ids = [256, *(b"The red fox went over the hill. " * 3)]
     windows = [(ids[:33], 32), (ids[32:65], 32), (ids[64:], 32)]

@@ -237,7 +237,7 @@ def test_accuracies_and_standard_errors_by_hand():
         Question(("",) * 4, ("a", "b", "c", "d"), 0),
     ]
     sums = [(-1.0, -4.0), (-3.0, -4.0), (-1.0, -4.0), (math.nan, -1.0, -1.0, -1.0)]
-    scores = [[Score(each, False, 1) for each in row] for row in sums]
+    scores = [[Score(each, False) for each in row] for row in sums]
     found = result("mine", questions, scores)
     assert (found.questions, found.accuracy, found.accuracy_norm) == (4, 0.25, 0.5)
     # The deviation of 1, 0, 0, 0 is sqrt((0.75 ** 2 + 3 * 0.25 ** 2) / 3) = 0.5.
@@ -249,7 +249,7 @@ def test_accuracies_and_standard_errors_by_hand():
 
 def test_last_words_by_hand():
     questions = [Question(("a",), ("b",), 0)] * 4
-    scores = [[Score(-math.log(2**n), n == 0, 1)] for n in range(4)]
+    scores = [[Score(-math.log(2**n), n == 0)] for n in range(4)]
     found = result("words", questions, scores)
     assert (found.accuracy, found.chance, found.accuracy_norm) == (0.25, 0.0, None)
     assert found.perplexity == pytest.approx(2 ** (6 / 4))
@@ -269,7 +269,7 @@ class RandomScorer:
         self.random = random.Random(0)
 
     def score(self, pairs, report):
-        return [Score(-self.random.random() * len(text), False, 1) for _, text in pairs]
+        return [Score(-self.random.random() * len(text), False) for _, text in pairs]
 
 
 @pytest.mark.parametrize("choices", [2, 4])

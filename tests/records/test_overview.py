@@ -52,7 +52,6 @@ def silent(folder, host):
         ({"events": ["started", "complete"]}, "complete"),
         ({"events": ["started", "saved"], "reported": [40]}, "failed"),  # its last save is missing
         ({"events": ["started", "saved"], "saved": [40]}, "complete"),  # killed in its last line
-        ({"reported": [40]}, "complete"),  # without events: of an older version
         ({"reported": []}, "failed"),
     ],
 )

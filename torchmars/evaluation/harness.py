@@ -5,6 +5,7 @@ hundreds of tasks; `torchmars evaluate` needs no harness. Needs the package lm_e
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchmars.checkpoint.inference import load_sharded_model
 from torchmars.cluster import connection
 from torchmars.config import ParallelismConfig
 from torchmars.core.errors import exit_on_user_error
-from torchmars.evaluation.sampling import Draw, predict_anew, sample, without_end
+from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
 from torchmars.evaluation.scoring import Scorer
 
 NEW_TOKENS = 256  # at most, where a task does not say it; as in the harness
@@ -66,22 +67,15 @@ class HarnessModel(LM):
         ends = options.get("until") or []
         ends = [ends] if isinstance(ends, str) else ends
         temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
-        [ids] = self.tokenizer.encode_batch([context])
-        new: list[int] = []
-        text = ""
+        draw = Draw(temperature, options.get("top_k") or None, options.get("top_p"))
         model = self.scorer.model
         model.train(False)
-        for (token,) in sample(
-            predict_anew(model.next_logits, self.scorer.seq_len),
-            [ids.tolist() or [self.tokenizer.end_of_text]],
-            options.get("max_gen_toks", NEW_TOKENS),
-            vocab_size=self.tokenizer.vocab_size,
-            end=self.tokenizer.end_of_text,
-            draw=Draw(temperature, options.get("top_k") or None, options.get("top_p")),
-        ):
-            assert token is not None
-            new.append(token)
-            text = self.tokenizer.decode(without_end(new, self.tokenizer))
+        predict = predict_anew(model.next_logits, self.scorer.seq_len)
+        count = options.get("max_gen_toks", NEW_TOKENS)
+        text = ""
+        # The first piece is the context.
+        for piece in islice(stream_text(predict, self.tokenizer, context, count, draw), 1, None):
+            text += piece
             if any(end in text for end in ends):
                 break
         return text[: min((text.find(end) for end in ends if end in text), default=len(text))]

@@ -1,11 +1,11 @@
 """Accuracies of answers, with standard errors."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from torchmars.core.tables import table
-from torchmars.evaluation.scoring import Score, Scorer
+from torchmars.evaluation.scoring import Report, Score, Scorer
 from torchmars.evaluation.tasks import Question
 
 
@@ -54,16 +54,14 @@ class Evaluation:
         """How many answers are scored."""
         return sum(len(question.answers) for task in self.tasks.values() for question in task)
 
-    def results(self, report: Callable[[int], None] = lambda count: None) -> list[Result]:
+    def results(self, report: Report = lambda count: None) -> list[Result]:
         """Return the result of each task. `report` is told how many answers were scored."""
         return [
             result(task, questions, self.scores(questions, report))
             for task, questions in self.tasks.items()
         ]
 
-    def scores(
-        self, questions: Sequence[Question], report: Callable[[int], None] = lambda count: None
-    ) -> list[list[Score]]:
+    def scores(self, questions: Sequence[Question], report: Report) -> list[list[Score]]:
         """Return the score of each answer to each question."""
         pairs = [
             (context, f" {answer}")
@@ -113,16 +111,16 @@ def with_error(value: float | None, stderr: float | None) -> str:
 
 def results_table(results: Sequence[Result]) -> list[str]:
     """Return the lines of a table of results."""
-    rows = [("task", "questions", "accuracy", "by characters", "chance", "perplexity")]
-    for each in results:
-        rows.append(
-            (
-                each.task,
-                f"{each.questions:,}",
-                with_error(each.accuracy, each.accuracy_stderr),
-                with_error(each.accuracy_norm, each.accuracy_norm_stderr),
-                f"{each.chance:.4f}",
-                "-" if each.perplexity is None else f"{each.perplexity:.2f}",
-            )
+    heads = ("task", "questions", "accuracy", "by characters", "chance", "perplexity")
+    rows = [
+        (
+            each.task,
+            f"{each.questions:,}",
+            with_error(each.accuracy, each.accuracy_stderr),
+            with_error(each.accuracy_norm, each.accuracy_norm_stderr),
+            f"{each.chance:.4f}",
+            "-" if each.perplexity is None else f"{each.perplexity:.2f}",
         )
-    return table(rows)
+        for each in results
+    ]
+    return table([heads, *rows])

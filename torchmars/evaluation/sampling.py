@@ -38,7 +38,7 @@ def predict_with_cache(model: Model, capacity: int) -> Predict:
 
     The model sees the last `capacity` tokens, at most its `seq_len`. Each call computes the new
     tokens alone. Where a sequence is longer than `capacity`, all the model sees moves, and is
-    computed anew.
+    computed again.
     """
     cache = Cache(model, capacity)
 
@@ -75,10 +75,9 @@ def sample(
     belong to the call: on a sharded model every rank, called alike, draws the same tokens. A
     sequence is the same whatever the others are.
     """
-    generators = [
-        torch.Generator().manual_seed(wrapped(draw.seed + number))
-        for number in range(len(contexts))
-    ]
+    # Seeds wrap around within 64 bits.
+    seeds = [(draw.seed + number + 2**63) % 2**64 - 2**63 for number in range(len(contexts))]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     contexts = [list(context) for context in contexts]
     ended = [False] * len(contexts)
     for _ in range(count):
@@ -92,11 +91,6 @@ def sample(
         yield tokens
         if all(ended):
             return
-
-
-def wrapped(seed: int) -> int:
-    """Return a seed within 64 bits."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def draw_token(logits: Tensor, draw: Draw, generator: torch.Generator) -> int:

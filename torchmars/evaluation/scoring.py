@@ -1,5 +1,6 @@
 """Log-likelihoods of texts after others, by a model on any layout."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from torchmars.parallel.cuts import sequence_unit
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 
+Report = Callable[[int], None]  # is told how many more are done
+
 
 @dataclass(frozen=True)
 class Score:
@@ -21,7 +24,6 @@ class Score:
     """The natural logarithm of its probability."""
     likeliest: bool
     """Whether each of its tokens is the likeliest one after those before."""
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,7 @@ class Scorer:
         self.tokenizer, self.batch_size = tokenizer, batch_size
         self.seq_len = model.whole.seq_len
 
-    def score(
-        self, pairs: Sequence[tuple[str, str]], report: Callable[[int], None] = lambda count: None
-    ) -> list[Score]:
+    def score(self, pairs: Sequence[tuple[str, str]], report: Report) -> list[Score]:
         """Return the score of the second text of each pair, after the first one.
 
         `report` is told of each batch how many texts of all ranks it had.
@@ -55,7 +55,7 @@ class Scorer:
         return self.score_tokens([self.tokens(*pair) for pair in pairs], report)
 
     def score_tokens(
-        self, texts: Sequence[Tokens], report: Callable[[int], None] = lambda count: None
+        self, texts: Sequence[Tokens], report: Report = lambda count: None
     ) -> list[Score]:
         """Return the scores of texts that are tokens, as `score` does."""
         # Texts of a batch are of about one length. The longest come first: if memory is short,
@@ -63,12 +63,14 @@ class Scorer:
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
         sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=self.layout.device)
         data, stride = self.layout.data, self.batch_size * self.layout.data.size
+        # The ranks of a sequence share lengths that are a multiple of this.
+        unit = sequence_unit(self.model.sequence.ranks, self.model.tp)
         self.model.train(False)
         # Every length would be compiled again.
         with torch.compiler.set_stance("force_eager"):
             for begin in range(0, len(order), stride):
                 group = order[begin : begin + stride]
-                length = self.padded_length(len(texts[group[0]].ids) - 1)
+                length = math.ceil((len(texts[group[0]].ids) - 1) / unit) * unit
                 mine = group[data.rank * self.batch_size :][: self.batch_size]
                 # A sharded forward pass needs all ranks: one without texts repeats the first.
                 found = self.batch([texts[number] for number in mine or group[:1]], length)
@@ -80,7 +82,7 @@ class Scorer:
         dist.all_reduce(sums, group=self.layout.world.process_group)
         sums /= self.layout.group("tp").size
         return [
-            Score(log_likelihood, round(hits) == text.count, text.count)
+            Score(log_likelihood, round(hits) == text.count)
             for text, (log_likelihood, hits) in zip(texts, sums.tolist())
         ]
 
@@ -112,12 +114,6 @@ class Scorer:
             end = min(begin + self.seq_len, len(ids))
             windows.append(Tokens(ids[max(0, end - self.seq_len - 1) : end], end - begin))
         return windows
-
-    def padded_length(self, length: int) -> int:
-        """Return the next length that the ranks of a sequence can share."""
-        sequence, tp = self.model.sequence, self.model.tp
-        unit = sequence_unit(sequence.ranks, tp)
-        return -(-length // unit) * unit
 
     def batch(self, texts: list[Tokens], length: int) -> Tensor:
         """Return, for each text, this rank's part of its log-likelihood and of its count of tokens

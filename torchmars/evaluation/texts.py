@@ -1,7 +1,7 @@
 """How well a model predicts texts: loss, perplexity, bits per byte."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torchmars.data.corpus import matches
 from torchmars.data.documents import Damage, decode, texts_of
 from torchmars.data.manifest import read_manifest
 from torchmars.data.windows import Windows
-from torchmars.evaluation.scoring import Scorer, Tokens
+from torchmars.evaluation.scoring import Report, Scorer, Tokens
 
 CHUNK = 1024  # windows whose token ids are in memory at once
 
@@ -98,7 +98,7 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
 
 
 def measure(
-    scorer: Scorer, name: str, windows: Sequence[Tokens], count: int, report: Callable[[int], None]
+    scorer: Scorer, name: str, windows: Sequence[Tokens], count: int, report: Report
 ) -> TextResult:
     """Return how well a model predicts the first `count` of the windows of a text.
 
@@ -117,16 +117,16 @@ def measure(
 
 def texts_table(results: Sequence[TextResult]) -> list[str]:
     """Return the lines of a table of results."""
-    rows = [("text", "tokens", "bytes", "loss", "perplexity", "bits per byte")]
-    for each in results:
-        rows.append(
-            (
-                each.text,
-                f"{each.tokens:,}",
-                f"{each.bytes:,}",
-                f"{each.loss:.4f}",
-                f"{each.perplexity:.2f}",
-                f"{each.bits_per_byte:.4f}",
-            )
+    heads = ("text", "tokens", "bytes", "loss", "perplexity", "bits per byte")
+    rows = [
+        (
+            each.text,
+            f"{each.tokens:,}",
+            f"{each.bytes:,}",
+            f"{each.loss:.4f}",
+            f"{each.perplexity:.2f}",
+            f"{each.bits_per_byte:.4f}",
         )
-    return table(rows)
+        for each in results
+    ]
+    return table([heads, *rows])

@@ -8,11 +8,11 @@ from typing import Literal
 
 from torchmars.core.files import is_locked
 from torchmars.metrics.events import EVENTS_FILE
-from torchmars.metrics.journal import METRICS_FILE, last_rows, last_step
+from torchmars.metrics.journal import METRICS_FILE, last_rows
 from torchmars.records.run import BITS, CONFIG_FILE, SPEED, Run, read_run
 
 State = Literal["running", "stopped", "complete", "failed"]
-# Where locks do not tell whether a run goes on, one that has written this lately does.
+# Where locks do not tell whether a run is running, one that has written this lately is.
 SILENT_SECONDS = 600.0
 BEGIN_AND_END = ("started", "stopped", "complete", "failed")
 
@@ -33,7 +33,7 @@ class Overview:
     tokens_per_second: float | None
     written: float
     """When it wrote last, in seconds since 1970."""
-    damaged_lines: int = 0
+    damaged_lines: int
     """How many lines were left out of what was read."""
 
 
@@ -57,7 +57,7 @@ def overview(folder: Path) -> Overview:
 
 
 def state_of(run: Run) -> State:
-    """Return whether a run goes on or, if it does not, how it ended.
+    """Return whether a run is running or, if it is not, how it ended.
 
     One that was killed, with no time to say so, has failed.
     """
@@ -72,11 +72,8 @@ def state_of(run: Run) -> State:
         return "running"
     if ended == "stopped":
         return "stopped"
-    if ended == "complete" or run.checkpoints[-1:] >= [run.steps]:
-        return "complete"
-    # Runs of older versions have no events.
-    reported = last_step(run.folder / METRICS_FILE)
-    return "complete" if ended is None and reported >= run.steps else "failed"
+    complete = ended == "complete" or run.checkpoints[-1:] >= [run.steps]
+    return "complete" if complete else "failed"
 
 
 def last_written(folder: Path) -> float:

@@ -70,6 +70,11 @@ class Run:
     def _metrics(self) -> tuple[dict[str, Series], int]:
         return read_series(self.folder / METRICS_FILE)
 
+    def finite(self, name: str) -> NDArray[np.float64]:
+        """Return the finite values of a measurement, none where there is no such measurement."""
+        values = self.series[name].values if name in self.series else np.empty(0)
+        return values[np.isfinite(values)]
+
     @property
     def steps(self) -> int:
         """How many steps it is to have."""

@@ -141,7 +141,7 @@ def draw_curve(
     axes.plot(where, series.values, color=shade, linestyle=dashes, marker=marker, linewidth=1.3)
 
 
-def draw_areas(chart: Chart, run: Run, along: Along, axes: "Axes") -> None:
+def draw_areas(chart: Chart, run: Run, along: Along, axes: Axes) -> None:
     """Draw the parts of a whole over one another."""
     names = chart.names
     steps = np.unique(np.concatenate([run.series[name].steps for name in names]))
@@ -153,13 +153,12 @@ def draw_areas(chart: Chart, run: Run, along: Along, axes: "Axes") -> None:
     axes.legend(fontsize=8, loc="upper right")
 
 
-def draw_bars(chart: Chart, runs: list[Run], axes: "Axes") -> None:
+def draw_bars(chart: Chart, runs: list[Run], axes: Axes) -> None:
     """Draw the parts of a whole as a bar for each run: their medians over its reports."""
     names = chart.names
     begins = np.zeros(len(runs))
     for name, label in zip(names, short_names(names)):
-        found = [run.series[name].values if name in run.series else np.empty(0) for run in runs]
-        known = [values[np.isfinite(values)] for values in found]
+        known = [run.finite(name) for run in runs]
         lengths = np.array([np.median(values) if len(values) else 0.0 for values in known])
         axes.barh(names_of(runs), lengths, left=begins, label=label, alpha=0.85)
         begins += lengths

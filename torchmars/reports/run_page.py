@@ -148,8 +148,7 @@ def of_values(
     run: Run, name: str, pick: Callable[[NDArray[np.float64]], Any], digits: str = ".4f"
 ) -> str:
     """Return one of the finite values of a measurement, a dash where there are none."""
-    values = run.series[name].values if name in run.series else np.empty(0)
-    values = values[np.isfinite(values)]
+    values = run.finite(name)
     return format(pick(values), digits) if len(values) else DASH
 
 
