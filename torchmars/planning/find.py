@@ -187,9 +187,9 @@ def estimate(config: ResolvedConfig, work: "Work", world_size: int, per_node: in
     gathered = 2 * weights if ranks > 1 else 4 * unit
     buffers = 2 * stages * microbatches * hidden if ranks > 1 else 0
     backward = 6 * unit + (one if again else 0)
-    passes = max(flight * kept + backward, (flight if ranks == 1 else 1) * kept + logits)
+    working = max(flight * kept + backward, (flight if ranks == 1 else 1) * kept + logits)
     stored = WEIGHT_BYTES + work.state + (AVERAGE_BYTES if training.ema_decay else 0)
-    memory = stored * weights / shards + gathered + gradient + buffers + passes
+    memory = stored * weights / shards + gathered + gradient + buffers + working
 
     # Time.
     compute = work.flops * training.tokens_per_step / world_size / FLOPS

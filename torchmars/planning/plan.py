@@ -154,10 +154,8 @@ class Plan:
     @property
     def owner_share(self) -> float:
         """The largest Newton–Schulz work of a rank over its forward and backward passes'."""
-        passes = (
-            self.flops_per_token * self.config.training.tokens_per_step / self.layout.world.size
-        )
-        return self.largest_load / passes
+        flops = self.flops_per_token * self.config.training.tokens_per_step
+        return self.largest_load * self.layout.world.size / flops
 
     def axes_of(self, ranks: tuple[int, ...]) -> str:
         """Return the names of the axes of the mesh along which `ranks` differ."""

@@ -57,8 +57,8 @@ class Simulation:
 
         The temporary tensors of the optimizer are small beside activations.
         """
-        passes = max(self.activations + self.gathered, self.gradients)
-        return self.weights + self.optimizer_state + self.received + passes
+        working = max(self.activations + self.gathered, self.gradients)
+        return self.weights + self.optimizer_state + self.received + working
 
 
 def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list[Simulation]:
