@@ -163,7 +163,3 @@ class Plan:
         places = torch.stack(torch.unravel_index(torch.tensor(ranks), shape))
         differ = (places != places[:, :1]).any(dim=1).tolist()
         return ", ".join(axis for axis, varies in zip(AXES, differ) if varies) or "none"
-
-    def machines_of(self, ranks: tuple[int, ...]) -> int:
-        """Return on how many machines `ranks` are."""
-        return len({rank // self.per_node for rank in ranks})

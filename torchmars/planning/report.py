@@ -83,8 +83,8 @@ def disk(plan: Plan) -> list[str]:
     total = f"{kept * size / GIB:,.1f} GiB for the {kept} that are kept" if kept else "all are kept"
     lines = [f"{size / GIB:,.2f} GiB ({size:,} bytes) a checkpoint, {total}"]
     if settings.async_save:
-        world = plan.layout.world.size
         largest = max(rank.weights + rank.optimizer_state for rank in plan.ranks)
+        world = plan.layout.world.size
         copy = largest * min(plan.per_node or world, world)
         lines.append(f"{copy / GIB:,.2f} GiB of each machine's memory for the copy being written")
     return lines
@@ -100,10 +100,9 @@ def traffic(plan: Plan) -> list[str]:
     for kind, size in sent.items():
         among = counted(len(kind.ranks), "rank")
         if plan.per_node:
-            machines = plan.machines_of(kind.ranks)
+            machines = len({number // plan.per_node for number in kind.ranks})
             among += f" on {counted(machines, 'machine')}"
-        name = f"{kind.phase}, {kind.operation}"
-        along = plan.axes_of(kind.ranks)
+        name, along = f"{kind.phase}, {kind.operation}", plan.axes_of(kind.ranks)
         rows.append((name, along, among, f"{times[kind]}", f"{size / 2**20:,.2f}"))
     total = f"{sum(times.values())}", f"{sum(sent.values()) / 2**20:,.2f}"
     return table([*rows, ("in all", "", "", *total)])

@@ -126,11 +126,13 @@ class Checkpointer:
         changes = layout.on_first(
             lambda: check_same_run(folder, manifest, config, self.fingerprint, self.whole_optimizer)
         )
-        if not state_dict.load(
-            folder, manifest, layout, self.model, self.optimizer, self.averages, storage
-        ):
-            if self.average:  # training.ema_decay is new
-                self.average.begin()
+        if (
+            not state_dict.load(
+                folder, manifest, layout, self.model, self.optimizer, self.averages, storage
+            )
+            and self.average
+        ):  # training.ema_decay is new
+            self.average.begin()
         if manifest.world_size != world.size:
             changes.append(f"ranks {manifest.world_size} -> {world.size}")
         if len(manifest.shares.weights) != len(self.data.parts):
@@ -189,8 +191,6 @@ class Checkpointer:
 
 def weight_changes(names: list[str], was: Shares, now: Shares) -> list[str]:
     """Return a line for each part of a mixture whose weight has changed."""
-    if now is was:
-        return []
     return [
         f"weight of {name} in data.mixture {old:g} -> {new:g}"
         for name, old, new in zip(names, was.weights, now.weights)

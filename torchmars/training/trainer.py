@@ -75,7 +75,6 @@ class Trainer:
 
         Returns the exit code: 0, or 75 for a run that a signal stopped.
         """
-        saver, validation = self.checkpointer.saver, self.config.validation
         self.reporter.announce()
         if self.state.step >= self.config.training.steps:
             return 0
@@ -85,8 +84,8 @@ class Trainer:
                 try:
                     complete = self.train()
                 finally:
-                    saver.close()
-            if complete and validation.sample_tokens:
+                    self.checkpointer.saver.close()
+            if complete and self.config.validation.sample_tokens:
                 self.reporter.report_sample(self.state.step, self.validation.sample())
             if complete:
                 self.reporter.report_complete(self.state.step)
