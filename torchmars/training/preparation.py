@@ -29,10 +29,9 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     Raises `UserError` for anything that would end it at its start.
     """
     process.check_devices(ranks // nodes)
-    degrees = config.parallelism.degrees(ranks)
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     model = build_meta_model(config.model, vocab_size, config.training.seq_len)
-    check_layout(config, degrees, model)
+    check_layout(config, config.parallelism.degrees(ranks), model)
     check_trackers(config.metrics)
     check_package(config.training.float8)
     evaluation_tasks(config)

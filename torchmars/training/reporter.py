@@ -132,5 +132,4 @@ class RunReporter:
         self.events.add("failed", step, message=str(error))
 
     def _say(self, label: str, text: str) -> None:
-        for line in labelled(label, text):
-            self.layout.say(line)
+        self.layout.say("\n".join(labelled(label, text)))
