@@ -10,7 +10,7 @@ from torchmars.core.typed import nearest
 
 # Savings are measured by its final loss.
 BASELINE = "adamw"
-# It tells whether a gain is that of MARS, or that of MARS's betas.
+# It tells whether a gain is due to MARS or to MARS's betas.
 CONTROL = "adamw-mars-betas"
 
 

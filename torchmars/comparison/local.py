@@ -17,7 +17,7 @@ from torchmars.core.words import counted
 from torchmars.training.preparation import prepare_run
 
 # `torchmars train`, which Linux tells to stop when its parent dies, were it by SIGKILL: 1 is
-# PR_SET_PDEATHSIG. Else its run would go on alone, in the way of the comparison's next start.
+# PR_SET_PDEATHSIG. Else its run would continue alone, in the way of the comparison's next start.
 TRAIN = f"""
 import ctypes, runpy, sys
 if sys.platform == "linux":

@@ -64,7 +64,7 @@ def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: 
         prepare_run(config, ranks, 1)
         code, printed = train_in(folder, config, ranks)
         lrs, losses, end = read_losses(config.run.path / METRICS_FILE)
-        # A run that has diverged may end before its last step. That is what was to be found out.
+        # A run that has diverged may end before its last step.
         if code and not (code == EXIT_MISTAKE and len(losses) >= FEWEST):
             fail(code, printed)
     if len(losses) < FEWEST:
@@ -124,12 +124,9 @@ def describe_range(lrs: list[float], losses: list[float], end: float | None = No
     smoothed = smooth(losses)
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     enough = next(lr for lr, loss in zip(lrs, smoothed) if loss <= NEAR * smoothed[lowest])
-    beyond = [
-        lr
-        for lr, loss in zip(lrs[lowest:], smoothed[lowest:])
-        if loss > DIVERGED * smoothed[lowest]
-    ]
-    return LrRange(lrs, losses, smoothed, lrs[lowest], enough, beyond[0] if beyond else end)
+    beyond = zip(lrs[lowest:], smoothed[lowest:])
+    diverges = next((lr for lr, loss in beyond if loss > DIVERGED * smoothed[lowest]), end)
+    return LrRange(lrs, losses, smoothed, lrs[lowest], enough, diverges)
 
 
 def smooth(values: list[float]) -> list[float]:

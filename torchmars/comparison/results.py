@@ -59,7 +59,7 @@ class TrialResult:
     """Seconds of training of a trial that is done."""
     curve: LossCurve
     folder: str
-    """Folder of the run, relative to that of the comparison."""
+    """Folder of the run, relative to the comparison's."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def write_comparison(found: Comparison, folder: Path) -> None:
 
 
 def has_comparison(folder: Path) -> bool:
-    """Return whether `folder` is that of a comparison with results."""
+    """Return whether `folder` has the results of a comparison."""
     return (folder / RESULTS_FILE).is_file()
 
 

@@ -46,7 +46,7 @@ class Study:
     grid: Grid
     """The values of each setting that is tuned, in ascending order; those of lr first."""
     seeds: list[int]
-    """The first is that of tuning."""
+    """The first one is for tuning."""
     widen: bool
     """Whether to try learning rates beyond the grid where the best one lies at its edge."""
     keep_checkpoints: bool

@@ -9,7 +9,6 @@ import io
 from torchmars.comparison.results import (
     Comparison,
     ContenderResult,
-    Difference,
     Estimate,
     Settings,
     Value,
@@ -50,13 +49,13 @@ def time_rows(found: Comparison) -> Rows:
 
 def difference_rows(found: Comparison) -> Rows:
     """Return a row for each pair of contenders."""
+    exceeds = {True: "yes", False: "no", None: "not known"}
     rows = [["optimizers", "difference of losses", "95% interval", "exceeds the spread"]]
     for each in found.differences:
-        low, high = each.loss.low, each.loss.high
-        interval = "-" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
-        rows.append(
-            [f"{each.first} - {each.second}", f"{each.loss.mean:+.4f}", interval, said(each)]
-        )
+        loss = each.loss
+        interval = "-" if loss.low is None else f"{loss.low:+.4f} to {loss.high:+.4f}"
+        pair = f"{each.first} - {each.second}"
+        rows.append([pair, f"{loss.mean:+.4f}", interval, exceeds[each.exceeds_spread]])
     return rows
 
 
@@ -163,8 +162,3 @@ def share(value: Estimate | None) -> str:
         return ""
     interval = "" if value.low is None else f" ({value.low:.1%} to {value.high:.1%})"
     return f"{value.mean:.1%}{interval}"
-
-
-def said(difference: Difference) -> str:
-    """Return whether a difference exceeds the spread over seeds."""
-    return {True: "yes", False: "no", None: "not known"}[difference.exceeds_spread]

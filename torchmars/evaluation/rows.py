@@ -25,7 +25,7 @@ def read_tasks(
 ) -> dict[str, list[Question]]:
     """Return the first `limit` questions of each task, after `shots` examples, by its label.
 
-    A name is that of one of TASKS, whose rows the hub has, "TASK=FILE" for a task whose rows a file
+    A name is one of TASKS, whose rows the hub has, "TASK=FILE" for a task whose rows a file
     has, or a file of JSON lines alone: `context`, `choices` and `answer`, or `text`. `seed` draws
     the examples: from the task's rows for training on the hub, or from the same file. Raises
     `UserError`.

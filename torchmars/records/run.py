@@ -44,7 +44,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its name, which is that of its folder."""
+        """The name of its folder."""
         return self.folder.name
 
     @cached_property

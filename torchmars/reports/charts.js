@@ -86,7 +86,7 @@ function saveImage(chart) {
   Plotly.downloadImage(chart.plot, { format: "svg", filename, width, height });
 }
 
-// A zoom along x is that of all charts with the same x axis; one along y is of its chart.
+// A zoom along x is of all charts with the same x axis; one along y is of its chart.
 function zoomed(chart, event) {
   if (!chart.shared) return;
   const x = [event["xaxis.range[0]"], event["xaxis.range[1]"]];

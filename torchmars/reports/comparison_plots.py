@@ -64,16 +64,14 @@ def draw_tuning(axes: Any, found: Comparison) -> None:
 
     A cross at the top is a learning rate with which no trial is done.
     """
+    trials = [each for each in found.trials if each.seed == found.seeds[0]]
+    trials.sort(key=lambda trial: trial.settings["lr"])
     for contender in found.contenders:
-        trials = [
-            each
-            for each in found.trials
-            if each.contender == contender.name and each.seed == found.seeds[0]
-        ]
         losses: dict[Any, list[float]] = {}
-        for each in sorted(trials, key=lambda trial: trial.settings["lr"]):
-            of_lr = losses.setdefault(each.settings["lr"], [])
-            of_lr += [] if each.loss is None else [each.loss]
+        for each in trials:
+            if each.contender == contender.name:
+                of_lr = losses.setdefault(each.settings["lr"], [])
+                of_lr += [] if each.loss is None else [each.loss]
         color = f"C{found.place_of(contender) % 10}"
         best = [min(of_lr, default=math.nan) for of_lr in losses.values()]
         axes.plot(list(losses), best, marker="o", color=color, label=contender.name)

@@ -20,7 +20,7 @@ class Entry:
 
     run: str
     kind: str
-    """That of the `Event`; also skipped, for steps that the optimizer skipped."""
+    """As of an `Event`, or skipped: steps that the optimizer skipped."""
     step: int
     seconds: float | None
     """Since 1970; None where only the step is known."""

@@ -97,13 +97,14 @@ def draw(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None:
 def draw_curves(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None:
     """Draw a line for each measurement of each run."""
     labels = []
+    several = len(runs) > 1
     for index, name in enumerate(chart.names):
-        dashes = DASHES[index % len(DASHES) if len(runs) > 1 else 0]
+        dashes = DASHES[index % len(DASHES)] if several else "-"
         for number, run in enumerate(runs):
-            shade = color(number if len(runs) > 1 else index)
+            shade = color(number if several else index)
             if name in run.series:
                 draw_curve(chart, run, name, along, axes, shade, dashes, len(runs))
-        labels.append(Line2D([], [], color=BLACK if len(runs) > 1 else shade, linestyle=dashes))
+        labels.append(Line2D([], [], color=BLACK if several else shade, linestyle=dashes))
     if len(labels) > 1:
         axes.legend(labels, short_names(chart.names), fontsize=8)
     if chart.title == LOG:
@@ -143,21 +144,20 @@ def draw_curve(
 
 def draw_areas(chart: Chart, run: Run, along: Along, axes: Axes) -> None:
     """Draw the parts of a whole over one another."""
-    names = chart.names
-    steps = np.unique(np.concatenate([run.series[name].steps for name in names]))
-    parts = [smoothed(at_steps(run.series[name], steps)) for name in names]
+    series = [run.series[name] for name in chart.names]
+    steps = np.unique(np.concatenate([each.steps for each in series]))
+    parts = [smoothed(at_steps(each, steps)) for each in series]
     where = run.along(along, parts[0].steps)
     heights = [part.values for part in parts]
-    axes.stackplot(where, heights, labels=short_names(names), alpha=0.85)
+    axes.stackplot(where, heights, labels=short_names(chart.names), alpha=0.85)
     axes.set_ylim(0, 1.15 * float(np.quantile(np.sum(heights, axis=0), HIGHEST)))
     axes.legend(fontsize=8, loc="upper right")
 
 
 def draw_bars(chart: Chart, runs: list[Run], axes: Axes) -> None:
     """Draw the parts of a whole as a bar for each run: their medians over its reports."""
-    names = chart.names
     begins = np.zeros(len(runs))
-    for name, label in zip(names, short_names(names)):
+    for name, label in zip(chart.names, short_names(chart.names)):
         known = [run.finite(name) for run in runs]
         lengths = np.array([np.median(values) if len(values) else 0.0 for values in known])
         axes.barh(names_of(runs), lengths, left=begins, label=label, alpha=0.85)
