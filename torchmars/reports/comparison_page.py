@@ -92,18 +92,13 @@ def drawn(found: Comparison, contender: ContenderResult) -> dict[str, Any]:
     """Return what the scripts draw of a contender."""
     own = [trial for trial in found.trials if trial.contender == contender.name]
     best = {trial.name for trial in found.trials_of(contender)}
+    saved = {"tokens": contender.tokens_saved, "time": contender.seconds_saved}
     return {
         "name": contender.name,
         "place": found.place_of(contender),
         "finals": contender.losses,
         "mean": contender.mean,
-        "saved": {
-            name: saved and asdict(saved)
-            for name, saved in (
-                ("tokens", contender.tokens_saved),
-                ("time", contender.seconds_saved),
-            )
-        },
+        "saved": {name: each and asdict(each) for name, each in saved.items()},
         "grid": [
             {"lr": trial.settings["lr"], "loss": trial.loss, "text": trial_text(trial)}
             for trial in own
