@@ -36,7 +36,6 @@ from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.storage import DAMAGED, LOCAL, Storage
 from torchmars.config import CheckpointConfig
 from torchmars.core.errors import UserError
-from torchmars.core.files import is_gone
 from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
 
@@ -75,7 +74,7 @@ class Saver:
         """
         self.config, self.folder = config, folder
         self.record, self.deleted = record, deleted
-        self.storage, self.existed = storage, folder.exists()
+        self.storage, self.had_some = storage, bool(storage.list(folder))
         # The collectives of a save run beside those of the training. They need a group of their
         # own: in one group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
@@ -197,11 +196,11 @@ class Saver:
     @_reporting_disk_errors()
     def _stage(self, folder: Path, step: int) -> Path:
         """Return the folder that `folder` is until it is complete."""
-        if self.existed and is_gone(self.folder):
+        if self.had_some and not self.storage.list(self.folder):
             self.deleted(step, self.folder)
         self._clear()
         staged = self.storage.stage(folder)
-        self.existed = True
+        self.had_some = True
         return staged
 
     @_reporting_disk_errors()
