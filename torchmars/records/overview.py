@@ -87,11 +87,10 @@ def last_written(folder: Path) -> float:
 
 def find_runs(folder: Path) -> list[Path]:
     """Return the folders of runs in `folder`, up to three levels deep, or itself if it is one."""
-    patterns = ("", "*/", "*/*/", "*/*/*/")  # the last as comparisons/NAME/trials/RUN
-    found = (folder.glob(pattern + CONFIG_FILE) for pattern in patterns)
     runs: list[Path] = []
-    for run in (file.parent for level in found for file in sorted(level)):
-        # What lies within a run is no run of its own.
-        if not any(other in run.parents for other in runs):
-            runs.append(run)
+    for level in range(4):  # the last as comparisons/NAME/trials/RUN
+        for file in sorted(folder.glob("*/" * level + CONFIG_FILE)):
+            # What lies within a run is no run of its own.
+            if not any(other in file.parent.parents for other in runs):
+                runs.append(file.parent)
     return sorted(runs)
