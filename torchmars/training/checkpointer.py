@@ -146,10 +146,8 @@ class Checkpointer:
             recent(manifest.recent_losses),
             shares,
         )
-        former_size = manifest.config["training"].get("global_batch_size")
-        other_batch = (
-            former_size != config.training.global_batch_size or shares is not manifest.shares
-        )
+        size = manifest.config["training"].get("global_batch_size")
+        other_batch = size != config.training.global_batch_size or shares is not manifest.shares
         return Resumed(
             state,
             f"from step {state.step}: {folder}",

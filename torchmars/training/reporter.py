@@ -67,9 +67,9 @@ class RunReporter:
         """Report a step; return the optimizer's telemetry. Waits for the device."""
         telemetry = self.optimizer.telemetry()
         self.optimizer.start_interval()
-        tokens = state.position * self.training.seq_len
+        read = {"tokens": state.position * self.training.seq_len}
         bits = self.data.bits_per_byte("train", loss, self.data.weights)
-        self.metrics.train(state.step, loss, bits, lr, telemetry | {"tokens": tokens})
+        self.metrics.train(state.step, loss, bits, lr, telemetry | read)
         if self.data.names:
             self.metrics.data(state.step, self._read(state))
         return telemetry
