@@ -30,7 +30,9 @@ def write_shards(
         tokens = np.append(*tokenizer.encode_batch([text]), tokenizer.end_of_text).astype(dtype)
         split = SPLITS[number % 3 == 1]
         arrays = {name: tokens[: len(tokens) * (name == split)] for name in SPLITS}
-        encoded = Encoded(arrays, {name: int(name == split) for name in SPLITS}, [])
+        encoded = Encoded(
+            arrays, {name: int(name == split) for name in SPLITS}, [], dict.fromkeys(SPLITS, 0)
+        )
         writer.add(TextBlock([], (0, 0, 0), 0), encoded)
     writer.close(0)
     splits, seed = writer.progress.splits, config.validation_seed

@@ -6,7 +6,7 @@ A process imports this file and a tokenizer, and nothing heavy.
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -24,21 +24,20 @@ class TextPart:
     """Consecutive documents of one input, as they were read."""
 
     file: str
-    content: bytes | list[bytes | str | None]
-    """Text, lines of JSON, or the values of rows."""
+    content: "bytes | list[Record]"
+    """Text, lines of JSON, or the values of rows. Where it cannot be read, why is its last one."""
     first: int
     """Number of the first line or row, from 0, or the offset of the first byte."""
     unit: str = "line"
     """What `first` counts: line, byte or row."""
-    reason: str = ""
-    """Why what is here cannot be read; there is no content then."""
 
     @property
     def size(self) -> int:
-        """Bytes or characters of its content; at least one for each row."""
+        """Bytes or characters of its content, and one for each row."""
         if isinstance(self.content, bytes):
             return len(self.content)
-        return sum(len(value or b"") + 1 for value in self.content)
+        sizes = (len(each) for each in self.content if isinstance(each, (bytes, str)))
+        return sum(sizes) + len(self.content)
 
 
 @dataclass
@@ -74,7 +73,7 @@ class Encoded:
     documents: dict[str, int]
     damaged: list[dict[str, str]]
     """File, place and reason of each record that cannot be read."""
-    text: dict[str, int] = field(default_factory=dict)
+    text: dict[str, int]
     """Bytes of the documents of each split, in UTF-8."""
 
 
@@ -141,9 +140,7 @@ class Encoder:
 
     def records(self, part: TextPart) -> Iterator[tuple[int, "Record"]]:
         """Yield the records of a part as they were read, each with its offset, or its row."""
-        if part.reason:
-            yield 0, Damage(part.reason)
-        elif isinstance(part.content, list):
+        if isinstance(part.content, list):
             yield from enumerate(part.content)
         elif self.kind == "jsonl":
             yield from lines_of(part.content)
@@ -154,28 +151,15 @@ class Encoder:
         """Return the text of a record. Raises `Damage`."""
         if isinstance(record, Damage):
             raise record
-        if record is None:
-            raise Damage(f"it has no text in its field {self.field!r}")
-        if len(record) > self.longest:
+        if record is not None and len(record) > self.longest:
             raise Damage(f"it is longer than {self.longest:,} bytes")
         text = decode(record) if isinstance(record, bytes) else record
-        if self.kind == "jsonl":
-            return self.field_of(text)
+        if self.kind == "jsonl" and text is not None:
+            text = field_of(text, self.field)
+        if text is None:
+            raise Damage(f"it has no text in its field {self.field!r}")
         if self.kind in ("stdlib", "text") and "\r" in text:
             return text.replace("\r\n", "\n").replace("\r", "\n")
-        return text
-
-    def field_of(self, line: str) -> str:
-        """Return the text in a line of JSON. Raises `Damage`."""
-        try:
-            entries = json.loads(line)
-        except RecursionError:
-            raise Damage("it is nested too deeply") from None
-        except ValueError as error:
-            raise Damage(f"it is no JSON ({error})") from None
-        text = entries.get(self.field) if isinstance(entries, dict) else None
-        if not isinstance(text, str):
-            raise Damage(f"it has no text in its field {self.field!r}")
         return text
 
 
@@ -193,6 +177,18 @@ def decode(content: bytes) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Damage(f"it is not UTF-8 (byte {error.start} of it)") from None
+
+
+def field_of(line: str, name: str) -> str | None:
+    """Return the text in a field of a line of JSON; None if it has none. Raises `Damage`."""
+    try:
+        entries = json.loads(line)
+    except RecursionError:
+        raise Damage("it is nested too deeply") from None
+    except ValueError as error:
+        raise Damage(f"it is no JSON ({error})") from None
+    text = entries.get(name) if isinstance(entries, dict) else None
+    return text if isinstance(text, str) else None
 
 
 def lines_of(content: bytes) -> Iterator[tuple[int, bytes]]:

@@ -12,7 +12,15 @@ from typing import BinaryIO
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
 from torchmars.data.corpus import Input, Piece, Sizes, is_plain
-from torchmars.data.documents import SEPARATOR, Damage, Position, ReadPart, TextBlock, TextPart
+from torchmars.data.documents import (
+    SEPARATOR,
+    Damage,
+    Position,
+    ReadPart,
+    Record,
+    TextBlock,
+    TextPart,
+)
 from torchmars.data.rows import dataset_parts, parquet_parts
 
 CHUNK = 2**20  # bytes read at once of a plain file
@@ -92,7 +100,7 @@ class TextReader:
         self.data = bytearray()
         self.chunks = (read_plain if self.plain else read_compressed)(file, self.begin)
         self.ended = False
-        self.damage = ""
+        self.damage: Damage | None = None
         """Why the file cannot be read to its end."""
 
     def parts(self, lines: int, sizes: Sizes) -> Iterator[ReadPart]:
@@ -104,19 +112,20 @@ class TextReader:
             want = min(sizes.block, max(0, self.stop - self.begin))
             size, last = self.documents(want, sizes.document)
             first = self.begin if unit == "byte" else lines
-            content, reason = bytes(self.data[:size]), ""
+            content: bytes | list[Record] = bytes(self.data[:size])
+            lines += self.data.count(b"\n", 0, size)
             self.drop(size)
             if not size and not last:
-                reason = f"its line is longer than {sizes.document:,} bytes"
+                content = [Damage(f"its line is longer than {sizes.document:,} bytes")]
+                lines += 1
                 last = not self.drop_line() or of_lines and self.begin > self.stop
-            lines += content.count(b"\n") + bool(reason)
-            if content or reason:
-                part = TextPart(self.input.name, content, first, unit, reason)
+            if content:
+                part = TextPart(self.input.name, content, first, unit)
                 done = last and not self.damage
                 yield ReadPart(part, self.begin, lines, self.read(), done)
         if self.damage:
             first = self.begin if unit == "byte" else lines
-            part = TextPart(self.input.name, b"", first, unit, self.damage)
+            part = TextPart(self.input.name, [self.damage], first, unit)
             yield ReadPart(part, self.begin, lines, self.input.size, True)
 
     def documents(self, want: int, longest: int) -> tuple[int, bool]:
@@ -181,7 +190,7 @@ class TextReader:
         except StopIteration:
             self.ended = True
         except Damage as damage:
-            self.ended, self.damage = True, str(damage)
+            self.ended, self.damage = True, damage
         return not self.ended
 
     def enter(self) -> bool:

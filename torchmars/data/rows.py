@@ -7,7 +7,7 @@ from typing import Any
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
 from torchmars.data.corpus import Input, Sizes, load_dataset
-from torchmars.data.documents import Damage, ReadPart, TextPart
+from torchmars.data.documents import Damage, ReadPart, Record, TextPart
 
 ROWS = 256  # read at once of a Parquet file
 
@@ -30,7 +30,8 @@ def parquet_parts(
         # pre_buffer would hold all row groups in memory.
         table = pyarrow.parquet.ParquetFile(file.name, pre_buffer=False, buffer_size=2**20)
     except damaged as error:
-        yield from row_parts(file, failed(error), offset, size)
+        part = TextPart(file.name, [damage_of(error)], offset, "row")
+        yield ReadPart(part, offset, read=file.size, last=True)
         return
     with table:
         check_column(table.schema_arrow, field, file.name)
@@ -56,16 +57,15 @@ def column_values(table: Any, field: str, offset: int, damaged: Any) -> Iterator
                 yield from column.cast(pyarrow.large_binary()).to_pylist()[offset:]
                 offset = max(0, offset - len(column))
         except damaged as error:
-            yield from failed(error)
+            raise damage_of(error) from None
 
 
-def failed(error: Exception) -> Iterator[bytes | None]:
-    """Raise `Damage` for what Arrow says of a file's content; anything else is raised as it is."""
+def damage_of(error: Exception) -> Damage:
+    """Return what Arrow says of a file's content; an error of the disk is raised as it is."""
     if isinstance(error, OSError) and error.errno is not None:  # of the disk, not the content
         raise error
     reason = next(iter(str(error).splitlines()), type(error).__name__)
-    raise Damage(f"from here on it cannot be read ({reason})")
-    yield  # as an iterator of values does
+    return Damage(f"from here on it cannot be read ({reason})")
 
 
 def check_column(schema: Any, field: str, name: str) -> None:
@@ -108,24 +108,27 @@ def dataset_parts(
 def row_parts(
     source: Input, rows: Iterator[Any], first: int, size: int, count: int = 0
 ) -> Iterator[ReadPart]:
-    """Yield values of rows in parts of about `size` bytes; `count` is the number of all rows."""
-    last, reason = False, ""
+    """Yield values of rows in parts of about `size` bytes; `count` is the number of all rows.
+
+    If they cannot be read to the end, why is the last value.
+    """
+    last = False
     while not last:
-        values: list[bytes | str | None] = []
+        values: list[Record] = []
         length = 0
         try:
             while length < size:
                 value = next(rows)
-                values.append(value if isinstance(value, (bytes, str)) else None)
-                length += len(values[-1] or b"") + 1
+                text = value if isinstance(value, (bytes, str)) else None
+                values.append(text)
+                length += len(text or b"") + 1
         except StopIteration:
             last = True
         except Damage as damage:
-            last, reason = True, str(damage)
+            values.append(damage)
+            last = True
         if values:
             part = TextPart(source.name, values, first, "row")
             first += len(values)
             read = source.size if last else source.size * first // count if count else 0
-            yield ReadPart(part, first, read=read, last=last and not reason)
-    if reason:
-        yield ReadPart(TextPart(source.name, [], first, "row", reason), first, 0, source.size, True)
+            yield ReadPart(part, first, read=read, last=last)
