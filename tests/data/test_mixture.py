@@ -13,7 +13,7 @@ from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.data.loader import Loader, validation_batches
 from torchmars.data.mixture import MixedWindows, Shares, shares_from_start
-from torchmars.data.order import GlobalOrder, window_of_sample
+from torchmars.data.order import place_of_sample, window_of_sample
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import Windows
 
@@ -118,7 +118,7 @@ def global_batches(windows, steps, shares, *, ranks=1, microbatch=None, position
 
 
 def place(windows, shares, sample):
-    return GlobalOrder(windows.lengths, shares, 3, 0, 12, 12, 0, 1).place_of(sample)
+    return place_of_sample(sample, shares, windows.lengths, 3)
 
 
 @pytest.mark.parametrize("options", [{}, {"ranks": 2}, {"ranks": 4}, {"ranks": 2, "microbatch": 3}])

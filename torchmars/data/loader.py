@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -9,10 +10,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchmars.cluster.signals import ignore_stop_signals
 from torchmars.data.mixture import MixedWindows, Shares, shares_from_start
-from torchmars.data.order import GlobalOrder
+from torchmars.data.order import global_order
 from torchmars.data.windows import ChangedData
 
 
+@dataclass(eq=False)
 class Loader:
     """Batches of the training split in the global order.
 
@@ -21,28 +23,21 @@ class Loader:
     microbatches, token ids [m, T + 1], int64.
     """
 
-    def __init__(
-        self,
-        windows: MixedWindows,
-        *,
-        seed: int,
-        global_batch_size: int,
-        microbatch_size: int,
-        rank: int,
-        ranks: int,
-        num_workers: int,
-        pin_memory: bool = False,
-    ) -> None:
-        self.windows, self.seed = windows, seed
-        self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
-        self.rank, self.ranks = rank, ranks
-        self.num_workers, self.pin_memory = num_workers, pin_memory
-        self.position = 0
-        self.shares = Shares()
-        self.changed: ChangedData | None = None
-        """The shard that changed while the run read it. The batches are zeros then."""
-        self._batches: Iterator[Tensor] | None = None
-        self._peeked: list[Tensor] | None = None
+    windows: MixedWindows
+    _: KW_ONLY
+    seed: int
+    global_batch_size: int
+    microbatch_size: int
+    rank: int
+    ranks: int
+    num_workers: int
+    pin_memory: bool = False
+    position: int = 0
+    shares: Shares = Shares()
+    changed: ChangedData | None = None
+    """The shard that changed while the run read it. The batches are zeros then."""
+    _batches: Iterator[Tensor] | None = None
+    _peeked: list[Tensor] | None = None
 
     @property
     def epochs(self) -> list[int]:
@@ -95,9 +90,9 @@ class Loader:
 
     def _stream(self) -> Iterator[Tensor]:
         if self._batches is None:
-            order = GlobalOrder(
-                self.windows.lengths,
+            places = global_order(
                 self.shares,
+                self.windows.lengths,
                 self.seed,
                 self.position,
                 self.global_batch_size,
@@ -111,7 +106,7 @@ class Loader:
                 self._batches = iter(
                     StatefulDataLoader(
                         self.windows,
-                        batch_sampler=order,
+                        batch_sampler=places,
                         num_workers=self.num_workers,
                         pin_memory=self.pin_memory,
                         generator=torch.Generator(),

@@ -44,19 +44,15 @@ class Shares:
 
         `sample` is at least `start`.
         """
-        left = sample - self.start
-        for part, share in enumerate(self._shares):
-            taken = _floor(left, share)
-            if _floor(left + 1, share) > taken:
-                return part, self.before[part] + taken
-            left -= taken
-        raise ValueError("no weight is above 0")
+        before, after = self.counts(sample), self.counts(sample + 1)
+        part = next(part for part in range(len(before)) if after[part] > before[part])
+        return part, before[part]
 
     def counts(self, sample: int) -> list[int]:
         """Return how many samples of each part come before a sample, which is at least `start`."""
         left, result = sample - self.start, []
         for before, share in zip(self.before, self._shares):
-            taken = _floor(left, share)
+            taken = left * share.numerator // share.denominator
             result.append(before + taken)
             left -= taken
         return result
@@ -81,10 +77,6 @@ class Shares:
 def shares_from_start(weights: Sequence[float]) -> Shares:
     """Return the shares of a run that begins with `weights`."""
     return Shares(list(weights), 0, [0] * len(weights))
-
-
-def _floor(count: int, share: Fraction) -> int:
-    return count * share.numerator // share.denominator
 
 
 def _exact(weights: Sequence[float]) -> list[Fraction]:

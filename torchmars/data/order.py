@@ -5,10 +5,8 @@ part's own order.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-from torch.utils.data import Sampler
+import itertools
+from collections.abc import Iterator, Sequence
 
 from torchmars.data.mixture import Shares
 
@@ -41,34 +39,31 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
-@dataclass(eq=False)
-class GlobalOrder(Sampler[list[tuple[int, int]]]):
-    """This rank's microbatches of (part, window), step after step, without end.
+def place_of_sample(
+    sample: int, shares: Shares, lengths: Sequence[int], seed: int
+) -> tuple[int, int]:
+    """Return the part and the window that a sample reads; `lengths` are the parts' windows."""
+    part, number = shares.part_of(sample)
+    return part, window_of_sample(number, lengths[part], seed)
+
+
+def global_order(
+    shares: Shares,
+    lengths: Sequence[int],
+    seed: int,
+    position: int,
+    global_batch_size: int,
+    microbatch_size: int,
+    rank: int,
+    ranks: int,
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield a rank's microbatches of (part, window), step after step, without end.
 
     They begin at global sample `position`. A step takes the next `global_batch_size` samples. Of R
-    ranks, rank r takes the r-th of R equal runs of them. `lengths` are the windows of each part.
+    ranks, rank r takes the r-th of R equal runs of them.
     """
-
-    lengths: list[int]
-    shares: Shares
-    seed: int
-    position: int
-    global_batch_size: int
-    microbatch_size: int
-    rank: int
-    ranks: int
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        share = self.global_batch_size // self.ranks
-        first = self.position + self.rank * share
-        while True:
-            for begin in range(first, first + share, self.microbatch_size):
-                yield [
-                    self.place_of(sample) for sample in range(begin, begin + self.microbatch_size)
-                ]
-            first += self.global_batch_size
-
-    def place_of(self, sample: int) -> tuple[int, int]:
-        """Return the part and the window that a sample of the run reads."""
-        part, number = self.shares.part_of(sample)
-        return part, window_of_sample(number, self.lengths[part], self.seed)
+    share = global_batch_size // ranks
+    for first in itertools.count(position + rank * share, global_batch_size):
+        for begin in range(first, first + share, microbatch_size):
+            samples = range(begin, begin + microbatch_size)
+            yield [place_of_sample(sample, shares, lengths, seed) for sample in samples]
