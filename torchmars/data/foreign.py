@@ -14,8 +14,8 @@ Both may be globs of files, and PREFIX a folder. Files whose names have "val" or
 the validation split. Where none has, the end of the training tokens is.
 """
 
+import contextlib
 import glob
-import hashlib
 import os
 import re
 import struct
@@ -41,6 +41,7 @@ from torchmars.data.manifest import (
     write_manifest,
 )
 from torchmars.data.progress_bar import ProgressBar
+from torchmars.data.shards import digest_and_largest
 from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
 
 VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
@@ -146,7 +147,7 @@ def find_files(source: str, kind: str, place: str) -> list[Path]:
 
 def nanogpt_tokens(file: Path) -> ForeignTokens:
     """Return the tokens of a file without a header."""
-    size = size_of(file)
+    size, _ = read_start(file, 0)
     if size % 2 or not size:
         raise UserError(
             f"{file} has {size} bytes, which are no uint16 tokens as nanoGPT writes them: "
@@ -157,7 +158,7 @@ def nanogpt_tokens(file: Path) -> ForeignTokens:
 
 def llmc_tokens(file: Path) -> ForeignTokens:
     """Return the tokens of a file with llm.c's header."""
-    size, header = size_of(file), read_start(file, LLMC_HEADER)
+    size, header = read_start(file, LLMC_HEADER)
     if len(header) < LLMC_HEADER:
         raise UserError(f"{file} ends within its header, after {size} bytes: copy it again")
     magic, version, count = struct.unpack_from("<3i", header)
@@ -185,8 +186,8 @@ def llmc_tokens(file: Path) -> ForeignTokens:
 def megatron_tokens(file: Path) -> ForeignTokens:
     """Return the tokens of a file that an index beside it describes."""
     index_file = file.with_suffix(".idx")
-    size, index_size = size_of(file), size_of(index_file)
-    header = read_start(index_file, MEGATRON_HEADER.size)
+    size, _ = read_start(file, 0)
+    index_size, header = read_start(index_file, MEGATRON_HEADER.size)
     remedy = "copy it again, or make it anew with Megatron's preprocess_data.py"
     if not header.startswith(MEGATRON_MAGIC):
         raise UserError(f"{index_file} does not begin as Megatron's indices do: {remedy}")
@@ -265,65 +266,58 @@ def scan(
     Calls `report` with the numbers of tokens read. Raises `UserError` for a token that the
     tokenizer does not have.
     """
-    parts = [part for each in found for part in in_shards(each, shard_tokens)]
+    parts = [
+        each.part(begin, min(begin + shard_tokens, each.count))
+        for each in found
+        for begin in range(0, each.count, shard_tokens)
+    ]
     end_of_text, vocab_size = tokenizer.end_of_text, tokenizer.vocab_size
 
     def read(part: ForeignTokens) -> tuple[Shard, int, int]:
-        """Return a shard, its largest token and its end-of-text tokens."""
-        digest, largest, ends = hashlib.sha256(), 0, 0
-        try:
-            for data in read_chunks(part.file, part.offset, part.end):
-                digest.update(data)
-                tokens = np.frombuffer(data, numpy_dtype(part.dtype))
-                largest = max(largest, int(tokens.max()))
+        """Return a shard, its largest token and its documents."""
+        ends = 0 if part.ends is None else documents_ending_in(part, part.ends)
+
+        def look(tokens: np.ndarray) -> None:
+            nonlocal ends
+            if part.ends is None:
                 ends += int(np.count_nonzero(tokens == end_of_text))
-                report(len(tokens))
-        except OSError as error:
-            raise UserError(f"{part.file} cannot be read ({error.strerror}): restore it") from None
+            report(len(tokens))
+
+        with must_be_read(part.file):
+            found = digest_and_largest(part.file, part.offset, part.end, part.dtype, look)
+        digest, largest = found
         if largest >= vocab_size:
             raise UserError(
                 f"{part.file} has token id {largest}, beyond the {vocab_size} of data.tokenizer = "
                 f'"{tokenizer.name}": set the tokenizer that the tokens were made with'
             )
-        return Shard(str(part.file), part.count, digest.hexdigest(), part.offset), largest, ends
+        return Shard(str(part.file), part.count, digest, part.offset), largest, ends
 
     with ThreadPoolExecutor() as pool:  # hashing and counting release the interpreter lock
-        shards, largest, ends = zip(*pool.map(read, parts))
-    counted = sum(
-        count if part.ends is None else documents_ending_in(part)
-        for part, count in zip(parts, ends)
-    )
-    return Split(sum(part.count for part in parts), counted, max(largest), list(shards))
+        shards, largest, documents = zip(*pool.map(read, parts))
+    return Split(sum(part.count for part in parts), sum(documents), max(largest), list(shards))
 
 
-def in_shards(tokens: ForeignTokens, most: int) -> Iterator[ForeignTokens]:
-    """Yield tokens in parts that are not too large for a shard."""
-    for begin in range(0, tokens.count, most):
-        yield tokens.part(begin, min(begin + most, tokens.count))
-
-
-def documents_ending_in(part: ForeignTokens) -> int:
-    """Return how many documents of a file that has an index end in a part of it."""
-    assert part.ends is not None
+def documents_ending_in(part: ForeignTokens, ends: np.ndarray) -> int:
+    """Return how many documents of a file, which end at `ends`, end in a part of it."""
     itemsize = numpy_dtype(part.dtype).itemsize
     bounds = [part.offset // itemsize, part.end // itemsize]
-    begin, end = np.searchsorted(part.ends, bounds, side="right")
+    begin, end = np.searchsorted(ends, bounds, side="right")
     return int(end - begin)
 
 
-def size_of(file: Path) -> int:
-    """Return the size of a regular file in bytes. Raises `UserError` for anything else."""
-    try:
-        if wrong := path_problem(file, "file"):
-            raise UserError(f"{file} cannot be read ({wrong}): name files of tokens")
-        return file.stat().st_size
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): restore it") from None
+def read_start(file: Path, count: int) -> tuple[int, bytes]:
+    """Return the bytes of a regular file: how many, and the first `count`. Raises `UserError`."""
+    if wrong := path_problem(file, "file"):
+        raise UserError(f"{file} cannot be read ({wrong}): name files of tokens")
+    with must_be_read(file):
+        return file.stat().st_size, b"".join(read_chunks(file, 0, count))
 
 
-def read_start(file: Path, size: int) -> bytes:
-    """Return the first `size` bytes of a file, or as many as there are. Raises `UserError`."""
+@contextlib.contextmanager
+def must_be_read(file: Path) -> Iterator[None]:
+    """Raise `UserError` where the body cannot read a file."""
     try:
-        return b"".join(read_chunks(file, 0, size))
+        yield
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): restore it") from None

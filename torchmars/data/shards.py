@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -25,15 +26,16 @@ def check_shards(
     The level "full" reads every byte, "size" none. `parts` ranks can share the work: each takes the
     shards `part`, `part + parts`, ...
     """
-    shards = [(shard, split) for split in manifest.splits.values() for shard in split.shards]
     if level == "off":
         return
-
-    def check(which: tuple[Shard, Split]) -> None:
-        check_shard(*which, manifest.dtype, folder, level)
-
+    shards = [(shard, split) for split in manifest.splits.values() for shard in split.shards]
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        list(pool.map(check, shards[part::parts]))
+        checks = [
+            pool.submit(check_shard, shard, split, manifest.dtype, folder, level)
+            for shard, split in shards[part::parts]
+        ]
+        for check in checks:
+            check.result()
 
 
 def check_shard(
@@ -77,16 +79,23 @@ def too_large(path: Path | str, largest: int, split: Split, folder: Path) -> str
     )
 
 
-def digest_and_largest(path: Path, begin: int, end: int, dtype: TokenDtype) -> tuple[str, int]:
+def digest_and_largest(
+    path: Path,
+    begin: int,
+    end: int,
+    dtype: TokenDtype,
+    look: Callable[[np.ndarray], None] = lambda tokens: None,
+) -> tuple[str, int]:
     """Return the SHA-256 of bytes [begin, end) of a file, and the largest token in them.
 
-    Raises `OSError`.
+    `look` gets all tokens, some at a time. Raises `OSError`.
     """
     digest, largest, kind = hashlib.sha256(), 0, numpy_dtype(dtype)
     for chunk in read_chunks(path, begin, end):
         digest.update(chunk)
         tokens = np.frombuffer(chunk, kind, len(chunk) // kind.itemsize)
         largest = max(largest, int(tokens.max(initial=0)))
+        look(tokens)
     return digest.hexdigest(), largest
 
 
