@@ -28,6 +28,11 @@ KNOWN = {"gpt2": (50257, 50256)}
 # What ends a document in tokenizers that do not say it, likeliest first.
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
+# The id of each token that is not special: of two pairs, the lower one is merged first. Then the
+# regular expression of the pieces of text that are encoded apart, if any are, and the ids of
+# special tokens.
+BytePairs = tuple[dict[bytes, int], str | None, dict[str, int]]
+
 
 class Tokenizer(Protocol):
     """What every tokenizer offers.
@@ -74,6 +79,11 @@ class ByteTokenizer:
             np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts
         ]
 
+    def byte_pairs(self) -> BytePairs:
+        """Return each byte as a token: nothing is merged, and nothing is encoded apart."""
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        return ranks, None, {ENDS_OF_TEXT[0]: self.end_of_text}
+
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
@@ -106,22 +116,10 @@ class TiktokenTokenizer:
     def end_of_text(self) -> int:
         return KNOWN[self.name][1] if self.name in KNOWN else self._encoding.eot_token
 
-    # tiktoken keeps these to itself, under the same names since its first version.
-
-    @property
-    def ranks(self) -> dict[bytes, int]:
-        """The id of each token that is not special. Of two pairs, the lower one is merged first."""
-        return self._encoding._mergeable_ranks
-
-    @property
-    def pattern(self) -> str:
-        """The regular expression of the pieces of text that are encoded apart."""
-        return self._encoding._pat_str
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """The ids of tokens that are not read out of text."""
-        return self._encoding._special_tokens
+    def byte_pairs(self) -> BytePairs:
+        """Return what tiktoken keeps to itself, under the same names since its first version."""
+        found = self._encoding
+        return found._mergeable_ranks, found._pat_str, found._special_tokens
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
@@ -198,13 +196,16 @@ class FileTokenizer:
 
     @cached_property
     def end_of_text(self) -> int:
-        named = self._named_end()
-        for token in ENDS_OF_TEXT if named is None else [named]:
+        named = self.settings.get("eos_token")
+        if isinstance(named, dict):
+            named = named.get("content")
+        tokens = [named] if isinstance(named, str) else ENDS_OF_TEXT
+        for token in tokens:
             if is_text(token) and (number := self._tokenizer.token_to_id(token)) is not None:
                 return number
         raise UserError(
             f"data.tokenizer: {self.path} has none of the tokens that end a text "
-            f"({named or ', '.join(ENDS_OF_TEXT)}): put a tokenizer_config.json with its "
+            f"({', '.join(tokens)}): put a tokenizer_config.json with its "
             "eos_token beside it"
         )
 
@@ -225,12 +226,6 @@ class FileTokenizer:
         folder.mkdir(exist_ok=True)
         write_durably(folder / "tokenizer_config.json", json.dumps(self.settings, indent=2) + "\n")
         write_durably(folder / "tokenizer.json", self.text)
-
-    def _named_end(self) -> str | None:
-        token = self.settings.get("eos_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        return token if isinstance(token, str) else None
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)

@@ -10,7 +10,6 @@ from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenToken
 if TYPE_CHECKING:
     import tokenizers
 
-END = "<|endoftext|>"
 # The class that AutoTokenizer of transformers 5 takes for every model of a type, whatever its files
 # name. Such a class cuts texts by its own rules, not by those of tokenizer.json.
 FORCED = {"qwen2": "Qwen2Tokenizer"}
@@ -27,13 +26,8 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
         text, end = tokenizer.text, tokenizer.token(tokenizer.end_of_text)
         kept = {key: value for key, value in tokenizer.settings.items() if key != "auto_map"}
     else:
-        if isinstance(tokenizer, TiktokenTokenizer):
-            ranks, pattern = tokenizer.ranks, tokenizer.pattern
-            special = tokenizer.special_tokens
-        else:
-            assert isinstance(tokenizer, ByteTokenizer)
-            ranks, pattern = {bytes([byte]): byte for byte in range(256)}, None
-            special = {END: tokenizer.end_of_text}
+        assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
+        ranks, pattern, special = tokenizer.byte_pairs()
         text = byte_pair_tokenizer(ranks, pattern, special).to_str(pretty=True)
         end = next(name for name, number in special.items() if number == tokenizer.end_of_text)
     config = {
