@@ -23,7 +23,7 @@ from torchmars.data.manifest import (
     write_manifest,
 )
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer, smallest_dtype
-from torchmars.data.writer import PieceProgress, damaged_file, read_progress, sync_file
+from torchmars.data.writer import read_progress, sync_file
 
 DAMAGED = "damaged.jsonl"
 TAIL = "validation-tail.bin"
@@ -39,7 +39,11 @@ def finish_folder(config: ResolvedData, plan: CorpusPlan, partial: Path) -> None
     progress = [read_progress(partial, number) for number in range(len(plan.pieces))]
     splits = {name: joined(each.splits[name] for each in progress) for name in SPLITS}
     text_bytes = {name: sum(each.text_bytes[name] for each in progress) for name in SPLITS}
-    damaged = damaged_records(progress, partial)
+    damaged = [
+        line
+        for file in sorted(partial.glob("damaged-*.jsonl"))
+        for line in file.read_text().splitlines(keepends=True)
+    ]
     if not any(split.tokens for split in splits.values()):
         remove(partial)
         why = f", but {named(damaged)}" if damaged else ""
@@ -48,7 +52,7 @@ def finish_folder(config: ResolvedData, plan: CorpusPlan, partial: Path) -> None
     tokenizer = load_tokenizer(config.tokenizer)
     dtype = smallest_dtype(tokenizer.vocab_size)
     if not all(split.tokens for split in splits.values()):
-        cut_tail(splits, text_bytes, config, partial, numpy_dtype(dtype), tokenizer)
+        cut_tail(splits, text_bytes, config.validation_fraction, partial, tokenizer)
     if damaged:
         write_durably(partial / DAMAGED, "".join(damaged))
         say(f"left out {named(damaged)}; all are in {DAMAGED} of {config.path}")
@@ -90,16 +94,6 @@ def check_damage(config: ResolvedData, damaged: int, partial: Path) -> None:
         )
 
 
-def damaged_records(progress: list[PieceProgress], partial: Path) -> list[str]:
-    """Return a line of JSON for each damaged record."""
-    return [
-        line
-        for number, each in enumerate(progress)
-        if each.damaged
-        for line in damaged_file(partial, number).read_text().splitlines(keepends=True)
-    ]
-
-
 def named(damaged: list[str]) -> str:
     """Return how many damaged records there are, and where the first is."""
     first = json.loads(damaged[0])
@@ -110,9 +104,8 @@ def named(damaged: list[str]) -> str:
 def cut_tail(
     splits: dict[str, Split],
     text_bytes: dict[str, int],
-    config: ResolvedData,
+    fraction: float,
     folder: Path,
-    dtype: np.dtype,
     tokenizer: Tokenizer,
 ) -> None:
     """Give the end of the only split that has tokens to validation, and the rest to training.
@@ -120,7 +113,7 @@ def cut_tail(
     Each step finds out whether it was done already, since a kill may come between any two.
     """
     whole = next(split for split in splits.values() if split.tokens)
-    fraction, end_of_text = config.validation_fraction, tokenizer.end_of_text
+    dtype = numpy_dtype(smallest_dtype(tokenizer.vocab_size))
     say(
         f"the hash puts every document ({whole.documents:,}) into one split: the last "
         f"{fraction:.2%} of the tokens become the validation split instead"
@@ -149,16 +142,15 @@ def cut_tail(
         else:
             file.unlink(missing_ok=True)
     tail = np.fromfile(folder / TAIL, dtype)
-    ends = int((tail == end_of_text).sum())
+    ends = int((tail == tokenizer.end_of_text).sum())
     last = np.fromfile(folder / kept[-1].file, dtype)[-1]
-    shared = int(last != end_of_text)  # a document that is cut has a part in both
+    shared = int(last != tokenizer.end_of_text)  # a document that is cut has a part in both
     splits["train"] = Split(
         whole.tokens - length, whole.documents - ends + shared, whole.max_token, kept
     )
     splits["validation"] = Split(
         length, ends, int(tail.max()), [Shard(TAIL, length, sha256(folder / TAIL))]
     )
-    if text_bytes:
-        pieces = (tail[begin : begin + PIECE].tolist() for begin in range(0, len(tail), PIECE))
-        cut_off = sum(len(tokenizer.decode(piece).encode()) for piece in pieces)
-        text_bytes |= {"train": sum(text_bytes.values()) - cut_off, "validation": cut_off}
+    pieces = (tail[begin : begin + PIECE].tolist() for begin in range(0, len(tail), PIECE))
+    cut_off = sum(len(tokenizer.decode(piece).encode()) for piece in pieces)
+    text_bytes |= {"train": sum(text_bytes.values()) - cut_off, "validation": cut_off}

@@ -125,7 +125,7 @@ def make_pieces(
     mine = [number for number in range(task, len(plan.pieces), tasks) if not progress[number].done]
     if not mine:
         return
-    began, text = time.monotonic(), 0
+    began = time.monotonic()
     encoder = make_encoder(config, sizes)
     total = sum(plan.piece_size(number) for number in mine)
     read = sum(progress[number].read for number in mine)
@@ -145,15 +145,14 @@ def make_pieces(
             encoded = future.result()
             writer.add(block, encoded)
             bar.add(block.read - before, encoded)
-            text += sum(encoded.text.values())
             damaged += len(encoded.damaged)
             if damaged > config.max_damaged:
                 writer.save()
                 check_damage(config, damaged, partial)
     seconds = time.monotonic() - began
     say(
-        f"tokenising took {seconds:,.1f} s: {text / 1e6:,.1f} MB to {bar.tokens:,} tokens, "
-        f"{text / 1e6 / seconds:,.2f} MB/s with {counted(processes, 'process', 'processes')}",
+        f"tokenising took {seconds:,.1f} s: {bar.text / 1e6:,.1f} MB to {bar.tokens:,} tokens, "
+        f"{bar.text / 1e6 / seconds:,.2f} MB/s with {counted(processes, 'process', 'processes')}",
         error=True,  # as the progress bar
     )
 
@@ -191,7 +190,7 @@ def read_pieces(
         if not begun.exists():
             return
         if not writer.progress.done:
-            for block in read_piece(plan.pieces[number], source, writer.position, sizes):
+            for block in read_piece(plan.pieces[number], source, writer.progress.position, sizes):
                 yield writer, block
         yield writer, None
 

@@ -30,7 +30,7 @@ class ProgressBar:
     def __init__(self, what: str, total: int, done: int, unit: str) -> None:
         """Show `done` of `total`. `unit` is what is counted, such as B for bytes."""
         terminal = sys.stderr is not None and sys.stderr.isatty()
-        self.documents = self.tokens = 0
+        self.documents = self.text = self.tokens = 0
         self.bar = tqdm(
             total=total,
             initial=done,
@@ -53,6 +53,7 @@ class ProgressBar:
         """Show `amount` more, and of a corpus what became of it."""
         if encoded:
             self.documents += sum(encoded.documents.values())
+            self.text += sum(encoded.text.values())
             self.tokens += sum(len(tokens) for tokens in encoded.tokens.values())
             self.bar.set_postfix_str(
                 f"{counted(self.documents, 'document')}, {tqdm.format_sizeof(self.tokens)} tokens",

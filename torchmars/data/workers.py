@@ -10,11 +10,11 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from torchmars.core.errors import UserError
 from torchmars.data.documents import Encoded, Encoder, TextBlock
@@ -22,10 +22,8 @@ from torchmars.data.documents import Encoded, Encoder, TextBlock
 ROOT = Path(__file__).parents[2]  # the folder that torchmars is imported from
 
 
-class Submit(Protocol):
-    """Takes a block, and says later what became of it."""
-
-    def __call__(self, block: TextBlock) -> "Future[Encoded]": ...
+Submit = Callable[[TextBlock], "Future[Encoded]"]
+"""Takes a block, and says later what became of it."""
 
 
 @contextlib.contextmanager
@@ -80,27 +78,27 @@ def start_worker(encoder: Encoder) -> subprocess.Popen:
         process_group=0,  # Ctrl-C is for the process that starts it
     )
     with contextlib.suppress(OSError):  # `exchange` says that it is gone
-        send(encoder, cast(BinaryIO, process.stdin))
+        send(encoder, process.stdin)
     return process
 
 
 def exchange(process: subprocess.Popen, block: TextBlock) -> Encoded:
     """Return what a process makes of a block. Raises `UserError` if it fails, or is gone."""
     try:
-        send(block, cast(BinaryIO, process.stdin))
-        result = pickle.load(cast(BinaryIO, process.stdout))
+        send(block, process.stdin)
+        result: Encoded | UserError = pickle.load(cast(BinaryIO, process.stdout))
     except (EOFError, OSError, pickle.UnpicklingError):
         code = process.wait()
         raise UserError(
             f"a process that tokenises has died (exit code {code}): start again to go on; with "
             "less memory, set data.processes lower"
         ) from None
-    if isinstance(result, Exception):
+    if isinstance(result, UserError):
         raise result
-    return cast(Encoded, result)
+    return result
 
 
-def send(thing: object, stream: BinaryIO) -> None:
+def send(thing: Encoder | TextBlock | Encoded | UserError, stream: Any) -> None:
     """Write a thing for the process at the other end."""
     pickle.dump(thing, stream, protocol=pickle.HIGHEST_PROTOCOL)
     stream.flush()
@@ -118,7 +116,7 @@ def main() -> None:
         while True:
             block = pickle.load(blocks)
             try:
-                result: object = encoder.encode(block)
+                result: Encoded | UserError = encoder.encode(block)
             except UserError as error:
                 result = error
             send(result, results)

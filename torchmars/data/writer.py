@@ -26,7 +26,7 @@ SAVE_SECONDS = 1.0  # at most so often a piece is made durable
 class PieceProgress:
     """How far a piece has come: what its files hold, and where its input continues."""
 
-    position: list[int] = field(default_factory=lambda: [0, 0, 0])
+    position: Position = (0, 0, 0)
     read: int = 0
     """Bytes of the input up to there."""
     damaged: int = 0
@@ -89,12 +89,6 @@ class PieceWriter:
         if not self.progress.done:
             self.cut_files()
 
-    @property
-    def position(self) -> Position:
-        """Where the input continues."""
-        number, offset, lines = self.progress.position
-        return number, offset, lines
-
     def cut_files(self) -> None:
         """Cut the files to what its progress says of them. Raises `UserError` if they have less."""
         lengths = {
@@ -102,10 +96,11 @@ class PieceWriter:
             for name, split in self.progress.splits.items()
             for index, count in enumerate(self.shard_lengths(split.tokens))
         }
+        listed = damaged_file(self.folder, self.number)
         if self.progress.damaged_bytes:
-            lengths[damaged_file(self.folder, self.number)] = self.progress.damaged_bytes
-        for file in self.files():
-            if file not in lengths:
+            lengths[listed] = self.progress.damaged_bytes
+        for pattern in (listed.name, *(f"{name}-{self.number:05d}-*.bin" for name in SPLITS)):
+            for file in set(self.folder.glob(pattern)) - set(lengths):
                 file.unlink()
         for file, length in lengths.items():
             if not file.exists() or file.stat().st_size < length:
@@ -115,15 +110,9 @@ class PieceWriter:
                 )
             os.truncate(file, length)
 
-    def files(self) -> list[Path]:
-        """Return the files of this piece that exist, but its progress."""
-        shards = [file for name in SPLITS for file in self.folder.glob(self.shard_name(name))]
-        listed = damaged_file(self.folder, self.number)
-        return [*shards, *([listed] if listed.exists() else [])]
-
-    def shard_name(self, split: str, index: int | None = None) -> str:
-        """Return the name of a shard of this piece, or the pattern of all of a split."""
-        return f"{split}-{self.number:05d}-{'*' if index is None else f'{index:03d}'}.bin"
+    def shard_name(self, split: str, index: int) -> str:
+        """Return the name of a shard of this piece."""
+        return f"{split}-{self.number:05d}-{index:03d}.bin"
 
     def shard_lengths(self, tokens: int) -> list[int]:
         """Return the tokens of each shard of a split of `tokens` tokens."""
@@ -139,13 +128,13 @@ class PieceWriter:
             split.tokens += len(tokens)
             split.documents += encoded.documents[name]
             split.max_token = max(split.max_token, int(tokens.max(initial=0)))
-            progress.text_bytes[name] += encoded.text.get(name, 0)
+            progress.text_bytes[name] += encoded.text[name]
         if encoded.damaged:
             lines = "".join(json.dumps(each) + "\n" for each in encoded.damaged).encode()
             self.append(damaged_file(self.folder, self.number), lines)
             progress.damaged += len(encoded.damaged)
             progress.damaged_bytes += len(lines)
-        progress.position, progress.read = list(block.end), block.read
+        progress.position, progress.read = block.end, block.read
         if time.monotonic() - self.saved >= SAVE_SECONDS:
             self.save()
 
@@ -177,21 +166,14 @@ class PieceWriter:
     def close(self, size: int) -> None:
         """Make the piece, of `size` bytes of input, durable and done, and let go of it."""
         if not self.progress.done:
-            self.end(size)
+            for name, split in self.progress.splits.items():
+                for index, count in enumerate(self.shard_lengths(split.tokens)):
+                    file = self.shard_name(name, index)
+                    split.shards.append(Shard(file, count, sha256(self.folder / file)))
+            self.progress.read, self.progress.done = size, True
+            self.save()
         if self.lock is not None:
             os.close(self.lock)
-
-    def end(self, size: int) -> None:
-        """List the shards of the piece, and make it durable."""
-        self.progress.read = size
-        for name, split in self.progress.splits.items():
-            split.shards = [
-                Shard(file, count, sha256(self.folder / file))
-                for index, count in enumerate(self.shard_lengths(split.tokens))
-                for file in [self.shard_name(name, index)]
-            ]
-        self.progress.done = True
-        self.save()
 
 
 def sync_file(file: Path) -> None:
