@@ -27,15 +27,7 @@ EVENTS_FILE = "events.jsonl"
 #   deleted   what: a file or folder of the run that was deleted while the run went on
 # A run whose processes were all killed has no event of its end, and starts again.
 Kind = Literal[
-    "started",
-    "saved",
-    "spike",
-    "rollback",
-    "sample",
-    "stopped",
-    "complete",
-    "failed",
-    "deleted",
+    "started", "saved", "spike", "rollback", "sample", "stopped", "complete", "failed", "deleted"
 ]
 # The types of what events have. What a later version adds is shown as it is.
 NUMBER: tuple[type, ...] = (float, int)

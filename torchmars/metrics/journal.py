@@ -114,8 +114,6 @@ def last_rows(file: Path, names: tuple[str, ...]) -> tuple[dict[str, Row], int]:
     the file, so that it takes no time for a long run.
     """
     size, keys = 2**16, {name: f'"{name}": '.encode() for name in names}
-    found: dict[str, Row] = {}
-    damaged = 0
     with opened(file) as stream:
         length = stream.seek(0, os.SEEK_END)
         while True:
@@ -123,7 +121,8 @@ def last_rows(file: Path, names: tuple[str, ...]) -> tuple[dict[str, Row], int]:
             stream.seek(begin)
             # The first line is cut, unless the file begins with it; the last may not be complete.
             lines = stream.read(length - begin).split(b"\n")[begin > 0 :]
-            found, damaged = {}, 0
+            found: dict[str, Row] = {}
+            damaged = 0
             for number, line in enumerate(reversed(lines)):
                 left = [name for name in names if name not in found]
                 if not left:

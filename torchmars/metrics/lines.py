@@ -20,7 +20,7 @@ from torchmars.core.words import counted
 T = TypeVar("T")
 Row = dict[str, Any]
 LARGEST_STEP = 10**15
-LARGEST_WHOLE = 2**63  # numpy, JavaScript and formats take no larger ones
+LARGEST_WHOLE = 2**63 - 1  # numpy, JavaScript and formats take no larger ones
 LARGEST_FLOAT = 1e150  # larger ones overflow where they are added up or drawn
 
 
@@ -74,20 +74,15 @@ def parse_line(line: bytes) -> Row:
     """Return the object of a line that has a step. Raises `ValueError` for any other line."""
     try:
         row = from_json(line)
-    except ValueError:
-        row = parse_slowly(line)
+    except ValueError:  # also of a line that has halves of pairs of UTF-16
+        try:
+            row = json.loads(line)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
     step = row.get("step") if isinstance(row, dict) else None
     if type(step) is not int or not 0 <= step <= LARGEST_STEP:
         raise ValueError("it has no step")
     return row
-
-
-def parse_slowly(line: bytes) -> Any:
-    """Return the value of a line that may have halves of pairs of UTF-16. Raises `ValueError`."""
-    try:
-        return json.loads(line)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def check_types(row: Row, declared: Mapping[str, tuple[type, ...]], other: tuple[type, ...]) -> Row:
@@ -102,8 +97,7 @@ def check_types(row: Row, declared: Mapping[str, tuple[type, ...]], other: tuple
         for each in value if type(value) is list else (value,):
             if type(each) in (list, dict):
                 raise ValueError(f"{name} is nested")
-            if type(each) is int and abs(each) >= LARGEST_WHOLE:
-                raise ValueError(f"{name} is too large")
-            if type(each) is float and abs(each) > LARGEST_FLOAT:
+            largest = {int: LARGEST_WHOLE, float: LARGEST_FLOAT}.get(type(each))
+            if largest is not None and abs(each) > largest:
                 raise ValueError(f"{name} is too large")
     return row

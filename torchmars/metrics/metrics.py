@@ -1,6 +1,7 @@
 """What a run reports: the console's progress lines, metrics.jsonl, TensorBoard, W&B."""
 
 import math
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,20 +19,17 @@ from torchmars.parallel.layout import Layout
 MOMENTUM = 100
 
 
+@dataclass
 class Metrics:
     """Reports the measurements of a run on the first rank. On others it does nothing."""
 
-    def __init__(
-        self,
-        journal: Journal | None,
-        trackers: list[Tracker],
-        throughput: Throughput,
-        steps: int,
-        device: torch.device,
-    ) -> None:
-        """`journal` is metrics.jsonl, None on other ranks than the first; `steps` the run's."""
-        self.journal, self.trackers = journal, trackers
-        self.throughput, self.steps, self.device = throughput, steps, device
+    journal: Journal | None
+    """metrics.jsonl, on the first rank."""
+    trackers: list[Tracker]
+    throughput: Throughput
+    steps: int
+    """Of the run."""
+    device: torch.device
 
     def rewind(self, step: int, validated: bool) -> None:
         """Go back to `step`: later lines are dropped, since their steps are made again.
@@ -54,12 +52,11 @@ class Metrics:
             return
         seconds = self.throughput.seconds_per_step(step)
         rate = self.throughput.tokens_per_step / seconds
-        mfu = self.throughput.mfu(rate)
         memory = peak_memory(self.device)
-        values = losses(loss, bits)
-        values |= {"lr": lr, "tokens_per_second": rate, "memory_gib": memory}
-        split = self.throughput.milliseconds(step)
-        values |= {f"{phase}_ms": value for phase, value in split.items()} | telemetry
+        values = {"lr": lr, "tokens_per_second": rate, "memory_gib": memory}
+        for phase, milliseconds in self.throughput.milliseconds(step).items():
+            values[f"{phase}_ms"] = milliseconds
+        values = losses(loss, bits) | values | telemetry
         parts = [
             f"loss {loss_text(loss, bits)}",
             f"lr {lr:.2e}",
@@ -71,7 +68,7 @@ class Metrics:
         momenta = [value for name, value in telemetry.items() if name.endswith("/momentum")]
         if large := [each for each in momenta if each > MOMENTUM]:  # others may be NaN
             parts.append(f"an earlier gradient rules: momentum {max(large):.0e} x gradient")
-        if mfu is not None:
+        if (mfu := self.throughput.mfu(rate)) is not None:
             values["mfu"] = mfu
             parts.append(f"mfu {mfu:.1%}")
         eta = timedelta(seconds=round((self.steps - step) * seconds))
@@ -153,19 +150,17 @@ def open_metrics(
     `validated`. `events` are told if metrics.jsonl is deleted. With `write` False no file is
     opened, and nothing is reported. Raises `UserError` on every rank if a file cannot be written.
     """
-    journals: list[Journal] = []
-    trackers: list[Tracker] = []
+    device, training = layout.device, config.training
+    throughput = Throughput(
+        step, training.tokens_per_step, flops_per_token, device, layout.world.size
+    )
+    metrics = Metrics(None, [], throughput, training.steps, device)
 
     def open_files() -> None:
         file = config.run.path / METRICS_FILE
-        journals.append(Journal(file, step, validated, events.deleted))
-        trackers.extend(open_trackers(config, step))
+        metrics.journal = Journal(file, step, validated, events.deleted)
+        metrics.trackers = open_trackers(config, step)
 
     if write:
         layout.on_first(open_files)
-    device = layout.device
-    throughput = Throughput(
-        step, config.training.tokens_per_step, flops_per_token, device, layout.world.size
-    )
-    journal = journals[0] if journals else None
-    return Metrics(journal, trackers, throughput, config.training.steps, device)
+    return metrics

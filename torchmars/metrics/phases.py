@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict, deque
+from typing import Any
 
 import torch
 
@@ -22,17 +23,15 @@ class PhaseClock:
         self.on_gpu = device.type == "cuda"
         self.seconds: defaultdict[str, float] = defaultdict(float)
         # The phases that are not yet counted, and when they began. The last one has not ended.
-        self.entered: deque[tuple[str, torch.cuda.Event | float]] = deque()
+        self.entered: deque[tuple[str, Any]] = deque()
         self.enter(OTHER)
 
     def enter(self, phase: str) -> None:
         """End the current phase, and begin another one."""
-        moment: torch.cuda.Event | float
+        moment: Any = time.perf_counter()
         if self.on_gpu:
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
-        else:
-            moment = time.perf_counter()
         self.entered.append((phase, moment))
         self._count()
 
@@ -57,10 +56,7 @@ class PhaseClock:
         """Count the phases whose end has come."""
         while len(self.entered) > 1:
             (phase, began), (_, ended) = self.entered[0], self.entered[1]
-            if isinstance(began, float) and isinstance(ended, float):
-                self.seconds[phase] += ended - began
-            elif isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
-                if not ended.query():
-                    return
-                self.seconds[phase] += began.elapsed_time(ended) / 1e3
+            if self.on_gpu and not ended.query():
+                return
+            self.seconds[phase] += began.elapsed_time(ended) / 1e3 if self.on_gpu else ended - began
             self.entered.popleft()
