@@ -2,7 +2,6 @@
 
 import functools
 import glob
-import hashlib
 import os
 import re
 import sysconfig
@@ -14,6 +13,7 @@ from torchmars.config import DataConfig
 from torchmars.config.source import KINDS, OF_FILES, DataSource, parse_source
 from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError, missing_package
+from torchmars.core.files import sha256
 
 COMPRESSED = (".gz", ".zst", ".xz")
 PIECES = 2048  # about how many pieces a large corpus has
@@ -130,11 +130,12 @@ def source_files(config: DataConfig) -> list[Path]:
 def matches(pattern: str, kind: str, option: str) -> list[Path]:
     """Return the files that a path, a folder or a glob names. Raises `UserError` for none."""
     path = Path(os.path.expanduser(pattern))
+    is_folder = os.path.isdir(path)
     plain = KINDS[kind].suffixes
     packed = tuple(suffix + more for suffix in plain for more in COMPRESSED if KINDS[kind].plain)
     try:
         with say_if_long(looking(pattern, option)):
-            if os.path.isdir(path):
+            if is_folder:
                 found = [file for file in path.rglob("*") if file.name.endswith(plain + packed)]
             else:
                 found = [Path(name) for name in glob.glob(str(path), recursive=True)]
@@ -142,10 +143,8 @@ def matches(pattern: str, kind: str, option: str) -> list[Path]:
     except (OSError, ValueError):  # no characters of a path
         found = []
     if not found:
-        read = ""
-        if os.path.isdir(path):
-            also = ", also compressed" if packed else ""
-            read = f" (a folder gives its {' and '.join(plain)} files{also})"
+        also = ", also compressed" if packed else ""
+        read = f" (a folder gives its {' and '.join(plain)} files{also})" if is_folder else ""
         raise UserError(f"{option}: {pattern!r} names no {kind} file{read}")
     return found
 
@@ -172,11 +171,15 @@ def load_dataset(source: DataSource) -> Any:
             source.dataset, source.config or None, split=source.split, streaming=True
         )
     except Exception as error:  # whatever its loader, its network or its files have raised
-        reason = next(iter(str(error).splitlines()), "")
         raise UserError(
-            f"data.source: cannot open the data set {source.dataset} "
-            f"({type(error).__name__}: {reason}): check its name, config and split, and the network"
+            f"data.source: cannot open the data set {source.dataset} ({in_a_line(error)}): "
+            "check its name, config and split, and the network"
         ) from None
+
+
+def in_a_line(error: Exception) -> str:
+    """Return what an error of another package says, in its first line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _stdlib_files() -> list[Path]:
@@ -186,11 +189,8 @@ def _stdlib_files() -> list[Path]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    files, seen = [], set()
+    files: dict[str, Path] = {}  # by their content
     for file in sorted(root.rglob("*.py")):
         if not skipped.intersection(file.relative_to(root).parts):
-            digest = hashlib.sha256(file.read_bytes()).digest()
-            if digest not in seen:
-                seen.add(digest)
-                files.append(file)
-    return files
+            files.setdefault(sha256(file), file)
+    return list(files.values())

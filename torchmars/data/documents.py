@@ -127,7 +127,7 @@ class Encoder:
         """Return the tokens of documents, each with an end-of-text token after it."""
         end = np.array([self.tokenizer.end_of_text], self.dtype)
         arrays = [np.empty(0, self.dtype)]
-        for tokens in self.tokenizer.encode_batch(texts) if texts else []:
+        for tokens in self.tokenizer.encode_batch(texts):
             arrays += [tokens, end]
         return np.concatenate(arrays, dtype=self.dtype, casting="same_kind")
 

@@ -68,14 +68,18 @@ class ForeignTokens:
     """How many tokens of the file each document ends after; None: end-of-text tokens tell."""
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a token."""
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
     def end(self) -> int:
         """Bytes of the file up to the end of the last one."""
-        return self.offset + self.count * numpy_dtype(self.dtype).itemsize
+        return self.offset + self.count * self.itemsize
 
     def part(self, begin: int, end: int) -> "ForeignTokens":
         """Return tokens [begin, end) of these."""
-        offset = self.offset + begin * numpy_dtype(self.dtype).itemsize
-        return replace(self, offset=offset, count=end - begin)
+        return replace(self, offset=self.offset + begin * self.itemsize, count=end - begin)
 
 
 def index(config: ResolvedData, folder: Path, shard_tokens: int) -> DataManifest:
@@ -249,10 +253,10 @@ def cut(
     first, last = [], []
     for each in found:
         at = min(max(left, 0), each.count)
-        first += [each.part(0, at)] if at else []
-        last += [each.part(at, each.count)] if at < each.count else []
+        first.append(each.part(0, at))
+        last.append(each.part(at, each.count))
         left -= each.count
-    return first, last
+    return [each for each in first if each.count], [each for each in last if each.count]
 
 
 def scan(
@@ -300,8 +304,7 @@ def scan(
 
 def documents_ending_in(part: ForeignTokens, ends: np.ndarray) -> int:
     """Return how many documents of a file, which end at `ends`, end in a part of it."""
-    itemsize = numpy_dtype(part.dtype).itemsize
-    bounds = [part.offset // itemsize, part.end // itemsize]
+    bounds = [part.offset // part.itemsize, part.end // part.itemsize]
     begin, end = np.searchsorted(ends, bounds, side="right")
     return int(end - begin)
 

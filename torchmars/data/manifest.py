@@ -89,9 +89,8 @@ class DataManifest:
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
-        return hashlib.sha256(
-            "".join(shard.sha256 for shard in self.splits["train"].shards).encode()
-        ).hexdigest()
+        shards = "".join(shard.sha256 for shard in self.splits["train"].shards)
+        return hashlib.sha256(shards.encode()).hexdigest()
 
 
 def numpy_dtype(dtype: TokenDtype) -> np.dtype:

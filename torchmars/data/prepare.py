@@ -24,9 +24,8 @@ from torchmars.data.progress_bar import ProgressBar
 from torchmars.data.reading import read_piece
 from torchmars.data.tokenizer import TokenDtype, load_tokenizer, smallest_dtype
 from torchmars.data.workers import Submit, start_workers
-from torchmars.data.writer import PieceWriter, read_progress
+from torchmars.data.writer import LOCK_SECONDS, PieceWriter, read_progress
 
-LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 SIZES = Sizes()
 AHEAD = 2  # blocks that are read ahead for each process that tokenises
 Submitted = tuple[PieceWriter, TextBlock | None, "Future[Encoded] | None"]
@@ -186,7 +185,7 @@ def read_pieces(
         if not begun.exists():
             return
         # A piece has one writer: another process may have been started on it too.
-        writer = PieceWriter(partial, number, dtype, sizes.shard_tokens, LOCK_SECONDS)
+        writer = PieceWriter(partial, number, dtype, sizes.shard_tokens)
         if not begun.exists():
             return
         if not writer.progress.done:

@@ -7,7 +7,7 @@ and documents end. What they hold is left to `documents`.
 import lzma
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
@@ -238,89 +238,73 @@ def read_compressed(file: BinaryIO, offset: int) -> Iterator[bytes]:
 
     Raises `Damage` where it is damaged or cut short.
     """
-    for chunk in decompressed(file, decoder_of(file.name)):
-        skipped = min(offset, len(chunk))
-        offset -= skipped
-        if skipped < len(chunk):
-            yield chunk[skipped:]
+    for chunk in decompressed(file):
+        if offset < len(chunk):
+            yield chunk[offset:]
+        offset = max(0, offset - len(chunk))
 
 
-def decompressed(file: BinaryIO, new: Callable[[], "Decoder"]) -> Iterator[bytes]:
+def decompressed(file: BinaryIO) -> Iterator[bytes]:
     """Yield what a file holds, which may have been compressed in several streams.
 
     However much that is, it comes in pieces of about `CHUNK` at most. Raises `Damage`.
     """
-    decoder = None
+    begin, contents = decoder_of(file.name)
+    stream = None
     while chunk := file.read(COMPRESSED_CHUNK):
         while chunk:
-            decoder = decoder or new()
+            stream = stream or begin()
             try:
-                rest = yield from decoder(chunk)
+                rest = yield from contents(stream, chunk)
             except Exception as error:  # each of the libraries has its own
                 raise Damage(f"from here on it cannot be decompressed ({error})") from None
-            if rest is None:
+            if not stream.eof:
                 break
-            chunk = rest.lstrip(b"\0")  # padding between streams
-            decoder = None
-    if decoder:
+            chunk = (stream.unused_data + rest).lstrip(b"\0")  # padding between streams
+            stream = None
+    if stream:
         raise Damage("it is cut short here")
 
 
-# Yields what bytes of a stream hold. Returns those after the stream; None where it continues.
-Decoder = Callable[[bytes], Generator[bytes, None, bytes | None]]
+# Yields what bytes of a stream hold. Returns those that it has not given to the stream.
+Contents = Generator[bytes, None, bytes]
 
 
-def gzip_decoder() -> Decoder:
-    """Return what decompresses a stream of gzip."""
-    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-
-    def decode(chunk: bytes) -> Generator[bytes, None, bytes | None]:
-        while chunk and not stream.eof:
-            yield stream.decompress(chunk, CHUNK)
-            chunk = stream.unconsumed_tail
-        return stream.unused_data if stream.eof else None
-
-    return decode
-
-
-def xz_decoder() -> Decoder:
-    """Return what decompresses a stream of xz."""
-    stream = lzma.LZMADecompressor()
-
-    def decode(chunk: bytes) -> Generator[bytes, None, bytes | None]:
-        yield stream.decompress(chunk, CHUNK)
-        while not (stream.eof or stream.needs_input):
-            yield stream.decompress(b"", CHUNK)
-        return stream.unused_data if stream.eof else None
-
-    return decode
-
-
-def zstd_decoder(name: str) -> Decoder:
-    """Return what decompresses a stream of zstd. Raises `UserError`."""
+def decoder_of(name: str) -> tuple[Callable[[], Any], Callable[[Any, bytes], Contents]]:
+    """Return what begins a stream of a file of this name, and its contents. Raises `UserError`."""
+    if name.endswith(".gz"):
+        return lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), gzip_contents
+    if name.endswith(".xz"):
+        return lzma.LZMADecompressor, xz_contents
     try:
         import zstandard
     except ImportError:
         raise missing_package("zstandard", f"reading {name}") from None
-    stream = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
-
-    def decode(chunk: bytes) -> Generator[bytes, None, bytes | None]:
-        found = bytearray()
-        for at in range(0, len(chunk), ZSTD_SLICE):  # it gives all that its input holds
-            found += stream.decompress(chunk[at : at + ZSTD_SLICE])
-            if stream.eof:
-                break
-            if len(found) >= COMPRESSED_CHUNK:
-                yield bytes(found)
-                found.clear()
-        yield bytes(found)
-        return stream.unused_data + chunk[at + ZSTD_SLICE :] if stream.eof else None
-
-    return decode
+    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj, zstd_contents
 
 
-def decoder_of(name: str) -> Callable[[], Decoder]:
-    """Return what makes a decoder for each stream of a file of this name."""
-    if name.endswith(".gz"):
-        return gzip_decoder
-    return xz_decoder if name.endswith(".xz") else lambda: zstd_decoder(name)
+def gzip_contents(stream: Any, chunk: bytes) -> Contents:
+    while chunk and not stream.eof:
+        yield stream.decompress(chunk, CHUNK)
+        chunk = stream.unconsumed_tail
+    return b""
+
+
+def xz_contents(stream: Any, chunk: bytes) -> Contents:
+    yield stream.decompress(chunk, CHUNK)
+    while not (stream.eof or stream.needs_input):
+        yield stream.decompress(b"", CHUNK)
+    return b""
+
+
+def zstd_contents(stream: Any, chunk: bytes) -> Contents:
+    found = bytearray()
+    for at in range(0, len(chunk), ZSTD_SLICE):  # it gives all that its input holds
+        found += stream.decompress(chunk[at : at + ZSTD_SLICE])
+        if stream.eof:
+            break
+        if len(found) >= COMPRESSED_CHUNK:
+            yield bytes(found)
+            found.clear()
+    yield bytes(found)
+    return chunk[at + ZSTD_SLICE :]

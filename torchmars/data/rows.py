@@ -6,7 +6,7 @@ from typing import Any
 
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
-from torchmars.data.corpus import Input, Sizes, load_dataset
+from torchmars.data.corpus import Input, Sizes, in_a_line, load_dataset
 from torchmars.data.documents import Damage, ReadPart, Record, TextPart
 
 ROWS = 256  # read at once of a Parquet file
@@ -98,10 +98,9 @@ def dataset_parts(
     except UserError:
         raise
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
         raise UserError(
             f"cannot read shard {shard.shard} of the data set {shard.name} "
-            f"({type(error).__name__}: {reason}): start again to go on; what is done is kept"
+            f"({in_a_line(error)}): start again to go on; what is done is kept"
         ) from None
 
 

@@ -19,6 +19,7 @@ from torchmars.data.documents import Encoded, Position, TextBlock
 from torchmars.data.manifest import SPLITS, Shard, Split, numpy_dtype
 from torchmars.data.tokenizer import TokenDtype
 
+LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 SAVE_SECONDS = 1.0  # at most so often a piece is made durable
 
 
@@ -66,22 +67,12 @@ def read_progress(folder: Path, number: int) -> PieceProgress:
 class PieceWriter:
     """Writes the shards of one piece, from where its progress says on."""
 
-    def __init__(
-        self,
-        folder: Path,
-        number: int,
-        dtype: TokenDtype,
-        shard_tokens: int,
-        patience: float = 60.0,
-    ) -> None:
-        """Begin a piece, or resume it.
-
-        Waits `patience` seconds for another process that writes it. Raises `UserError`.
-        """
+    def __init__(self, folder: Path, number: int, dtype: TokenDtype, shard_tokens: int) -> None:
+        """Begin a piece, or resume it, once no other process writes it. Raises `UserError`."""
         self.folder, self.number, self.shard_tokens = folder, number, shard_tokens
         self.dtype = numpy_dtype(dtype)
         file = folder / f"piece-{number:05d}.lock"
-        self.lock = lock(file, f"writing piece {number} of {folder}", patience)
+        self.lock = lock(file, f"writing piece {number} of {folder}", LOCK_SECONDS)
         self.progress = read_progress(folder, number)
         self.saved = time.monotonic()
         self.unsaved: set[Path] = set()
