@@ -42,7 +42,7 @@ def overview(folder: Path) -> Overview:
     run = read_run(folder)
     names = ("step", "train/loss", "validation/loss", BITS, SPEED)
     rows, damaged = last_rows(folder / METRICS_FILE, names)
-    last = {name: row[name] for name, row in rows.items()}
+    last = {name: rows[name][name] for name in rows}
     return Overview(
         state_of(run),
         last.get("step", 0),
@@ -61,8 +61,8 @@ def state_of(run: Run) -> State:
 
     One that was killed, with no time to say so, has failed.
     """
-    kinds = [event.kind for event in run.events if event.kind in BEGIN_AND_END]
-    ended = kinds[-1] if kinds else None
+    kinds = (event.kind for event in reversed(run.events))
+    ended = next((kind for kind in kinds if kind in BEGIN_AND_END), None)
     locked = is_locked(run.folder / "lock")
     if locked is None:  # an end was told after the last start
         locked = (
@@ -72,17 +72,16 @@ def state_of(run: Run) -> State:
         return "running"
     if ended == "stopped":
         return "stopped"
-    complete = ended == "complete" or run.checkpoints[-1:] >= [run.steps]
-    return "complete" if complete else "failed"
+    return "complete" if ended == "complete" or run.checkpoints[-1:] >= [run.steps] else "failed"
 
 
 def last_written(folder: Path) -> float:
     """Return when a run wrote to its files last, in seconds since 1970."""
-    times = [0.0]
+    last = 0.0
     for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE):
         with contextlib.suppress(OSError):
-            times.append((folder / name).stat().st_mtime)
-    return max(times)
+            last = max(last, (folder / name).stat().st_mtime)
+    return last
 
 
 def find_runs(folder: Path) -> list[Path]:

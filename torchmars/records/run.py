@@ -111,7 +111,7 @@ class Run:
         reported = self.series.get(TOKENS)
         if reported is None:
             training = self.config["training"]
-            sizes = [training.get(name) for name in ("global_batch_size", "seq_len")]
+            sizes = training.get("global_batch_size"), training.get("seq_len")
             if not all(type(size) is int and 0 < size < LARGEST for size in sizes):
                 raise UserError(
                     f"{self.folder / CONFIG_FILE} has no training.global_batch_size or no "
