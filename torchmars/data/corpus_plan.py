@@ -44,6 +44,11 @@ def make_plan(config: ResolvedData, sizes: Sizes) -> CorpusPlan:
     return CorpusPlan(settings | asdict(sizes), corpus_pieces(config, sizes))
 
 
+def has_plan(folder: Path) -> bool:
+    """Return whether a folder was begun, and is not complete."""
+    return (folder / NAME).exists()
+
+
 def begin_plan(plan: CorpusPlan, folder: Path) -> None:
     """Write the plan to a folder that has none.
 
@@ -51,7 +56,7 @@ def begin_plan(plan: CorpusPlan, folder: Path) -> None:
     """
     file = folder / NAME
     remedy = f"set it back, or remove the folder {folder} to start over"
-    if not file.exists():
+    if not has_plan(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(file, json.dumps(asdict(plan)))
         return
@@ -60,8 +65,7 @@ def begin_plan(plan: CorpusPlan, folder: Path) -> None:
     except (OSError, ValueError, UserError) as error:
         raise UserError(f"{file} cannot be read ({error}): {remedy}") from None
     for name, wanted in plan.settings.items():
-        found = begun.settings.get(name)
-        if found != wanted:
+        if (found := begun.settings.get(name)) != wanted:
             raise UserError(
                 f"{folder} was begun with {name} = {json.dumps(found)}, now it is "
                 f"{json.dumps(wanted)}: {remedy}"

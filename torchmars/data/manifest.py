@@ -30,7 +30,6 @@ FORMAT = Format(
     4,
     "use the version of torchmars that wrote it, or set data.path to a new folder",
 )
-LARGEST_TOKEN = {"uint16": 2**16 - 1, "uint32": 2**32 - 1}
 SPLITS = ("train", "validation")
 TokenCount = Annotated[int, Range(0, 10**15)]
 
@@ -167,7 +166,7 @@ def check_splits(manifest: DataManifest) -> None:
     for split in manifest.splits.values():
         if split.tokens != sum(shard.tokens for shard in split.shards):
             raise ValueError("the tokens of a split are not those of its shards")
-        if split.max_token > LARGEST_TOKEN[manifest.dtype]:
+        if split.max_token > np.iinfo(manifest.dtype).max:
             raise ValueError(f"a token id does not fit {manifest.dtype}")
 
 

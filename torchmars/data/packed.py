@@ -10,7 +10,9 @@ import hashlib
 import os
 import socket
 from array import array
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -43,16 +45,15 @@ class PackedWindows(Windows):
         self.files = [str(packing_file(folder, shard, seq_len)) for shard in split.shards]
         self.file_stamps = [stamp_of(file) for file in self.files]
         self.counts = [count_windows(shard.tokens, seq_len) for shard in split.shards]
-        self.firsts = np.cumsum([0, *self.counts])
+        self.firsts = list(accumulate(self.counts, initial=0))
 
     def __len__(self) -> int:
-        return int(self.firsts[-1])
+        return self.firsts[-1]
 
     def __getitem__(self, window: int) -> Tensor:
         """Return token ids [T + 1], int64. Raises `ChangedData`."""
-        shard = int(np.searchsorted(self.firsts, window, side="right")) - 1
-        number = window - int(self.firsts[shard])
-        begin, end = self._numbers(shard, number, 2).tolist()
+        shard = bisect_right(self.firsts, window) - 1
+        begin, end = self._numbers(shard, window - self.firsts[shard], 2).tolist()
         numbers = self._numbers(shard, self.counts[shard] + 1 + 2 * begin, 2 * (end - begin))
         spans = numbers.reshape(-1, 2).tolist()
         spans[-1][1] += 1  # the last target
@@ -80,15 +81,15 @@ def pack_shards(
     for a shard that is damaged, and where the folder cannot be written to.
     """
     splits = [Windows(folder, manifest.splits[name], manifest.dtype, seq_len) for name in SPLITS]
-    found = [(windows, number) for windows in splits for number in range(len(windows.shards))]
+    found = [
+        (windows, number, shard)
+        for windows in splits
+        for number, shard in enumerate(windows.shards)
+    ]
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        good = pool.map(
-            lambda each: is_good(folder, each[0].shards[each[1]], seq_len, end_of_text, level),
-            found,
-        )
+        good = pool.map(lambda each: is_good(folder, each[2], seq_len, end_of_text, level), found)
         missing = [each for each, done in zip(found, good) if not done]
-    for windows, number in tqdm(missing, "packing", unit=" shards", disable=not missing):
-        shard = windows.shards[number]
+    for windows, number, shard in tqdm(missing, "packing", unit=" shards", disable=not missing):
         check_shard(shard, windows.split, manifest.dtype, folder)
         content = packing(windows, number, end_of_text)
         data = digest(content, shard, seq_len, end_of_text) + content

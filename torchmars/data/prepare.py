@@ -14,9 +14,9 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, locked, remove
 from torchmars.core.words import counted
-from torchmars.data import corpus_plan, foreign
+from torchmars.data import foreign
 from torchmars.data.corpus import Sizes
-from torchmars.data.corpus_plan import CorpusPlan, begin_plan, make_plan
+from torchmars.data.corpus_plan import CorpusPlan, begin_plan, has_plan, make_plan
 from torchmars.data.documents import Encoded, Encoder, TextBlock
 from torchmars.data.finish import check_damage, finish_folder, rename_folder
 from torchmars.data.manifest import DataManifest, check_manifest, has_manifest, read_manifest
@@ -103,7 +103,7 @@ def begin_folder(plan: CorpusPlan, folder: Path) -> None:
         raise UserError(
             f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
         )
-    if os.path.lexists(partial) and not (partial / corpus_plan.NAME).exists():
+    if os.path.lexists(partial) and not has_plan(partial):
         remove(partial)  # its removal was cut short
     begin_plan(plan, partial)
 
@@ -180,13 +180,12 @@ def read_pieces(
 ) -> Iterator[tuple[PieceWriter, TextBlock | None]]:
     """Yield the blocks that are left of pieces, each with its writer; None ends a piece."""
     source = parse_source(config.source)
-    begun = partial / corpus_plan.NAME  # gone once another process has made the folder complete
     for number in numbers:
-        if not begun.exists():
+        if not has_plan(partial):  # gone once another process has made the folder complete
             return
         # A piece has one writer: another process may have been started on it too.
         writer = PieceWriter(partial, number, dtype, sizes.shard_tokens)
-        if not begun.exists():
+        if not has_plan(partial):
             return
         if not writer.progress.done:
             for block in read_piece(plan.pieces[number], source, writer.progress.position, sizes):

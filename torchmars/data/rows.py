@@ -79,8 +79,7 @@ def check_column(schema: Any, field: str, name: str) -> None:
         )
     kind = schema.field(field).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    types = pyarrow.types
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+    if str(kind) not in ("string", "large_string", "string_view"):
         raise UserError(f"data.source: the column {field!r} of {name} is {kind}, not text")
 
 

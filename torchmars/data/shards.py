@@ -11,8 +11,7 @@ import numpy as np
 
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_chunks
-from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, numpy_dtype
-from torchmars.data.tokenizer import TokenDtype
+from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, TokenDtype, numpy_dtype
 
 Level = Literal["full", "size", "off"]
 REMEDY = "restore it, or remove the folder {} to prepare it anew"
@@ -117,14 +116,11 @@ def check_size(
     The training split must have a window for each of the `samples` that it gives to a global batch,
     the validation split one window. `packed`: each shard has windows of its own.
     """
-    splits = [manifest.splits[name] for name in SPLITS]
-    train, validation = (
-        sum(
-            count_windows(tokens, seq_len)
-            for tokens in ([shard.tokens for shard in split.shards] if packed else [split.tokens])
-        )
-        for split in splits
-    )
+    found = []
+    for split in (manifest.splits[name] for name in SPLITS):
+        tokens = [shard.tokens for shard in split.shards] if packed else [split.tokens]
+        found.append(sum(count_windows(count, seq_len) for count in tokens))
+    train, validation = found
     if train < samples:
         raise UserError(
             f"the corpus in {folder} is too small for one global batch: {train} windows of "

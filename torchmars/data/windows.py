@@ -1,6 +1,8 @@
 """The windows of a split: what a sample is, and how it is read."""
 
 import os
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchmars.core.errors import UserError
-from torchmars.data.manifest import Split, numpy_dtype
+from torchmars.data.manifest import Split, TokenDtype, numpy_dtype
 from torchmars.data.shards import check_shard, count_windows, too_large
-from torchmars.data.tokenizer import TokenDtype
 
 
 class ChangedData(UserError):
@@ -30,22 +31,19 @@ class Windows(Dataset):
     def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
         self.folder, self.split, self.shards, self.dtype = folder, split, split.shards, dtype
         self.stamps = [stamp_of(str(folder / shard.file)) for shard in split.shards]
-        self.starts = np.cumsum([0] + [shard.tokens for shard in split.shards])
+        self.starts = list(accumulate((shard.tokens for shard in split.shards), initial=0))
         self.seq_len = seq_len
 
     def __len__(self) -> int:
-        return count_windows(int(self.starts[-1]), self.seq_len)
+        return count_windows(self.starts[-1], self.seq_len)
 
     def __getitem__(self, window: int) -> Tensor:
         """Return token ids [T + 1], int64. Raises `ChangedData`."""
         begin, end = window * self.seq_len, (window + 1) * self.seq_len + 1
         parts = []
-        for shard in range(np.searchsorted(self.starts, begin, side="right") - 1, len(self.shards)):
+        for shard in range(bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end)):
             first, last = self.starts[shard : shard + 2]
-            if first >= end:
-                break
-            part = max(begin, first) - first, min(end, last) - first
-            parts.append(self.read(shard, *map(int, part)))
+            parts.append(self.read(shard, max(begin, first) - first, min(end, last) - first))
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
     def read(self, shard: int, begin: int, end: int) -> np.ndarray:

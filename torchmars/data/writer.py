@@ -16,8 +16,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import lock, read_text, sha256, sync_folder, write_durably
 from torchmars.core.typed import make, parse_json
 from torchmars.data.documents import Encoded, Position, TextBlock
-from torchmars.data.manifest import SPLITS, Shard, Split, numpy_dtype
-from torchmars.data.tokenizer import TokenDtype
+from torchmars.data.manifest import SPLITS, Shard, Split, TokenDtype, numpy_dtype
 
 LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 SAVE_SECONDS = 1.0  # at most so often a piece is made durable

@@ -32,7 +32,6 @@ class Journal:
         `EventLog.deleted`.
         """
         self.path, self.warned, self.deleted = path, False, deleted
-        self.pending = b""
         self.descriptor: int | None = None
         self.rewind(step, validated)
 

@@ -73,7 +73,7 @@ class Metrics:
             parts.append(f"mfu {mfu:.1%}")
         eta = timedelta(seconds=round((self.steps - step) * seconds))
         parts += [f"mem {memory:.2f} GiB", f"eta {eta}"]
-        say(" | ".join([self._progress(step), *parts]))
+        self._say(step, " | ".join(parts))
         self._write(step, "train", values)
         self.throughput.restart(step)
 
@@ -86,17 +86,14 @@ class Metrics:
 
         `bits` is the loss in bits per byte, NaN where it is not known.
         """
-        if self.journal is not None:
-            say(f"{self._progress(step)} | validation loss {loss_text(loss, bits)}")
-            named = {f"{name}/loss": value for name, value in of_parts.items()}
-            self._write(step, "validation", losses(loss, bits) | named)
+        self._say(step, f"validation loss {loss_text(loss, bits)}")
+        named = {f"{name}/loss": value for name, value in of_parts.items()}
+        self._write(step, "validation", losses(loss, bits) | named)
 
     def evaluation(self, step: int, task: str, values: dict[str, float], line: str) -> None:
         """Report how the model answered a task after step number `step`, in words a `line`."""
-        if self.journal is not None:
-            say(f"{self._progress(step)} | {line}")
-            named = {f"{task}/{name}": value for name, value in values.items()}
-            self._write(step, "evaluation", named)
+        self._say(step, line)
+        self._write(step, f"evaluation/{task}", values)
 
     def stall(self, step: int, seconds: float) -> None:
         """Report how long training waited for the checkpoint of step number `step`."""
@@ -114,8 +111,9 @@ class Metrics:
         for tracker in self.trackers:
             tracker.close()
 
-    def _progress(self, step: int) -> str:
-        return f"step {step:>{len(str(self.steps))}}/{self.steps}"
+    def _say(self, step: int, text: str) -> None:
+        if self.journal is not None:
+            say(f"step {step:>{len(str(self.steps))}}/{self.steps} | {text}")
 
     def _write(self, step: int, kind: str, values: dict[str, float]) -> None:
         named = {f"{kind}/{name}": value for name, value in values.items()}

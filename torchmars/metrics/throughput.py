@@ -48,7 +48,7 @@ class Throughput:
         peak = peak_flops(device)
         self.peak_flops = peak * ranks if peak else None  # of all ranks
         self.phases = PhaseClock(device)
-        self.step, self.began = step, time.perf_counter()
+        self.restart(step)
 
     def restart(self, step: int) -> None:
         """Begin again after `step`."""

@@ -82,6 +82,6 @@ def check_trackers(config: MetricsConfig) -> None:
         )
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("metrics.wandb needs the wandb package: pip install wandb")
-    mode = os.environ.get("WANDB_MODE")
-    if config.wandb and mode not in (None, *WANDB_MODES):
+    mode = os.environ.get("WANDB_MODE", "online")
+    if config.wandb and mode not in WANDB_MODES:
         raise UserError(f"WANDB_MODE must be one of {', '.join(WANDB_MODES)}, got {mode!r}")
