@@ -2,12 +2,16 @@
 
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks would fight over the cores
+# A shell that starts pytest in the background lets it ignore Ctrl-C, and so all that it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest. They start first, so that all workers end at about the same time.
 LONGEST = (
