@@ -6,6 +6,7 @@ starts all ranks of a machine. Exit codes: see torchmars/commands/launch.py.
 
 import os
 import sys
+from functools import partial
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -17,10 +18,16 @@ from torchmars.config.load import load_config, require_config
 from torchmars.core.errors import (
     LostRank,
     OutOfMemory,
+    end_at_once,
     exit_on_user_error,
     leave_exit_code,
+    report_crash,
     report_failure,
 )
+from torchmars.core.timers import unless_done_in
+
+# How long a rank may take to leave the others once the run has ended.
+LEAVE_SECONDS = 60.0
 
 
 @record
@@ -45,17 +52,23 @@ def main() -> None:
             if cluster:
                 layout.say(cluster)
             code = build_trainer(config, layout).run()
+    # The other ranks may wait for this one in a collective of NCCL: leaving the process group would
+    # wait for them in turn. So a failure is told, and then the process ends as it is.
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
+        end_at_once(leave_exit_code(ended.code if isinstance(ended.code, int) else 1))
     except LostRank as error:  # a line instead of a traceback
         report_failure(error)
-        sys.exit(1)
+        end_at_once(1)
     except torch.OutOfMemoryError as error:
         report_failure(out_of_memory(error))
-        sys.exit(1)
-    finally:
+        end_at_once(1)
+    except BaseException as error:  # DCP's own are no Exception
+        report_crash(error)
+        end_at_once(1)
+    code = leave_exit_code(code)
+    with unless_done_in(LEAVE_SECONDS, partial(end_at_once, code)):
         connection.stop()
-    sys.exit(leave_exit_code(code))
+    sys.exit(code)
 
 
 def out_of_memory(error: torch.OutOfMemoryError) -> OutOfMemory:

@@ -21,6 +21,7 @@ from torchmars.parallel.layout import Layout
 
 PACKAGE = str(Path(__file__).parents[1])
 GRACE_SECONDS = 10.0  # for the other ranks to notice too
+REPORT_SECONDS = 50.0  # for a rank to write where it stands
 
 
 class Watchdog:
@@ -84,20 +85,27 @@ class Watchdog:
         while not self.ended.wait(poll):
             self._postpone_dump()
             if time.monotonic() - self.last_beat > self.seconds:
-                faulthandler.cancel_dump_traceback_later()
+                # The report may block too: it asks the GPU and the disk.
+                self._end_in(GRACE_SECONDS + REPORT_SECONDS)
                 try:
                     self._report()
                 finally:
                     os._exit(EXIT_HUNG)
 
     def _postpone_dump(self) -> None:
-        """Put off the interpreter's own watchdog: it writes the stacks and ends the process with 1.
+        """Put off the interpreter's own watchdog.
 
         It is for a process in which not even the watching thread gets its turn. By then the other
-        ranks have reported where they stand. The launcher makes 70 of the 1.
+        ranks have reported where they stand.
+        """
+        self._end_in(self.seconds + 3 * GRACE_SECONDS)
+
+    def _end_in(self, seconds: float) -> None:
+        """Let the interpreter's own watchdog write the stacks and end the process with 1 then.
+
+        The launcher makes 70 of the 1.
         """
         assert self.stream is not None
-        seconds = self.seconds + 3 * GRACE_SECONDS
         faulthandler.dump_traceback_later(seconds, exit=True, file=self.stream)
 
     def _report(self) -> None:

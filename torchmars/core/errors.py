@@ -3,8 +3,10 @@
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from torchmars.core.console import finish, say, unread
 
@@ -86,11 +88,29 @@ def report_failure(error: Exception) -> None:
 
     The launcher prints last what failed first.
     """
+    _leave_for_launcher(error)
+    say_error(error)
+
+
+def report_crash(error: BaseException) -> None:
+    """Do what `report_failure` does for an error that is being handled, with its traceback."""
+    _leave_for_launcher(error)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _leave_for_launcher(error: BaseException) -> None:
     # Not at the top: a mistake must be reported without the seconds that torch takes to import.
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
-    say_error(error)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process without what Python and torch do at an end, which may wait for others."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def leave_exit_code(code: int) -> int:
