@@ -23,11 +23,13 @@
 #                  out; in a job, its number there)
 #   RDZV_ENDPOINT  HOST:PORT of the rendezvous, HOST being one of the machines (default in a job:
 #                  its first node and a port of the job's own)
-#   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45)
+#   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45,
+#                  and half a second for each rank, but at most 600)
 #
 # Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it. The same command resumes, and a SLURM
 # job puts itself back into the queue. Exit codes: 0 complete; 2 a mistake in the config or the
-# data; 75 stopped by a signal and saved; 70 a rank hung; 128 + n ended by signal n; else a crash.
+# data; 69 not all ranks connected in time; 70 a rank hung; 75 stopped by a signal and saved;
+# 128 + n ended by signal n; else a crash.
 set -euo pipefail
 
 root=$(dirname "$0")
@@ -84,7 +86,8 @@ if [ "$state" = RUNNING ] && [ "$code" -eq 75 ]; then
     scontrol update JobId="$SLURM_JOB_ID" Comment="torchmars: stopped" || true
 elif [ "$state" = RUNNING ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ]; then
     failed="failed at once"
-    [ "$SECONDS" -lt 300 ] || failed="failed"
+    # Many ranks wait longer than that for each other before they give up (69).
+    [ "$SECONDS" -lt 300 ] || [ "$code" -eq 69 ] || failed="failed"
     again=true
     if [ "$failed" = "failed at once" ] && scontrol show job "$SLURM_JOB_ID" |
             grep -q "Comment=torchmars: failed at once"; then

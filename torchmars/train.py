@@ -16,6 +16,7 @@ from torchmars.cluster.environment import keep_compiled_in
 from torchmars.cluster.signals import follow_launcher
 from torchmars.config.load import load_config, require_config
 from torchmars.core.errors import (
+    EXIT_UNCONNECTED,
     LostRank,
     OutOfMemory,
     end_at_once,
@@ -58,7 +59,7 @@ def main() -> None:
         end_at_once(leave_exit_code(ended.code if isinstance(ended.code, int) else 1))
     except LostRank as error:  # a line instead of a traceback
         report_failure(error)
-        end_at_once(1)
+        end_at_once(EXIT_UNCONNECTED)
     except torch.OutOfMemoryError as error:
         report_failure(out_of_memory(error))
         end_at_once(1)

@@ -15,9 +15,10 @@ from tests.support.commands import ROOT, Command
 from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, write_config, write_text
-from torchmars.cluster import launcher, startup
+from torchmars.cluster import connection, launcher, startup
+from torchmars.cluster.environment import Environment
 from torchmars.config.load import config_from_tables
-from torchmars.core.errors import LostRank, UserError
+from torchmars.core.errors import EXIT_UNCONNECTED, LostRank, UserError
 
 
 def compare(tables, store, odd):
@@ -134,11 +135,34 @@ def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
     write_config(tiny_config(tmp_path), tmp_path / "tiny.toml")
     (tmp_path / "silent.py").write_text(SILENT)
     code, err = launch(tmp_path / "silent.py", tmp_path / "tiny.toml")
-    assert code == 2, err
+    assert code == EXIT_UNCONNECTED, err
     assert (
         "the ranks are connected, but cannot exchange data (nothing has come in 4 s): "
         "set GLOO_SOCKET_IFNAME" in err.splitlines()[-1]
     )
+
+
+@pytest.mark.parametrize(
+    "said,code",
+    [
+        ("[gloo/tcp/pair.cc:1] connect [10.0.0.2]:4711: No route to host", 2),
+        ("[gloo/tcp/device.cc:9] Unable to find address for: eth9", 2),
+        ("ncclSystemError:\nLast error:\nconnect to 10.0.0.2<4711>: Connection refused", 69),
+        ("Gloo connectFullMesh failed with timed out after 46000ms", 69),
+    ],
+)
+def test_a_mistake_in_the_network_is_told_from_a_slow_one(monkeypatch, said, code):
+    ends = []
+    monkeypatch.setattr(connection, "end_at_once", ends.append)
+    with connection._network_check():
+        raise RuntimeError(said)
+    assert ends == [code]
+
+
+def test_more_ranks_have_more_time():
+    seconds = [Environment(NNODES=nodes).start_seconds(8) for nodes in (1, 8, 64, 512)]
+    assert seconds == [49, 77, 301, 600]
+    assert Environment(NNODES=64, RDZV_TIMEOUT=20).start_seconds(8) == 20
 
 
 VERDICT = """

@@ -11,13 +11,22 @@ import torch.distributed as dist
 
 from torchmars.cluster import process
 from torchmars.config import ParallelismConfig
-from torchmars.core.errors import EXIT_MISTAKE, LostRank, NoTraffic, report_failure
+from torchmars.core.errors import (
+    EXIT_MISTAKE,
+    EXIT_UNCONNECTED,
+    LostRank,
+    NoTraffic,
+    end_at_once,
+    report_failure,
+)
 from torchmars.core.timers import unless_done_in
 from torchmars.parallel.layout import Layout
 
 # What becomes of a connection whose other end has died.
 CLOSED = re.compile("closed by peer|reset by peer|broken pipe|likely closed", re.IGNORECASE)
 NETWORK = re.compile("gloo|nccl|socket|connect|timed out", re.IGNORECASE)
+# What no waiting mends: a wrong interface, or no way to the other machine.
+NO_ROUTE = re.compile("no route|unreachable|unable to find|no socket interface", re.IGNORECASE)
 
 
 def open_store() -> dist.Store:
@@ -77,19 +86,21 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
 def _network_check() -> Iterator[None]:
     """End the process with one line where the body fails or hangs.
 
-    The body is the first traffic between ranks, which has no time limit of its own.
+    The body is the first traffic between ranks, which has no time limit of its own. The exit code
+    tells a mistake from what may go well at the next try.
     """
 
-    def give_up(reason: str) -> None:
+    def give_up(reason: str, code: int = EXIT_UNCONNECTED) -> None:
         report_failure(
             NoTraffic(
                 f"{process.node()}: the ranks are connected, but cannot exchange data ({reason}): "
                 "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
-                "that connects the machines, and see that no firewall is between them"
+                "that connects the machines, see that no firewall is between them, or give slow "
+                "machines more time by RDZV_TIMEOUT"
             )
         )
         # The launcher ends the others, and asks whether a rank elsewhere has died.
-        os._exit(EXIT_MISTAKE)
+        end_at_once(code)
 
     seconds = process.start_timeout().total_seconds()
     try:
@@ -104,7 +115,7 @@ def _network_check() -> Iterator[None]:
             ) from None
         if not NETWORK.search(reason):
             raise
-        give_up(reason)
+        give_up(reason, EXIT_MISTAKE if NO_ROUTE.search(str(error)) else EXIT_UNCONNECTED)
 
 
 def stop() -> None:

@@ -9,7 +9,8 @@ import psutil
 
 from torchmars.cluster import process
 from torchmars.cluster.environment import split_endpoint
-from torchmars.core.errors import UserError
+from torchmars.cluster.scheduler import in_batch_job
+from torchmars.core.errors import NotMet, UserError
 
 
 def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
@@ -68,7 +69,10 @@ def can_listen(address: str, port: int) -> bool:
 
 
 def wait_for_host(endpoint: str, host: str, port: int) -> None:
-    """Wait until something listens at `endpoint`. Raises `UserError` if nothing does in time."""
+    """Wait until something listens at `endpoint`. Raises `UserError` if nothing does in time.
+
+    In a job, which has not mistaken the machine, it is a `NotMet`.
+    """
     deadline = time.monotonic() + process.start_timeout().total_seconds()
     while True:
         try:
@@ -77,7 +81,7 @@ def wait_for_host(endpoint: str, host: str, port: int) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline - 1:
-                raise UserError(
+                raise (NotMet if in_batch_job(os.environ) else UserError)(
                     f"nobody is at RDZV_ENDPOINT = {endpoint}, as seen from {process.node()} "
                     f"({error.strerror or error}): run the same command on the machine that it "
                     "names, and see that this one can reach it"

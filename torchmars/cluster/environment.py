@@ -30,8 +30,9 @@ class Environment:
     """Number of this machine. Default: found out."""
     RDZV_ENDPOINT: str | None = None
     """HOST:PORT of the rendezvous. One machine alone needs none."""
-    RDZV_TIMEOUT: Annotated[int, Range(1, 86_400)] = 45
-    """Seconds that machines and ranks wait for each other at the start."""
+    RDZV_TIMEOUT: Annotated[int, Range(1, 86_400)] | None = None
+    """Seconds that machines and ranks wait for each other at the start. Default: by their number.
+    """
     MAX_RESTARTS: Annotated[int, Range(0, 1_000_000)] = 0
     """Times that all ranks are started again after one has died."""
     LOG_RANK: list[Annotated[int, Range(0, 1_000)]] = field(default_factory=lambda: [0])
@@ -60,12 +61,17 @@ class Environment:
         """Return the variables that the ranks of this machine, which has `cores`, get."""
         threads = self.OMP_NUM_THREADS or max(1, cores // ranks)
         own = {} if self.NODE_RANK is None else {"NODE_RANK": str(self.NODE_RANK)}
-        return own | {"RDZV_TIMEOUT": str(self.RDZV_TIMEOUT), "OMP_NUM_THREADS": str(threads)}
+        seconds = self.start_seconds(ranks)
+        return own | {"RDZV_TIMEOUT": str(seconds), "OMP_NUM_THREADS": str(threads)}
+
+    def start_seconds(self, ranks: int) -> int:
+        """Return for how long machines with `ranks` ranks each wait for each other at the start."""
+        return self.RDZV_TIMEOUT or start_seconds(ranks * self.NNODES)
 
     def torchrun_options(self, ranks: int, job: str) -> list[str]:
         """Return torchrun's options for `ranks` ranks on this machine, for the run `job`."""
         endpoint = self.RDZV_ENDPOINT if self.NNODES > 1 else "localhost:0"
-        seconds, shown = self.RDZV_TIMEOUT, ",".join(map(str, self.LOG_RANK))
+        seconds, shown = self.start_seconds(ranks), ",".join(map(str, self.LOG_RANK))
         return [
             f"--nnodes={self.NNODES}",
             f"--nproc-per-node={ranks}",
@@ -75,6 +81,14 @@ class Environment:
             f"--max-restarts={self.MAX_RESTARTS}",
             f"--local-ranks-filter={shown}",
         ]
+
+
+def start_seconds(ranks: int) -> int:
+    """Return for how long `ranks` ranks wait for each other at the start, by default.
+
+    Many are slow to start and to connect: they read the same files, and each connects to others.
+    """
+    return min(600, 45 + ranks // 2)
 
 
 def read_environment(variables: Mapping[str, str]) -> Environment:

@@ -35,8 +35,16 @@ from torchmars.cluster.failures import (
 )
 from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs, keep_apart
+from torchmars.cluster.scheduler import in_batch_job
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE, EXIT_STOPPED, UserError, say_error
+from torchmars.core.errors import (
+    EXIT_HUNG,
+    EXIT_MISTAKE,
+    EXIT_STOPPED,
+    EXIT_UNCONNECTED,
+    UserError,
+    say_error,
+)
 from torchmars.core.timers import unless_done_in
 
 BACKEND = "torchmars"  # c10d, which tells us once it is connected
@@ -166,10 +174,13 @@ def report_failure(first: Failure, logs: RankLogs) -> None:
 
 
 def report_rendezvous(args: argparse.Namespace, reason: str) -> int:
-    """Print that the rendezvous of the machines has failed. Return the exit code."""
+    """Print that the rendezvous of the machines has failed. Return the exit code.
+
+    The machines of a job run the same command, and may meet at the next try.
+    """
     say_error(
         f"the {args.nnodes} machines did not meet at {args.rendezvous} ({reason}): "
         "check that each runs the same command with the same NNODES, and that nothing else "
         "listens on that port"
     )
-    return EXIT_MISTAKE
+    return EXIT_UNCONNECTED if in_batch_job(os.environ) else EXIT_MISTAKE

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import torch
 
-from torchmars.cluster.environment import Environment, read_variable
+from torchmars.cluster.environment import read_variable, start_seconds
 from torchmars.cluster.scheduler import NODE
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
@@ -79,9 +79,10 @@ def node_rank() -> int | None:
 
 def start_timeout() -> timedelta:
     """Return how long ranks wait for each other at the start."""
-    default = str(Environment.RDZV_TIMEOUT)
-    seconds = read_variable("RDZV_TIMEOUT", os.environ.get("RDZV_TIMEOUT", default))
-    return timedelta(seconds=seconds)
+    given = os.environ.get("RDZV_TIMEOUT")
+    if given is None:
+        return timedelta(seconds=start_seconds(world_size()))
+    return timedelta(seconds=read_variable("RDZV_TIMEOUT", given))
 
 
 def check_devices(local_ranks: int | None = None) -> None:

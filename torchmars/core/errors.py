@@ -11,7 +11,8 @@ from typing import NoReturn
 from torchmars.core.console import finish, say, unread
 
 EXIT_MISTAKE = 2
-EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
+EXIT_UNCONNECTED = 69  # EX_UNAVAILABLE of sysexits.h: not connected in time; start it again
+EXIT_HUNG = 70  # EX_SOFTWARE
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to resume
 
 LONGEST = 1000  # characters of an error line
@@ -24,6 +25,10 @@ class UserError(Exception):
 
     The message is one line that names the option, file or shard and says what to do.
     """
+
+
+class NotMet(UserError):
+    """The machines of a job have not met in time. They may be slow, and the command right."""
 
 
 def missing_package(package: str, purpose: str, extra: str = "data") -> UserError:
@@ -63,7 +68,8 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     except UserError as error:
         if not quiet:
             say_error(error)
-        raise SystemExit(EXIT_MISTAKE) from None
+        code = EXIT_UNCONNECTED if isinstance(error, NotMet) else EXIT_MISTAKE
+        raise SystemExit(code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
