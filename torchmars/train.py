@@ -43,7 +43,10 @@ def main() -> None:
         process.check_devices()
         keep_compiled_in(config.run.compile_cache)
         from torchmars.cluster import connection, startup  # they bring torch's compiler
+        from torchmars.training.determinism import apply_determinism
         from torchmars.training.trainer import build_trainer
+
+        apply_determinism(config.training)
 
     try:
         with exit_on_user_error(quiet=process.rank() != 0):

@@ -372,6 +372,7 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "data.separate_documents",
         "data.packing",
         "training.seq_len",
+        "training.deterministic",
         "optimizer.name",
         "optimizer.mode",
         "optimizer.momentum_dtype",

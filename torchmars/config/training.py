@@ -41,6 +41,9 @@ class TrainingConfig:
     """Compile each block with torch.compile. Default: on GPUs, where the rest of the config allows
     it. A run keeps what it began with unless this names another, since the two agree to rounding
     only."""
+    deterministic: Annotated[bool, Mark.IDENTITY] = False
+    """Add up every sum in one order, on GPUs too, so that the same run on the same machines gives
+    the same bits. It costs time there. On CPUs a run gives the same bits without it."""
     float8: Float8Config = field(default_factory=Float8Config)
     """Matrix products in float8."""
 

@@ -21,6 +21,7 @@ from torchmars.optim.rules import variance_reduced
 from torchmars.parallel.layout import Layout
 from torchmars.training.abilities import Abilities
 from torchmars.training.checkpointer import Resumed
+from torchmars.training.determinism import kept_variables
 
 TESTED = ("2.11", "2.14")  # torch, from and to; pyproject.toml says what a new environment gets
 
@@ -42,6 +43,8 @@ def introduction(
     lines += summary(config, layout, model, optimizer)
     if unknown := torch_warning(torch.__version__):
         lines += labelled("warning", unknown)
+    if config.training.deterministic and (kept := kept_variables()):
+        lines += labelled("warning", kept)
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
     if slow and not abilities.native_bfloat16:
         lines += labelled("warning", slow)
@@ -84,7 +87,8 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
             "layout",
             f"{layout.describe()}, {training.dtype} compute"
             + (f", {training.float8.recipe} float8" if training.float8.recipe != "none" else "")
-            + (", compiled blocks" if training.compile else ""),
+            + (", compiled blocks" if training.compile else "")
+            + (", deterministic" if training.deterministic else ""),
         ),
         *labelled(
             "batch",
