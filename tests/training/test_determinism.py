@@ -75,7 +75,7 @@ def settings_at_the_start(file):
         patch.setattr(connection, "open_store", stop)
         patch.setenv("MASTER_ADDR", "localhost")
         patch.setenv("MASTER_PORT", "29400")
-        patch.setattr(connection, "stop", lambda: None)
+        patch.setattr(train, "end_at_once", sys.exit)
         with pytest.raises(SystemExit):
             train.main()
     return found
