@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from torchmars.config import Degrees, ParallelismConfig
+from torchmars.core.errors import UserError
 from torchmars.parallel.layout import AXES, JOINT_AXES, Layout, expert_rows, rows_along
 
 SIZES = Degrees(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2, ep=4)
@@ -93,3 +94,48 @@ def test_a_rank_that_does_not_exist_has_a_layout():
     assert groups["world"] == groups["data"] == (5, 32)
     assert groups["dp_shard"] == (5, 8) and groups["dp_replicate"] == (0, 4)
     assert groups["tp"] == (0, 1)
+
+
+def outcome(work, *args):
+    """What a call returned, or the error that it raised."""
+    try:
+        return work(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def refuse(error):
+    raise error
+
+
+def exchanged():
+    """What ranks tell each other, on each."""
+    layout, rank = Layout.create(torch.device("cpu"), Degrees(dp_shard=4)), dist.get_rank()
+    dist.all_gather_object = None  # it takes memory for the largest object from every rank
+    large = "x" * 10**6
+
+    def fail_on(ranks, error):
+        return outcome(layout.on_all, lambda: rank in ranks and refuse(error(f"of {rank}")))
+
+    return {
+        "first": outcome(layout.on_first, lambda: (large, rank)) == (large, 0),
+        "gathered": outcome(layout.gather, lambda: rank * 10),
+        "agreed": outcome(layout.agree, lambda: rank < 4),
+        "not agreed": outcome(layout.agree, lambda: rank != 2),
+        "done": fail_on([], UserError),
+        "mistake": fail_on([1, 3], UserError),
+        "crash": fail_on([2], ValueError),
+        "refused": outcome(layout.on_first, lambda: refuse(UserError(f"by {rank}"))),
+    }
+
+
+def test_what_ranks_tell_each_other_does_not_grow_with_their_number():
+    ranks = run_ranks(exchanged, 4)
+    assert [each.pop("gathered") for each in ranks] == [[0, 10, 20, 30], [], [], []]
+    mistakes = [each.pop("mistake") for each in ranks]
+    assert mistakes == [f"UserError: of {of}" for of in (1, 1, 1, 3)]  # a rank's own comes first
+    crashes = [each.pop("crash") for each in ranks]
+    assert crashes.pop(2) == "ValueError: of 2"
+    assert crashes == ["RuntimeError: rank 2: ValueError('of 2')"] * 3
+    told = {"first": True, "agreed": True, "not agreed": False, "done": None}
+    assert ranks == [told | {"refused": "UserError: by 0"}] * 4

@@ -187,7 +187,7 @@ class Saver:
             dcp.save(state, storage_writer=writer, process_group=self.layout.control)
         except CheckpointException as error:  # not an Exception
             raise UserError(reason(error)) from None
-        parts = self.layout.on_all(lambda: self._describe_own_files(staged))
+        parts = self.layout.gather(lambda: self._describe_own_files(staged))
         files = {name: file for part in parts for name, file in sorted(part.items())}
         complete = replace(manifest, files=files)
         self.layout.on_first(lambda: self._publish(complete, staged, folder))

@@ -142,33 +142,55 @@ class Layout:
         stages = self.group("pp")
         return stages.process_group if stages.size > 1 else None
 
-    def on_all(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return the results of all ranks.
+    def on_all(self, work: Callable[[], object]) -> None:
+        """Run `work` on every rank, and wait until all have done so.
 
         A `UserError` of one rank is raised on every rank. Any other exception is raised again on
-        the rank that had it; the other ranks raise a RuntimeError.
+        the rank that had it; the other ranks raise a RuntimeError. Where all goes well, the ranks
+        exchange one number: what they exchanged beside it would grow with their number.
         """
-        results: list[T] = []
         failure: Exception | None = None
         try:
-            results.append(work())
+            work()
         except Exception as error:
             failure = error
-        reported = failure
-        if failure is not None and not isinstance(failure, UserError):
-            reported = RuntimeError(f"rank {self.world.rank}: {failure!r}")
-        everyone: list[tuple[list[T], Exception | None]] = [([], None)] * self.world.size
-        dist.all_gather_object(everyone, (results, reported), group=self.control)
-        failures = [failure, *(each for _, each in everyone)]
-        for each in failures:  # this rank's first
-            if each is not None:
-                raise each
-        return [result for (result,), _ in everyone]
+        rank, size = self.world.rank, self.world.size
+        failed = torch.tensor(size if failure is None else rank)
+        dist.all_reduce(failed, dist.ReduceOp.MIN, group=self.control)
+        if (first := int(failed)) == size:
+            return
+        told: Exception = RuntimeError(f"rank {rank}: {failure!r}")
+        told = self._broadcast(failure if isinstance(failure, UserError) else told, first)
+        raise failure or told
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank; return its result, or raise its error, on every rank."""
-        result = self.on_all(lambda: [work()] if self.first else [])[0]
-        return result[0]
+        result: list[T] = []
+        self.on_all(lambda: result.append(work()) if self.first else None)
+        return self._broadcast(result, 0)[0]
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank; return the results of all on the first rank, none elsewhere.
+
+        Errors are raised as in `on_all`.
+        """
+        result: list[T] = []
+        self.on_all(lambda: result.append(work()))
+        found: list[T] = result * self.world.size if self.first else []
+        dist.gather_object(result[0], found or None, group=self.control, group_dst=0)
+        return found
+
+    def agree(self, able: Callable[[], bool]) -> bool:
+        """Return whether `able` is true on every rank. Errors are raised as in `on_all`."""
+        unable: list[bool] = []
+        self.on_all(lambda: unable.append(not able()))
+        return not self.exchange_flags(*unable).result()[0]
+
+    def _broadcast(self, value: T, rank: int) -> T:
+        """Return the `value` of a rank on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.control, group_src=rank)
+        return values[0]
 
     def say(self, text: str) -> None:
         """Print a line, on the first rank only."""

@@ -26,9 +26,9 @@ def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedCo
     """Return `config` with dtypes and compilation resolved, and the abilities that it rests on."""
     device = layout.device
     weights = weight_device(config.parallelism, device)
-    native_bfloat16 = all(layout.on_all(lambda: multiplies_bfloat16(weights)))
+    native_bfloat16 = layout.agree(lambda: multiplies_bfloat16(weights))
     saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
     config = resolve_dtypes(config, device, native_bfloat16, saved)
-    able = all(layout.on_all(lambda: can_compile(device)))
+    able = layout.agree(lambda: can_compile(device))
     config = resolve_compile(config, device, able, layout.group("tp").size, saved)
     return config, Abilities(native_bfloat16, able)
