@@ -25,8 +25,8 @@ from tests.support.tiny import (
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.resume import read_verified
-from torchmars.checkpoint.saver import _TensorWriter
 from torchmars.checkpoint.storage import LOCAL, LocalStorage
+from torchmars.checkpoint.writer import _TensorFiles
 from torchmars.cluster import process
 from torchmars.core.files import DurableFile
 
@@ -76,7 +76,7 @@ def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
             return super().write(data)
 
     storage = Full()
-    writer = _TensorWriter(storage.stage(tmp_path / "aside"), storage)
+    writer = _TensorFiles(storage.stage(tmp_path / "aside"), storage)
     with pytest.raises(CheckpointException) as failed:
         dcp.save({"weights": torch.zeros(5000)}, storage_writer=writer, no_dist=True)
     assert reason(failed.value) == "No space left on device"

@@ -1,25 +1,17 @@
 """Writes checkpoints, one at a time: in the background while training continues, or at once."""
 
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import SavePlan, SavePlanner
 
 # Private, torch 2.11 to 2.13: in 2.11 the public DefaultStager works once only.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import (
@@ -31,22 +23,13 @@ from torchmars.checkpoint.folder import (
 )
 from torchmars.checkpoint.index import INDEX
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.storage import DAMAGED, LOCAL, Storage
+from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import CheckpointConfig
 from torchmars.core.errors import UserError
 from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
-
-
-@contextlib.contextmanager
-def _reporting_disk_errors() -> Iterator[None]:
-    """Raise a `UserError` for an `OSError`, so that all ranks report the same."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(error.strerror) from None
 
 
 class Saver:
@@ -78,6 +61,7 @@ class Saver:
         # The collectives of a save run beside those of the training. They need a group of their
         # own: in one group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
+        self.tensors = TensorWriter(self.layout)
         self.on_gpu = layout.device.type == "cuda"
         self.stager = StateDictStager(pin_memory=self.on_gpu)  # keeps its copies to be filled again
         self.thread: threading.Thread | None = None
@@ -182,18 +166,14 @@ class Saver:
     ) -> CheckpointManifest:
         """Write a checkpoint. Return its complete manifest."""
         staged = self.layout.on_first(lambda: self._stage(folder, manifest.step))
-        try:
-            writer = _TensorWriter(staged, self.storage)
-            dcp.save(state, storage_writer=writer, process_group=self.layout.control)
-        except CheckpointException as error:  # not an Exception
-            raise UserError(reason(error)) from None
+        self.tensors.write(state, staged, self.storage)
         parts = self.layout.gather(lambda: self._describe_own_files(staged))
         files = {name: file for part in parts for name, file in sorted(part.items())}
         complete = replace(manifest, files=files)
         self.layout.on_first(lambda: self._publish(complete, staged, folder))
         return complete
 
-    @_reporting_disk_errors()
+    @reporting_disk_errors()
     def _stage(self, folder: Path, step: int) -> Path:
         """Return the folder that `folder` is until it is complete."""
         if self.had_some and not self.storage.list(self.folder):
@@ -203,14 +183,14 @@ class Saver:
         self.had_some = True
         return staged
 
-    @_reporting_disk_errors()
+    @reporting_disk_errors()
     def _describe_own_files(self, staged: Path) -> dict[str, manifests.File]:
         """Return size and checksum of each file that this rank has written, by name."""
         mine = (f"__{self.layout.world.rank}_", *([INDEX] if self.layout.first else []))
         names = [name for name in self.storage.list(staged) if name.startswith(mine)]
         return {name: manifests.describe(staged / name, self.storage) for name in names}
 
-    @_reporting_disk_errors()
+    @reporting_disk_errors()
     def _publish(self, manifest: CheckpointManifest, staged: Path, folder: Path) -> None:
         self.storage.publish(staged, folder, manifest.text())
 
@@ -249,42 +229,3 @@ class Saver:
         """Delete what can be deleted, and warn once of what cannot."""
         paths = [path for path in paths if path not in self.undeletable]
         self.undeletable += delete_all(paths, self.layout.say, self.storage)
-
-
-class _StagedFiles(FileSystem):
-    """The files that DCP writes, on a storage.
-
-    The index gets its own name at once: nobody reads it before it is published.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
-        return self.storage.create(Path(str(path).removesuffix(".tmp")))
-
-    def exists(self, path: str | os.PathLike) -> bool:
-        return False
-
-    def mkdir(self, path: str | os.PathLike) -> None: ...
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None: ...
-
-
-class _TensorWriter(dcp.FileSystemWriter):
-    """DCP's writer, with the disk's own error.
-
-    That of torch.save only says at which byte it ended.
-    """
-
-    def __init__(self, staged: Path, storage: Storage) -> None:
-        super().__init__(staged, sync_files=False)  # the storage does
-        self.fs = _StagedFiles(storage)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise

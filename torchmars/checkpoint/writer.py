@@ -1,0 +1,150 @@
+"""Writes the tensors of checkpoints, each rank its own part, by a plan that is made once."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torchmars.checkpoint.index import INDEX
+from torchmars.checkpoint.reader import reason
+from torchmars.checkpoint.storage import Storage
+from torchmars.core.errors import UserError
+from torchmars.core.files import read_bytes
+from torchmars.parallel.layout import Layout
+
+
+@contextlib.contextmanager
+def reporting_disk_errors() -> Iterator[None]:
+    """Raise a `UserError` for an `OSError`, so that all ranks report the same."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(error.strerror) from None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """By what a rank has written a checkpoint, and what came of it."""
+
+    tensors: SavePlan
+    """The chunks that this rank has."""
+    mine: SavePlan
+    """Those of them that it writes, and to which file."""
+    places: list[WriteResult]
+    """Where in the file each lies."""
+    index: bytes
+    """Of the whole checkpoint; empty but on the first rank."""
+
+
+class TensorWriter:
+    """Writes the tensors of a run's checkpoints. Every rank makes the same calls.
+
+    Which rank writes what is DCP's plan. The first rank makes it in Python, of the chunks of all
+    ranks: seconds of work on 64 ranks. So the plan of the first checkpoint, and its index, are kept
+    for those that follow, as long as all ranks have the same chunks and these take the same bytes.
+    DCP's own cache of plans is not used: it overlooks another dtype, outlives a failed save (torch
+    2.11), and the index is still put together for each checkpoint.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.plan: _Plan | None = None
+        """Kept on all ranks or on none."""
+
+    def write(self, state: dict[str, Tensor], staged: Path, storage: Storage) -> None:
+        """Write `state`, and the index, to the folder `staged`. Raises `UserError` on every rank.
+
+        `state` is a rank's part, by name.
+        """
+        planner, files = DefaultSavePlanner(), _TensorFiles(staged, storage)
+        planner.set_up_planner(state, is_coordinator=self.layout.first)
+        tensors = planner.create_local_plan()
+        plan = self.plan
+        if plan and self.layout.agree(lambda: files.write_again(plan, tensors, planner)):
+            return
+        self.plan = None
+        try:
+            dcp.save(
+                state, storage_writer=files, planner=planner, process_group=self.layout.control
+            )
+        except CheckpointException as error:  # not an Exception
+            raise UserError(reason(error)) from None
+        self.plan = _Plan(tensors, files.mine, files.places, files.index)
+
+
+class _TensorFiles(dcp.FileSystemWriter):
+    """DCP's writer to a storage. It keeps what it is told to write, and raises the disk's errors.
+
+    The index does not name its folder. So it is the same for all checkpoints of a plan.
+    """
+
+    mine: SavePlan
+    places: list[WriteResult]
+    index = b""
+
+    def __init__(self, staged: Path, storage: Storage) -> None:
+        super().__init__(staged, sync_files=False)  # the storage does
+        self.fs = _StagedFiles(storage)
+        self.staged, self.storage = staged, storage
+
+    def storage_meta(self) -> None:
+        return None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.mine = plan
+        try:
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:  # of torch.save, which only says at which byte it ended
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        self.places = written.value()
+        return written
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.index = read_bytes(self.staged / INDEX, self.storage.open)
+
+    @reporting_disk_errors()
+    def write_again(self, plan: _Plan, tensors: SavePlan, planner: SavePlanner) -> bool:
+        """Write this rank's part, and on the first rank the index, by the `plan` of another time.
+
+        Returns False where that plan, or its index, is not that of `tensors`.
+        """
+        if tensors != plan.tensors:
+            return False
+        self.write_data(plan.mine, planner)
+        if plan.index:
+            with self.storage.create(self.staged / INDEX) as stream:
+                stream.write(plan.index)
+        return self.places == plan.places
+
+
+class _StagedFiles(FileSystem):
+    """The files that DCP writes, on a storage.
+
+    The index gets its own name at once: nobody reads it before it is published.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
+        return self.storage.create(Path(str(path).removesuffix(".tmp")))
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False
+
+    def mkdir(self, path: str | os.PathLike) -> None: ...
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None: ...
