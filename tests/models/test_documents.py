@@ -8,7 +8,9 @@ from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 from tests.models.test_model import every_shape
 from torchmars.models import document_kernel
 from torchmars.models.documents import (
+    WIDTHS,
     Documents,
+    bounds,
     document_positions,
     document_starts,
     has_kernel,
@@ -38,13 +40,22 @@ def losses(model, window, starts=None):
 def test_documents_begin_at_an_end_of_text_and_at_a_sequence():
     tokens = torch.tensor([[5, 5, 9, 5, 9, 9], [9, 5, 5, 5, 5, 5], [5] * 6])
     starts = document_starts(tokens, 9)
-    assert starts.tolist() == [[0, 2, 4, 5], [0, 6, 6, 6], [0, 6, 6, 6]]
+    assert starts[:, :4].tolist() == [[0, 2, 4, 5], [0, 6, 6, 6], [0, 6, 6, 6]]
+    assert starts.shape == (3, WIDTHS) and (starts[:, 4:] == 6).all()
     assert starts.dtype == torch.int32
     assert document_positions(starts, 6).tolist() == [
         [0, 1, 0, 1, 0, 0],
         [0, 1, 2, 3, 4, 5],
         [0, 1, 2, 3, 4, 5],
     ]
+
+
+def test_batches_with_other_numbers_of_documents_have_few_widths():
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(20, (2, 256), generator=generator) for _ in range(50)]
+    widths = {document_starts(batch, 0).shape[1] for batch in batches}
+    counts = {int((batch == 0).sum(1).max()) for batch in batches}
+    assert widths == {16, 32} and len(counts) > 10
 
 
 @every_shape
@@ -106,7 +117,7 @@ def test_the_kernel_gets_what_the_mask_says(monkeypatch, first, last, kv_heads, 
     k, v = (torch.randn(4, kv_heads, last, 8, generator=generator) for _ in range(2))
     masked = Documents.of(starts, 24, q, dropout=0.0)
     assert masked.mask is not None and masked.mask.shape == (4, 1, 24, 24)
-    by_kernel = Documents(starts, None).attend(q, k, v, 0.0)
+    by_kernel = Documents(starts, None, 24, bounds(starts, 0, 24)).attend(q, k, v, 0.0)
     torch.testing.assert_close(by_kernel, masked.attend(q, k, v, 0.0), rtol=1e-5, atol=1e-5)
 
 
@@ -117,7 +128,7 @@ def test_the_kernel_takes_what_it_gets(kv_heads):
         shapes = [(2, 4, 6, 16), *[(2, kv_heads, 12, 16)] * 2]
         q, k, v = (torch.empty(each, dtype=torch.bfloat16, requires_grad=True) for each in shapes)
         starts = torch.zeros(2, 3, dtype=torch.int32)
-        mixed = Documents(starts, None).attend(q, k, v, 0.0)
+        mixed = Documents(starts, None, 12, None).attend(q, k, v, 0.0)
         mixed.sum().backward()
     assert mixed.shape == q.shape and mixed.dtype == q.dtype
     assert [each.grad.shape for each in (q, k, v)] == shapes

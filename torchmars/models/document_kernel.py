@@ -3,8 +3,6 @@
 import inspect
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -12,8 +10,10 @@ from torch.nn.attention.varlen import varlen_attn
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def attend_by_kernel(starts: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return what `Documents.attend` does, for documents that begin at `starts`."""
+def attend_by_kernel(
+    q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor, of_keys: Tensor
+) -> Tensor:
+    """Return what `Documents.attend` does, by the `bounds` of documents among queries and keys."""
     batch, queries, keys = len(q), q.shape[2], k.shape[2]
     groups: dict[str, Any] = {}
     if k.shape[1] != q.shape[1] and TAKES_GROUPS:
@@ -21,18 +21,7 @@ def attend_by_kernel(starts: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     elif k.shape[1] != q.shape[1]:
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
-    of_queries, of_keys = bounds(starts, keys - queries, queries), bounds(starts, 0, keys)
     # This window is causal: the last query of a document sees all keys of it.
     mixed = varlen_attn(q, k, v, of_queries, of_keys, queries, keys, window_size=(-1, 0), **groups)
     assert isinstance(mixed, Tensor)
     return mixed.unflatten(0, (batch, queries)).transpose(1, 2)
-
-
-def bounds(starts: Tensor, first: int, count: int) -> Tensor:
-    """Return where documents begin and end among tokens [first, first + count), end to end.
-
-    Those outside of them, and those that fill `starts`, have no tokens.
-    """
-    rows = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
-    inside = starts.clamp(first, first + count) - first + count * rows[:, None]
-    return F.pad(inside.flatten(), (0, 1), value=count * len(rows))

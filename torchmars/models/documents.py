@@ -3,25 +3,32 @@
 An end-of-text token begins a document: it is the first token that the document's others attend to.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# `document_starts` is as wide as a multiple of this: where each batch had its own width, torch
+# would compile, and CUDA keep memory, for each.
+WIDTHS = 16
+
 
 def document_starts(tokens: Tensor, end_of_text: int) -> Tensor:
     """Return where the documents of `tokens` [batch, length] begin, int32 [batch, documents].
 
     A sequence begins with a document, or with the rest of one. Places of a sequence that has fewer
-    documents than another are filled with the length. `tokens` are on the CPU: how many documents
-    there are is not known before they are counted, and a GPU would have to be waited for.
+    documents than the width, a multiple of `WIDTHS`, are filled with the length. `tokens` are on
+    the CPU: how many documents there are is not known before they are counted, and a GPU would have
+    to be waited for.
     """
     begins = tokens.numpy() == end_of_text
     begins[:, 0] = True
     numbers = begins.cumsum(axis=1) - 1
     rows, places = begins.nonzero()
-    starts = torch.full((len(tokens), int(numbers.max()) + 1), tokens.shape[1], dtype=torch.int32)
+    width = math.ceil((int(numbers.max()) + 1) / WIDTHS) * WIDTHS
+    starts = torch.full((len(tokens), width), tokens.shape[1], dtype=torch.int32)
     starts.numpy()[rows, numbers[rows, places]] = places
     return starts
 
@@ -38,6 +45,16 @@ def document_positions(starts: Tensor, length: int) -> Tensor:
     return places - starts.gather(1, document_numbers(starts, length))
 
 
+def bounds(starts: Tensor, first: int, count: int) -> Tensor:
+    """Return where documents begin and end among tokens [first, first + count), end to end.
+
+    Those outside of them, and those that fill `starts`, have no tokens.
+    """
+    rows = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
+    inside = starts.clamp(first, first + count) - first + count * rows[:, None]
+    return F.pad(inside.flatten(), (0, 1), value=count * len(rows))
+
+
 def has_kernel(device: str, dtype: torch.dtype, dropout: float) -> bool:
     """Return whether a kernel computes attention inside documents, without a mask in memory."""
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and not dropout
@@ -50,18 +67,22 @@ class Documents(NamedTuple):
     """Where they begin, as `document_starts` returns it."""
     mask: Tensor | None
     """What is added to logits, [batch, 1, length, length]: 0, or -inf for a token of another
-    document and for a later one. None: a kernel takes `starts`."""
+    document and for a later one. None: a kernel takes `bounds`."""
+    length: int
+    """Tokens of a sequence."""
+    whole: Tensor | None
+    """The `bounds` of whole sequences, for the kernel."""
 
     @classmethod
     def of(cls, starts: Tensor, length: int, x: Tensor, dropout: float) -> "Documents":
         """Make those of sequences of `length` tokens, for blocks that get `x`."""
         if has_kernel(x.device.type, x.dtype, dropout):
-            return cls(starts, None)
+            return cls(starts, None, length, bounds(starts, 0, length))
         numbers = document_numbers(starts, length)
         # In the dtype of `x`: of a boolean mask each block would make such a one of its own.
         mask = torch.zeros(len(starts), 1, length, length, dtype=x.dtype, device=x.device)
         seen = (numbers[:, None, :, None] == numbers[:, None, None, :]).tril_()
-        return cls(starts, mask.masked_fill_(seen.logical_not_(), -torch.inf))
+        return cls(starts, mask.masked_fill_(seen.logical_not_(), -torch.inf), length, None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """Return the mixed values [batch, heads, queries, head width].
@@ -69,14 +90,21 @@ class Documents(NamedTuple):
         `k` and `v` [batch, heads or fewer, keys, head width] are of the first tokens of the
         sequences, and `q` [batch, heads, queries, head width] of the last ones of those.
         """
+        queries, keys = q.shape[2], k.shape[2]
         if self.mask is None:
             # It brings torch's compiler, a second that a launcher has no use for.
             from torchmars.models.document_kernel import attend_by_kernel
 
-            return attend_by_kernel(self.starts, q, k, v)
-        keys = k.shape[2]
-        mask = self.mask[:, :, keys - q.shape[2] : keys, :keys]
+            of_queries, of_keys = self.bounds(keys - queries, queries), self.bounds(0, keys)
+            return attend_by_kernel(q, k, v, of_queries, of_keys)
+        mask = self.mask[:, :, keys - queries : keys, :keys]
         return mixed_values(q, k, v, dropout, attn_mask=mask)
+
+    def bounds(self, first: int, count: int) -> Tensor:
+        """Return what `bounds` does, without making again what all blocks share."""
+        if self.whole is not None and count == self.length:
+            return self.whole
+        return bounds(self.starts, first, count)
 
 
 def mixed_values(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, **mask: Any) -> Tensor:
