@@ -56,9 +56,13 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
     """
     size = process.world_size()
     degrees = config.degrees(size)
+    process.allow_open_files()
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", process.local_rank()), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        # Of every group gloo would connect all ranks with each other, and NCCL carries the data.
+        # Where gloo carries them, the death of a rank shows at once on connections that are there.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     else:
         device, backend = torch.device("cpu"), "gloo"
     # Collectives that torch's flight recorder keeps, for the watchdog to name.

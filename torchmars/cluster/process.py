@@ -3,7 +3,9 @@
 They are known before the ranks connect.
 """
 
+import contextlib
 import os
+import resource
 import socket
 from datetime import timedelta
 from typing import Annotated
@@ -83,6 +85,16 @@ def start_timeout() -> timedelta:
     if given is None:
         return timedelta(seconds=start_seconds(world_size()))
     return timedelta(seconds=read_variable("RDZV_TIMEOUT", given))
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as the system allows.
+
+    The first rank has a connection with every other one, and systems begin with 1,024 files.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # a system that allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def check_devices(local_ranks: int | None = None) -> None:

@@ -284,7 +284,16 @@ def _group_over(row: list[int], mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def make_control_group() -> dist.ProcessGroup:
-    """Make a CPU group of all ranks."""
+    """Make a CPU group of all ranks, and connect those that will talk to each other.
+
+    Where gloo connects a pair at its first message (`connection.start`), it would wait for ever for
+    a rank that has died before (torch 2.11 to 2.13).
+    """
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     assert isinstance(group, dist.ProcessGroup)
+    one, first = torch.ones(1), dist.get_rank() == 0
+    each = [torch.ones(1) for _ in range(dist.get_world_size())] if first else None
+    dist.all_reduce(one, group=group)  # a ring
+    dist.broadcast(one, group=group, group_src=0)  # a tree
+    dist.gather(one, each, group=group, group_dst=0)  # all with the first rank
     return group

@@ -1,0 +1,61 @@
+"""How many connections a rank has, where gloo makes them as they are used."""
+
+import os
+import resource
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import context
+from torchmars.cluster import process
+from torchmars.parallel.layout import make_control_group
+
+RANKS = 8
+
+
+def count(rank, store, results):
+    """Count this rank's files: without a control group, with one, and once all is told by it."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `connection.start` does on a GPU
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    files = [len(os.listdir("/proc/self/fd"))]
+    group = make_control_group()
+    files.append(len(os.listdir("/proc/self/fd")))
+    first = rank == 0
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.broadcast_object_list([rank], group=group, group_src=0)
+    dist.gather_object(rank, [rank] * RANKS if first else None, group=group, group_dst=0)
+    dist.scatter_object_list([None], [rank] * RANKS if first else None, group=group, group_src=0)
+    files.append(len(os.listdir("/proc/self/fd")))
+    results.put((rank, files))
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to count open files")
+def test_a_control_group_connects_at_once_whom_it_will_and_nobody_else(tmp_path):
+    results = context.Queue()
+    ranks = [
+        context.Process(target=count, args=(rank, tmp_path / "store", results))
+        for rank in range(RANKS)
+    ]
+    for each in ranks:
+        each.start()
+    found = dict(results.get(timeout=600) for _ in ranks)
+    for each in ranks:
+        each.join()
+    for before, made, used in found.values():
+        assert made == used > before
+    made = [found[rank][1] - found[rank][0] for rank in range(RANKS)]
+    # The first rank has all others. Another has its neighbours, the first, and a branch of a tree.
+    assert max(made[1:]) < made[0]
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_allows():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+        process.allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
