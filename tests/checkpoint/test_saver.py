@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from itertools import product
@@ -22,6 +23,7 @@ from tests.support.tiny import (
 )
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.resume import newest_good, read_verified
+from torchmars.checkpoint.saver import SWITCH_INTERVAL
 from torchmars.checkpoint.storage import LocalStorage
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
@@ -44,10 +46,11 @@ def change_after_saving(tables):
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
     saver, let_go = trainer.checkpointer.saver, {step: threading.Event() for step in (1, 2)}
-    wait = saver.wait
+    wait, intervals = saver.wait, []
 
     class Waiting(LocalStorage):
         def create(self, file):
+            intervals.append(sys.getswitchinterval())
             let_go[step_of(file.parent.with_suffix(""))].wait()
             return super().create(file)
 
@@ -82,6 +85,7 @@ def change_after_saving(tables):
     saver.wait = wait
     let_go[2].set()
     saver.finish()
+    assert {round(each, 6) for each in intervals} == {SWITCH_INTERVAL} != {sys.getswitchinterval()}
     seen.append(visible())
     trainer.checkpointer.load(checkpoints(saver.folder)[0])
     same = all(

@@ -153,10 +153,13 @@ def test_a_step_of_the_whole_model_does_not_wait_for_the_device(trainer):
 
 
 def test_a_save_copies_into_pinned_memory_and_keeps_it(trainer):
-    stager = trainer.checkpointer.saver.stager
+    staging = trainer.checkpointer.saver.staging
     state = {name: weight.detach() for name, weight in trainer.model.weights.items()}
-    copies = [stager.stage(state, non_blocking=True) for _ in range(2)]
-    torch.cuda.synchronize()
+    copies = []
+    for _ in range(2):
+        copied, complete = staging.copy(state)
+        complete()
+        copies.append(copied)
     for name, weight in state.items():
         first, second = (each[name].to_local() for each in copies)
         assert first.is_pinned() and first.data_ptr() == second.data_ptr()

@@ -1,17 +1,15 @@
 """Writes checkpoints, one at a time: in the background while training continues, or at once."""
 
 import contextlib
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-# Private, torch 2.11 to 2.13: in 2.11 the public DefaultStager works once only.
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import (
@@ -24,12 +22,28 @@ from torchmars.checkpoint.folder import (
 from torchmars.checkpoint.index import INDEX
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.retention import steps_to_delete
+from torchmars.checkpoint.staging import Staging
 from torchmars.checkpoint.storage import DAMAGED, LOCAL, Storage
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import CheckpointConfig
 from torchmars.core.errors import UserError
 from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
+
+# Seconds after which a thread that runs Python gives way to another that wants to, during a save.
+# docs/benchmarks.md has what training loses to a save.
+SWITCH_INTERVAL = 1e-4
+
+
+@contextlib.contextmanager
+def giving_way() -> Iterator[None]:
+    """Let other threads have the interpreter sooner than by default, after 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class Saver:
@@ -63,7 +77,7 @@ class Saver:
         self.layout = layout.with_own_control_group()
         self.tensors = TensorWriter(self.layout)
         self.on_gpu = layout.device.type == "cuda"
-        self.stager = StateDictStager(pin_memory=self.on_gpu)  # keeps its copies to be filled again
+        self.staging = Staging(layout.device)
         self.thread: threading.Thread | None = None
         self.error: str | None = None
         self.failures = 0
@@ -86,25 +100,30 @@ class Saver:
     def save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> float:
         """Begin to save `state`, or save it if saves are not asynchronous.
 
-        Returns the seconds that training waited for it. The tensors of `state` may change as soon
-        as this returns. Raises `UserError` if too many saves in a row have failed.
+        Returns the seconds that training waited for it. Whoever changes the tensors of `state` then
+        calls `before_change` first. Raises `UserError` if too many saves in a row have failed.
         """
         began = time.perf_counter()
         self.wait()
         self.saved_at = self.clock()
         if self.config.async_save:
-            state = self.stager.stage(state, non_blocking=self.on_gpu)
-            if self.on_gpu:
-                torch.cuda.synchronize()
+            copies, complete = self.staging.copy(state)
+
+            def save_copies() -> None:
+                with giving_way():
+                    self._save(manifest, copies, complete)
+
             # A daemon: a second signal or a crash must not wait for it.
-            self.thread = threading.Thread(
-                target=self._save, args=(manifest, state), name="checkpoint", daemon=True
-            )
+            self.thread = threading.Thread(target=save_copies, name="checkpoint", daemon=True)
             self.thread.start()
         else:
             self._save(manifest, state)
             self._count()
         return time.perf_counter() - began
+
+    def before_change(self) -> None:
+        """Let the change of weights and state that comes wait for a save's copies of them."""
+        self.staging.before_change()
 
     def wait(self) -> None:
         """Wait for the save that is under way, if one is.
@@ -135,16 +154,22 @@ class Saver:
                 "ends the run: make room or set run.folder"
             )
 
-    def _save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> None:
+    def _save(
+        self,
+        manifest: CheckpointManifest,
+        state: dict[str, Tensor],
+        complete: Callable[[], None] = lambda: None,
+    ) -> None:
         """Save from beginning to end on the calling thread.
 
-        `error` gets the outcome, the same on every rank.
+        `complete` waits until `state` is there. `error` gets the outcome, the same on every rank.
         """
         began, folder = time.perf_counter(), step_folder(self.folder, manifest.step)
         self.error = None
         if self.on_gpu:
             torch.cuda.set_device(self.layout.device)  # a thread begins with the first GPU
         try:
+            complete()
             written = self._write(manifest, state, folder)
         except Exception as error:
             self.error = (

@@ -151,6 +151,7 @@ class Trainer:
         if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
             self.model.backward(next_batch, enter_phase)
             enter_phase("optimizer")
+            self.checkpointer.saver.before_change()
             optimizer.look_ahead()
             optimizer.zero_grad()
         loss = self.model.backward(batch, enter_phase)
@@ -159,6 +160,7 @@ class Trainer:
         if outlier and self.loss_guard.action == "rollback":
             optimizer.zero_grad()
             return None
+        self.checkpointer.saver.before_change()
         if self.without_last_grad:
             optimizer.skip_next_correction(self.without_last_grad)
             self.without_last_grad = []

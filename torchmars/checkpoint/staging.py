@@ -1,0 +1,52 @@
+"""Copies a run's tensors to the host's memory, to be written while training changes them."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Private, torch 2.11 to 2.13: in 2.11 the public DefaultStager works once only.
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+
+class Staging:
+    """Copies tensors to the host's memory, and keeps that to be filled again.
+
+    Those of a GPU are copied on a stream of its own, beside the next forward and backward pass:
+    neither changes weights or state. Whoever is about to change them calls `before_change`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.stager = StateDictStager(pin_memory=self.on_gpu)
+        self.copied: torch.cuda.Event | None = None
+        """When the device has made the copies that it was told to make last."""
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """What the copies are made on."""
+        return torch.cuda.Stream()
+
+    def copy(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """Return copies of `tensors`, and what waits until they are complete."""
+        if not self.on_gpu:
+            return self.stager.stage(tensors), lambda: None
+        # Memory of a few bytes is not pinned: the host waits for such a copy, and so for those
+        # before it on the stream. They come first.
+        order = sorted(tensors, key=lambda name: tensors[name].nbytes)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self.copied = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self.stream):
+            copies = self.stager.stage({name: tensors[name] for name in order}, non_blocking=True)
+            self.copied.record()
+        return {name: copies[name] for name in tensors}, self.copied.synchronize
+
+    def before_change(self) -> None:
+        """Let what the device is told to do from here on wait until the copies are made.
+
+        The host does not wait.
+        """
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
