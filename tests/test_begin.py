@@ -22,6 +22,16 @@ def test_what_is_looked_for_are_the_dependencies():
     assert project["requires-python"] == ">={}.{}".format(*begin.OLDEST)
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_gpu_memory_grows_unless_the_user_says_otherwise(name):
+    default, own = {}, {name: "max_split_size_mb:128"}
+    begin.set_defaults(default)
+    assert default["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    begin.set_defaults(own)
+    assert {each for each in own if "ALLOC" in each} == {name}
+    assert own[name] == "max_split_size_mb:128"
+
+
 @pytest.fixture
 def bare(tmp_path):
     """Start commands by a Python without any package, as one from the system may be."""

@@ -4,6 +4,7 @@
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 
 OLDEST = (3, 11)
@@ -29,8 +30,16 @@ def begin() -> None:
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     check_python()
+    set_defaults(os.environ)
+
+
+def set_defaults(variables: "MutableMapping[str, str]") -> None:
+    """Set what torch reads when it is imported, or starts CUDA, unless the user has set it."""
     # torch's profiler says on the console when it begins and ends, unless torch finds this.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    variables.setdefault("KINETO_LOG_LEVEL", "99")
+    # A block of GPU memory then grows, where another one would be made and some of both be lost.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in variables:  # the older name, which the newer one overrules
+        variables.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def is_missing(module: str) -> bool:

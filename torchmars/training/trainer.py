@@ -21,6 +21,7 @@ from torchmars.training.build import (
     build_reports,
     resume_optimizer,
 )
+from torchmars.training.garbage import MOST_STEPS, GarbageCollection
 from torchmars.training.guards import LossGuard
 from torchmars.training.profiler import Profiler
 
@@ -64,7 +65,7 @@ class Trainer:
         self.watchdog = Watchdog(
             config.run.hang, layout, config.guards.hang_seconds, self.checkpointer.saver.group
         )
-        self.signals = StopSignals()
+        self.signals, self.garbage = StopSignals(), GarbageCollection()
         self.flags: FlagExchange
         """What the ranks tell each other during a step."""
         self.loss_guard = LossGuard(config.guards)
@@ -80,7 +81,7 @@ class Trainer:
             return 0
         self.reporter.report_start(self.resumed)
         try:
-            with self.signals, self.watchdog, self.profiler:
+            with self.signals, self.watchdog, self.profiler, self.garbage:
                 try:
                     complete = self.train()
                 finally:
@@ -111,8 +112,11 @@ class Trainer:
                 continue
             state = self.state
             state.step, state.validation_loss = state.step + 1, None
-            if state.step == 1 or self.due(config.metrics.log_interval):
+            reported = state.step == 1 or self.due(config.metrics.log_interval)
+            if reported:
                 self.report(*made)
+            if reported or state.step % MOST_STEPS == 0:
+                self.garbage.collect()
             self.reporter.report_epochs(self.loader.epochs)
             stop = stop and state.step < last
             with self.metrics.throughput.paused():
