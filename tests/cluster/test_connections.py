@@ -2,6 +2,7 @@
 
 import os
 import resource
+import time
 
 import pytest
 import torch
@@ -14,19 +15,32 @@ from torchmars.parallel.layout import make_control_group
 RANKS = 8
 
 
+def open_files():
+    """How many files this rank has open, once all have taken the connections that they asked for.
+
+    A connection is there for the one that asks before the other has taken it.
+    """
+    dist.barrier()
+    counts: list[int] = []
+    while len(counts) < 10 or len(set(counts[-10:])) > 1:
+        counts.append(len(os.listdir("/proc/self/fd")))
+        time.sleep(0.03)
+    return counts[-1]
+
+
 def count(rank, store, results):
     """Count this rank's files: without a control group, with one, and once all is told by it."""
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `connection.start` does on a GPU
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    files = [len(os.listdir("/proc/self/fd"))]
+    files = [open_files()]
     group = make_control_group()
-    files.append(len(os.listdir("/proc/self/fd")))
+    files.append(open_files())
     first = rank == 0
     dist.all_reduce(torch.ones(1), group=group)
     dist.broadcast_object_list([rank], group=group, group_src=0)
     dist.gather_object(rank, [rank] * RANKS if first else None, group=group, group_dst=0)
     dist.scatter_object_list([None], [rank] * RANKS if first else None, group=group, group_src=0)
-    files.append(len(os.listdir("/proc/self/fd")))
+    files.append(open_files())
     results.put((rank, files))
     dist.barrier()
     os._exit(0)
