@@ -4,6 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # private, torch 2.11 to 2.13
+    FSDPParamGroup,
+)
 
 from tests.parallel.test_gradients import check_gradients, compare, gradients_on, plain_gradients
 from tests.support.full import FULL, full_but
@@ -12,6 +15,7 @@ from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, Trai
 from torchmars.planning.traffic import TrafficCounter
 
 SLOW = pytest.mark.slow
+KEEP_ALL = ActivationCheckpointConfig()
 
 
 # Those of the default, "sharded", are in test_gradients.py.
@@ -104,3 +108,31 @@ def test_gradients_do_not_depend_on_where_weights_are(ranks, layout):
 )
 def test_a_head_of_its_own(ranks, layout):
     check_gradients("llama", ranks, layout)
+
+
+def copies(settings):
+    """How often weights of this rank are copied for compute in a step, and the gradients."""
+    times = []
+
+    def count(group):
+        times.append(len(group.fsdp_params))
+        return plain(group)
+
+    plain, FSDPParamGroup._to_unsharded = FSDPParamGroup._to_unsharded, count
+    training = TrainingConfig(global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=2)
+    found = gradients_on("gpt2", ParallelismConfig(**settings), training, KEEP_ALL)
+    FSDPParamGroup._to_unsharded = plain
+    return sum(times), found
+
+
+def copies_of_each(cases):
+    """`copies` for each of `cases`, in one process group."""
+    return [copies(settings) for settings in cases]
+
+
+def test_a_rank_with_whole_weights_copies_them_once_a_step():
+    """Else for both passes of each of the four microbatches; so it does where it offloads them."""
+    cases = [{}, {"reshard_after_forward": "always"}, {"cpu_offload": True}]
+    (results,) = run_ranks(copies_of_each, 1, cases)
+    compare([found for _, found in results], cases, plain_gradients("gpt2"))
+    assert [times for times, _ in results] == [27, 4 * 2 * 27, 4 * (2 * 24 + 3)]

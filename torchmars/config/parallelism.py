@@ -63,9 +63,10 @@ class ParallelismConfig:
     reshard_after_forward: Annotated[Resharding, WordOrNumber(("auto", "always", "never"))] = "auto"
     """Whether a block frees the weights that it gathered after the forward pass, and gathers them
     again for the backward pass. auto: yes, but not in a pipeline, where each microbatch would
-    gather them, and not on CPUs with a model of at most 32 MiB in the compute dtype, which is then
-    gathered as a whole. always: also the weights outside of blocks. never. A number: yes, but
-    groups of so many ranks keep them together, and gather them among themselves."""
+    gather them, nor where each rank has whole weights, which it would only copy, and not on CPUs
+    with a model of at most 32 MiB in the compute dtype, which is then gathered as a whole. always:
+    also the weights outside of blocks. never. A number: yes, but groups of so many ranks keep them
+    together, and gather them among themselves."""
     accumulate: Literal["auto"] | Accumulation = "auto"
     """What the ranks keep of a gradient from one microbatch to the next. sharded: each rank its
     shard; copies of the model exchange theirs at the last microbatch. reduced: each rank its shard,
@@ -131,12 +132,15 @@ class ParallelismConfig:
             return self.accumulate
         return "whole" if self.splits_backward else "sharded"
 
-    @property
-    def blocks_reshard(self) -> bool | int:
-        """What `reshard_after_forward` says of blocks, as FSDP2 takes it."""
+    def blocks_reshard(self, shards: int) -> bool | int:
+        """Return what `reshard_after_forward` says of blocks, as FSDP2 takes it.
+
+        Their weights are cut into `shards` shards.
+        """
         if isinstance(self.reshard_after_forward, int):
             return self.reshard_after_forward
-        return {"auto": self.pp == 1, "always": True, "never": False}[self.reshard_after_forward]
+        auto = self.pp == 1 and (shards > 1 or self.cpu_offload)
+        return {"auto": auto, "always": True, "never": False}[self.reshard_after_forward]
 
     @property
     def stages(self) -> int:

@@ -36,7 +36,8 @@ def shard(
     compute, and gradients are averaged over the ranks in float32. A small part on CPUs is one unit,
     see `is_one_unit`. `device` is what the ranks compute on: in a simulation the mesh is of CPUs.
     """
-    model, blocks = part.model, parallelism.blocks_reshard
+    model, blocks = part.model, parallelism.blocks_reshard(mesh.size(mesh.ndim - 1))
+    part.keeps_gathered = blocks is False
     always = parallelism.reshard_after_forward == "always"
     on_gpu = mesh.device_type == "cuda"
     make_unit = partial(
@@ -78,7 +79,7 @@ def is_one_unit(
     return decides and device.type == "cpu" and size <= ONE_UNIT_BYTES
 
 
-def set_reduction(part: nn.Module, parallelism: ParallelismConfig, last: bool) -> None:
+def set_reduction(part: ModelPart, parallelism: ParallelismConfig, last: bool) -> None:
     """Set what the next backward pass does with gradients; `last`: of the last microbatch.
 
     Weights that a forward pass leaves gathered stay so until then.
@@ -87,7 +88,7 @@ def set_reduction(part: nn.Module, parallelism: ParallelismConfig, last: bool) -
     kept = parallelism.accumulation
     part.set_requires_gradient_sync(last or kept != "whole")
     part.set_requires_all_reduce(last or kept == "reduced")
-    part.set_reshard_after_backward(last or parallelism.blocks_reshard is not False)
+    part.set_reshard_after_backward(last or not part.keeps_gathered)
     part.set_is_last_backward(last)
 
 

@@ -38,6 +38,8 @@ class ModelPart(nn.Module):
         self.model, self.first, self.last = model, first, last
         self.sequence, self.tp = sequence, tp
         self.chunk, self.z_loss = chunk, z_loss
+        self.keeps_gathered = False
+        """Whether its blocks keep the weights that FSDP gathered to the end of a step."""
 
     def forward(
         self,

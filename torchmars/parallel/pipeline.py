@@ -35,6 +35,7 @@ class WholeBackwardStage(PipelineStage):
     ) -> tuple[tuple[Tensor | None, ...], None]:
         """Make the backward pass of a microbatch; return the gradients of what the stage got."""
         assert backward_type == "full"
+        assert isinstance(self.submod, ModelPart)
         set_reduction(self.submod, self.parallelism, last_backward)
         return stage_backward(**bwd_kwargs), None
 

@@ -184,7 +184,7 @@ def estimate(config: ResolvedConfig, work: "Work", world_size: int, per_node: in
     stages = parallelism.stages // ranks
     flight = 1 if ranks == 1 else min(microbatches * stages, in_flight(ranks, stages))
     gradient = 4 * weights if whole_gradient else 0
-    gathered = 2 * weights if ranks > 1 else 4 * unit
+    gathered = 4 * unit if ranks == 1 < shards else 2 * weights
     buffers = 2 * stages * microbatches * hidden if ranks > 1 else 0
     backward = 6 * unit + (one if again else 0)
     working = max(flight * kept + backward, (flight if ranks == 1 else 1) * kept + logits)
