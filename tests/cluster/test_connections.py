@@ -43,21 +43,22 @@ def count(rank, store, results):
     files.append(open_files())
     results.put((rank, files))
     dist.barrier()
-    os._exit(0)
+    dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to count open files")
 def test_a_control_group_connects_at_once_whom_it_will_and_nobody_else(tmp_path):
-    results = context.Queue()
+    results = context.SimpleQueue()
     ranks = [
         context.Process(target=count, args=(rank, tmp_path / "store", results))
         for rank in range(RANKS)
     ]
     for each in ranks:
         each.start()
-    found = dict(results.get(timeout=600) for _ in ranks)
     for each in ranks:
-        each.join()
+        each.join(600)
+    assert [each.exitcode for each in ranks] == [0] * RANKS
+    found = dict(results.get() for _ in ranks)
     for before, made, used in found.values():
         assert made == used > before
     made = [found[rank][1] - found[rank][0] for rank in range(RANKS)]
