@@ -6,6 +6,7 @@ rule's own reads everything once more and writes it. Nothing waits for the devic
 """
 
 import functools
+import importlib
 import logging
 import os
 import shutil
@@ -84,15 +85,24 @@ def pays_to_compile(tensors: Iterable[Tensor], device: torch.device) -> bool:
 def can_compile(device: torch.device) -> bool:
     """Return whether torch.compile has what it needs.
 
-    It needs a compiler, on a CPU also the headers of Python, on a GPU one that Triton supports.
+    It needs a compiler and the headers of Python: for its own code on a CPU, and for Triton's
+    driver on a GPU, which must be one that Triton supports.
     """
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (7, 0) and any(
-            map(shutil.which, ("gcc", "cc", "clang"))
-        )
-    return os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) and any(
-        map(shutil.which, ("g++", "c++", "clang++"))
-    )
+    on_gpu = device.type == "cuda"
+    compilers = ("gcc", "cc", "clang") if on_gpu else ("g++", "c++", "clang++")
+    header = os.path.join(sysconfig.get_path("include"), "Python.h")
+    if not (os.path.exists(header) and any(map(shutil.which, compilers))):
+        return False
+    return not on_gpu or torch.cuda.get_device_capability(device) >= (7, 0) and has_triton()
+
+
+def has_triton() -> bool:
+    """Return whether Triton can be imported."""
+    try:
+        importlib.import_module("triton")
+    except Exception:  # whatever a broken installation raises
+        return False
+    return True
 
 
 def inner_products(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
