@@ -5,7 +5,7 @@
 It prints a table: the peak of the process above what lies before, with the gradients in it, and the
 median, smallest and largest seconds. "whole" is the head's product and torch's cross_entropy on
 logits in float32. "chunks of N" is ours, with "*" where the rule has chosen N. The kinds take
-turns. On a GPU it runs there, and memory is the GPU's.
+turns; the compiled ones are compiled before. On a GPU it runs there, and memory is the GPU's.
 """
 
 import argparse
@@ -65,6 +65,7 @@ def contenders(rows: int, chunks: list[int], whole: bool) -> dict[str, Callable[
     for chunk in sorted({*chunks, by_rule}):
         name = f"chunks of {chunk:,}{' *' if chunk == by_rule else ''}"
         kinds[name] = partial(mean_loss, chunk=chunk)
+        kinds[f"{name}, compiled"] = partial(mean_loss, chunk=chunk, compile=True)
     return kinds
 
 
@@ -90,6 +91,9 @@ def main() -> None:
         inputs = hidden.requires_grad_(), weight.requires_grad_(), targets
         kinds = contenders(options.rows, options.chunks, not options.no_whole)
         found = {kind: [] for kind in kinds}
+        for kind, loss in kinds.items():
+            if "compiled" in kind:
+                measure(loss, inputs)
         for _ in range(options.turns):
             for kind, loss in kinds.items():
                 found[kind].append(measure(loss, inputs))

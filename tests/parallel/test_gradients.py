@@ -68,11 +68,12 @@ def gradients_on(
     one_unit_bytes=0,
     around=None,
     chunk=None,
+    compile_loss=False,
 ):
     """The same of the parts of this rank: the mean loss, and weights and gradients gathered.
 
     By default blocks are units, as on GPUs and in larger models. `around` is a context of the
-    backward pass, `chunk` the tokens of a chunk of the loss.
+    backward pass, `chunk` the tokens of a chunk of the loss, and `compile_loss` compiles it alone.
     """
     fsdp.ONE_UNIT_BYTES = one_unit_bytes
     world = torch.distributed.get_world_size()
@@ -93,7 +94,7 @@ def gradients_on(
     size, _ = training.microbatches(data.size, parallelism.stages)
     batch = WINDOWS.chunk(data.size)[data.rank].split(size)
     for part in model.parts.values():
-        part.chunk = chunk or part.chunk
+        part.chunk, part.compile_loss = chunk or part.chunk, compile_loss or part.compile_loss
     with around or nullcontext():
         loss = model.backward(batch)
     return layout.mean_loss(loss), {

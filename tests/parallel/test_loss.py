@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 
 from tests.parallel import test_gradients as gradients
@@ -14,6 +15,7 @@ from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
 from torchmars.models.initialize import init_weights
+from torchmars.parallel import softmax
 from torchmars.parallel.loss import mean_loss, token_losses, token_scores
 from torchmars.planning.memory import MemoryCounter
 
@@ -39,23 +41,62 @@ def whole(hidden, weight, targets, z_loss=0.0):
     return loss.detach(), hidden.grad, weight.grad
 
 
+@pytest.fixture
+def as_written(monkeypatch):
+    """Let what is to be compiled run as it is written: that gives the same, to rounding."""
+    monkeypatch.setattr(softmax, "_compiled", lambda kernel: kernel)
+
+
 def relative_error(found, expected):
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("z_loss", [0.0, Z_LOSS])
-@pytest.mark.parametrize("chunk", [1, 5, TOKENS, 100])
-def test_loss_and_gradients_are_those_of_whole_logits(chunk, z_loss):
+def check_loss_and_gradients(chunk, z_loss, compile):
     hidden, weight, targets = drawn()
     # Some targets are so unlikely that their probability in float32 is 0.
     with torch.no_grad():
         hidden[:3] *= 40
     expected, of_hidden, of_weight = whole(hidden, weight, targets, z_loss)
-    loss = mean_loss(hidden, weight, targets, chunk, z_loss)
+    loss = mean_loss(hidden, weight, targets, chunk, z_loss, compile)
     (3 * loss).backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert relative_error(hidden.grad, 3 * of_hidden) < 1e-6
     assert relative_error(weight.grad, 3 * of_weight) < 1e-6
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("z_loss", [0.0, Z_LOSS])
+@pytest.mark.parametrize("chunk", [1, 5, TOKENS, 100])
+def test_loss_and_gradients_are_those_of_whole_logits(chunk, z_loss, compile, as_written):
+    check_loss_and_gradients(chunk, z_loss, compile)
+
+
+def test_compiled_code_reads_a_chunk_twice_and_writes_it_once():
+    """It is one kernel for the sums and one for the gradients, whatever the number of tokens."""
+    rows = 64  # in whole vectors, on any CPU
+
+    def compiled():
+        for tokens in (5, 3, 23):
+            hidden, weight, targets = (
+                torch.rand(tokens, 8),
+                torch.rand(rows, 8),
+                torch.arange(tokens),
+            )
+            losses = [
+                mean_loss(hidden.requires_grad_(), weight, targets, tokens, Z_LOSS, compile)
+                for compile in (True, False)
+            ]
+            torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+            gradients = [torch.autograd.grad(loss, hidden)[0] for loss in losses]
+            torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
+
+    _, codes = run_and_get_code(compiled)
+    sums, gradient = (
+        [code.count(word) for word in ("(int64_t x0", "loadu(", ".store(")] for code in codes
+    )
+    # The largest logit of a row is found, then the sum, while the row is in the cache.
+    assert sums == [1, 2, 0]
+    assert gradient == [1, 1, 1]
 
 
 def test_chunks_lose_nothing_in_bfloat16():
@@ -87,7 +128,7 @@ def test_losses_and_scores_of_each_token():
     assert not losses.requires_grad and not scores.requires_grad
 
 
-def peak(tokens, chunk, rows=4000, width=8):
+def peak(tokens, chunk, compile=False, rows=4000, width=8):
     """Bytes that the loss takes at its worst moment, beside hidden states and their gradient."""
     with FakeTensorMode():
         hidden = torch.empty(tokens, width, requires_grad=True)
@@ -96,7 +137,7 @@ def peak(tokens, chunk, rows=4000, width=8):
         memory = MemoryCounter()
         memory.know([hidden, weight, targets])
         with memory:
-            mean_loss(hidden, weight, targets, chunk).backward()
+            mean_loss(hidden, weight, targets, chunk, compile=compile).backward()
     return sum(memory.peak.values()) - 2 * hidden.nbytes
 
 
@@ -104,6 +145,7 @@ def test_memory_does_not_grow_with_the_tokens():
     logits = 128 * 4000 * 4
     assert 2 * logits < peak(128, chunk=128) < 3.2 * logits
     assert peak(16 * 128, chunk=128) < 1.05 * peak(128, chunk=128)
+    assert logits < peak(16 * 128, chunk=128, compile=True) < 1.2 * logits
 
 
 def plain_gradients(name):
@@ -116,18 +158,19 @@ def plain_gradients(name):
     return loss.item(), {key: (each.detach(), each.grad) for key, each in model.named_parameters()}
 
 
-def gradients_in_chunks(cases):
+def gradients_in_chunks(cases, compile):
     """What `tests.parallel.test_gradients` finds on this rank, of chunks of few tokens."""
-    return [gradients.gradients_on(*case, chunk=5) for case in cases]
+    softmax._compiled = lambda kernel: kernel
+    return [gradients.gradients_on(*case, chunk=5, compile_loss=compile) for case in cases]
 
 
-def check_layouts(cases):
+def check_layouts(cases, compile=False):
     training = dataclasses.replace(gradients.training_on(2), z_loss=Z_LOSS)
     arguments = [
         (name, ParallelismConfig(**LAYOUTS[layout][1]), training, ActivationCheckpointConfig())
         for name, layout in cases
     ]
-    results = run_ranks(gradients_in_chunks, 2, arguments)
+    results = run_ranks(gradients_in_chunks, 2, arguments, compile)
     for (name, layout), found in zip(cases, zip(*results)):
         gradients.compare(found, layout, plain_gradients(name))
 
@@ -141,3 +184,7 @@ MORE = [case for case in CHUNKED if case not in QUICK]
 def test_gradients_of_chunks_on_layouts(cases):
     """A tied and an untied head, sharded, cut by rows, and in a pipeline that splits backward."""
     check_layouts(cases)
+
+
+def test_gradients_of_compiled_chunks_of_a_head_cut_by_rows():
+    check_layouts([("llama", "TP 2")], compile=True)

@@ -38,7 +38,7 @@ class TrainingConfig:
     part of it: 0.999 averages about the last 1,000 steps. torchmars export --ema writes it. 0: no
     average."""
     compile: bool | None = None
-    """Compile each block with torch.compile. Default: on GPUs, where the rest of the config allows
+    """Compile each block, and the loss, by torch.compile. Default: on GPUs, where the config allows
     it. A run keeps what it began with unless this names another, since the two agree to rounding
     only."""
     deterministic: Annotated[bool, Mark.IDENTITY] = False

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from torchmars.parallel.softmax import softmax_gradient_, softmax_sums
+
 # The logits of a chunk are at most so many, by the type of the device, but those of at least
 # FEWEST_TOKENS tokens. docs/parallelism.md has the measurements.
 MOST_LOGITS = {"cpu": 2**24, "cuda": 2**28}
@@ -29,7 +31,12 @@ def chunk_tokens(device: str, rows: int) -> int:
 
 
 def mean_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, z_loss: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    z_loss: float = 0.0,
+    compile: bool = False,
 ) -> Tensor:
     """Return the mean cross-entropy of `targets` [...], a float32 scalar.
 
@@ -40,8 +47,13 @@ def mean_loss(
     The gradient includes the z-loss's: `z_loss` times the mean of log(Z)^2, where Z is the sum
     of the exponentials of a token's logits (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
     The value is without it, and so can be compared with a validation loss.
+
+    With `compile` what is between the products is compiled: it reads and writes less, and has no
+    memory beside the logits.
     """
-    loss: Tensor = _MeanLoss.apply(*_local(hidden, weight), targets.flatten(), chunk, z_loss)
+    loss: Tensor = _MeanLoss.apply(
+        *_local(hidden, weight), targets.flatten(), chunk, z_loss, compile
+    )
     return loss
 
 
@@ -78,10 +90,11 @@ class _MeanLoss(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         z_loss: float,
+        compile: bool,
     ) -> Tensor:
         losses = []
         of_states, of_weight = torch.empty_like(states), _Sum()
-        for each in _chunks(states, weight, group, targets, chunk):
+        for each in _chunks(states, weight, group, targets, chunk, compile):
             losses.append(each.losses)
             gradient = each.gradient(z_loss)
             torch.mm(gradient, weight, out=of_states[each.tokens])
@@ -95,7 +108,7 @@ class _MeanLoss(torch.autograd.Function):
         # Not in place: a pipeline that splits the backward pass calls this twice.
         scale = gradients[0] / ctx.tokens
         of_states, of_weight = ctx.saved_tensors
-        return of_states * scale, of_weight * scale, None, None, None, None
+        return of_states * scale, of_weight * scale, None, None, None, None, None
 
 
 class _Sum:
@@ -125,8 +138,12 @@ class _Chunk:
     last: bool
     logits: Tensor
     """Of this rank's rows, [tokens, rows]."""
-    probabilities: Tensor
-    """Float32 [tokens, rows], as if there were no other rows."""
+    probabilities: Tensor | None
+    """Float32 [tokens, rows], as if there were no other rows. None if compiled."""
+    largest: Tensor
+    """The largest logit of these rows, float32."""
+    total: Tensor
+    """The sum of the exponentials of these rows' logits less the largest of them."""
     own: Tensor
     """The number of each target among this rank's rows; any, if another rank has it. [tokens]."""
     here: Tensor
@@ -145,10 +162,18 @@ class _Chunk:
         section 3.
         """
         found = self.probabilities
+        if found is None:
+            target = self.own.where(self.here, -1).int()
+            softmax_gradient_(self.logits, self.largest, self._factor(z_loss) / self.total, target)
+            return self.logits
         if self.group is not None or z_loss:
-            found.mul_((self.part * (1 + 2 * z_loss * self.log_sum))[:, None])
+            found.mul_(self._factor(z_loss)[:, None])
         found.scatter_add_(-1, self.own[:, None], -self.here[:, None].to(found.dtype))
         return self.logits.copy_(found)
+
+    def _factor(self, z_loss: float) -> Tensor:
+        """Return the factor of each token's probabilities in the gradient."""
+        return self.part * (1 + 2 * z_loss * self.log_sum)
 
     def likeliest(self) -> Tensor:
         """Return 1 for each token whose target has the largest logit, else 0, in float32."""
@@ -174,21 +199,30 @@ def _local(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, dist.Process
 
 
 def _chunks(
-    states: Tensor, weight: Tensor, group: dist.ProcessGroup | None, targets: Tensor, chunk: int
+    states: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None,
+    targets: Tensor,
+    chunk: int,
+    compile: bool = False,
 ) -> Iterator[_Chunk]:
     """Yield chunks of about equal size. Each uses the memory of the one before."""
     tokens, rows = len(targets), len(weight)
     size = math.ceil(tokens / math.ceil(tokens / chunk))
     all_logits = states.new_empty(size, rows)
-    all_probabilities = states.new_empty(size, rows, dtype=torch.float32)
+    all_probabilities = None if compile else torch.empty_like(all_logits, dtype=torch.float32)
     for begin in range(0, tokens, size):
         some = slice(begin, min(begin + size, tokens))
         length = some.stop - begin
-        logits, probabilities = all_logits[:length], all_probabilities[:length]
+        logits, probabilities = all_logits[:length], None
         torch.mm(states[some], weight.t(), out=logits)
-        largest = logits.amax(-1).float()
-        torch.softmax(logits, -1, dtype=torch.float32, out=probabilities)
-        total = 1 / probabilities.amax(-1)  # sum(exp(logits - largest))
+        if all_probabilities is None:
+            of_rows = softmax_sums(logits)
+        else:
+            probabilities, most = all_probabilities[:length], logits.amax(-1).float()
+            torch.softmax(logits, -1, dtype=torch.float32, out=probabilities)
+            of_rows = most, 1 / probabilities.amax(-1)  # sum(exp(logits - largest))
+        largest, total = of_rows
         own = targets[some] - (dist.get_rank(group) * rows if group is not None else 0)
         here = (own >= 0) & (own < rows)
         own = own.clamp(0, rows - 1)
@@ -203,6 +237,8 @@ def _chunks(
             last=some.stop == tokens,
             logits=logits,
             probabilities=probabilities,
+            largest=of_rows[0],
+            total=of_rows[1],
             own=own,
             here=here,
             losses=total.log() - of_target,

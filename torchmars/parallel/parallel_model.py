@@ -63,7 +63,15 @@ class ParallelModel:
             if ranks[number] == pipeline.rank:
                 model, ends = deepcopy(whole), (number == 0, number == len(ranks) - 1)
                 cut_model(model, blocks, *ends)
-                part = ModelPart(model, *ends, self.sequence, self.tp, chunk, training.z_loss)
+                part = ModelPart(
+                    model,
+                    *ends,
+                    self.sequence,
+                    self.tp,
+                    chunk,
+                    training.z_loss,
+                    bool(training.compile),
+                )
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
                     self.parts[number] = part.to_empty(device=weight_device(parallelism, device))

@@ -22,6 +22,7 @@ class ModelPart(nn.Module):
     has the embedding and the head. `sequence` is the part of every sequence that this rank has, and
     `tp` is the number of ranks that hidden states are cut over along the sequence once more. The
     loss takes `chunk` tokens at a time, and has the gradient of a z-loss with coefficient `z_loss`.
+    With `compile_loss` it is compiled for training.
     """
 
     def __init__(
@@ -33,11 +34,12 @@ class ModelPart(nn.Module):
         tp: int,
         chunk: int,
         z_loss: float = 0.0,
+        compile_loss: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.first, self.last = model, first, last
         self.sequence, self.tp = sequence, tp
-        self.chunk, self.z_loss = chunk, z_loss
+        self.chunk, self.z_loss, self.compile_loss = chunk, z_loss, compile_loss
         self.keeps_gathered = False
         """Whether its blocks keep the weights that FSDP gathered to the end of a step."""
 
@@ -75,7 +77,13 @@ class ModelPart(nn.Module):
         if targets is None:
             return self.model.head(hidden[:, at])
         if wanted == "mean loss":
-            of = partial(mean_loss, targets=targets, chunk=self.chunk, z_loss=self.z_loss)
+            of = partial(
+                mean_loss,
+                targets=targets,
+                chunk=self.chunk,
+                z_loss=self.z_loss,
+                compile=self.compile_loss,
+            )
         else:
             function = token_losses if wanted == "losses" else token_scores
             of = partial(function, targets=targets, chunk=self.chunk)

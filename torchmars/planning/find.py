@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
+import torch
+
 from torchmars.config import ActivationCheckpointConfig, ResolvedConfig
+from torchmars.config.compile import resolve_compile
 from torchmars.core.errors import UserError
 from torchmars.core.tables import table
 from torchmars.data.tokenizer import load_tokenizer
@@ -152,6 +155,18 @@ def powers_of_2(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]
 
 
+def loss_memory(config: ResolvedConfig, model: Model, tp: int, tokens: int) -> int:
+    """Return the bytes that the loss of a microbatch of `tokens` takes.
+
+    They are a chunk of logits in bfloat16; two of float32, where the loss is not compiled; and the
+    gradient of the head, two times.
+    """
+    rows = model.vocab_rows // tp
+    resolved = resolve_compile(config, torch.device("cuda"), True, tp, None)
+    per_logit = 2 if resolved.training.compile else 10
+    return per_logit * min(tokens, chunk_tokens("cuda", rows)) * rows + 8 * rows * model.width
+
+
 def estimate(config: ResolvedConfig, work: "Work", world_size: int, per_node: int) -> Candidate:
     """Return a layout with its memory and the time of its step."""
     model, parallelism, training = work.model, config.parallelism, config.training
@@ -176,9 +191,7 @@ def estimate(config: ResolvedConfig, work: "Work", world_size: int, per_node: in
     weights = work.parameters / ranks / degrees.tp
     unit = max(work.block, work.rest / ranks) / degrees.tp
     hidden = 2 * tokens * model.width / degrees.tp
-    # A chunk of logits in bfloat16 and two of float32; the gradient of the head, two times.
-    rows = model.vocab_rows // degrees.tp
-    logits = 10 * min(tokens, chunk_tokens("cuda", rows)) * rows + 8 * rows * model.width
+    logits = loss_memory(config, model, degrees.tp, tokens)
     kept = tokens * work.kept(degrees.tp, mode) * max(blocks)
     one = tokens * work.kept(degrees.tp, "none")  # that is computed again
     stages = parallelism.stages // ranks

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
 from torchmars.checkpoint.state_dict import training_state
 from torchmars.config import ResolvedConfig
+from torchmars.config.compile import resolve_compile
 from torchmars.config.float8 import Float8Config
 from torchmars.models import Model
 from torchmars.models.documents import has_kernel
@@ -68,6 +69,8 @@ def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list
     alike are made once. Raises `UserError` if the config does not fit the layout.
     """
     own, known = layout.group("pp"), dict[object, Simulation]()
+    tp = layout.group("tp").size
+    compiles = bool(resolve_compile(config, layout.device, True, tp, None).training.compile)
     dtype = getattr(torch, config.training.dtype)
     masked = config.data.separate_documents and not has_kernel(
         layout.device.type, dtype, whole.dropout
@@ -88,6 +91,8 @@ def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list
             memory=fake,
             find_starts=one_document if masked else None,
         )
+        for part in model.parts.values():
+            part.compile_loss = compiles
         every = config.activation_checkpoint.every
         alike = tuple(
             (part.first, part.last, tuple(int(number) % every for number in part.model.blocks))
