@@ -124,11 +124,13 @@ def verify(
     """Raise `DamagedCheckpoint` for a file of `folder` that is missing, truncated or altered.
 
     A file that the manifest does not name is damage too. The level "size" reads no file. `parts`
-    ranks can share the reading: each takes the files `part`, `part + parts`, ...
+    ranks can share the work: each takes the files `part`, `part + parts`, ..., and the first one
+    looks for other files.
     """
     if level == "off":
         return
-    if foreign := sorted(storage.list(folder).keys() - manifest.files - {MANIFEST}):
+    found = {} if part else storage.list(folder)
+    if foreign := sorted(found.keys() - manifest.files - {MANIFEST}):
         raise DamagedCheckpoint(f"{folder / foreign[0]} is not a file of this checkpoint")
 
     def check(name: str) -> None:

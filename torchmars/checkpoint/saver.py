@@ -19,7 +19,6 @@ from torchmars.checkpoint.folder import (
     step_folder,
     step_of,
 )
-from torchmars.checkpoint.index import INDEX
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.staging import Staging
@@ -211,8 +210,7 @@ class Saver:
     @reporting_disk_errors()
     def _describe_own_files(self, staged: Path) -> dict[str, manifests.File]:
         """Return size and checksum of each file that this rank has written, by name."""
-        mine = (f"__{self.layout.world.rank}_", *([INDEX] if self.layout.first else []))
-        names = [name for name in self.storage.list(staged) if name.startswith(mine)]
+        names = self.tensors.written()
         return {name: manifests.describe(staged / name, self.storage) for name in names}
 
     @reporting_disk_errors()

@@ -81,6 +81,15 @@ class TensorWriter:
             raise UserError(reason(error)) from None
         self.plan = _Plan(tensors, files.mine, files.places, files.index)
 
+    def written(self) -> list[str]:
+        """Return the names of the files that this rank writes.
+
+        To find them in the folder, every rank would list the files of all.
+        """
+        assert self.plan is not None
+        files = {place.storage_data.relative_path for place in self.plan.places}
+        return sorted(files) + [INDEX] * bool(self.plan.index)
+
 
 class _TensorFiles(dcp.FileSystemWriter):
     """DCP's writer to a storage. It keeps what it is told to write, and raises the disk's errors.

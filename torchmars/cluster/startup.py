@@ -81,7 +81,7 @@ def check_ranks(
     """
     rank, size = process.rank(), process.world_size()
     token = Token(config.run.path)
-    store.set(f"here/{rank}", process.node())
+    come(store, "here", process.node())
     if rank == 0:
         wait_for_ranks(store, "here", size)
         store.set("token", token.write())
@@ -90,14 +90,14 @@ def check_ranks(
     if rank > 0 and process.local_rank() == 0 and text:
         token.check(text)
     report.folder = token.problem
-    store.set(f"report/{rank}", json.dumps(asdict(report)))
+    come(store, "report", json.dumps(asdict(report)))
     if rank == 0:
         wait_for_ranks(store, "report", size)
         token.remove()
         reports = [RankReport(**json.loads(store.get(f"report/{each}"))) for each in range(size)]
         store.set("result", json.dumps((differences(reports), describe(reports))))
     wrong, cluster = json.loads(wait_for_value(store, "result"))
-    store.set(f"read/{rank}", "")
+    come(store, "read", "")
     if rank == 0:
         # Where the ranks differ, that is the error, even if one of them is lost by now.
         with contextlib.suppress(*[LostRank] if wrong else []):
@@ -109,15 +109,22 @@ def check_ranks(
     return cluster
 
 
+def come(store: dist.Store, name: str, value: str) -> None:
+    """Set this rank's value `name`, and count it: to ask for each of many ranks takes long."""
+    store.set(f"{name}/{process.rank()}", value)
+    store.add(name, 1)
+
+
 def wait_for_ranks(store: dist.Store, name: str, size: int) -> None:
     """Wait until every rank has set its value `name`.
 
     Raises `LostRank`, naming those that have not.
     """
     seconds = process.start_timeout().total_seconds()
-    missing, deadline = list(range(size)), time.monotonic() + seconds
-    while missing := [rank for rank in missing if not store.check([f"{name}/{rank}"])]:
+    deadline = time.monotonic() + seconds
+    while store.add(name, 0) < size:
         if time.monotonic() > deadline:
+            missing = [rank for rank in range(size) if not store.check([f"{name}/{rank}"])]
             here = [rank for rank in range(size) if store.check([f"here/{rank}"])]
             nodes = sorted({store.get(f"here/{rank}").decode() for rank in here})
             raise LostRank(

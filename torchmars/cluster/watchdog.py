@@ -21,6 +21,7 @@ from torchmars.parallel.layout import Layout
 
 PACKAGE = str(Path(__file__).parents[1])
 GRACE_SECONDS = 10.0  # for the other ranks to notice too
+WITNESSES = 8  # ranks that read what all have written, the first of which prints it
 REPORT_SECONDS = 50.0  # for a rank to write where it stands
 
 
@@ -29,8 +30,8 @@ class Watchdog:
 
     `with Watchdog(...) as watchdog:`, and `watchdog.beat(...)` from time to time. Before the end
     each rank writes the stacks of its threads to `folder`/rank-00000.txt, and what torch's flight
-    recorder has of collectives to `folder`/flight_0, which `torchfrtrace` reads. The first rank
-    that can prints a line for each. 0 seconds: it watches nothing.
+    recorder has of collectives to `folder`/flight_0, which `torchfrtrace` reads. The first
+    rank that can, of eight, prints a line for each. 0 seconds: it watches nothing.
     """
 
     def __init__(self, folder: Path, layout: Layout, seconds: float, save_group: str) -> None:
@@ -122,16 +123,20 @@ class Watchdog:
             print(line, file=self.stream, flush=True)
             faulthandler.dump_traceback(self.stream)
             self._flight_file().write_bytes(flight_record(self.on_gpu))
-        silent = self._wait_for_others()
-        if rank == min(set(range(size)) - silent):
+        if rank >= WITNESSES:
+            time.sleep(GRACE_SECONDS)
+        elif rank == min(set(range(size)) - self._wait_for_others()):
             say(hang_report(self.folder, size, self.seconds), error=True)
 
     def _wait_for_others(self) -> set[int]:
-        """Wait until every rank has written where it stands; return those that did not."""
+        """Wait until every rank has written where it stands; return those that did not.
+
+        Many are asked less often: each is a file to open.
+        """
         silent = set(range(self.layout.world.size)) - {self.layout.world.rank}
         deadline = time.monotonic() + GRACE_SECONDS
         while silent and time.monotonic() <= deadline:
-            time.sleep(0.2)
+            time.sleep(max(0.2, self.layout.world.size / 2000))
             silent = {rank for rank in silent if place_of(self.folder, rank) is None}
         return silent
 

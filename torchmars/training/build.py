@@ -45,9 +45,9 @@ def build_data(config: ResolvedConfig, layout: Layout) -> RunData:
     """Prepare the corpora where that is due, verify them, and open them at their start."""
     mixture = layout.on_first(lambda: prepare_data(config))
     training, world = config.training, layout.world
-    train, validation = (
-        mixture.windows(split, training.seq_len) for split in ("train", "validation")
-    )
+    # The first rank alone asks for size and time of every shard.
+    train = layout.on_first(lambda: mixture.windows("train", training.seq_len))
+    validation = layout.on_first(lambda: mixture.windows("validation", training.seq_len))
     # The ranks share the reading.
     layout.on_all(lambda: mixture.verify(config.data.verify, world.rank, world.size))
     microbatch_size, _ = training.microbatches(layout.data.size, config.parallelism.stages)
