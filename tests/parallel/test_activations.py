@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
 
 from tests.parallel.test_gradients import (
@@ -16,7 +17,8 @@ from tests.parallel.test_gradients import (
 )
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS
-from torchmars.config import ActivationCheckpointConfig
+from tests.support.ranks import run_ranks
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.config.parallelism import SPLIT_BACKWARD_SCHEDULES
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.activations import checkpoint_blocks
@@ -32,6 +34,8 @@ class OperationCounter(TorchDispatchMode):
         self.times = Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if DTensor in types:  # its parts come here
+            return NotImplemented
         self.times[op._schema.name.removeprefix("aten::")] += 1
         return op(*args, **(kwargs or {}))
 
@@ -153,3 +157,27 @@ def test_gradients_of_compiled_blocks(layout, mode):
 def test_gradients_with_documents_apart(layout, mode, compile):
     function = compiled_gradients_on if compile else gradients_on
     check_gradients("llama", *LAYOUTS[layout], {"mode": mode}, compile, function, apart=True)
+
+
+EXCHANGES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+def exchanges(cases):
+    """How often this rank exchanges activations and their gradients in a step of each case."""
+    training = TrainingConfig(global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=8)
+    found = []
+    for name, settings, mode in cases:
+        counter, checkpointing = OperationCounter(), ActivationCheckpointConfig(mode)
+        gradients_on(name, ParallelismConfig(**settings), training, checkpointing, around=counter)
+        found.append([counter.times[f"_c10d_functional::{each}"] for each in EXCHANGES])
+    return found
+
+
+def test_selective_keeps_what_ranks_have_exchanged():
+    """But for all-gathers, which give as much as all ranks have: two in each of four blocks."""
+    of_model = {"gpt2": {"tp": 2}, "llama": {"cp": 2, "cp_method": "ulysses"}}
+    modes = ("none", "selective", "full")
+    cases = [(name, settings, mode) for name, settings in of_model.items() for mode in modes]
+    found, _ = run_ranks(exchanges, 2, cases)
+    assert found[:3] == [[18, 18, 8], [26, 18, 8], [26, 22, 12]]
+    assert found[3:] == [[0, 0, 32], [0, 0, 32], [0, 0, 48]]

@@ -14,8 +14,9 @@ class ActivationCheckpointConfig:
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
     """none: keep all. full: keep what enters a block only, and compute the rest again. selective:
-    keep the results of matrix products and of attention too. memory_budget: let torch.compile
-    choose what to keep."""
+    keep the results of matrix products and of attention too, and what ranks of tp and cp got from
+    each other by reduce-scatters and all-to-alls. memory_budget: let torch.compile choose what to
+    keep."""
     every: Positive = 1
     """full, selective: only every such block does so, counted from the first one. The others keep
     all."""

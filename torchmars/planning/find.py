@@ -214,10 +214,22 @@ def estimate(config: ResolvedConfig, work: "Work", world_size: int, per_node: in
     data = dealt * (2 * gathers + 4 * reductions) / (NVLINK if inside else NETWORK)
     if degrees.dp_replicate > 1:
         data += 8 * weights / shards / NETWORK
-    # Every way to compute again repeats what the forward pass sends, half of all.
-    each = microbatches * len(model.blocks) / ranks * (1.5 if again else 1)
-    layers = each * 8 * (degrees.tp - 1) / degrees.tp * 2 * tokens * model.width / NVLINK
-    keys = each * 4 * (degrees.cp - 1) * 2 * tokens * work.keys / degrees.tp
+    # To compute again repeats what the forward pass sends, half of all; "selective" has kept what
+    # came of reduce-scatters, and repeats the gathers.
+    each = microbatches * len(model.blocks) / ranks
+    repeated = 0.25 if mode == "selective" else 0.5 if again else 0.0
+    layers = (
+        each
+        * (1 + repeated)
+        * 8
+        * (degrees.tp - 1)
+        / degrees.tp
+        * 2
+        * tokens
+        * model.width
+        / NVLINK
+    )
+    keys = each * (1.5 if again else 1) * 4 * (degrees.cp - 1) * 2 * tokens * work.keys / degrees.tp
     sequences = keys / (NVLINK if degrees.tp * degrees.cp <= per_node else NETWORK)
     passes = 2 if config.optimizer.mode == "exact" else 1
     seconds = passes * ((compute + layers + sequences) * waiting + max(0.0, data - compute))
@@ -300,7 +312,8 @@ class Work:
             return 2 * width / tp
         if mode == "selective":
             # The sums of attention and MLP over tp are whole on each rank before they are added.
-            return 4 * width + (2 * self.given + 4 * width) / tp
+            sums = 4 * width if tp > 1 else 0
+            return 4 * width + (2 * self.given + 4 * width + sums) / tp
         # Each rank has the whole inputs of attention and MLP. What a layer gives is kept once more
         # after an activation function or a rotation.
         return 4 * width + (4 * self.given + 2 * self.taken + 12 * width) / tp
