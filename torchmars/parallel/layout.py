@@ -207,14 +207,23 @@ class Layout:
         """Return the same layout with its own control group, for another thread. Collective."""
         return replace(self, control=make_control_group())
 
-    def mean_loss(self, value: torch.Tensor) -> float:
-        """Return the mean of a scalar over the ranks that compute different parts of the loss.
+    @property
+    def loss_parts(self) -> int:
+        """How many ranks compute different parts of the loss."""
+        return self.group("loss").size // self.group("pp").size
 
-        In a pipeline the last stage has it, and the others give 0. Waits for the device.
+    def add_up_losses(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over the ranks that compute different parts of the loss.
+
+        In a pipeline the last stage has them, and the others give 0.
         """
-        group, value = self.group("loss"), value.detach().clone()
-        dist.all_reduce(value, group=group.process_group)
-        return value.item() / (group.size // self.group("pp").size)
+        values = values.detach().clone()
+        dist.all_reduce(values, group=self.group("loss").process_group)
+        return values
+
+    def mean_loss(self, value: torch.Tensor) -> float:
+        """Return the mean of a scalar over these ranks. Waits for the device."""
+        return self.add_up_losses(value).item() / self.loss_parts
 
     def describe(self) -> str:
         """Return the layout in words, for the console."""

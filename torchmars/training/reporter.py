@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from torch import Tensor
+
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.core.console import labelled, next_commands
@@ -63,9 +65,14 @@ class RunReporter:
         )
         self.events.add("rollback", state.step, from_step=reached, checkpoint=checkpoint.name)
 
-    def report(self, state: RunState, loss: float, lr: float) -> dict[str, float]:
-        """Report a step; return the optimizer's telemetry. Waits for the device."""
+    def report(self, state: RunState, mean: Tensor, lr: float) -> dict[str, float]:
+        """Report a step with this rank's `mean` loss; return the optimizer's telemetry.
+
+        Waits for the device once: when it has made telemetry, it has copied the loss too.
+        """
+        copied = self.layout.add_up_losses(mean).to("cpu", non_blocking=True)
         telemetry = self.optimizer.telemetry()
+        loss = copied.item() / self.layout.loss_parts
         self.optimizer.start_interval()
         read = {"tokens": state.position * self.training.seq_len}
         bits = self.data.bits_per_byte("train", loss, self.data.weights)

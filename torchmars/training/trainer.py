@@ -250,8 +250,8 @@ class Trainer:
         return (ends and step == last) or (interval > 0 and step % interval == 0)
 
     def report(self, loss: Tensor, lr: float) -> None:
-        """Report the step just made. Waits for the device."""
-        telemetry = self.reporter.report(self.state, self.layout.mean_loss(loss), lr)
+        """Report the step just made. Waits for the device once."""
+        telemetry = self.reporter.report(self.state, loss, lr)
         self.loss_guard.check_skipped(telemetry, self.state.step)
 
     def validate(self) -> None:

@@ -39,22 +39,27 @@ class Validation:
         NaN where the data do not know their bytes.
         """
         layout, names = self.layout, self.data.names
-        # Of each part: the sum of its losses, and its targets.
-        totals = torch.zeros(len(self.data.parts), 2, dtype=torch.float64, device=layout.device)
         batches: list[tuple[Tensor, list[int]]] = []
         # Before the first forward pass, which needs all ranks.
         reading = self.windows, self.data.weights, self.config.windows, self.batch_size
         ranks = layout.data.rank, layout.data.size
         layout.on_all(lambda: batches.extend(validation_batches(*reading, *ranks)))
         self.model.train(False)
+        sums, counts = [], []
         for tokens, parts in batches:
+            if layout.device.type == "cuda":
+                tokens = tokens.pin_memory()  # else its copy would wait for the GPU
             losses = self.model.losses(tokens)[: len(parts)]
-            sums = losses.double().flatten(1).sum(1)
-            counts = torch.full_like(sums, losses.shape[1])
-            where = torch.tensor(parts, dtype=torch.int64, device=layout.device)
-            totals.index_add_(0, where, torch.stack([sums, counts], dim=1))
+            sums.append(losses.double().flatten(1).sum(1))
+            counts += [losses.shape[1]] * len(parts)
         self.model.train()
-        means = [[layout.mean_loss(number) for number in row] for row in totals]
+        # On the host: a GPU adds up in any order.
+        of_windows = torch.cat(sums).cpu(), torch.tensor(counts, dtype=torch.float64)
+        places = torch.tensor([part for _, parts in batches for part in parts], dtype=torch.int64)
+        # Of each part: the sum of its losses, and its targets.
+        totals = torch.zeros(len(self.data.parts), 2, dtype=torch.float64)
+        totals.index_add_(0, places, torch.stack(of_windows, dim=1))
+        means = (layout.add_up_losses(totals.to(layout.device)) / layout.loss_parts).tolist()
         of_parts = {name: row[0] / row[1] for name, row in zip(names, means) if row[1]}
         targets = [row[1] for row in means]
         loss = sum(row[0] for row in means) / sum(targets)
