@@ -72,7 +72,7 @@ def write_and_read(folder):
         found.append((dict(counts), index := (staged / INDEX).read_bytes()))
         read = {name: torch.zeros_like(value) for name, value in state.items()}
         with open(staged / INDEX, "rb") as stream:
-            read_tensors(staged, read, layout.control, IndexUnpickler(stream).load())
+            read_tensors(staged, read, IndexUnpickler(stream).load())
         assert all(torch.equal(local_part(read[name]), local_part(state[name])) for name in state)
         assert index == (staged / INDEX).read_bytes()
 

@@ -145,7 +145,7 @@ def read(checkpoint):
     """Read a checkpoint as a run with checkpoint.verify = "off" does."""
     index = read_index(checkpoint, manifests.read(checkpoint))
     state = {name: torch.empty(size) for name, size in shapes_in(index).items()}
-    read_tensors(checkpoint, state, None, index)
+    read_tensors(checkpoint, state, index)
 
 
 def refused(checkpoint, message):

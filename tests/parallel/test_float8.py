@@ -143,7 +143,7 @@ def checkpoint_of(tables, step):
         for name, each in index.state_dict_metadata.items()
         if not name.startswith("rng.")
     }
-    read_tensors(folder, state, None, index)
+    read_tensors(folder, state, index)
     return state
 
 

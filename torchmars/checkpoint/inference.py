@@ -20,6 +20,7 @@ from torchmars.checkpoint.huggingface import (
 )
 from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import average_state, model_state
@@ -61,7 +62,7 @@ class SavedModel:
         """Return a weight. Raises `DamagedCheckpoint`."""
         value = torch.empty(self.model.get_parameter(name).shape)
         state = average_state if self.average else model_state
-        read_tensors(self.folder, state({name: value}), None, self.index)
+        read_tensors(self.folder, state({name: value}), self.index)
         return value
 
 
@@ -128,7 +129,7 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
     if isinstance(found, FolderModel):
         load_weights(found.weights, dict(model.named_parameters()))
     else:
-        read_tensors(found.folder, model_state(model.state_dict()), None, found.index)
+        read_tensors(found.folder, model_state(model.state_dict()), found.index)
     return model, tokenizer_of(found), found.config
 
 
@@ -141,7 +142,7 @@ def load_sharded_model(
     `dtype` is what the model computes in. Raises `UserError` and `DamagedCheckpoint`, on every
     rank.
     """
-    found = layout.on_first(lambda: open_any(folder, step))
+    found = layout.on_first(lambda: without_index(open_any(folder, step)))
     config = found.config
     tokenizer = tokenizer_of(found)
     find_starts = partial(document_starts, end_of_text=tokenizer.end_of_text)
@@ -157,8 +158,15 @@ def load_sharded_model(
     if isinstance(found, FolderModel):
         layout.on_all(lambda: load_weights(found.weights, model.weights))
     else:
-        read_tensors(found.folder, model_state(model.weights), layout.control, found.index)
+        state = model_state(model.weights)
+        index = read_index_part(found.folder, found.manifest, layout, state)
+        layout.on_all(lambda: read_tensors(found.folder, state, index))
     return model, tokenizer
+
+
+def without_index(found: SavedModel | FolderModel) -> SavedModel | FolderModel:
+    """Return a model for other ranks, to which an index of many ranks is too large to be sent."""
+    return found if isinstance(found, FolderModel) else replace(found, index=dcp.Metadata({}))
 
 
 def tokenizer_of(found: SavedModel | FolderModel) -> Tokenizer:

@@ -8,10 +8,10 @@ from torch import Tensor
 from torchmars.checkpoint.huggingface import HF, weights_of_folder
 from torchmars.checkpoint.index import shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import (
-    index_on_all,
     model_state,
     named_parameters,
     optimizer_state,
@@ -57,9 +57,10 @@ def init_from(
         model.follow_weights()
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(Path(source), "full"))
-    index = index_on_all(folder, manifest, layout)
-    saved = shapes_in(index)
     state = model_state(model.weights)
+    ours = optimizer_state(optimizer) if with_optimizer else {}
+    index = read_index_part(folder, manifest, layout, state | ours)
+    saved = shapes_in(index)
     sizes = {
         name.removeprefix("model."): size
         for name, size in saved.items()
@@ -72,12 +73,13 @@ def init_from(
     if with_optimizer:
         taken, without = shared_state(optimizer, manifest.optimizer)
         shared = tuple(f"optimizer.{name}." for name in taken)
-        ours = optimizer_state(optimizer).items()
-        state |= {name: value for name, value in ours if name.startswith(shared) and name in saved}
+        state |= {
+            name: value for name, value in ours.items() if name.startswith(shared) and name in saved
+        }
         counts = f"{len(taken)} of {counted(len(manifest.optimizer), 'tensor')}"
         origin += f", and the optimizer's state of {counts}"
         origin += f" ({len(without)} without a last gradient)" if without else ""
-    read_tensors(folder, state, layout.control, index)
+    layout.on_all(lambda: read_tensors(folder, state, index))
     model.follow_weights()
     parameters = named_parameters(optimizer)
     return origin, [parameters[name] for name in without]

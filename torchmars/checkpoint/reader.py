@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner
@@ -25,14 +24,14 @@ from torchmars.checkpoint.storage import LOCAL, Storage
 def read_tensors(
     folder: Path,
     state: dict[str, Tensor],
-    group: dist.ProcessGroup | None,
     index: dcp.Metadata,
     storage: Storage = LOCAL,
 ) -> None:
     """Fill `state` in place from the checkpoint `folder`, of which `read_index` gave the index.
 
-    Called by all ranks of `group`, or for None by this process alone. Raises `DamagedCheckpoint`,
-    on every rank, where a tensor is missing, of another shape or cannot be read.
+    Each rank reads what it has a part of by itself: a plan of what all ranks read would pass
+    through the first one. Raises `DamagedCheckpoint` where a tensor is missing, of another shape or
+    cannot be read.
     """
     try:
         with warnings.catch_warnings():
@@ -41,8 +40,7 @@ def read_tensors(
             dcp.load(
                 state,
                 storage_reader=_TensorReader(folder, index, storage),
-                process_group=group,
-                no_dist=group is None,
+                no_dist=True,
             )
     except CheckpointException as error:
         for exception, _ in error.failures.values():

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.storage import LOCAL, Storage
 from torchmars.optim import MARS
@@ -118,28 +117,17 @@ def load(
     average; `average` is left as it is if not. Raises `DamagedCheckpoint` on every rank. Weights
     and state are then of no use until another load.
     """
-    index = index_on_all(folder, manifest, layout, storage)
+    whole = training_state(layout, model.weights, optimizer, average)
+    index = read_index_part(folder, manifest, layout, whole, storage)
     saved = index.state_dict_metadata
     has_average = any(name.startswith("ema.") for name in saved)
     absent = "rng." if has_average else ("rng.", "ema.")
-    whole = training_state(layout, model.weights, optimizer, average).items()
-    state = {name: value for name, value in whole if name in saved or not name.startswith(absent)}
-    read_tensors(folder, state, layout.control, index, storage)
+    state = {
+        name: value for name, value in whole.items() if name in saved or not name.startswith(absent)
+    }
+    layout.on_all(lambda: read_tensors(folder, state, index, storage))
     model.follow_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     if manifest.world_size == layout.world.size:
         set_rng_state({name: value for name, value in state.items() if name.startswith("rng.")})
     return has_average
-
-
-def index_on_all(
-    folder: Path, manifest: CheckpointManifest, layout: Layout, storage: Storage = LOCAL
-) -> dcp.Metadata:
-    """Return the index of the checkpoint `folder` on every rank.
-
-    Each reads it: that of many ranks is large, and sending it takes memory for one from each of
-    them. Raises `DamagedCheckpoint` on every rank.
-    """
-    read: list[dcp.Metadata] = []
-    layout.on_all(lambda: read.append(read_index(folder, manifest, storage)))
-    return read[0]
