@@ -5,9 +5,10 @@ there. The results travel back in another. Under HSDP each replica does its shar
 passes the results on to the others.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,8 @@ from torchmars.optim.orthogonalize import Orthogonalizer
 from torchmars.optim.owners import plan_buckets
 from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.same_plan import check_same_plan
-from torchmars.optim.tensors import local_part
-from torchmars.optim.tiles import Bucket, Slices, Tile, rank_bucket
+from torchmars.optim.tensors import flat_parts, flat_slices, local_part
+from torchmars.optim.tiles import Bucket, Tile, rank_bucket
 
 # Its name before torch 2.13 is the second one.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,19 +32,27 @@ BATCH_ELEMENTS = 2**24  # orthogonalised at once: enough to fill a device, littl
 OwnerLoads = dict[tuple[int, ...], dict[int, int]]
 
 
+class MatrixTile(NamedTuple):
+    """A tile of a matrix that has a gradient, and its values: those sent, or those computed."""
+
+    number: int
+    """The matrix's, among the `parameters` of its `Matrices`."""
+    tile: Tile
+    values: Tensor
+    """Flat."""
+
+
 class Matrices(Protocol):
     """The matrices of a group that an exchange reads its inputs from and writes its results to."""
 
     parameters: list[Tensor]
     """Those that have a gradient."""
 
-    def direction_input(self, number: int, shape: MatrixShape, place: Slices) -> Tensor:
-        """Return the input [1, rows, cols] for a place in the local shard of a parameter."""
+    def read(self, tiles: Sequence[MatrixTile]) -> None:
+        """Write what is to be orthogonalised to the values of each tile."""
 
-    def apply_direction(
-        self, number: int, shape: MatrixShape, tile: Tile, direction: Tensor
-    ) -> None:
-        """Take the result [1, rows, cols] of a tile of a parameter."""
+    def apply(self, tiles: Sequence[MatrixTile]) -> None:
+        """Take the results, the values of each tile."""
 
 
 # For each parameter with a gradient its group, and its number there.
@@ -97,41 +106,47 @@ class MatrixTraffic:
         """Whether anything is sent: not with one shard and one replica."""
         return len(self.place.ranks) > 1
 
-    def read(self, tile: Tile, places: Places) -> Tensor:
-        """Return the input [1, rows, cols] of a tile: zeros where a matrix has no gradient."""
-        number = tile.unit.parameter
-        if self.parameters[number] not in places:
-            shape = [part.stop - part.start for part in tile.local]
-            return torch.zeros((), device=self.device).expand(shape)
-        matrices, place = places[self.parameters[number]]
-        return matrices.direction_input(place, self.shapes[number], tile.local)
+    def read(self, tiles: Sequence[Tile], values: Sequence[Tensor], places: Places) -> None:
+        """Write the inputs of tiles to flat `values`: zeros where a matrix has no gradient."""
+        for matrices, with_gradient in self._by_group(tiles, values, places).items():
+            matrices.read(with_gradient)
+        for tile, target in zip(tiles, values):
+            if self.parameters[tile.unit.parameter] not in places:
+                target.zero_()
 
-    def write(self, tile: Tile, places: Places, direction: Tensor) -> None:
-        """Step along the direction [1, rows, cols] of a tile, where a matrix has a gradient."""
-        number = tile.unit.parameter
-        if self.parameters[number] in places:
-            matrices, place = places[self.parameters[number]]
-            matrices.apply_direction(place, self.shapes[number], tile, direction)
+    def apply(self, tiles: Sequence[Tile], values: Sequence[Tensor], places: Places) -> None:
+        """Step along the directions of tiles, flat `values`, where a matrix has a gradient."""
+        for matrices, with_gradient in self._by_group(tiles, values, places).items():
+            matrices.apply(with_gradient)
+
+    def _by_group(
+        self, tiles: Sequence[Tile], values: Sequence[Tensor], places: Places
+    ) -> dict[Matrices, list[MatrixTile]]:
+        """Return the tiles of matrices that have a gradient, the long ones last."""
+        groups: dict[Matrices, list[MatrixTile]] = {}
+        for tile, of_tile in sorted(zip(tiles, values), key=lambda pair: pair[0].numel):
+            if self.parameters[tile.unit.parameter] in places:
+                matrices, number = places[self.parameters[tile.unit.parameter]]
+                groups.setdefault(matrices, []).append(MatrixTile(number, tile, of_tile))
+        return groups
 
     def compute_here(self, bucket: Bucket, places: Places) -> None:
         """Orthogonalise a bucket of matrices where they are: nothing travels."""
-        tiles = {tile.unit: tile for tile in bucket.incoming[0]}
+        tile_of = {tile.unit: tile for tile in bucket.incoming[0]}
         for units in batches(bucket.owned):
             shape = len(units), units[0].rows, units[0].cols
             inputs = torch.empty(shape, dtype=self.wire, device=self.device)
-            for unit, matrix in zip(units, inputs):
-                matrix.copy_(self.read(tiles[unit], places)[0])
-            for unit, matrix in zip(units, self.orthogonalize(inputs, self.product)):
-                self.write(tiles[unit], places, matrix[None])
+            tiles = [tile_of[unit] for unit in units]
+            self.read(tiles, _cut(inputs, tiles), places)
+            directions = self.orthogonalize(inputs, self.product).contiguous()
+            self.apply(tiles, _cut(directions, tiles), places)
 
     def send(self, bucket: Bucket, places: Places) -> "Transfer":
         """Send this rank's tiles of what is orthogonalised to their owners."""
         tiles = [tile for tiles in bucket.outgoing for tile in tiles]
-        sizes = [tile.numel for tile in tiles]
-        packed = torch.empty(sum(sizes), dtype=self.wire, device=self.device)
-        for part, tile in zip(packed.split(sizes), tiles):
-            values = self.read(tile, places)
-            part.view(values.shape).copy_(values)
+        elements = sum(tile.numel for tile in tiles)
+        packed = torch.empty(elements, dtype=self.wire, device=self.device)
+        self.read(tiles, _cut(packed, tiles), places)
         return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
 
     def compute(self, bucket: Bucket, arrived: Tensor) -> "Transfer":
@@ -140,26 +155,28 @@ class MatrixTraffic:
         parts: dict[Unit, list[tuple[Tile, Tensor]]] = {}
         for tile, part in zip(incoming, arrived.split([tile.numel for tile in incoming])):
             parts.setdefault(tile.unit, []).append((tile, part))
-        for units in batches(bucket.owned):
-            matrices = arrived.new_empty(len(units), units[0].rows, units[0].cols)
+
+        def paired(units: list[Unit], matrices: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            """Return the parts of `matrices`, and what has arrived of each, in its shape."""
+            of_matrices, arrived = [], []
             for unit, matrix in zip(units, matrices):
                 for tile, part in parts[unit]:
-                    place = matrix[tile.in_unit]
-                    place.copy_(part.view(place.shape))
-            for unit, matrix in zip(units, self.orthogonalize(matrices, self.product)):
-                # What arrived has been read: its memory takes the result.
-                for tile, part in parts[unit]:
-                    place = matrix[tile.in_unit]
-                    part.view(place.shape).copy_(place)
+                    of_matrices.append(matrix[tile.in_unit])
+                    arrived.append(part.view(of_matrices[-1].shape))
+            return of_matrices, arrived
+
+        for units in batches(bucket.owned):
+            matrices = arrived.new_empty(len(units), units[0].rows, units[0].cols)
+            torch._foreach_copy_(*paired(units, matrices))
+            directions, arrived_parts = paired(units, self.orthogonalize(matrices, self.product))
+            # What arrived has been read: its memory takes the result.
+            torch._foreach_copy_(arrived_parts, directions)
         return self._all_to_all(arrived, bucket.incoming, bucket.outgoing)
 
     def write_results(self, bucket: Bucket, returned: Tensor, places: Places) -> None:
         """Pass the results on to the other replicas; write this rank's tiles of all of them."""
         for values, tiles in zip(self._of_all_replicas(bucket, returned), bucket.by_replica):
-            for part, tile in zip(values.split([tile.numel for tile in tiles]), tiles):
-                rows, cols = tile.local[1], tile.local[2]
-                direction = part.view(1, rows.stop - rows.start, cols.stop - cols.start)
-                self.write(tile, places, direction)
+            self.apply(tiles, _cut(values, tiles), places)
 
     def _of_all_replicas(self, bucket: Bucket, returned: Tensor) -> list[Tensor]:
         """Return this rank's results from the owners in each replica; its own gave `returned`."""
@@ -187,6 +204,13 @@ class MatrixTraffic:
             arriving, packed, received, sent, group=self.place.shard_group, async_op=True
         )
         return Transfer(arriving, work, packed)
+
+
+def _cut(packed: Tensor, tiles: Sequence[Tile]) -> list[Tensor]:
+    """Return the values of each tile, flat, of those that lie one after the other in `packed`."""
+    (whole,) = flat_parts([packed])
+    ends = itertools.accumulate(tile.numel for tile in tiles)
+    return flat_slices((whole, end - tile.numel, tile.numel) for tile, end in zip(tiles, ends))
 
 
 def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:

@@ -2,17 +2,19 @@
 
 A step runs two for each tensor. The first reads gradient and last gradient for all norms. The
 rule's own reads everything once more and writes it. Nothing waits for the device: every factor is a
-0-d tensor in the dtype of the computation.
+tensor in the dtype of the computation.
 """
 
 import functools
 import importlib
+import itertools
 import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,45 +22,73 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchmars.optim.rules.correction import write_if
+from torchmars.optim.rules.factors import Factors, split_factors
 
 logger = logging.getLogger(__name__)
 
-# Elements of a tensor. A kernel of its own does not pay for a smaller one.
-MIN_TENSOR_TO_COMPILE = 2**16
 # Local elements of all parameters. A smaller model trains faster than its kernels compile.
 MIN_MODEL_TO_COMPILE = 2**22
-# Tensors of one shape in a call. Calls cost time, and so does compiling long ones.
-TENSORS_PER_CALL = 4
+
+# Parts of a tensor that is added up on a GPU: some for each of its processors.
+GPU_PARTS = 1024
+# Elements that a CPU adds up in float64 at a time: half a MiB.
+CPU_PART = 2**16
 
 Tensors = Sequence[tuple[Tensor, ...]]
-Factor = TypeVar("Factor")
+
+
+class Calls(NamedTuple):
+    """What goes into a compiled call on a type of device."""
+
+    min_elements: int
+    """Of a tensor. On a CPU a kernel of its own does not pay for a smaller one. A GPU launches a
+    kernel for each operation where they are not compiled."""
+    max_tensors: int
+    """A call costs the host about as much as four tensors do. A CPU has that time, and long calls
+    compile slowly there."""
+
+
+CALLS = defaultdict(lambda: Calls(2**16, 4), cuda=Calls(2, 16))
 
 
 def run_kernel(
-    kernel: Callable[[Tensors, Sequence[Factor]], list[Tensor] | None],
+    kernel: Callable[[Tensors, Factors], Tensor | None],
     tensors: Tensors,
-    factors: Sequence[Factor],
+    factors: Factors,
     compile: bool,
-) -> list[Any]:
-    """Call `kernel` on all `tensors` with their `factors`, and return its results in order.
+) -> list[Tensor]:
+    """Call `kernel` on all `tensors` with their `factors`, and return the results of its calls.
 
-    With `compile`, large tensors go through the compiled one. It is cached by `kernel`, which must
-    be the same object at every step: define it at the top level of a module.
+    With `compile`, large tensors go through the compiled kernel, neighbours of one length together.
+    It is cached by `kernel`, which must be the same object at every step: define it at the top
+    level of a module.
     """
-    results: list[Any] = [None] * len(tensors)
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for number, (first, *_) in enumerate(tensors):
-        large = compile and first.numel() >= MIN_TENSOR_TO_COMPILE
-        by_shape.setdefault(tuple(first.shape) if large else (), []).append(number)
-    for shape, numbers in by_shape.items():
-        call = _compiled(kernel) if shape else kernel
-        while numbers:
-            count = TENSORS_PER_CALL if len(numbers) >= TENSORS_PER_CALL else 1
-            batch, numbers = numbers[:count], numbers[count:]
-            returned = call([tensors[i] for i in batch], [factors[i] for i in batch])
-            for number, result in zip(batch, returned or ()):
-                results[number] = result
+    calls = list(_calls([first for first, *_ in tensors], compile))
+    counts = [count for count, _ in calls]
+    results: list[Any] = []
+    start = 0
+    for (count, compiled), of_call in zip(calls, split_factors(factors, counts)):
+        call = _compiled(kernel) if compiled else kernel
+        results.append(call(tensors[start : start + count], of_call))
+        start += count
     return results
+
+
+def _calls(tensors: Sequence[Tensor], compile: bool) -> Iterator[tuple[int, bool]]:
+    """Yield how many of the `tensors` go into each call, and whether it is compiled."""
+
+    def length_to_compile(tensor: Tensor) -> int | None:
+        long = compile and tensor.numel() >= CALLS[tensor.device.type].min_elements
+        return tensor.numel() if long else None
+
+    for length, alike in itertools.groupby(tensors, length_to_compile):
+        first, *others = alike
+        left = 1 + len(others)
+        calls = 1 if length is None else -(-left // CALLS[first.device.type].max_tensors)
+        while calls:  # as even as can be: a kernel compiles once for each count
+            count = -(-left // calls)
+            yield count, length is not None
+            left, calls = left - count, calls - 1
 
 
 @functools.cache
@@ -105,16 +135,27 @@ def has_triton() -> bool:
     return True
 
 
-def inner_products(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
-    """Return [<g, g>, <g, h>, <h, h>] of each (g, h), in float64.
+def inner_products(tensors: Tensors, factors: None) -> Tensor:
+    """Return <g, g>, <g, h> and <h, h> of each (g, h), [n, 3] in float64.
 
     The norm that follows from them cancels when kappa is large, hence the float64.
     """
-    result = []
+    partial = []
     for g, h in tensors:
         g, h = _double(g), _double(h)
-        result.append(torch.stack([(g * g).sum(), (g * h).sum(), (h * h).sum()]))
-    return result
+        partial += [_partial_sums(each) for each in (g * g, g * h, h * h)]
+    return torch.stack(partial).sum(-1).view(-1, 3)
+
+
+def _partial_sums(values: Tensor) -> Tensor:
+    """Return sums of parts of `values`, of which there are as many whatever its length.
+
+    A GPU adds up those of all tensors in one kernel, and has one more for each tensor, which gives
+    work to all of it.
+    """
+    if values.is_cpu:
+        return values.sum()[None]
+    return F.pad(values, (0, -len(values) % GPU_PARTS)).view(GPU_PARTS, -1).sum(-1)
 
 
 def _double(values: Tensor) -> Tensor:
@@ -122,16 +163,29 @@ def _double(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32)).double()
 
 
-def squared_norms(tensors: Tensors, factors: Sequence[None]) -> list[Tensor]:
-    """Return [<g, g>, 0, 0] of each (g,), in float64, without memory beside g when not compiled."""
-    return [
-        F.pad(torch.linalg.vector_norm(g, dtype=torch.float64).square()[None], (0, 2))
-        for (g,) in tensors
-    ]
+def squared_norms(tensors: Tensors, factors: None) -> Tensor:
+    """Return <g, g>, 0 and 0 of each (g,), [n, 3] in float64. Not for torch.compile on GPUs."""
+    grads = [g for (g,) in tensors]
+    if grads[0].is_cpu:
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
+    else:
+        norms = float64_norms(grads, 2)
+    return F.pad(torch.stack(norms).square()[:, None], (0, 2))
+
+
+def float64_norms(tensors: list[Tensor], order: int) -> list[Tensor]:
+    """Return the 1-norm or 2-norm of each flat tensor, 0-d in float64, by the `order`.
+
+    A GPU takes one kernel for all of them. A CPU copies what it adds up to float64: some at a time.
+    """
+    if not tensors[0].is_cpu:
+        return list(torch._foreach_norm(tensors, order, torch.float64))
+    of_parts = [torch._foreach_norm(each.split(CPU_PART), order, torch.float64) for each in tensors]
+    return [torch.linalg.vector_norm(torch.stack(norms), order) for norms in of_parts]
 
 
 class KeepFactors(NamedTuple):
-    """The factors of one tensor's `keep_gradient_`."""
+    """The factors of `keep_gradient_`."""
 
     scale: Tensor
     """The factor of the global clip, s."""
@@ -139,10 +193,10 @@ class KeepFactors(NamedTuple):
     """`StepFactors.applied`."""
 
 
-def keep_gradient_(tensors: Tensors, factors: Sequence[KeepFactors]) -> None:
+def keep_gradient_(tensors: Tensors, factors: KeepFactors) -> None:
     """Set h to s g on each (g, h), in place."""
-    for (g, h), f in zip(tensors, factors):
-        write_if(f.applied, h, g.to(f.scale.dtype) * f.scale)
+    for g, h in tensors:
+        write_if(factors.applied, h, g.to(factors.scale.dtype) * factors.scale)
 
 
 def pays_to_keep_apart(last_grad: Tensor, momentum: Tensor) -> bool:

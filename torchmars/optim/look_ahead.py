@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchmars.optim.reduction import Reduction
 from torchmars.optim.step import GroupTensors, State
-from torchmars.optim.tensors import flat, local_part
+from torchmars.optim.tensors import flat_parts
 
 
 class LookAhead:
@@ -41,7 +41,8 @@ class LookAhead:
             gradient = gradients[parameter]
             used = gradient * reduction.scale.to(gradient.dtype)
             # Where one is broken none of them is used, since their norm is unknown.
-            flat(local_part(target)).copy_(torch.where(reduction.applied, used, math.nan))
+            (values,) = flat_parts([target])
+            values.copy_(torch.where(reduction.applied, used, math.nan))
         self.taken = True
 
     def swap(self, state: Mapping[Tensor, State]) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from torchmars.optim.kernels import inner_products, pays_to_keep_apart, run_kernel, squared_norms
 from torchmars.optim.plans import Plans
-from torchmars.optim.step import GroupCorrections, GroupTensors, StepFactors
+from torchmars.optim.rules.correction import Corrections
+from torchmars.optim.step import GroupTensors, StepFactors
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Reduction:
         corrections, apart = None, False
         if group.last_grads:
             apart = compile and pays_to_keep_apart(group.last_grads[0], group.momenta[0])
-            products, corrections = self._corrections(group, products, steps_made)
+            keep = not (exact or apart)
+            products, corrections = self._corrections(group, products, steps_made, keep)
         return StepFactors(
             applied=self.applied,
             scale=self.scale.to(group.dtype),
@@ -42,14 +44,13 @@ class Reduction:
             products=products,
             steps_made=steps_made,
             corrections=corrections,
-            keep_gradient=not (exact or apart),
             keep_apart=apart and not exact,
             compile=compile,
         )
 
     def _corrections(
-        self, group: GroupTensors, products: Tensor, steps_made: Tensor
-    ) -> tuple[Tensor, GroupCorrections]:
+        self, group: GroupTensors, products: Tensor, steps_made: Tensor, keep: bool
+    ) -> tuple[Tensor, Corrections]:
         """Return the usable products [n, 3] of the tensors of `group`, and their corrections."""
         gg, _, hh = products.unbind(-1)
         # Not finite, or too large: there is no correction then, as in a first step.
@@ -60,7 +61,8 @@ class Reduction:
         if group.settings["clip"] is not None:
             norms = corrected_squared_norms(products, self.scale, kappa).sqrt()
             clip = (group.settings["clip"] / norms).clamp(max=1.0)
-        return products, GroupCorrections(kappa.to(group.dtype), clip.to(group.dtype), unusable)
+        scale, kappa, clip = (each.to(group.dtype) for each in (self.scale, kappa, clip))
+        return products, Corrections(scale, kappa, clip, unusable, self.applied, keep)
 
 
 def reduce_gradients(
@@ -99,14 +101,14 @@ def _sum_products(
     """
     partial: dict[Tensor, Tensor] = {}
     for group in groups:
-        no_factors = [None] * len(group.grads)
         if with_last and group.last_grads:
             pairs = list(zip(group.grads, group.last_grads))
-            values = run_kernel(inner_products, pairs, no_factors, compile)
+            of_calls = run_kernel(inner_products, pairs, None, compile)
         else:
             singles = [(gradient,) for gradient in group.grads]
-            values = run_kernel(squared_norms, singles, no_factors, compile)
-        partial |= zip(group.parameters, values)
+            on_cpu = group.grads[0].is_cpu
+            of_calls = run_kernel(squared_norms, singles, None, compile and on_cpu)
+        partial |= zip(group.parameters, torch.cat(of_calls).unbind())
     without = torch.zeros(3, dtype=torch.float64, device=plans.device)
     sums = plans.shard_sum.sum([partial.get(p, without) for p in plans.parameters])
     return dict(zip(plans.parameters, sums))

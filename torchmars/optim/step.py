@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchmars.optim.kernels import KeepFactors, Tensors, keep_gradient_, run_kernel
 from torchmars.optim.rules import RULES, MatrixRule, Rule
-from torchmars.optim.rules.correction import TensorCorrection
+from torchmars.optim.rules.correction import Corrections
 from torchmars.optim.settings import Settings
-from torchmars.optim.tensors import flat, local_gradient, local_part
+from torchmars.optim.tensors import flat_parts, local_gradient
 
 State = dict[str, Tensor]  # of a parameter: "step" and the rule's buffers
 
@@ -35,11 +35,11 @@ class GroupTensors:
     ) -> None:
         self.rule, self.settings, self.parameters = rule, settings, parameters
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        self.weights = [flat(local_part(p)) for p in parameters]
-        self.grads = [flat(local_gradient(p)) for p in parameters]
+        self.weights = flat_parts(parameters)
+        self.grads = flat_parts(map(local_gradient, parameters))
         self.steps = [state["step"] for state in states]
         self.buffers = {
-            name: [flat(local_part(state[name])) for state in states]
+            name: flat_parts(state[name] for state in states)
             for name in states[0]
             if name != "step"
         }
@@ -109,17 +109,10 @@ def gather_gradients(
                 kind = parameter.dtype, parameter.grad.dtype, *state[parameter]
                 kinds.setdefault(kind, []).append(parameter)
         for parameters in kinds.values():
+            parameters.sort(key=lambda parameter: parameter.shape)  # as `run_kernel` likes them
             states = [state[parameter] for parameter in parameters]
             result.append(GroupTensors(RULES[group["rule"]], group, parameters, states, wire))
     return result
-
-
-class GroupCorrections(NamedTuple):
-    """The corrections of all tensors of a group. Tensors [n]."""
-
-    kappa: Tensor
-    clip: Tensor
-    unusable: Tensor
 
 
 @dataclass(frozen=True)
@@ -137,24 +130,14 @@ class StepFactors:
     """<g, g>, <g, h> and <h, h> of each whole tensor, [n, 3] in float64."""
     steps_made: Tensor
     """The steps that each tensor has made, [n] in float64."""
-    corrections: GroupCorrections | None
+    corrections: Corrections | None
     """None if no last gradient is kept."""
-    keep_gradient: bool
-    """Whether the rule's kernel makes the gradient just used the last gradient."""
     keep_apart: bool
-    """Whether a kernel of its own does: `keep_gradients`."""
+    """Whether a kernel of its own makes the gradient just used the last one: `keep_gradients`."""
     compile: bool
     """Whether large tensors go through compiled kernels."""
 
-    def correction_of_each(self) -> list[TensorCorrection]:
-        """Return the correction of each tensor. Only where last gradients are kept."""
-        assert self.corrections is not None
-        return [
-            TensorCorrection(self.scale, kappa, clip, unusable, self.applied, self.keep_gradient)
-            for kappa, clip, unusable in zip(*(each.unbind() for each in self.corrections))
-        ]
-
-    def run(self, kernel: Callable, tensors: Tensors, factors: Sequence[Any]) -> None:
+    def run(self, kernel: Callable, tensors: Tensors, factors: tuple) -> None:
         """Run a rule's kernel on all tensors with their factors."""
         run_kernel(kernel, tensors, factors, self.compile)
 
@@ -162,4 +145,4 @@ class StepFactors:
         """Make the gradients just used the last gradients, where the rule's kernel has not."""
         if self.keep_apart:
             pairs = list(zip(group.grads, group.last_grads))
-            self.run(keep_gradient_, pairs, [KeepFactors(self.scale, self.applied)] * len(pairs))
+            self.run(keep_gradient_, pairs, KeepFactors(self.scale, self.applied))

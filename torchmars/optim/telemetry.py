@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchmars.optim.kernels import float64_norms
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import Settings
 from torchmars.optim.step import State, StepFactors
-from torchmars.optim.tensors import local_part
+from torchmars.optim.tensors import flat_parts
 
 
 class GroupTelemetry(NamedTuple):
@@ -36,7 +37,7 @@ class GroupTelemetry(NamedTuple):
         sums = [gg.sum(), scale**2 * gg.sum(), memory.sum()]
         if self.step.corrections is None:
             return F.pad(torch.stack(sums), (0, 6))
-        kappa, clip, _ = self.step.corrections
+        kappa, clip = self.step.corrections.kappa, self.step.corrections.clip
         differences = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0)
         sums += [scale**2 * gg.sum(), scale * gh.sum(), hh.sum()]
         sums += [(kappa.double() ** 2 * differences).sum(), (clip < 1).double().sum()]
@@ -50,25 +51,25 @@ def squared_memories(
 
     Collective over the ranks that share a parameter.
     """
-    of_parts = [
-        _squared_memory(state[parameter], RULES[group["rule"]].momentum_scale(group))
-        for group in param_groups
-        for parameter in group["params"]
-    ]
+    of_parts: list[Tensor] = []
+    for group in param_groups:
+        if group["params"]:
+            of_parts += _squared_memories(group, [state[each] for each in group["params"]])
     return dict(zip(plans.parameters, plans.shard_sum.sum(of_parts)))
 
 
-def _squared_memory(state: State, momentum_scale: float) -> Tensor:
-    """Return the squared size of what a tensor's shard remembers, 0-d in float64.
+def _squared_memories(group: Settings, states: Sequence[State]) -> list[Tensor]:
+    """Return the squared size of what a rank's shards of a group remember, 0-d in float64.
 
     It is the sum of the second moment, or without one the squared norm of the momentum as an
     average: times `Rule.momentum_scale`.
     """
-    if "exp_avg_sq" in state:
-        return local_part(state["exp_avg_sq"]).sum(dtype=torch.float64)
-    momentum = next(value for name, value in state.items() if name != "step")
-    norm = torch.linalg.vector_norm(local_part(momentum), dtype=torch.float64)
-    return (momentum_scale * norm).square()
+    names = [name for name in states[0] if name != "step"]
+    if "exp_avg_sq" in names:
+        return float64_norms(flat_parts(state["exp_avg_sq"] for state in states), 1)
+    norms = float64_norms(flat_parts(state[names[0]] for state in states), 2)
+    scale = RULES[group["rule"]].momentum_scale(group)
+    return list((scale * torch.stack(norms)).square().unbind())
 
 
 def report(

@@ -1,10 +1,16 @@
 """A tensor as one rank's kernels see it: local, flat, and laid out in memory like its parameter."""
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from torchmars.optim.matrices import Interval, intervals
+
+_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -14,8 +20,12 @@ def local_part(tensor: Tensor) -> Tensor:
     no memory of its own: the result is the one inside. Raises `TypeError` if that has not the same
     values, as in a quantised weight.
     """
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    if type(local) is Tensor or not hasattr(local, "__tensor_flatten__"):
+    return _innermost(tensor).detach()
+
+
+def _innermost(tensor: Tensor) -> Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if type(local) in (Tensor, Parameter) or not hasattr(local, "__tensor_flatten__"):
         return local
     # The protocol of torch's wrappers: first the attributes that hold tensors.
     (name, *_), _ = local.__tensor_flatten__()
@@ -24,7 +34,7 @@ def local_part(tensor: Tensor) -> Tensor:
         raise TypeError(
             f"a {type(local).__name__} of {local.dtype} has its values in a tensor of {inner.dtype}"
         )
-    return local_part(inner)
+    return _innermost(inner)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -54,15 +64,30 @@ def local_intervals(tensor: Tensor) -> tuple[Interval, ...]:
     return intervals(tensor.shape, mesh.shape, tensor.placements, coordinate)
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's elements in the order of its memory, as one dim that shares it.
+def flat_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's part of each dense tensor as one dim, in the order of its memory."""
+    local = [_innermost(tensor) for tensor in tensors]
+    with _untracked_views():
+        return [each.as_strided((each.numel(),), (1,)) for each in local]
 
-    The result is no view of the tensor: torch.compile would make kernels for every shape that a
-    view comes from.
+
+def flat_slices(slices: Iterable[tuple[Tensor, int, int]]) -> list[Tensor]:
+    """Return elements of flat tensors, sharing their memory.
+
+    Each slice is a tensor, its first element, and how many elements there are.
     """
-    return tensor.new_empty(0).set_(
-        tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,)
-    )
+    with _untracked_views():
+        return [tensor.narrow(0, first, count) for tensor, first, count in slices]
+
+
+def _untracked_views() -> AbstractContextManager:
+    """Return a context in which autograd is not told that views are views.
+
+    torch.compile would make kernels for every shape that a view comes from, and takes longer to
+    check views. They are also made faster so.
+    """
+    # Private, torch 2.11 to 2.13.
+    return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
@@ -80,5 +105,5 @@ def local_gradient(parameter: Tensor) -> Tensor:
         and gradient.placements != parameter.placements
     ):
         gradient = gradient.redistribute(placements=parameter.placements)
-    local, like = local_part(gradient), local_part(parameter)
+    local, like = _innermost(gradient), _innermost(parameter)
     return local if local.stride() == like.stride() else torch.empty_like(like).copy_(local)

@@ -8,16 +8,14 @@ from torch.distributed.tensor.placement_types import Placement
 from torchmars.optim.matrices import Block, MatrixShape, Unit
 from torchmars.optim.meshes import MeshPlace
 
-Slices = tuple[slice, slice, slice]  # of a rank's part of a parameter, seen as [batch, rows, cols]
-
 
 @dataclass
 class Tile:
     """A rank's part of one unit: where it lies in the local shard and how long it is."""
 
     unit: Unit
-    local: Slices
-    """Within the local shard, seen as [batch, rows, cols]."""
+    start: int
+    """Its first element, within the local shard. The others follow: a unit has whole rows."""
     in_unit: tuple[slice, slice]
     """Within the unit's matrix."""
     numel: int
@@ -29,10 +27,10 @@ def tile_of(unit: Unit, block: Block) -> Tile | None:
     if part is None:
         return None
     (b0, b1), (r0, r1), (c0, c1) = part
-    (batch, _), (row, _), (col, _) = block
+    (batch, _), (row, last_row), _ = block
     return Tile(
         unit,
-        (slice(b0 - batch, b1 - batch), slice(r0 - row, r1 - row), slice(c0 - col, c1 - col)),
+        ((b0 - batch) * (last_row - row) + r0 - row) * (c1 - c0),
         (slice(r0 - unit.row, r1 - unit.row), slice(c0, c1)),
         (r1 - r0) * (c1 - c0),
     )

@@ -1,20 +1,25 @@
 """The update of weights and state by every rule, while matrices travel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from torchmars.optim.exchange import Exchange
-from torchmars.optim.kernels import Tensors
-from torchmars.optim.matrices import MatrixShape
+from torchmars.optim.exchange import Exchange, MatrixTile
+from torchmars.optim.kernels import Tensors, run_kernel
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import ElementwiseRule, MatrixRule
-from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient, write_if
-from torchmars.optim.rules.lean import LeanFactors, lean_factors, lean_momentum_
+from torchmars.optim.rules.correction import Corrections, corrected_gradient_, write_if
+from torchmars.optim.rules.factors import factors_of_each
+from torchmars.optim.rules.lean import (
+    DirectionFactors,
+    LeanFactors,
+    lean_direction_,
+    lean_factors,
+    lean_momentum_,
+)
 from torchmars.optim.step import GroupTensors, StepFactors
-from torchmars.optim.tensors import local_part
-from torchmars.optim.tiles import Slices, Tile
+from torchmars.optim.tensors import flat_slices
 
 
 def update_groups(
@@ -48,7 +53,7 @@ class MatrixUpdate:
     def __init__(self, rule: MatrixRule, group: GroupTensors, step: StepFactors) -> None:
         self.rule, self.group, self.step = rule, group, step
         self.parameters = group.parameters
-        self.lean: list[LeanFactors] | None = None
+        self.lean: LeanFactors | None = None
         if step.corrections is None:
             self.lean = lean_factors(group, step, rule.lean_form(group.settings))
         self.lr = group.scalar(group.settings["lr"]) * step.applied
@@ -59,33 +64,39 @@ class MatrixUpdate:
         if self.lean is not None:
             return
         rate = self.group.scalar(1 - self.group.settings["betas"][0])
-        factors = [(correction, rate) for correction in self.step.correction_of_each()]
         tensors = list(zip(self.group.momenta, self.group.grads, self.group.last_grads))
-        self.step.run(mars_momentum_, tensors, factors)
+        self.step.run(mars_momentum_, tensors, (self.step.corrections, rate))
         self.step.keep_gradients(self.group)
 
-    def direction_input(self, number: int, shape: MatrixShape, place: Slices) -> Tensor:
-        """Return the part `place` of what is to be orthogonalised for parameter `number`.
-
-        `place` is within the local [batch, rows, cols].
-        """
-        momentum = self._matrix(self.group.momenta[number], number, shape)[place]
+    def read(self, tiles: Sequence[MatrixTile]) -> None:
+        """Write to the values of each tile what is to be orthogonalised."""
+        momenta = _of_tiles(self.group.momenta, tiles)
+        values = [tile.values for tile in tiles]
         if self.lean is None:
-            return momentum
-        factors = self.lean[number]
-        gradient = self._matrix(self.group.grads[number], number, shape)[place]
-        used = factors.scale * torch.where(self.step.applied, gradient, 0).to(self.group.dtype)
-        return factors.mix * momentum.to(self.group.dtype) + factors.out * used
+            torch._foreach_copy_(values, momenta)
+            return
+        outs = self.lean.out.unbind()
+        factors = DirectionFactors(
+            self.lean.scale,
+            self.lean.applied,
+            self.lean.mix,
+            torch.stack([outs[tile.number] for tile in tiles]),
+        )
+        grads = _of_tiles(self.group.grads, tiles)
+        self._run_on_tiles(lean_direction_, list(zip(values, momenta, grads)), factors)
 
-    def apply_direction(
-        self, number: int, shape: MatrixShape, tile: Tile, direction: Tensor
-    ) -> None:
-        """Step along an orthogonalised `direction` in a tile of parameter `number`."""
-        lr = self.lr * self.rule.scale(tile.unit.rows, tile.unit.cols)
-        x = self._matrix(self.group.weights[number], number, shape)[tile.local]
-        # x itself, but for a bfloat16 parameter, which is rounded once.
-        wide = x.to(self.group.dtype)
-        x.copy_(wide.mul_(self.keep).addcmul_(direction.to(self.group.dtype), lr, value=-1))
+    def apply(self, tiles: Sequence[MatrixTile]) -> None:
+        """Step along an orthogonalised direction, the values of each tile."""
+        shapes = [(each.tile.unit.rows, each.tile.unit.cols) for each in tiles]
+        lr_of = {shape: self.lr * self.rule.scale(*shape) for shape in set(shapes)}
+        lr = torch.stack([lr_of[shape] for shape in shapes])
+        weights, directions = _of_tiles(self.group.weights, tiles), [tile.values for tile in tiles]
+        self._run_on_tiles(step_along_, list(zip(weights, directions)), (lr, self.keep))
+
+    def _run_on_tiles(self, kernel: Callable, tensors: Tensors, factors: tuple) -> None:
+        """Run `kernel`: on CPUs not compiled, since it would round otherwise and save little."""
+        on_gpu = self.group.weights[0].is_cuda
+        run_kernel(kernel, tensors, factors, compile=self.step.compile and on_gpu)
 
     def update_lean_momenta(self) -> None:
         """Update lean momenta, whose old values the directions were made of."""
@@ -93,17 +104,27 @@ class MatrixUpdate:
             tensors = list(zip(self.group.momenta, self.group.grads))
             self.step.run(lean_momentum_, tensors, self.lean)
 
-    def _matrix(self, values: Tensor, number: int, shape: MatrixShape) -> Tensor:
-        return values.view(shape.local(local_part(self.parameters[number]).shape))
+
+def _of_tiles(tensors: Sequence[Tensor], tiles: Sequence[MatrixTile]) -> list[Tensor]:
+    """Return each tile of `tensors`, the flat ones of a group."""
+    return flat_slices((tensors[each.number], each.tile.start, each.tile.numel) for each in tiles)
 
 
-def mars_momentum_(tensors: Tensors, factors: Sequence[tuple[TensorCorrection, Tensor]]) -> None:
+def mars_momentum_(tensors: Tensors, factors: tuple[Corrections, Tensor]) -> None:
     """Update the first moment of the corrected gradient on each (m, g, h), in place.
 
     The second factor is one minus beta1.
     """
-    for (m, g, h), (correction, rate) in zip(tensors, factors):
-        used, c = corrected_gradient(g, h, correction)
+    for (m, g, h), (correction, rate) in zip(tensors, factors_of_each(factors, len(tensors))):
+        c = corrected_gradient_(g, h, correction)
         write_if(correction.applied, m, m + rate * (c - m))
-        if correction.keep:
-            write_if(correction.applied, h, used)
+
+
+def step_along_(tensors: Tensors, factors: tuple[Tensor, Tensor]) -> None:
+    """Step along the direction d on each (x, d), in place: x <- keep x - lr d.
+
+    The factors are lr and keep. A bfloat16 x is rounded once.
+    """
+    for (x, d), (lr, keep) in zip(tensors, factors_of_each(factors, len(tensors))):
+        wide = x.to(keep.dtype)
+        x.copy_(wide.mul_(keep).addcmul_(d.to(keep.dtype), lr, value=-1))

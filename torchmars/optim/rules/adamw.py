@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torchmars.optim.rules.by_role import mars_settings_by_role
-from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient, write_if
+from torchmars.optim.rules.correction import Corrections, corrected_gradient_, write_if
+from torchmars.optim.rules.factors import factors_of_each
 from torchmars.optim.rules.rule import ElementwiseRule
 from torchmars.optim.settings import (
     BETAS,
@@ -101,13 +101,12 @@ class MarsAdamW(AdamW):
     def update(self, group: GroupTensors, step: StepFactors) -> None:
         moments = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
         tensors = list(zip(group.weights, group.grads, group.last_grads, *moments))
-        factors = list(zip(step.correction_of_each(), moment_factors(group, step)))
-        step.run(mars_adamw_, tensors, factors)
+        step.run(mars_adamw_, tensors, (step.corrections, moment_factors(group, step)))
         step.keep_gradients(group)
 
 
 class MomentFactors(NamedTuple):
-    """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
+    """What updates weights by moments: 0-d tensors in the computation's dtype, or [n]."""
 
     scale: Tensor
     """The factor of the global clip."""
@@ -121,51 +120,34 @@ class MomentFactors(NamedTuple):
     rate2: Tensor
     """One minus beta2."""
     unbias1: Tensor
-    """The bias correction of the first moment, 1 / (1 - beta1^t)."""
+    """The bias corrections of the first moment, 1 / (1 - beta1^t), [n]."""
     unbias2: Tensor
-    """The bias correction of the second moment."""
+    """The bias corrections of the second moment, [n]."""
 
 
-def moment_factors(group: GroupTensors, step: StepFactors) -> list[MomentFactors]:
-    """Return the factors of each tensor of `group`."""
-    betas = group.settings["betas"]
-    unbias1, unbias2 = (
-        (1 / (1 - beta ** (step.steps_made + 1))).to(group.dtype).unbind() for beta in betas
+def moment_factors(group: GroupTensors, step: StepFactors) -> MomentFactors:
+    """Return the factors of the tensors of `group`."""
+    settings, betas = group.settings, group.settings["betas"]
+    rates = [group.scalar(1 - beta) for beta in betas]
+    unbias = [(1 / (1 - beta ** (step.steps_made + 1))).to(group.dtype) for beta in betas]
+    return MomentFactors(
+        step.scale,
+        step.applied,
+        *(group.scalar(settings[key]) for key in ("lr", "weight_decay", "eps")),
+        *rates,
+        *unbias,
     )
-    lr, weight_decay, eps = (
-        group.scalar(group.settings[key]) for key in ("lr", "weight_decay", "eps")
-    )
-    rate1, rate2 = (group.scalar(1 - beta) for beta in betas)
-    return [
-        MomentFactors(
-            scale=step.scale,
-            applied=step.applied,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            rate1=rate1,
-            rate2=rate2,
-            unbias1=first,
-            unbias2=second,
-        )
-        for first, second in zip(unbias1, unbias2)
-    ]
 
 
-def mars_adamw_(
-    tensors: Tensors, factors: Sequence[tuple[TensorCorrection, MomentFactors]]
-) -> None:
+def mars_adamw_(tensors: Tensors, factors: tuple[Corrections, MomentFactors]) -> None:
     """Update each (p, g, h, m, v) in place."""
-    for (p, g, h, m, v), (correction, f) in zip(tensors, factors):
-        used, c = corrected_gradient(g, h, correction)
-        _step_by_moments(p, c, m, v, f)
-        if correction.keep:
-            write_if(f.applied, h, used)
+    for (p, g, h, m, v), (correction, f) in zip(tensors, factors_of_each(factors, len(tensors))):
+        _step_by_moments(p, corrected_gradient_(g, h, correction), m, v, f)
 
 
-def adamw_(tensors: Tensors, factors: Sequence[MomentFactors]) -> None:
+def adamw_(tensors: Tensors, factors: MomentFactors) -> None:
     """Update each (p, g, m, v) in place."""
-    for (p, g, m, v), f in zip(tensors, factors):
+    for (p, g, m, v), f in zip(tensors, factors_of_each(factors, len(tensors))):
         _step_by_moments(p, g.to(f.scale.dtype) * f.scale, m, v, f)
 
 

@@ -14,28 +14,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class TensorCorrection(NamedTuple):
-    """What makes the corrected gradient of one tensor. 0-d tensors in the computation's dtype."""
+class Corrections(NamedTuple):
+    """What makes corrected gradients, in the computation's dtype.
+
+    Of the tensors of a group: [n] where nothing else is said. Or of one tensor, 0-d.
+    """
 
     scale: Tensor
-    """The factor of the global clip, s."""
+    """The factor of the global clip, s, 0-d."""
     kappa: Tensor
     """The strength of the correction."""
     clip: Tensor
     """The factor that clips the corrected gradient."""
     unusable: Tensor
-    """A bool: h is not finite or too large to compute with. kappa is 0 then."""
+    """Bools: h is not finite or too large to compute with. kappa is 0 then."""
     applied: Tensor
     """`StepFactors.applied`."""
     keep: bool
-    """Whether the gradient just used becomes the last gradient."""
+    """Whether the kernel makes the gradient just used the last gradient."""
 
 
-def corrected_gradient(g: Tensor, h: Tensor, f: TensorCorrection) -> tuple[Tensor, Tensor]:
-    """Return the gradient after the global clip, and its clipped correction (equation 4.2)."""
+def corrected_gradient_(g: Tensor, h: Tensor, f: Corrections) -> Tensor:
+    """Return the clipped corrected gradient (equation 4.2), and set h to s g in place if `f.keep`.
+
+    It is made of the gradient after the global clip.
+    """
     used = g.to(f.scale.dtype) * f.scale
     last = used.where(f.unusable, h.to(used.dtype))
-    return used, (used + f.kappa * (used - last)) * f.clip
+    corrected = (used + f.kappa * (used - last)) * f.clip
+    if f.keep:
+        write_if(f.applied, h, used)
+    return corrected
 
 
 def write_if(applied: Tensor, target: Tensor, values: Tensor) -> None:

@@ -6,10 +6,10 @@ of MARS's momentum: see `mars_lean_form`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchmars.optim.rules.correction import write_if
+from torchmars.optim.rules.factors import factors_of_each
 from torchmars.optim.settings import Settings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def mars_lean_form(settings: Settings) -> LeanForm:
 
 
 class LeanFactors(NamedTuple):
-    """The factors of one tensor's pass: those of `LeanForm` and others, 0-d tensors."""
+    """The factors of kernels of a lean momentum: 0-d tensors in the computation's dtype, or [n]."""
 
     scale: Tensor
     """The factor of the global clip."""
@@ -60,27 +60,41 @@ class LeanFactors(NamedTuple):
     lr: Tensor
     weight_decay: Tensor
     mix: Tensor
-    out: Tensor
     decay: Tensor
+    out: Tensor
+    """[n], like `weight`: a first step has others."""
     weight: Tensor
 
 
-def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> list[LeanFactors]:
-    """Return the factors of each tensor of `group`."""
-    lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
-    mix, decay = group.scalar(form.mix), group.scalar(form.decay)
-    first_step = (step.steps_made == 0).double()
-    outs, weights = (
-        (value + form.first * first_step).to(group.dtype).unbind()
-        for value in (form.out, form.weight)
+def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> LeanFactors:
+    """Return the factors of the tensors of `group`."""
+    settings, first_step = group.settings, (step.steps_made == 0).double()
+    return LeanFactors(
+        step.scale,
+        step.applied,
+        *(group.scalar(settings[key]) for key in ("lr", "weight_decay")),
+        *(group.scalar(value) for value in (form.mix, form.decay)),
+        *((each + form.first * first_step).to(group.dtype) for each in (form.out, form.weight)),
     )
-    return [
-        LeanFactors(step.scale, step.applied, lr, weight_decay, mix, out, decay, weight)
-        for out, weight in zip(outs, weights)
-    ]
 
 
-def lean_momentum_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
+class DirectionFactors(NamedTuple):
+    """The factors of `lean_direction_`: those of `LeanFactors` for each tile."""
+
+    scale: Tensor
+    applied: Tensor
+    mix: Tensor
+    out: Tensor
+
+
+def lean_direction_(tensors: Tensors, factors: DirectionFactors) -> None:
+    """Write mix u + out g to the target of each (target, u, g), in the target's dtype."""
+    for (target, u, g), f in zip(tensors, factors_of_each(factors, len(tensors))):
+        used = f.scale * g.where(f.applied, 0).to(f.scale.dtype)
+        target.copy_(f.mix * u.to(f.scale.dtype) + f.out * used)
+
+
+def lean_momentum_(tensors: Tensors, factors: LeanFactors) -> None:
     """Set u <- decay u + weight g on each (u, g), in place."""
-    for (u, g), f in zip(tensors, factors):
+    for (u, g), f in zip(tensors, factors_of_each(factors, len(tensors))):
         write_if(f.applied, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale))

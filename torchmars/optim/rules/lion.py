@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torchmars.optim.rules.by_role import mars_settings_by_role
-from torchmars.optim.rules.correction import TensorCorrection, corrected_gradient, write_if
+from torchmars.optim.rules.correction import Corrections, corrected_gradient_, write_if
+from torchmars.optim.rules.factors import factors_of_each
 from torchmars.optim.rules.lean import LeanFactors, LeanForm, lean_factors, mars_lean_form
 from torchmars.optim.rules.rule import ElementwiseRule
 from torchmars.optim.settings import (
@@ -80,40 +80,36 @@ class MarsLion(Lion):
         tensors = list(zip(group.weights, group.grads, group.last_grads, group.momenta))
         lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
         rate = group.scalar(1 - group.settings["betas"][0])
-        factors = [
-            LionFactors(correction, step.applied, lr, weight_decay, rate)
-            for correction in step.correction_of_each()
-        ]
-        step.run(mars_lion_, tensors, factors)
+        step.run(mars_lion_, tensors, LionFactors(step.corrections, lr, weight_decay, rate))
         step.keep_gradients(group)
 
 
 class LionFactors(NamedTuple):
-    """The factors of one tensor's pass: 0-d tensors in the computation's dtype."""
+    """The factors of `mars_lion_`: 0-d tensors in the computation's dtype, and the corrections."""
 
-    correction: TensorCorrection
-    applied: Tensor
-    """`StepFactors.applied`."""
+    correction: Corrections
     lr: Tensor
     weight_decay: Tensor
     rate: Tensor
     """One minus beta1."""
 
+    @property
+    def applied(self) -> Tensor:
+        """`StepFactors.applied`."""
+        return self.correction.applied
 
-def mars_lion_(tensors: Tensors, factors: Sequence[LionFactors]) -> None:
+
+def mars_lion_(tensors: Tensors, factors: LionFactors) -> None:
     """Update each (p, g, h, m) in place: x <- x - lr (sign(m) + weight_decay x)."""
-    for (p, g, h, m), f in zip(tensors, factors):
-        used, c = corrected_gradient(g, h, f.correction)
-        new_m = m + f.rate * (c - m)
+    for (p, g, h, m), f in zip(tensors, factors_of_each(factors, len(tensors))):
+        new_m = m + f.rate * (corrected_gradient_(g, h, f.correction) - m)
         _step_by_sign(p, new_m, f)
         write_if(f.applied, m, new_m)
-        if f.correction.keep:
-            write_if(f.applied, h, used)
 
 
-def lean_lion_(tensors: Tensors, factors: Sequence[LeanFactors]) -> None:
+def lean_lion_(tensors: Tensors, factors: LeanFactors) -> None:
     """Update each (p, u, g) in place, by the sign of mix u + out g."""
-    for (p, u, g), f in zip(tensors, factors):
+    for (p, u, g), f in zip(tensors, factors_of_each(factors, len(tensors))):
         used, wide = g.to(f.scale.dtype) * f.scale, u.to(f.scale.dtype)
         _step_by_sign(p, f.mix * wide + f.out * used, f)
         write_if(f.applied, u, f.decay * wide + f.weight * used)
