@@ -120,7 +120,9 @@ def exchange_parts(x: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
     sent = [sum(unit % ranks == other for unit in units) for other in range(ranks)]
     wanted = [projection * ranks + rank for projection in range(parts)]
     received = [sum(unit // parts == other for unit in wanted) for other in range(ranks)]
-    pieces = x.unflatten(-1, (parts, -1)).movedim(-2, 0)[order].contiguous()
+    own = x.unflatten(-1, (parts, -1))
+    # Not own[..., order, :]: of a list torch makes a tensor, and a GPU waits for its copy.
+    pieces = torch.stack([own[..., place, :] for place in order])
     arrived: Tensor = all_to_all_single_autograd(pieces, received, sent, group)
     return arrived.movedim(0, -2).flatten(-2)
 

@@ -1,0 +1,139 @@
+"""Steps on fake GPUs, without one: nothing waits, and no step starts more than it did."""
+
+import importlib.util
+
+import pytest
+
+from tests.support import fake_cuda
+from tests.support.full import full_but, selected
+from torchmars.optim.rules import RULES
+
+LAYERS, VOCABULARY = 2, 512
+LAYOUTS = {
+    "FSDP 8": (8, {}),
+    "HSDP 2x4": (8, {"dp_replicate": 2}),
+    "TP 2": (2, {"tp": 2}),
+    "CP 2": (2, {"cp": 2}),
+    "CP 2 Ulysses": (2, {"cp": 2, "cp_method": "ulysses"}),
+    "PP 2": (2, {"pp": 2}),
+    "PP 2 ZBV": (2, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),
+}
+NARROW = {"momentum_dtype": "bfloat16", "last_grad_dtype": "bfloat16"}
+TECHNIQUES = {
+    "documents": {"data": {"separate_documents": True}},
+    "selective": {"activation_checkpoint": {"mode": "selective"}},
+    "full": {"activation_checkpoint": {"mode": "full"}},
+    "microbatches": {"training": {"microbatch_size": 1}},
+    "bfloat16 state": {"optimizer": NARROW},
+    "exact": {"optimizer": {"mode": "exact"}},
+    "EMA": {"training": {"ema_decay": 0.9}},
+    "float8": {"training": {"float8": {"recipe": "tensorwise", "emulate": True}}},
+}
+CASES = [
+    *(("gpt2", rule, "FSDP 8", "") for rule in RULES),
+    *(("llama", rule, "HSDP 2x4", "") for rule in RULES),
+    *((model, "mars-adamw", layout, "") for model in ("gpt2", "llama") for layout in LAYOUTS),
+    *(("llama", "mars-m", layout, "") for layout in LAYOUTS),
+    *(("gpt2", "mars-adamw", "FSDP 8", technique) for technique in TECHNIQUES),
+    *(("llama", "mars-m", "HSDP 2x4", technique) for technique in TECHNIQUES),
+]
+CASES = list(dict.fromkeys(CASES))
+# What a pass of a microbatch starts on a GPU: for each layer, and beside them.
+OF_LAYER, OF_MODEL = {"gpt2": 60, "llama": 180}, 80
+# More for each layer.
+MORE = {
+    "TP 2": 60,
+    "CP 2": 50,
+    "CP 2 Ulysses": 30,
+    "PP 2 ZBV": 20,
+    "selective": 60,
+    "full": 60,
+    "float8": 480,
+}
+# What the optimizer starts: for each tensor, and for a step.
+OF_TENSOR = {
+    "mars-adamw": 8,
+    "mars-lion": 6,
+    "mars-shampoo": 13,
+    "mars-m": 14,
+    "adamw": 1,
+    "lion": 8,
+    "muon": 10,
+}
+OF_NARROW_STATE, OF_STEP = 10, 120
+QUICK = [
+    *(("gpt2", rule, "FSDP 8", "") for rule in ("mars-adamw", "muon")),
+    *(("llama", rule, "HSDP 2x4", "") for rule in ("mars-m", "mars-lion")),
+    ("gpt2", "mars-adamw", "TP 2", ""),
+    ("llama", "mars-adamw", "CP 2", ""),
+    ("gpt2", "mars-adamw", "PP 2", ""),
+    *(("gpt2", "mars-adamw", "FSDP 8", each) for each in ("exact", "microbatches")),
+    *(("llama", "mars-m", "HSDP 2x4", each) for each in ("documents", "selective")),
+]
+
+
+def tables(model, rule, layout, technique):
+    """The tables of a config whose matrices are large enough for kernels of their own."""
+    stages = 2 if "ZBV" in layout else 1  # on each rank
+    result = {
+        "run": {"name": "fake"},
+        "model": {"name": model, "n_layer": stages * LAYERS, "n_head": 4, "n_embd": 1024},
+        "data": {"source": "text", "files": ["text.txt"]},
+        "training": {
+            "global_batch_size": 16,
+            "seq_len": 64,
+            "dtype": "bfloat16",
+            "compile": False,
+        },
+        "optimizer": {"name": rule},
+        "parallelism": LAYOUTS[layout][1],
+    }
+    for section, values in TECHNIQUES.get(technique, {}).items():
+        result[section] = result.get(section, {}) | values
+    return result
+
+
+@pytest.fixture(scope="module")
+def found(request):
+    """What the steps of all cases that run do, made together."""
+    if reason := fake_cuda.obstacle():
+        pytest.skip(reason)
+    cases = selected(request, "model", "rule", "layout", "technique")
+    steps = [
+        {"tables": tables(*case), "world": LAYOUTS[case[2]][0], "vocab_size": VOCABULARY}
+        for case in cases
+    ]
+    return dict(zip(cases, fake_cuda.found(steps)))
+
+
+@pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES))
+def test_a_step_waits_for_nothing(found, model, rule, layout, technique):
+    if technique == "float8" and importlib.util.find_spec("torchao") is None:
+        pytest.skip("needs torchao")
+    step = found[model, rule, layout, technique]
+    assert "error" not in step, step["error"]
+    for part in (step["passes"], step["optimizer"]):
+        assert part["waits"] == part["to_host"] == []
+    copied = step["passes"]["to_device"]
+    of_each = 2 if technique == "documents" else 1  # tokens, and where documents begin
+    passes = 2 if technique == "exact" else 1
+    assert len(copied) <= of_each * passes * step["microbatches"], copied
+    assert all("batches.py" in each for each in copied), copied
+    assert step["optimizer"]["to_device"] == []
+
+
+@pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES))
+def test_a_step_starts_no_more_than_it_did(found, model, rule, layout, technique):
+    """All is eager but for the optimizer's kernels of large tensors, which are one each."""
+    if technique == "float8" and importlib.util.find_spec("torchao") is None:
+        pytest.skip("needs torchao")
+    step = found[model, rule, layout, technique]
+    times = 2 if technique == "exact" else 1
+    layers = LAYERS // 2 if layout == "PP 2" else LAYERS  # of this rank
+    of_layer = OF_LAYER[model] + MORE.get(layout, 0) + MORE.get(technique, 0)
+    budget = times * step["microbatches"] * (of_layer * layers + OF_MODEL)
+    assert step["passes"]["launches"] <= budget, step["passes"]["most"]
+    started = step["optimizer"]["launches"] + step["optimizer"]["kernels"]
+    of_tensor = OF_TENSOR[rule] + OF_NARROW_STATE * (technique == "bfloat16 state")
+    budget = times * (of_tensor * step["tensors"] + OF_STEP)
+    assert started <= budget, step["optimizer"]["most"]
