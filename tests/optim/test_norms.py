@@ -14,7 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.optim.reference import gradients
 from tests.support.ranks import run_ranks
-from torchmars.optim import MARS
+from torchmars.optim import MARS, reduction
+from torchmars.optim.kernels import inner_products
 
 SHAPES = [(8, 6), (6, 8), (4, 4), (8, 8)]
 RULES = ("mars-adamw", "mars-m", "adamw", "muon")
@@ -98,7 +99,29 @@ def agreement_of_four_ranks():
     for name, (layouts, all_reduces) in layouts_of_four_ranks().items():
         for rule in RULES:
             result[name, rule] = verdicts(layouts, 2, rule), all_reduces
-    return result, alone(), stages()
+    return result, alone(), stages(), drifting()
+
+
+def drifting():
+    """Return this rank's weights after steps in which one of two replicas adds up otherwise.
+
+    Its products are larger by a last bit of float32, and the per-tensor clip follows from them.
+    """
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layouts = [(grid, [Replicate(), Shard(0)])] * len(SHAPES)
+    parameters = [nn.Parameter(lay_out(start, layout)) for start, layout in zip(starts(), layouts)]
+    optimizer = MARS(parameters, lr=0.1, clip=0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() >= 2:
+            patch.setattr(
+                reduction,
+                "inner_products",
+                lambda *given: inner_products(*given) * (1 + torch.finfo(torch.float32).eps),
+            )
+        for step in range(STEPS):
+            give(parameters, layouts, step)
+            optimizer.step()
+    return [local(parameter) for parameter in parameters]
 
 
 def alone():
@@ -167,7 +190,7 @@ def four_ranks():
 
 
 def test_one_broken_copy_or_part_makes_all_ranks_skip(four_ranks):
-    agreements = [agreement for agreement, _, _ in four_ranks]
+    agreements = [agreement for agreement, *_ in four_ranks]
     for case in agreements[0]:
         (_, _, _, norm, weights, _), _ = agreements[0][case]
         for agreement in agreements:
@@ -178,8 +201,15 @@ def test_one_broken_copy_or_part_makes_all_ranks_skip(four_ranks):
             assert counted == all_reduces, case
 
 
+def test_replicas_that_add_up_otherwise_stay_the_same(four_ranks):
+    *_, first = four_ranks[0]
+    for (*_, mine), (*_, copy) in zip(four_ranks[:2], four_ranks[2:]):
+        assert all(map(torch.equal, mine, copy))
+    assert not any(torch.equal(local(a), b[: len(a)]) for a, b in zip(first, starts()))
+
+
 def test_plain_tensors_alone_communicate_nothing(four_ranks):
-    assert [count for _, count, _ in four_ranks] == [0] * 4
+    assert [count for _, count, *_ in four_ranks] == [0] * 4
 
 
 def test_a_norm_group_makes_parts_one_model(four_ranks):
@@ -187,7 +217,7 @@ def test_a_norm_group_makes_parts_one_model(four_ranks):
     parameters = [nn.Parameter(start) for start in starts()]
     wanted, _ = train_stages(parameters, groups_of_stages(parameters), None, range(4), True)
     assert wanted[-1]["skipped_steps"] == 1 and max(each["norm"] for each in wanted[3:]) > 0.5
-    for _, _, (numbers, halves, reported, counted) in four_ranks:
+    for _, _, (numbers, halves, reported, counted), _ in four_ranks:
         for number, half in zip(numbers, halves):
             torch.testing.assert_close(half, parameters[number].detach(), rtol=1e-5, atol=1e-6)
         for step, (mine, theirs) in enumerate(zip(reported, wanted)):

@@ -62,7 +62,7 @@ class MARS(torch.optim.Optimizer):
     Creating the optimizer is collective, and creates the state. A step makes one all-reduce for
     each distinct set of mesh axes that parameters are sharded over, and two all-to-alls for each
     bucket of sharded matrices (with replicas an all-gather too). Where ranks have copies, one more
-    all-reduce for each mesh, of two numbers, makes `grad_norm` and the verdict on a step the same
+    all-reduce for each mesh, of some numbers, makes `grad_norm` and the verdict on a step the same
     on all of them. Plain tensors alone communicate nothing. A step never waits for a GPU.
 
     A step whose gradients are not all finite, or so large that a number of the update would

@@ -46,20 +46,22 @@ class ShardSum:
 class ModelTotals:
     """Makes numbers of a rank's parameters those of the whole model, the same on every rank.
 
-    Copies give the same numbers, unless one of them is broken: the largest number is taken, and one
-    that is not finite is larger than all others. That takes one all-reduce for each mesh, over the
-    axes along which copies lie. Ranks of `norm_group` have different parts of the model: their
-    numbers are summed, in one more all-reduce.
+    Copies give the same numbers, unless one of them is broken, or adds up in another order: the
+    largest number is taken, and one that is not finite is larger than all others. That takes one
+    all-reduce for each mesh, over the axes along which copies lie. Ranks of `norm_group` have
+    different parts of the model: their numbers are summed, in one more all-reduce.
     """
 
     def __init__(self, groups: MeshGroups, norm_group: dist.ProcessGroup | None) -> None:
         self.norm_group = norm_group
-        self.copies: list[dist.ProcessGroup] = []
+        self.copies: list[tuple[dist.ProcessGroup, list[int]]] = []
+        """For each mesh the ranks with copies, and the numbers of the parameters that they share:
+        those on the mesh, and plain ones."""
         self._mesh_groups = groups
 
     def cover(self, parameters: Iterable[Tensor]) -> None:
         """Find the groups for all `parameters` of an optimizer. Collective over their meshes."""
-        keys = list(dict.fromkeys(map(layout_key, parameters)))
+        keys = [layout_key(parameter) for parameter in parameters]
         axes_of_all = [set(key[1]) for key in keys if key is not None]
         meshes = list(dict.fromkeys(key[0] for key in keys if key is not None))
         # Along an axis that all parameters are sharded over, the sums over shards are the same.
@@ -71,20 +73,30 @@ class ModelTotals:
                 axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and axis not in summed
             )
             if axes:
-                self.copies.append(self._mesh_groups.over(mesh, axes))
+                shared = [place for place, key in enumerate(keys) if key is None or key[0] == mesh]
+                self.copies.append((self._mesh_groups.over(mesh, axes), shared))
 
-    def settle(self, values: Tensor) -> Tensor:
-        """Return the whole model's numbers from this rank's `values`.
+    def settle(
+        self, totals: Tensor, of_parameters: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the whole model's `totals`, and each parameter's numbers as all copies take them.
 
-        Each value is at least 0 or not finite. `values` has any shape, and may be changed.
+        Each of the `totals`, [n], is at least 0 or not finite; they may be changed. There are as
+        many `of_parameters` as were covered, of one shape [m].
         """
-        if self.copies:  # whether MAX keeps a NaN is up to the backend
-            values = values.nan_to_num(nan=math.inf, posinf=math.inf)
-        for group in self.copies:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        settled = list(of_parameters)
+        for group, places in self.copies:
+            rows = torch.stack([settled[place] for place in places])
+            numbers = torch.cat([totals, rows.flatten()])
+            # Whether MAX keeps a NaN is up to the backend.
+            numbers = numbers.nan_to_num(nan=math.inf, posinf=math.inf)
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+            totals, rows = numbers[: len(totals)], numbers[len(totals) :].view_as(rows)
+            for place, row in zip(places, rows.unbind()):
+                settled[place] = row
         if self.norm_group is not None:
-            dist.all_reduce(values, group=self.norm_group)
-        return values
+            dist.all_reduce(totals, group=self.norm_group)
+        return totals, settled
 
     def add_up(self, numbers: dict[str, list[float]]) -> dict[str, list[float]]:
         """Return the sums over `norm_group`, name by name; a rank need not have all names."""

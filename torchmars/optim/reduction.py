@@ -82,13 +82,15 @@ def reduce_gradients(
     # The largest gradient, over the largest that can be computed with.
     strains = [_of(group, products)[:, 0].sqrt().max() / group.largest_norm for group in groups]
     strain = torch.stack([torch.zeros_like(total), *strains]).max()
-    total, strain = plans.totals.settle(torch.stack([total, strain])).unbind()
+    totals, settled = plans.totals.settle(torch.stack([total, strain]), list(products.values()))
+    total, strain = totals.unbind()
     norm = total.sqrt()
     scale, finite = torch.ones_like(norm), torch.isfinite(norm)
     if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
         scale = torch.where(finite, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     # A scale that float32 has no full digits for would not bring gradients to the norm.
     applied = finite & (scale * strain <= 1) & (scale >= torch.finfo(torch.float32).tiny)
+    products = dict(zip(products, settled))
     return Reduction(norm, max_grad_norm is not None, scale, applied, products)
 
 
