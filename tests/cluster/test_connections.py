@@ -2,7 +2,9 @@
 
 import os
 import resource
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -64,6 +66,69 @@ def test_a_control_group_connects_at_once_whom_it_will_and_nobody_else(tmp_path)
     made = [found[rank][1] - found[rank][0] for rank in range(RANKS)]
     # The first rank has all others. Another has its neighbours, the first, and a branch of a tree.
     assert max(made[1:]) < made[0]
+
+
+class CountingStore(dist.Store):
+    """A store in this process, that counts what is asked of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.values, self.asked, self.changed = {}, 0, threading.Condition()
+
+    def set(self, key, value):
+        with self.changed:
+            self.asked += 1
+            self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
+            self.changed.notify_all()
+
+    def get(self, key):
+        self.wait([key])
+        return self.values[key]
+
+    def wait(self, keys, timeout=None):
+        with self.changed:
+            self.asked += 1
+            self.changed.wait_for(lambda: self.values.keys() >= set(keys))
+
+    def check(self, keys):
+        self.asked += 1
+        return self.values.keys() >= set(keys)
+
+
+def ask(sizes, results):
+    """Connect groups of these sizes as a control group is; what each asked of its store."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    for size in sizes:
+        store, everyone = CountingStore(), threading.Barrier(size)
+
+        def be(rank, size=size, store=store, everyone=everyone):
+            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=600))
+            one, each = [torch.ones(1)], [[torch.ones(1) for _ in range(size)]]
+            gather = dist.GatherOptions()
+            gather.rootRank = 0
+            group.allreduce(one).wait()
+            group.broadcast(one, dist.BroadcastOptions()).wait()
+            group.gather([] if rank else each, one, gather).wait()
+            everyone.wait()  # else the others lose their connections
+
+        ranks = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        results.put((size, store.asked))
+    os._exit(0)
+
+
+def test_what_ranks_ask_of_the_store_grows_as_they_do():
+    """A mesh of all would ask two questions for each pair: 8,192 of 64 ranks."""
+    results = context.SimpleQueue()
+    process = context.Process(target=ask, args=([8, 64], results))
+    process.start()
+    process.join(600)
+    assert process.exitcode == 0
+    for size, asked in (results.get(), results.get()):
+        assert 5 * size <= asked <= 15 * size
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows():
