@@ -20,6 +20,7 @@ from tests.support.tiny import (
 )
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
+from torchmars.checkpoint.staging import Staging
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import EXIT_HUNG
@@ -151,6 +152,24 @@ def test_a_save_copies_into_pinned_memory_and_keeps_it(trainer):
         first, second = (each[name].to_local() for each in copies)
         assert first.is_pinned() == ON_GPU and first.data_ptr() == second.data_ptr()
         assert torch.equal(second, weight.to_local().cpu())
+
+
+def test_what_a_save_copies_is_what_was_there_when_it_began():
+    """Large tensors are still being copied when the host tells the device to change them."""
+    staging = Staging(DEVICE)
+    size = (sized(2**26, 2**10),)
+    tensors = {f"large {n}": torch.full(size, n + 1.0, device=DEVICE) for n in range(4)}
+    tensors["small"] = torch.tensor(9.0, device=DEVICE)
+    were = {name: value.flatten()[0].item() for name, value in tensors.items()}
+    for _ in range(2):  # the first copy also takes pinned memory, which waits
+        copies, complete = staging.copy(tensors)
+        staging.before_change()
+        for value in tensors.values():
+            value.neg_()
+        complete()
+        for name, value in copies.items():
+            assert (value == were[name]).all(), name
+            were[name] = -were[name]
 
 
 def measured_peak(tables):

@@ -14,6 +14,7 @@ from torchmars.models.documents import (
     document_positions,
     document_starts,
     has_kernel,
+    mixed_values,
 )
 from torchmars.models.initialize import init_weights
 
@@ -139,3 +140,28 @@ def test_a_mask_is_made_where_no_kernel_serves():
     assert not has_kernel("cuda", torch.float32, 0.0)
     assert not has_kernel("cuda", torch.bfloat16, 0.1)
     assert not has_kernel("cpu", torch.bfloat16, 0.0)
+
+
+@pytest.mark.parametrize(
+    "device,dtype,masked,kv_heads",
+    [
+        ("cuda", torch.bfloat16, False, 2),
+        ("cuda", torch.float32, False, 4),
+        ("cuda", torch.bfloat16, True, 4),
+        ("cpu", torch.float32, True, 2),
+    ],
+)
+def test_grouped_heads_never_make_all_logits(monkeypatch, device, dtype, masked, kv_heads):
+    """On GPUs only flash attention takes groups: keys and values are repeated for the others."""
+    seen = []
+
+    def attention(q, k, v, enable_gqa, **_):
+        seen.append((k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, heads, 6, 8, device=device, dtype=dtype) for heads in (4, 2))
+        mask = {"attn_mask": torch.empty(6, 6)} if masked else {"is_causal": True}
+        mixed_values(q, k, k, **mask)
+    assert seen == [(kv_heads, kv_heads, kv_heads == 2)]

@@ -62,6 +62,20 @@ def test_a_moving_average_is_counted(tmp_path):
     assert with_average[1] == without[1] + without[2]
 
 
+def test_a_compiled_loss_keeps_no_probabilities(tmp_path):
+    tables = tiny_tables(
+        tmp_path, training={"seq_len": 128, "global_batch_size": 4, "dtype": "float32"}
+    )
+    tables["model"] |= {"n_layer": 1, "vocab_size": 16384}
+    eager, default, on_a_cpu = (
+        run_ranks(activations, 1, tables | {"training": tables["training"] | compiled}, per_node)[0]
+        for compiled, per_node in (({"compile": False}, 1), ({}, 1), ({}, 0))
+    )
+    probabilities = 4 * 128 * 16384 * 4  # of 4 sequences, in float32
+    assert 0.9 * probabilities <= eager - default <= 1.1 * probabilities
+    assert on_a_cpu == eager
+
+
 def test_documents_apart_take_a_mask_where_no_kernel_serves(tmp_path):
     found = {}
     for apart in (False, True):

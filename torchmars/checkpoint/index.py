@@ -4,11 +4,12 @@ Reading it never runs code that a file brings. What it says is checked here, so 
 tensors by it reads each element once, and no file but the checkpoint's.
 """
 
-import io
+import contextlib
+import gc
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, File
 from torchmars.checkpoint.storage import LOCAL, Storage
 from torchmars.checkpoint.unpickler import IndexUnpickler
-from torchmars.core.files import read_bytes
 
 INDEX = ".metadata"
 MOST_DIMS = 8  # the corners of a chunk are 2 to this power
@@ -38,7 +38,8 @@ def read_index(
     """
     path = folder / INDEX
     try:
-        index: dcp.Metadata = IndexUnpickler(io.BytesIO(read_bytes(path, storage.open))).load()
+        with storage.open(path) as stream, without_garbage_collection():
+            index: dcp.Metadata = IndexUnpickler(stream).load()
         wrong = index_problem(index, manifest.files)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
@@ -49,6 +50,18 @@ def read_index(
     if wrong:
         raise DamagedCheckpoint(f"{path} is damaged ({wrong})")
     return index
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Let Python not look for garbage: among the million objects of an index it takes most time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def tensors_in(index: dcp.Metadata) -> dict[str, TensorStorageMetadata]:

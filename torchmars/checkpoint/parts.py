@@ -5,7 +5,6 @@ Llama 8B on 512 ranks, and a rank needs little of it. So the first rank of each 
 process of its own read and check it, and gives every rank of the machine its part.
 """
 
-import gc
 import multiprocessing
 import pickle
 from collections.abc import Callable, Mapping
@@ -106,7 +105,6 @@ def in_child(work: Callable[[], Any]) -> Any:
 
     def run() -> None:
         ignore_stop_signals()  # the rank ends it
-        gc.disable()  # of a million objects, of which none is garbage, it takes most of the time
         try:
             send.send((work(), None))
         except Exception as error:

@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from torchmars.models.documents import repeated
+
 # torch 2.11 has no such option. There the keys and values are repeated.
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -19,7 +21,7 @@ def attend_by_kernel(
     if k.shape[1] != q.shape[1] and TAKES_GROUPS:
         groups["enable_gqa"] = True
     elif k.shape[1] != q.shape[1]:
-        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+        k, v = repeated(k, q), repeated(v, q)
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
     # This window is causal: the last query of a document sees all keys of it.
     mixed = varlen_attn(q, k, v, of_queries, of_keys, queries, keys, window_size=(-1, 0), **groups)
