@@ -71,11 +71,11 @@ srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=n
 step=$!
 SECONDS=0
 trap 'kill -USR1 "$step" || true' USR1 TERM
-code=0
 while kill -0 "$step" 2>/dev/null; do  # a signal ends a wait early
-    code=0
-    wait "$step" || code=$?
+    wait "$step" || true
 done
+code=0
+wait "$step" || code=$?  # bash keeps the code of a step that has ended before it is asked for it
 
 # Back into the queue, unless the run is complete or mistaken, the job was cancelled, or it has
 # failed at once twice in a row.
