@@ -161,7 +161,8 @@ def test_traffic_is_that_of_the_formulas(
         pytest.approx((replicas - 1) / replicas * 2 * matrices / shards, rel=0.05),
     )
     assert sent["optimizer", "all-reduce", shards][0] == 1
-    assert sent["optimizer", "all-reduce", replicas] == (1, 16)  # two numbers
+    numbers = 2 + 3 * (6 * layers + 3)  # of the step, and the products of each tensor
+    assert sent["optimizer", "all-reduce", replicas] == (1, 8 * numbers)
     assert len(sent) == 7
 
 
