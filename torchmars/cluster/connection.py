@@ -67,23 +67,24 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
         device, backend = torch.device("cpu"), "gloo"
     # Collectives that torch's flight recorder keeps, for the watchdog to name.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    if not dist.is_initialized():
-        with _network_check():
-            # NCCL's own 10 minutes would forestall the watchdog.
-            store = store or open_store()
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=process.rank(),
-                world_size=size,
-                timeout=timedelta(minutes=30),
-            )
-            for place in dict.fromkeys((torch.device("cpu"), device)):
-                ones = torch.ones(1, device=place)
-                dist.all_reduce(ones)
-                assert ones.item() == size
+    if dist.is_initialized():
+        return Layout.create(device, degrees)
+    with _network_check():
+        # NCCL's own 10 minutes would forestall the watchdog.
+        store = store or open_store()
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=process.rank(),
+            world_size=size,
+            timeout=timedelta(minutes=30),
+        )
+        for place in dict.fromkeys((torch.device("cpu"), device)):
+            ones = torch.ones(1, device=place)
+            dist.all_reduce(ones)
+            assert ones.item() == size
         store.set_timeout(timedelta(minutes=30))  # groups that are made later use it too
-    return Layout.create(device, degrees)
+        return Layout.create(device, degrees)
 
 
 @contextlib.contextmanager
