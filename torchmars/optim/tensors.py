@@ -77,7 +77,10 @@ def flat_slices(slices: Iterable[tuple[Tensor, int, int]]) -> list[Tensor]:
     Each slice is a tensor, its first element, and how many elements there are.
     """
     with _untracked_views():
-        return [tensor.narrow(0, first, count) for tensor, first, count in slices]
+        return [
+            tensor.as_strided((count,), (1,), tensor.storage_offset() + first)
+            for tensor, first, count in slices
+        ]
 
 
 def _untracked_views() -> AbstractContextManager:
