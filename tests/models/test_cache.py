@@ -26,3 +26,15 @@ def test_logits_are_those_without_a_cache(name):
         for context in contexts:
             context.append(token)
         logits = cache.go_on([token] * 3)
+
+
+def test_a_model_on_another_device_gets_all_there():
+    """As on a GPU. Here it is the device without memory."""
+    with torch.device("meta"):
+        model = type(MODELS["llama"])(MODELS["llama"].args).eval()
+    got = []
+    model.register_forward_pre_hook(lambda _, args: got.extend([*args, cache.mask]))
+    cache = Cache(model, 24)
+    for logits in (cache.start([[5, 9, 2], [3]]), cache.go_on([1, 2])):
+        assert logits.is_meta and logits.shape[0] == 2
+    assert len(got) == 2 * 3 and all(each.is_meta for each in got)

@@ -47,6 +47,8 @@ def main() -> None:
     with exit_on_user_error():
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+        import torch
+
         from torchmars.checkpoint.inference import load_model
         from torchmars.evaluation.sampling import (
             Draw,
@@ -57,6 +59,14 @@ def main() -> None:
         )
 
         model, tokenizer, _ = load_model(options.folder)
+        if torch.cuda.is_available():
+            try:
+                model.cuda()
+            except torch.OutOfMemoryError:
+                raise UserError(
+                    f"the GPU has no room for the model in {options.folder}: name another one in "
+                    "CUDA_VISIBLE_DEVICES, or set that to nothing to generate on the CPU"
+                ) from None
         longest = max(len(encode(tokenizer, prompt)) for prompt in prompts)
         predict = predict_with_cache(model, min(model.seq_len, longest + options.max_tokens))
         draw = Draw(options.temperature, options.top_k, options.top_p, options.seed)

@@ -20,7 +20,9 @@ class Cache:
         self.seen = 0
         """Tokens of each sequence, padding included."""
         self.padding = torch.zeros(0, dtype=torch.int64)
-        """How many tokens of each sequence are padding."""
+        """How many tokens of each sequence are padding. On the CPU, as all but what models take."""
+        self.padded = False
+        """Whether there is any."""
         self.mask: Tensor | None = None
         """What the queries of this pass see, [batch, 1, queries, keys]; None: all keys."""
         for block in model.blocks.values():
@@ -31,7 +33,8 @@ class Cache:
         longest = max(map(len, contexts))
         assert longest <= self.capacity
         self.seen = 0
-        self.padding = torch.tensor([longest - len(context) for context in contexts])
+        missing = [longest - len(context) for context in contexts]
+        self.padding, self.padded = torch.tensor(missing), any(missing)
         rows = [[0] * (longest - len(context)) + context for context in contexts]
         return self._see(torch.tensor(rows))
 
@@ -42,15 +45,16 @@ class Cache:
     @torch.no_grad()
     def _see(self, tokens: Tensor) -> Tensor:
         places = torch.arange(self.seen, self.seen + tokens.shape[1])
-        self.mask = self._mask(places)
+        device, mask = self.model.tok_embed.weight.device, self._mask(places)
+        self.mask = None if mask is None else mask.to(device)
         # Padding has positions too. Nothing that counts sees it.
         positions = (places - self.padding[:, None]).clamp(min=0)
-        hidden = self.model(tokens, positions)
+        hidden = self.model(tokens.to(device), positions.to(device))
         self.seen += tokens.shape[1]
         return self.model.head(hidden[:, -1])
 
     def _mask(self, places: Tensor) -> Tensor | None:
-        if len(places) == 1 and not self.padding.any():
+        if len(places) == 1 and not self.padded:
             return None
         keys = torch.arange(self.seen + len(places))
         earlier = keys <= places[:, None]
