@@ -116,6 +116,7 @@ def test_memory_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, capsys)
     for name in ("follow_launcher", "keep_compiled_in"):
         monkeypatch.setattr(rank, name, lambda *args: None)
     monkeypatch.setattr(connection, "open_store", out_of_memory)
+    monkeypatch.setattr(rank, "end_at_once", sys.exit)
     args = ["quickstart.toml", "--run.folder", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["train", *args])
     with pytest.raises(SystemExit) as ended:
