@@ -108,27 +108,34 @@ class MatrixTraffic:
 
     def read(self, tiles: Sequence[Tile], values: Sequence[Tensor], places: Places) -> None:
         """Write the inputs of tiles to flat `values`: zeros where a matrix has no gradient."""
-        for matrices, with_gradient in self._by_group(tiles, values, places).items():
-            matrices.read(with_gradient)
-        for tile, target in zip(tiles, values):
-            if self.parameters[tile.unit.parameter] not in places:
-                target.zero_()
+        groups, without_gradient = self._by_group(tiles, values, places)
+        for matrices, of_group in groups.items():
+            matrices.read(of_group)
+        for target in without_gradient:
+            target.zero_()
 
     def apply(self, tiles: Sequence[Tile], values: Sequence[Tensor], places: Places) -> None:
         """Step along the directions of tiles, flat `values`, where a matrix has a gradient."""
-        for matrices, with_gradient in self._by_group(tiles, values, places).items():
-            matrices.apply(with_gradient)
+        groups, _ = self._by_group(tiles, values, places)
+        for matrices, of_group in groups.items():
+            matrices.apply(of_group)
 
     def _by_group(
         self, tiles: Sequence[Tile], values: Sequence[Tensor], places: Places
-    ) -> dict[Matrices, list[MatrixTile]]:
-        """Return the tiles of matrices that have a gradient, the long ones last."""
+    ) -> tuple[dict[Matrices, list[MatrixTile]], list[Tensor]]:
+        """Return the tiles of matrices that have a gradient, and the values of the others.
+
+        Those of a group are sorted by length, as `run_kernel` likes them.
+        """
         groups: dict[Matrices, list[MatrixTile]] = {}
+        without_gradient = []
         for tile, of_tile in sorted(zip(tiles, values), key=lambda pair: pair[0].numel):
-            if self.parameters[tile.unit.parameter] in places:
-                matrices, number = places[self.parameters[tile.unit.parameter]]
-                groups.setdefault(matrices, []).append(MatrixTile(number, tile, of_tile))
-        return groups
+            place = places.get(self.parameters[tile.unit.parameter])
+            if place is None:
+                without_gradient.append(of_tile)
+            else:
+                groups.setdefault(place[0], []).append(MatrixTile(place[1], tile, of_tile))
+        return groups, without_gradient
 
     def compute_here(self, bucket: Bucket, places: Places) -> None:
         """Orthogonalise a bucket of matrices where they are: nothing travels."""
