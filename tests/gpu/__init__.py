@@ -1,1 +1,1 @@
-"""Tests that need a GPU: `pytest -m gpu -n 0`. What one can do: `python -m tests.gpu.measure`."""
+"""Tests that need a GPU: `pytest -m gpu -n 0`. What one can do: `session.sh`."""

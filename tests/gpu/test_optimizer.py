@@ -128,7 +128,7 @@ def test_a_model_may_move_after_its_optimizer_was_made(settings):
 
 
 def test_a_step_reaches_most_of_the_copy_bandwidth():
-    """A bound that holds on a quiet GPU; tests.gpu.measure prints the share itself."""
+    """A bound that holds on a quiet GPU; tests.gpu.optimizers prints the share itself."""
     small = GPT2Args(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, seq_len=1024)
     args, steps = sized((small, 10), (ARGS, 2))
     rows = optimizer_step.measure("elements", args, steps, threads=1, few=True, cpu_time=False)

@@ -1,0 +1,194 @@
+"""Whole steps of models, the loss alone, and Newton-Schulz alone."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.gpu.device import DEVICE, ON_GPU, sized
+from tests.gpu.timing import Step, forget, kernels_of, timed
+from torchmars.cluster import connection
+from torchmars.config import (
+    ActivationCheckpointConfig,
+    ModelConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchmars.metrics.throughput import Throughput, peak_flops
+from torchmars.models import build_meta_model
+from torchmars.models.initialize import init_weights
+from torchmars.optim import MARS, param_groups
+from torchmars.optim.orthogonalize import ORTHOGONALIZERS
+from torchmars.parallel.loss import chunk_tokens, mean_loss
+from torchmars.parallel.parallel_model import ParallelModel
+
+DTYPE = sized("bfloat16", "float32")
+NANO = {"n_layer": 1, "n_head": 2, "n_embd": 32}
+GPT2 = ModelConfig(name="gpt2", size="small", **sized({}, NANO))
+PLAIN = "plain loop, AdamW"
+
+
+def ours(
+    config: ModelConfig, rule: str, vocab_size: int, batch: int, length: int, activations: str
+) -> Step:
+    """Return a step of torchmars on one rank, compiled."""
+    layout = connection.start(ParallelismConfig())
+    training = TrainingConfig(global_batch_size=batch, seq_len=length, dtype=DTYPE, compile=True)
+    model = ParallelModel(
+        build_meta_model(config, vocab_size, length),
+        ParallelismConfig(),
+        training,
+        ActivationCheckpointConfig(activations),
+        layout,
+        layout.device,
+    )
+    model.init_weights(0)
+    groups = param_groups(model.whole, rule, lr=6e-4)
+    for group in groups:
+        group["params"] = [(name, model.weights[name]) for name, _ in group["params"]]
+    optimizer = MARS(groups, max_grad_norm=1.0)
+    windows = some_windows(vocab_size, batch, length)
+
+    def step() -> None:
+        model.backward([windows])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def plain(config: ModelConfig, vocab_size: int, batch: int, length: int) -> Step:
+    """Return a step of the plainest loop around the same model, compiled."""
+    model = build_meta_model(config, vocab_size, length).to_empty(device=DEVICE)
+    init_weights(model, 0)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=6e-4, fused=True)
+    windows = some_windows(vocab_size, batch, length)
+
+    @torch.compile
+    def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = model.head(model(tokens))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def step() -> None:
+        moved = windows.to(DEVICE, non_blocking=True)
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_GPU):
+            loss = loss_of(moved[:, :-1], moved[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def some_windows(vocab_size: int, batch: int, length: int) -> torch.Tensor:
+    """Return made-up token ids [batch, length + 1], on the host as a loader has them."""
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(vocab_size, (batch, length + 1), generator=generator)
+    return windows.pin_memory() if ON_GPU else windows
+
+
+def loops(
+    config: ModelConfig,
+    vocab_size: int,
+    batches: list[int],
+    length: int,
+    rules: list[str],
+    steps: int,
+    activations: str = "none",
+) -> Iterator[dict[str, Any]]:
+    """Yield what each loop reaches with each batch."""
+    vocab_size, length = sized((vocab_size, length), (64, 16))
+    flops = build_meta_model(config, vocab_size, length).flops_per_token()
+    for batch in sized(batches, [1]):
+        for rule in rules:
+            if rule == PLAIN:
+                step = plain(config, vocab_size, batch, length)
+            else:
+                step = ours(config, rule, vocab_size, batch, length, activations)
+            found = timed(step, sized(steps, 1))
+            del step
+            speed = batch * length / found["step, ms"] * 1e3
+            mfu = Throughput(0, batch * length, flops, DEVICE, ranks=1).mfu(speed)
+            yield {"batch": batch, "loop": rule, "tokens/s": speed, "MFU": mfu, **found}
+            forget()
+
+
+def gpt2_small() -> Iterator[dict[str, Any]]:
+    """Yield what GPT-2 small reaches: first with 16 sequences of 1,024 tokens, then with others."""
+    rules = [PLAIN, "adamw", "mars-adamw", "mars-m", "muon"]
+    yield from loops(GPT2, 50304, [16], 1024, rules, 20)
+    if ON_GPU:
+        yield from loops(GPT2, 50304, [64, 8, 32], 1024, [PLAIN, "mars-adamw", "mars-m"], 10)
+
+
+def llama_1b() -> Iterator[dict[str, Any]]:
+    """Yield what Llama 1B reaches, 4 sequences of 2,048 tokens."""
+    config = ModelConfig(name="llama", size=sized("1b", "nano"), **sized({}, NANO))
+    yield from loops(config, 128256, [4], 2048, ["mars-adamw", "mars-m", PLAIN], 8)
+
+
+def llama_8b_slice() -> Iterator[dict[str, Any]]:
+    """Yield what four layers of the widths of Llama 8B reach, as its ranks compute them."""
+    config = ModelConfig(name="llama", size=sized("8b", "nano"), **sized({"n_layer": 4}, NANO))
+    yield from loops(config, 128256, [2], 8192, ["mars-adamw", "mars-m"], 5, "selective")
+
+
+def profile() -> Iterator[dict[str, Any]]:
+    """Yield the kernels that a step of GPT-2 small spends most of its time in."""
+    batch, length, vocab_size = sized((16, 1024, 50304), (1, 16, 64))
+    for rule in ("mars-adamw", "mars-m"):
+        step = ours(GPT2, rule, vocab_size, batch, length, "none")
+        for _ in range(sized(4, 1)):
+            step()
+        kernels = sorted(kernels_of(step, sized(3, 1)).items(), key=lambda each: -each[1][0])
+        for name, (milliseconds, count) in kernels[:20]:
+            yield {"rule": rule, "kernel": name[:90], "ms": milliseconds, "launches": count}
+        del step
+        forget()
+
+
+def losses() -> Iterator[dict[str, Any]]:
+    """Yield what the loss of 16 x 1,024 tokens takes, with its gradients: ours and torch's."""
+    tokens, width, rows = sized((16384, 768, 50304), (16, 8, 64))
+    hidden = torch.randn(tokens, width, device=DEVICE, dtype=getattr(torch, DTYPE))
+    weight = torch.randn(rows, width, device=DEVICE, dtype=getattr(torch, DTYPE)) / width
+    targets = torch.randint(rows, (tokens,), device=DEVICE)
+    hidden.requires_grad_(), weight.requires_grad_()
+    chunk = chunk_tokens(DEVICE.type, rows)
+
+    def whole() -> torch.Tensor:
+        return F.cross_entropy((hidden @ weight.T).float(), targets)
+
+    def in_chunks(compiled: bool) -> Callable[[], torch.Tensor]:
+        return lambda: mean_loss(hidden[None], weight, targets[None], chunk, compile=compiled)
+
+    variants = {
+        "in chunks, compiled": in_chunks(True),
+        "in chunks, eager": in_chunks(False),
+        "whole, torch.compile": torch.compile(whole),
+        "whole, eager": whole,
+    }
+    for name, loss_of in variants.items():
+        hidden.grad = weight.grad = None
+        yield {"loss": name, **timed(lambda of=loss_of: of().backward(), sized(20, 1))}
+        forget()
+
+
+def newton_schulz() -> Iterator[dict[str, Any]]:
+    """Yield how fast matrices of Llama 8B and 70B are orthogonalised, in bfloat16."""
+    method, peak = ORTHOGONALIZERS["newton-schulz"], peak_flops(DEVICE)
+    for count, rows, cols in [
+        *((1, 4096, 4096), (1, 14336, 4096), (8, 1024, 4096)),
+        *((1, 8192, 8192), (1, 28672, 8192), (28, 768, 768)),
+    ]:
+        rows, cols = sized((rows, cols), (rows // 512, cols // 512))
+        matrices = torch.randn(count, rows, cols, device=DEVICE, dtype=getattr(torch, DTYPE))
+        found = timed(partial(method, matrices), sized(10, 1))
+        speed = count * method.flops(rows, cols) / found["step, ms"] * 1e3
+        share = speed / peak if peak else None
+        yield {"matrices": f"{count} x {rows} x {cols}", "FLOP/s": speed, "of peak": share, **found}
