@@ -124,7 +124,7 @@ def tests() -> Iterator[dict[str, Any]]:
         "gpu",
         "-n",
         "0",
-        "-v",
+        "-vv",
         "-rA",
         "tests/gpu",
     ]

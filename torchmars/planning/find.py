@@ -218,17 +218,8 @@ def estimate(config: ResolvedConfig, work: "Work", world_size: int, per_node: in
     # came of reduce-scatters, and repeats the gathers.
     each = microbatches * len(model.blocks) / ranks
     repeated = 0.25 if mode == "selective" else 0.5 if again else 0.0
-    layers = (
-        each
-        * (1 + repeated)
-        * 8
-        * (degrees.tp - 1)
-        / degrees.tp
-        * 2
-        * tokens
-        * model.width
-        / NVLINK
-    )
+    sent = 8 * (degrees.tp - 1) / degrees.tp * 2 * tokens * model.width
+    layers = each * (1 + repeated) * sent / NVLINK
     keys = each * (1.5 if again else 1) * 4 * (degrees.cp - 1) * 2 * tokens * work.keys / degrees.tp
     sequences = keys / (NVLINK if degrees.tp * degrees.cp <= per_node else NETWORK)
     passes = 2 if config.optimizer.mode == "exact" else 1
