@@ -52,13 +52,13 @@ MORE = {
 }
 # What the optimizer starts: for each tensor, and for a step.
 OF_TENSOR = {
-    "mars-adamw": 8,
-    "mars-lion": 6,
-    "mars-shampoo": 13,
-    "mars-m": 14,
+    "mars-adamw": 7,
+    "mars-lion": 3,
+    "mars-shampoo": 7,
+    "mars-m": 11,
     "adamw": 1,
-    "lion": 8,
-    "muon": 10,
+    "lion": 1,
+    "muon": 3,
 }
 OF_NARROW_STATE, OF_STEP = 10, 120
 QUICK = [

@@ -31,6 +31,11 @@ def found(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Cases are the keyword arguments of `step.make_step`.
     """
+    return run("step", cases)
+
+
+def run(module: str, cases: list[Any]) -> list[dict[str, Any]]:
+    """Run a module of this package where the stub answers; return the lines of JSON it prints."""
     with tempfile.TemporaryDirectory() as folder:
         stub = Path(folder, "stub.so")
         lib = torch_folder() / "lib"
@@ -42,7 +47,7 @@ def found(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # Before torch is imported: it asks once whether there is CUDA.
         before = {"LD_PRELOAD": str(stub), "LD_LIBRARY_PATH": str(lib)}
         ended = subprocess.run(
-            [sys.executable, "-m", "tests.support.fake_cuda.step"],
+            [sys.executable, "-m", f"tests.support.fake_cuda.{module}"],
             input=json.dumps(cases),
             env=os.environ | before,
             stdout=subprocess.PIPE,

@@ -1,8 +1,6 @@
 """What torch.cuda says where a stub answers for one H100, and who waits for it."""
 
-import contextlib
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,10 +76,17 @@ PROPERTIES = types.SimpleNamespace(
 )
 
 
-@contextlib.contextmanager
-def entered(*args: Any) -> Iterator[None]:
-    """Do nothing, as a device or a stream that is entered."""
-    yield
+class Entered:
+    """A device or a stream that is entered. Torch asks what is of this class."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        pass
 
 
 def pretend() -> None:
@@ -94,6 +99,7 @@ def pretend() -> None:
         "get_device_capability": (9, 0),
         "get_device_name": PROPERTIES.name,
         "get_device_properties": PROPERTIES,
+        "_get_device_properties": PROPERTIES,
         "is_bf16_supported": True,
         "is_current_stream_capturing": False,
         "current_stream": Stream(),
@@ -106,6 +112,6 @@ def pretend() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
     torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
-    torch.cuda.device = torch.cuda.stream = entered  # type: ignore[misc, assignment]
+    torch.cuda.device = torch.cuda.stream = Entered  # type: ignore[misc, assignment]
     torch.cuda.synchronize = lambda *args: WAITS.append("cuda.synchronize")
     torch.Tensor.record_stream = lambda *args: None  # type: ignore[method-assign]
