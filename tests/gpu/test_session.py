@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.gpu import session
+from tests.support.full import full_but
 from tests.support.ranks import run_ranks
 from torchmars.cluster import connection
 
@@ -51,7 +52,7 @@ def test_parts_of_one_process_measure(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", ["endings", "as it is", "layouts"])
+@pytest.mark.parametrize("name", full_but(["layouts"], ["endings", "as it is", "layouts"]))
 def test_parts_that_start_processes_measure(tmp_path, name):
     [(number, part)] = [each for each in PARTS if each[1].name == name]
     session.measure(number, part, tmp_path / "rows.jsonl")
