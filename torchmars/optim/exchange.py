@@ -21,7 +21,7 @@ from torchmars.optim.orthogonalize import Orthogonalizer
 from torchmars.optim.owners import plan_buckets
 from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.same_plan import check_same_plan
-from torchmars.optim.tensors import flat_parts, flat_slices, local_part
+from torchmars.optim.tensors import flat_slices, local_part
 from torchmars.optim.tiles import Bucket, Tile, rank_bucket
 
 # Its name before torch 2.13 is the second one.
@@ -215,9 +215,8 @@ class MatrixTraffic:
 
 def _cut(packed: Tensor, tiles: Sequence[Tile]) -> list[Tensor]:
     """Return the values of each tile, flat, of those that lie one after the other in `packed`."""
-    (whole,) = flat_parts([packed])
     ends = itertools.accumulate(tile.numel for tile in tiles)
-    return flat_slices((whole, end - tile.numel, tile.numel) for tile, end in zip(tiles, ends))
+    return flat_slices((packed, end - tile.numel, tile.numel) for tile, end in zip(tiles, ends))
 
 
 def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:

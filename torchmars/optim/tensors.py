@@ -1,7 +1,6 @@
 """A tensor as one rank's kernels see it: local, flat, and laid out in memory like its parameter."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -66,31 +65,24 @@ def local_intervals(tensor: Tensor) -> tuple[Interval, ...]:
 
 def flat_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's part of each dense tensor as one dim, in the order of its memory."""
-    local = [_innermost(tensor) for tensor in tensors]
-    with _untracked_views():
-        return [each.as_strided((each.numel(),), (1,)) for each in local]
+    local = map(_innermost, tensors)
+    return flat_slices((each, 0, each.numel()) for each in local)
 
 
 def flat_slices(slices: Iterable[tuple[Tensor, int, int]]) -> list[Tensor]:
-    """Return elements of flat tensors, sharing their memory.
+    """Return elements of dense tensors in the order of their memory, as one dim that shares it.
 
     Each slice is a tensor, its first element, and how many elements there are.
+
+    Autograd is not told that the results are views: torch.compile would make kernels for every
+    shape that a view comes from, and takes longer to check views. They are also made faster so.
     """
-    with _untracked_views():
+    # Private, torch 2.11 to 2.13.
+    with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
         return [
             tensor.as_strided((count,), (1,), tensor.storage_offset() + first)
             for tensor, first, count in slices
         ]
-
-
-def _untracked_views() -> AbstractContextManager:
-    """Return a context in which autograd is not told that views are views.
-
-    torch.compile would make kernels for every shape that a view comes from, and takes longer to
-    check views. They are also made faster so.
-    """
-    # Private, torch 2.11 to 2.13.
-    return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
