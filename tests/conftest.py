@@ -16,6 +16,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # The files that take longest. They start first, so that all workers end at about the same time.
 LONGEST = (
     "commands/test_run_train.py",
+    "commands/test_run_ends.py",
     "planning/test_memory.py",
     "checkpoint/test_resume.py",
     "planning/test_plan.py",

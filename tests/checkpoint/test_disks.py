@@ -18,9 +18,7 @@ from tests.support.tiny import (
     metrics,
     run_folder_of,
     steps_kept,
-    tiny_tables,
     train,
-    write_text,
 )
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.reader import reason
@@ -29,12 +27,6 @@ from torchmars.checkpoint.storage import LOCAL, LocalStorage
 from torchmars.checkpoint.writer import _TensorFiles
 from torchmars.cluster import process
 from torchmars.core.files import DurableFile
-
-
-@pytest.fixture
-def tables(tmp_path):
-    write_text(tmp_path)
-    return tiny_tables(tmp_path, training={"steps": 12}, checkpoint={"interval": 2, "keep_last": 0})
 
 
 def train_with_folder_lost(tables, lose):

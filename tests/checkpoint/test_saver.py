@@ -17,9 +17,7 @@ from tests.support.tiny import (
     metrics,
     run_folder_of,
     steps_kept,
-    tiny_tables,
     train,
-    write_text,
 )
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.resume import newest_good, read_verified
@@ -29,12 +27,6 @@ from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.files import PARTIAL
 from torchmars.training.trainer import build_trainer
-
-
-@pytest.fixture
-def tables(tmp_path):
-    write_text(tmp_path)
-    return tiny_tables(tmp_path, training={"steps": 12}, checkpoint={"interval": 2, "keep_last": 0})
 
 
 def change_after_saving(tables):

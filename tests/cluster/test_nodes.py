@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from tests.commands.test_run_train import LIMIT, all_gone, needs_proc
-from tests.support.commands import ROOT, start, start_run
+from tests.commands.test_run_ends import all_gone, needs_proc
+from tests.support.commands import ROOT, SECONDS, start, start_run
 from tests.support.full import FULL
 from tests.support.tiny import metrics, tiny_config, tiny_tables, train, write_config, write_text
 from torchmars.metrics.events import EVENTS_FILE, read_events
@@ -41,7 +41,7 @@ def test_two_machines_by_hand_train_as_one(config, tmp_path, endpoint):
     """Both also prepare the same data, at the same time."""
     where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
     nodes = [start_run(config, **where) for _ in range(2)]
-    outs = [node.communicate(timeout=LIMIT) for node in nodes]
+    outs = [node.communicate(timeout=SECONDS) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs
     assert sum("step 8/8 | loss" in out for out, _ in outs) == 1 and any(
         "FSDP over 4 ranks" in out for out, _ in outs
@@ -87,7 +87,7 @@ def test_two_machines_with_a_network_between_them_train_as_one(config, tmp_path,
         )
         for number, name in enumerate(network, start=1)
     ]
-    outs = [node.communicate(timeout=LIMIT) for node in nodes]
+    outs = [node.communicate(timeout=SECONDS) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs
     assert "cluster   2 machines (n1, n2), 2 ranks on each: 4 x cpu; clocks within" in outs[0][0]
     straight = tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 8})
@@ -113,7 +113,7 @@ IMPATIENT = {"NNODES": "2", "RDZV_TIMEOUT": "5"}
 )
 def test_machines_that_cannot_meet_say_so_in_a_line(config, environment, message, endpoint):
     node = start_run(config, **{"RDZV_ENDPOINT": endpoint} | IMPATIENT | environment)
-    _, err = node.communicate(timeout=LIMIT)
+    _, err = node.communicate(timeout=SECONDS)
     assert (
         node.returncode == 2
         and err.splitlines()[-1].startswith(f"error: {message}")
@@ -138,7 +138,7 @@ def test_a_port_that_another_program_has_is_told_in_a_line(config, number, messa
             RDZV_ENDPOINT=f"127.0.0.1:{other.getsockname()[1]}",
             NODE_RANK=number,
         )
-        _, err = node.communicate(timeout=LIMIT)
+        _, err = node.communicate(timeout=SECONDS)
     assert node.returncode == 2 and message in err.splitlines()[-1]
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
         )
         for number in (1, 2)
     ]
-    errs = [node.communicate(timeout=LIMIT)[1] for node in nodes]
+    errs = [node.communicate(timeout=SECONDS)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [1, 1]
     for err in errs:
         assert re.search(
@@ -189,7 +189,7 @@ def test_a_mistake_on_one_machine_is_named(config, endpoint):
         start_run(config, *args, **where, SLURMD_NODENAME=f"n{number}")
         for number, args in enumerate(((), ("--optimizer.lr", "1e-4")), start=1)
     ]
-    errs = [node.communicate(timeout=LIMIT)[1] for node in nodes]
+    errs = [node.communicate(timeout=SECONDS)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2]
     assert sum("error: " in err for err in errs) == 1
     assert re.search(
@@ -239,7 +239,7 @@ def state_of(job):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.mistakes import make_place
+from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.data import corpus
 
 
@@ -35,3 +36,17 @@ def scratch(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The file of a run of 4 steps with validation and samples."""
+    write_text(tmp_path)
+    file = tmp_path / "tiny.toml"
+    write_config(
+        tiny_config(
+            tmp_path, training={"steps": 4}, validation={"interval": 2, "sample_tokens": 5}
+        ),
+        file,
+    )
+    return file

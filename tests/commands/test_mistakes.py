@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 from hypothesis import strategies as st
 
-from tests.commands.test_run_train import ROOT, finish
+from tests.support.commands import ROOT, finish
 from tests.support.full import FULL
 from tests.support.mistakes import (
     KEYS,
