@@ -1,5 +1,6 @@
 """Activation checkpointing and compiled blocks: what is computed again, and the gradients."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
 
+from tests.models.test_llama import ARGS, model_of
+from tests.models.test_moe import EXPERTS
 from tests.parallel.test_gradients import (
     MODELS,
     WINDOWS,
@@ -181,3 +184,12 @@ def test_selective_keeps_what_ranks_have_exchanged():
     found, _ = run_ranks(exchanges, 2, cases)
     assert found[:3] == [[18, 18, 8], [26, 18, 8], [26, 22, 12]]
     assert found[3:] == [[0, 0, 32], [0, 0, 32], [0, 0, 48]]
+
+
+def test_full_checkpointing_keeps_the_choices_of_routers():
+    model = model_of(dataclasses.replace(ARGS, **EXPERTS))
+    checkpoint_blocks(model, ActivationCheckpointConfig(mode="full"))
+    loss = model.head(model(torch.randint(64, (2, 24)))).sum()
+    with OperationCounter() as counter:
+        loss.backward()
+    assert counter.times["topk"] == 0 and counter.times["_softmax"] == model.n_layer

@@ -12,11 +12,12 @@ class ModelConfig:
     """Which model is trained."""
 
     name: Annotated[Literal["gpt2", "llama"], Mark.IDENTITY] = "gpt2"
-    """Model family. llama: also Qwen2 and Qwen3."""
+    """Model family. llama: also Qwen2, Qwen3, Qwen3-MoE and Mixtral."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
     """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
     llama: nano (3M, for CPUs), 160m, those of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3
-    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b)."""
+    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b); mixtures of experts are moe-nano (for CPUs),
+    qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b and mixtral-8x22b."""
     n_layer: Annotated[Annotated[int, Range(1, 1_000)] | None, Mark.IDENTITY] = None
     """Number of blocks, instead of the named size's."""
     n_head: Annotated[Annotated[int, Range(1, 10_000)] | None, Mark.IDENTITY] = None
@@ -47,6 +48,16 @@ class ModelConfig:
     """llama: biases of queries, keys and values, as in Qwen2, instead of the named size's."""
     tied: Annotated[bool | None, Mark.IDENTITY] = None
     """llama: let the token table be the head too, instead of the named size's."""
+    n_expert: Annotated[Annotated[int, Range(0, 10_000)] | None, Mark.IDENTITY] = None
+    """llama: experts of each block, instead of the named size's. 0: one MLP for all tokens."""
+    n_expert_used: Annotated[Annotated[int, Range(1, 1_000)] | None, Mark.IDENTITY] = None
+    """llama: experts that each token uses, instead of the named size's."""
+    n_expert_inner: Annotated[Annotated[int, Range(1, 10_000_000)] | None, Mark.IDENTITY] = None
+    """llama: width within an expert, instead of the named size's. That is n_inner where the size
+    has none."""
+    norm_topk_prob: Annotated[bool | None, Mark.IDENTITY] = None
+    """llama: divide the weights of a token's experts by their sum, as Mixtral does, instead of the
+    named size's."""
     bias: Annotated[bool, Mark.IDENTITY] = False
     """gpt2: biases in layers and norms, as OpenAI's weights have and the MARS runs had not."""
     activation: Annotated[Literal["gelu", "gelu_tanh"], Mark.IDENTITY] = "gelu"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Rule = str
 else:
     Rule = Literal[tuple(RULES)]
-GROUPS = ("matrix", "embedding", "head", "vector")
+GROUPS = ("matrix", "router", "embedding", "head", "vector")
 
 
 def with_settings(*scopes: str) -> Callable[[type], type]:
@@ -133,6 +133,8 @@ class OptimizerConfig:
     """Matrix rules: let the transfers of matrices overlap with the work on others."""
     matrix: GroupConfig = field(default_factory=GroupConfig)
     """Hidden matrices."""
+    router: GroupConfig = field(default_factory=GroupConfig)
+    """The matrices that choose experts. By default they get what hidden matrices get by default."""
     embedding: GroupConfig = field(default_factory=GroupConfig)
     """Token and position embeddings."""
     head: GroupConfig = field(default_factory=GroupConfig)

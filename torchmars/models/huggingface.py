@@ -115,6 +115,11 @@ def gpt2_config(model: GPT2) -> dict[str, Any]:
 
 
 def llama_config(args: LlamaArgs) -> dict[str, Any]:
+    if args.n_expert:
+        raise UserError(
+            "experts cannot be written for transformers yet: such weights can only be written "
+            "with --to safetensors"
+        )
     if args.qk_norm and args.qkv_bias:
         raise UserError(
             "no model of transformers has both model.qk_norm and model.qkv_bias: such weights can "

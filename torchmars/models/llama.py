@@ -1,8 +1,9 @@
-"""The Llama family: Llama 3 and, by options, Qwen2 and Qwen3.
+"""The Llama family: Llama 3 and, by options, Qwen2, Qwen3, Qwen3-MoE and Mixtral.
 
 Sources: Touvron et al. 2023 (arXiv 2302.13971) for the architecture; Grattafiori et al. 2024 (arXiv
 2407.21783) for Llama 3; Yang et al. 2024 and 2025 (arXiv 2407.10671, 2505.09388) for Qwen2 and
-Qwen3. The sizes are those of the published weights.
+Qwen3; Jiang et al. 2024 (arXiv 2401.04088) for Mixtral. The sizes are those of the published
+weights.
 """
 
 import math
@@ -19,6 +20,7 @@ from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention
 from torchmars.models.documents import Documents
 from torchmars.models.model import Head, Model, Table, TensorParallelCut
+from torchmars.models.moe import MoE
 from torchmars.models.sizes import make_args
 
 
@@ -32,6 +34,16 @@ def qwen3(n_layer: int, n_head: int, n_embd: int, n_inner: int, **more: Any) -> 
     """Return a published size of Qwen3."""
     own = {"head_dim": 128, "qk_norm": True, "rope_theta": 1_000_000.0, "norm_eps": 1e-6}
     return llama(n_layer, n_head, n_embd, n_inner) | own | more
+
+
+def experts(number: int, used: int, inner: int) -> dict[str, Any]:
+    """Return the part of a published size that says what experts there are."""
+    return {
+        "n_expert": number,
+        "n_expert_used": used,
+        "n_expert_inner": inner,
+        "norm_topk_prob": True,
+    }
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -48,6 +60,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3-8b": qwen3(36, 32, 4096, 12288),
     "qwen3-14b": qwen3(40, 40, 5120, 17408),
     "qwen3-32b": qwen3(64, 64, 5120, 25600),
+    "moe-nano": qwen3(4, 4, 192, 512, n_kv_head=2, head_dim=48, rope_theta=10_000.0, tied=True)
+    | experts(8, 2, 256),
+    "qwen3-30b-a3b": qwen3(48, 32, 2048, 6144, n_kv_head=4) | experts(128, 8, 768),
+    "qwen3-235b-a22b": qwen3(94, 64, 4096, 12288, n_kv_head=4) | experts(128, 8, 1536),
+    "mixtral-8x7b": llama(32, 32, 4096, 14336, rope_theta=1e6) | experts(8, 2, 14336),
+    "mixtral-8x22b": llama(56, 48, 6144, 16384, rope_theta=1e6) | experts(8, 2, 16384),
 }
 # Llama 3.1's scaling stretches wavelengths of more than ORIGINAL_CONTEXT / LOW tokens, leaves those
 # below ORIGINAL_CONTEXT / HIGH, and goes from one to the other between. All its sizes have these.
@@ -64,7 +82,7 @@ class LlamaArgs:
     """Heads of the keys and values."""
     n_embd: int
     n_inner: int
-    """Width within the MLP."""
+    """Width within an MLP that is no expert."""
     vocab_size: int
     """Rows of the token table."""
     seq_len: int
@@ -76,6 +94,13 @@ class LlamaArgs:
     qk_norm: bool = False
     qkv_bias: bool = False
     tied: bool = False
+    n_expert: int = 0
+    """Experts of each block. 0: a block has an MLP."""
+    n_expert_used: int = 2
+    """Experts that each token uses."""
+    n_expert_inner: int = 0
+    """Width within an expert. 0: `n_inner`."""
+    norm_topk_prob: bool = True
 
     @property
     def head_width(self) -> int:
@@ -98,6 +123,11 @@ class LlamaArgs:
             raise UserError(
                 f"model.n_head = {self.n_head} does not divide into groups for model.n_kv_head = "
                 f"{self.n_kv_head}: choose a multiple of {self.n_kv_head}"
+            )
+        if self.n_expert and self.n_expert_used > self.n_expert:
+            raise UserError(
+                f"model.n_expert_used = {self.n_expert_used} is more than model.n_expert = "
+                f"{self.n_expert}: choose at most as many"
             )
 
 
@@ -144,6 +174,12 @@ class MLP(nn.Module):
         return projected
 
 
+def make_moe(args: LlamaArgs) -> MoE:
+    """Return the experts of a block."""
+    inner = args.n_expert_inner or args.n_inner
+    return MoE(args.n_embd, args.n_expert, args.n_expert_used, inner, args.norm_topk_prob)
+
+
 class Block(nn.Module):
     """Attention, then MLP, each on a normalised copy of the residual stream."""
 
@@ -152,7 +188,7 @@ class Block(nn.Module):
         self.attn_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         self.attn = Attention(args)
         self.mlp_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
-        self.mlp = MLP(args)
+        self.mlp = make_moe(args) if args.n_expert else MLP(args)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
         x = x + self.attn(self.attn_norm(x), cos, sin, documents)
@@ -204,11 +240,21 @@ class Llama(Model):
             x = block(x, cos, sin, documents)
         return x
 
+    def used_parameters(self, name: str, parameter: Tensor) -> int:
+        count = super().used_parameters(name, parameter)
+        stack = ".mlp.experts." in name
+        return count * self.args.n_expert_used // self.args.n_expert if stack else count
+
     def describe(self) -> str:
-        args = self.args
+        args, mlp = self.args, f"MLP {self.args.n_inner}"
+        if args.n_expert:
+            mlp = (
+                f"{args.n_expert_used} of {args.n_expert} experts "
+                f"{args.n_expert_inner or args.n_inner}"
+            )
         return (
             f"{counted(args.n_layer, 'layer')}, {counted(args.n_head, 'head')} "
-            f"({args.n_kv_head} of keys and values), width {args.n_embd} (MLP {args.n_inner}), "
+            f"({args.n_kv_head} of keys and values), width {args.n_embd} ({mlp}), "
             f"vocabulary {args.vocab_size}"
         )
 

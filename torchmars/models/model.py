@@ -153,26 +153,36 @@ class Model(nn.Module, ABC):
             return 0.0
         if "norm" in name:
             return None
-        return 0.02 / math.sqrt(2 * self.n_layer) if name.endswith("proj.weight") else 0.02
+        adds = name.removesuffix(".weight").endswith("proj")
+        return 0.02 / math.sqrt(2 * self.n_layer) if adds else 0.02
 
     @property
     def parameter_count(self) -> int:
         """How many parameters there are."""
         return sum(each.numel() for each in self.parameters())
 
+    @property
+    def active_count(self) -> int:
+        """How many parameters one token uses: of many experts, those of its choice."""
+        return sum(self.used_parameters(name, each) for name, each in self.named_parameters())
+
+    def used_parameters(self, name: str, parameter: Tensor) -> int:
+        """Return how many values of the parameter called `name` one token uses."""
+        return parameter.numel()
+
     def flops_per_token(self) -> int:
         """Return the FLOPs of the forward and backward pass of one token at full length.
 
-        6 per parameter in a matrix product, and 12 L H T for attention of total width H. Source:
-        Chowdhery et al. 2022, appendix B.
+        6 per parameter that a token uses in a matrix product, and 12 L H T for attention of total
+        width H. Source: Chowdhery et al. 2022, appendix B.
         """
         tables = {f"{name}.weight" for name in self.inputs}
         if self.output is None:
             tables.remove("tok_embed.weight")  # it is the head too
         matrices = sum(
-            parameter.numel()
+            self.used_parameters(name, parameter)
             for name, parameter in self.named_parameters()
-            if parameter.ndim == 2 and name not in tables
+            if parameter.ndim > 1 and name not in tables
         )
         attention = self.n_layer * self.heads[0] * self.head_width * self.seq_len
         return 6 * matrices + 12 * attention

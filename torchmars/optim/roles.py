@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.13: the one base of all convolutions
 
-ROLES = ("matrix", "convolution", "embedding", "head", "vector")
+ROLES = ("matrix", "router", "convolution", "embedding", "head", "vector")
 
 _EMBEDDINGS = nn.Embedding | nn.EmbeddingBag
 _NORMS = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm
@@ -45,7 +45,8 @@ def roles(model: nn.Module) -> dict[str, str]:
     head is the last matrix in a module named head, lm_head, classifier or *_head, or a layer named
     output or score, and in a model without any of these its last layer, if that is an `nn.Linear`
     that the model holds itself (fc).
-    Weights of convolutions are matrices [out, -1]. All else is a matrix, or a batch of them.
+    Weights of convolutions are matrices [out, -1]. A matrix in a module named router, which chooses
+    experts, is a router. All else is a matrix, or a batch of them.
     """
     owners = {id(p): each for each in model.modules() for p in each.parameters(recurse=False)}
     for each in model.modules():  # a tied tensor is an embedding, whatever else holds it
@@ -80,7 +81,9 @@ def _role(name: str, parameter: Tensor, owner: nn.Module, is_head: bool) -> str:
         return "head"
     if sum(size > 1 for size in parameter.shape) < 2 and not isinstance(owner, _ConvNd):
         return "vector"
-    return "convolution" if isinstance(owner, _ConvNd) else "matrix"
+    if isinstance(owner, _ConvNd):
+        return "convolution"
+    return "router" if "router" in name.split(".") else "matrix"
 
 
 def _heads(model: nn.Module) -> set[str]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from torchmars.config import ActivationCheckpointConfig
 from torchmars.models import Model
+from torchmars.models.moe import MoE
 
 # What "selective" keeps: results that are dear to compute for their size. Which operation attention
 # is depends on the device, the dtype and the mask.
@@ -23,6 +24,8 @@ KEPT_OPERATIONS = [
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
+    torch.ops.torchmars.grouped_mm.default,
+    torch.ops.aten.topk.default,
     torch.ops.aten._efficient_attention_forward.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -50,9 +53,18 @@ def checkpoint_blocks(model: Model, config: ActivationCheckpointConfig) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.dropout > 0}
     if config.mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS)
+    elif has_experts(model):
+        # A router's near tie may fall otherwise the second time.
+        choices = [torch.ops.aten.topk.default]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, choices)
     for number, block in model.blocks.items():
         if int(number) % config.every == 0:
             checkpoint_block(block, options)
+
+
+def has_experts(model: Model) -> bool:
+    """Return whether a block of `model` is a mixture of experts."""
+    return any(isinstance(module, MoE) for module in model.modules())
 
 
 def checkpoint_block(block: nn.Module, options: dict[str, Any]) -> None:

@@ -1,0 +1,212 @@
+"""Mixtures of experts against transformers' models and loops over tokens; their published sizes."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.models.test_llama import ARGS, model_of, their_name
+from torchmars.config import ModelConfig
+from torchmars.core.errors import UserError
+from torchmars.models import build_meta_model
+from torchmars.models.grouped import grouped_mm
+from torchmars.models.moe import MoE
+from torchmars.optim import param_groups
+from torchmars.optim.roles import roles
+
+EXPERTS = {"n_expert": 8, "n_expert_used": 2, "n_expert_inner": 48}
+VARIANTS = {
+    "qwen3-moe": EXPERTS | {"qk_norm": True, "head_dim": 32, "tied": True},
+    "qwen3-moe not normalised": EXPERTS
+    | {"qk_norm": True, "n_expert": 9, "n_expert_used": 3, "norm_topk_prob": False},
+    "mixtral": EXPERTS | {"n_expert_inner": 0},
+}
+# The router is a gate there. The gates of experts are parts of another tensor.
+NAMES_OF_MOE = {
+    "tok_embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "blocks": "model.layers",
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attn": "self_attn",
+    "mlp.proj": "mlp.down_proj",
+    "proj": "o_proj",
+    **{name: f"{name}_proj" for name in ("q", "k", "v")},
+}
+CLASSES = {"qwen3-moe": "Qwen3Moe", "mixtral": "Mixtral"}
+
+
+def reference(model, kind):
+    """The same model by transformers, and its values of each of our parameters."""
+    transformers = pytest.importorskip("transformers")
+    args = model.args
+    inner = args.n_expert_inner or args.n_inner
+    config = getattr(transformers, f"{kind}Config")(
+        num_hidden_layers=args.n_layer,
+        num_attention_heads=args.n_head,
+        num_key_value_heads=args.n_kv_head,
+        head_dim=args.head_width,
+        hidden_size=args.n_embd,
+        intermediate_size=inner,
+        moe_intermediate_size=inner,
+        num_local_experts=args.n_expert,
+        num_experts_per_tok=args.n_expert_used,
+        norm_topk_prob=args.norm_topk_prob,
+        vocab_size=args.vocab_size,
+        rms_norm_eps=args.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+        tie_word_embeddings=args.tied,
+    )
+    other = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    theirs = dict(other.named_parameters())
+
+    def part(name, values):
+        """What `values` of their parameters are our parameter's."""
+        owner, _, last = name.replace("router", "gate").rpartition(".")
+        if ".experts" not in owner:
+            return values[their_name(f"{owner}.{last}")]
+        if last == "proj":
+            return values[their_name(owner) + ".down_proj"]
+        halves = values[their_name(owner) + ".gate_up_proj"].chunk(2, dim=1)
+        return halves[("gate", "up").index(last)]
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            part(name, theirs).copy_(parameter)
+    return other, lambda name: part(name, {key: each.grad for key, each in theirs.items()})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_choices_and_gradients_equal_transformers(monkeypatch, variant):
+    monkeypatch.setattr("tests.models.test_llama.NAMES", NAMES_OF_MOE)
+    model = model_of(dataclasses.replace(ARGS, **VARIANTS[variant]))
+    other, gradient = reference(model, CLASSES[variant.split()[0]])
+    ours, theirs = [], []
+    for block, layer in zip(model.blocks.values(), other.model.layers, strict=True):
+        block.mlp.router.register_forward_hook(lambda *hooked: ours.append(hooked[2][1]))
+        layer.mlp.gate.register_forward_hook(lambda *hooked: theirs.append(hooked[2][2]))
+    tokens = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
+    logits, expected = model.head(model(tokens)), other(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert all(map(torch.equal, ours, theirs)) and len(ours) == model.n_layer
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    for each in (logits, expected):
+        (each * weights).sum().backward()
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - gradient(name)).norm() / gradient(name).norm()
+        assert error < 1e-5, name
+
+
+def moe(tokens, experts, used, inner=12, width=8):
+    """An MoE in float64 and `tokens` for it, with gradients."""
+    generator = torch.Generator().manual_seed(tokens)
+    layer = MoE(width, experts, used, inner, normalize=True).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5, generator)
+    x = torch.randn(1, tokens, width, dtype=torch.float64, generator=generator)
+    return layer, x.requires_grad_()
+
+
+def by_loop(layer, x):
+    """What each token's experts give, token by token."""
+    experts = layer.experts
+    weights, chosen = layer.router(x.flatten(0, 1))
+    tokens = []
+    for token, scales, numbers in zip(x[0], weights, chosen.tolist(), strict=True):
+        parts = [
+            scale * (experts.proj[n] @ (F.silu(experts.gate[n] @ token) * (experts.up[n] @ token)))
+            for scale, n in zip(scales, numbers, strict=True)
+        ]
+        tokens.append(sum(parts))
+    return torch.stack(tokens).unsqueeze(0)
+
+
+# The last two leave experts without tokens, and have sizes that torch's grouped_mm cannot take.
+@pytest.mark.parametrize(
+    "tokens,experts,used,inner", [(33, 4, 2, 12), (20, 5, 3, 12), (1, 8, 2, 12), (3, 8, 1, 7)]
+)
+def test_outputs_and_gradients_equal_a_loop_over_tokens(tokens, experts, used, inner):
+    layer, x = moe(tokens, experts, used, inner)
+    values = {**dict(layer.named_parameters()), "x": x}
+    results = [layer(x), by_loop(layer, x)]
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)  # the router's weights are float32
+    first, second = (
+        torch.autograd.grad(each.square().sum(), list(values.values())) for each in results
+    )
+    for name, ours, looped in zip(values, first, second, strict=True):
+        torch.testing.assert_close(ours, looped, rtol=1e-5, atol=1e-6, msg=name)
+    chosen = layer.router(x.flatten(0, 1))[1]
+    counts = layer.counts(chosen)
+    assert counts.sum() == tokens * used
+    for number in (counts == 0).nonzero().flatten():
+        assert not first[1][number].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", [16, 7])
+def test_grouped_products_are_those_of_each_group(dtype, inner):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(10, 8, dtype=dtype, generator=generator)
+    weights = torch.randn(4, inner, 8, dtype=dtype, generator=generator).requires_grad_()
+    ends = torch.tensor([3, 3, 9, 10], dtype=torch.int32)
+    result = grouped_mm(rows, weights, ends)
+    parts = [
+        rows[:3] @ weights[0].T,
+        rows[:0] @ weights[1].T,
+        rows[3:9] @ weights[2].T,
+        rows[9:] @ weights[3].T,
+    ]
+    torch.testing.assert_close(result, torch.cat(parts))
+    # The gradient of a sum is expanded: torch's grouped_mm takes no such strides.
+    ours, theirs = (
+        torch.autograd.grad(each.sum(), weights)[0] for each in (result, torch.cat(parts))
+    )
+    torch.testing.assert_close(ours, theirs)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.torchmars.grouped_mm, (rows, weights, ends), test_utils=checks)
+
+
+def test_blocks_compile_as_one_graph():
+    plain, compiled = (model_of(dataclasses.replace(ARGS, **EXPERTS)) for _ in range(2))
+    for block in compiled.blocks.values():
+        block.compile(backend="aot_eager", fullgraph=True)
+    tokens = torch.randint(64, (2, 24))
+    for model in (plain, compiled):
+        model(tokens).square().sum().backward()
+    for ours, theirs in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+# In billions, as published, without the token table among the active ones.
+@pytest.mark.parametrize(
+    "size,vocab_size,total,active",
+    [
+        ("qwen3-30b-a3b", 151936, 30.53, 3.04),
+        ("qwen3-235b-a22b", 151936, 235.09, 21.57),
+        ("mixtral-8x7b", 32000, 46.70, 12.75),
+        ("mixtral-8x22b", 32768, 140.63, 38.96),
+    ],
+)
+def test_published_sizes(size, vocab_size, total, active):
+    config = ModelConfig(name="llama", size=size, vocab_size=vocab_size)
+    model = build_meta_model(config, vocab_size, 1024)
+    assert round(model.parameter_count / 1e9, 2) == total
+    used = model.active_count - model.tok_embed.weight.numel()
+    assert round(used / 1e9, 2) == active
+
+
+def test_more_experts_a_token_than_there_are_is_refused():
+    args = dataclasses.replace(ARGS, n_expert=4, n_expert_used=5)
+    with pytest.raises(UserError, match=r"n_expert_used = 5 is more than model\.n_expert = 4"):
+        args.check()
+
+
+def test_routers_have_a_role_and_take_the_matrices_rule():
+    model = model_of(dataclasses.replace(ARGS, **EXPERTS))
+    [group] = [each for each in param_groups(model, "mars-m") if each["role"] == "router"]
+    assert [name for name, _ in group["params"]] == [
+        f"blocks.{number}.mlp.router.weight" for number in range(3)
+    ]
+    assert group["rule"] == "mars-m" and roles(model)["blocks.0.mlp.experts.gate"] == "matrix"

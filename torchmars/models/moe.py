@@ -1,0 +1,99 @@
+"""Mixtures of experts: a router sends each token to a few of many MLPs.
+
+No token is dropped, and no sum depends on the order in which threads arrive: rows are permuted by
+gathers in both passes, and a token adds up its experts' outputs in the order of its choices.
+Sources: Shazeer et al. 2017 (arXiv 1701.06538); Jiang et al. 2024 (arXiv 2401.04088) for Mixtral;
+Gale et al. 2022 (arXiv 2211.15841) for experts without a capacity.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchmars.models.grouped import grouped_mm
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token: those of the largest probabilities.
+
+    All is float32, whatever the model computes in: bfloat16 has ties that decide otherwise on
+    another layout.
+    """
+
+    def __init__(self, width: int, experts: int, used: int, normalize: bool) -> None:
+        super().__init__()
+        self.used, self.normalize = used, normalize
+        # No nn.Linear: such layers are computed in float8 where that is asked for.
+        self.weight = nn.Parameter(torch.empty(experts, width))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights, float32, and numbers of the experts that tokens `x` [tokens, width] use.
+
+        Both are [tokens, used], the largest weight first.
+        """
+        probabilities = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
+        weights, chosen = probabilities.topk(self.used, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, chosen
+
+
+class Experts(nn.Module):
+    """Many SwiGLU MLPs of one shape, as three stacks of matrices [experts, out, in]."""
+
+    def __init__(self, width: int, experts: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, inner, width))
+        self.up = nn.Parameter(torch.empty(experts, inner, width))
+        self.proj = nn.Parameter(torch.empty(experts, width, inner))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the outputs of `rows` [rows, width]: the first `counts[0]` of expert 0, ..."""
+        ends = counts.cumsum(0).to(torch.int32)
+        inner = F.silu(grouped_mm(rows, self.gate, ends)) * grouped_mm(rows, self.up, ends)
+        return grouped_mm(inner, self.proj, ends)
+
+
+class MoE(nn.Module):
+    """Takes the place of a block's MLP."""
+
+    def __init__(self, width: int, experts: int, used: int, inner: int, normalize: bool) -> None:
+        super().__init__()
+        self.router = Router(width, experts, used, normalize)
+        self.experts = Experts(width, experts, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens)
+        # Rows by expert; rows of one expert stay in the order of tokens.
+        order = chosen.flatten().argsort(stable=True)
+        places = order.argsort()
+        rows = TakenRows.apply(tokens, order // self.router.used, places)
+        outputs = TakenRows.apply(self.experts(rows, self.counts(chosen)), places, order)
+        each = outputs.unflatten(0, (-1, self.router.used))
+        return (each * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype).view_as(x)
+
+    def counts(self, chosen: Tensor) -> Tensor:
+        """Return how many tokens each expert is chosen by: [experts], int64."""
+        experts = self.experts.gate.shape[0]
+        counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+        return counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+
+
+class TakenRows(torch.autograd.Function):
+    """Takes rows, each of them equally often; its gradients are added up by a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        """Return the rows `index` of `x`. `places` has where row 0 went, then row 1, ..."""
+        ctx.save_for_backward(places)
+        ctx.rows = len(x)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        taken = gradients[0][places].unflatten(0, (ctx.rows, -1))
+        return taken.sum(dim=1), None, None
