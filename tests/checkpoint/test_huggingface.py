@@ -11,7 +11,9 @@ from tests.support.commands import ROOT, run_command
 from tests.support.full import full_but
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.export import export_folder
+from torchmars.checkpoint.huggingface import write_weight_files
 from torchmars.checkpoint.inference import load_model, open_model
+from torchmars.config import ModelConfig
 from torchmars.config.load import config_from_tables
 from torchmars.config.toml_files import read_toml
 from torchmars.data.manifest import read_manifest
@@ -21,6 +23,7 @@ from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
 from torchmars.models import build_model
+from torchmars.models.huggingface import to_config
 
 transformers = pytest.importorskip("transformers")
 LLAMA = {"name": "llama", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 48}
@@ -147,6 +150,58 @@ def test_files_of_a_size_hold_all_weights_in_a_dtype(exports, name, tmp_path):
     assert not report["missing_keys"] and not report["unexpected_keys"]
     for key, value in model.state_dict().items():
         assert value.dtype == torch.bfloat16 and torch.equal(value, whole[key].bfloat16())
+
+
+EXPERTS = {"n_expert": 4, "n_expert_used": 2, "n_expert_inner": 24}
+MIXTURES = {"qwen3_moe": LLAMA | EXPERTS | {"qk_norm": True}, "mixtral": LLAMA | EXPERTS}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_go_there_and_back(name, tmp_path):
+    """By one tensor an expert, and by the stacks that transformers 5 has: the same bits, logits
+    and greedy tokens."""
+    table = ModelConfig(tied=False, **MIXTURES[name])
+    ours = build_model(table, 257, LENGTH).eval()
+    generator = torch.Generator().manual_seed(0)
+    for key, parameter in ours.named_parameters():
+        torch.nn.init.normal_(parameter, float("norm" in key), SPREAD, generator)
+    first = tmp_path / "first"
+    first.mkdir()
+    write_weight_files(first, ours, torch.float32, ours.get_parameter, file_bytes=20_000)
+    config = to_config(ours)
+    assert config["model_type"] == name
+    (first / "config.json").write_text(json.dumps(config))
+    assert len(list(first.glob("*.safetensors"))) > 3
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        first, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    theirs.save_pretrained(tmp_path / "again")
+    theirs.save_pretrained(tmp_path / "fused", save_original_format=False)
+    names = [key for file in (tmp_path / "fused").glob("*.safetensors") for key in load_file(file)]
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    tokens = torch.randint(257, (2, LENGTH), generator=generator)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours.head(ours(tokens)), theirs(tokens).logits, rtol=1e-5, atol=1e-5
+        )
+    for place in ("first", "again", "fused"):
+        for text in tokenizer_files(load_tokenizer("bytes"), LENGTH).items():
+            (tmp_path / place / text[0]).write_text(text[1])
+        back, _, _ = load_model(tmp_path / place)
+        for key, value in ours.named_parameters():
+            assert torch.equal(back.get_parameter(key), value), (place, key)
+    prompt = tokens[:1, :10]
+    drawn = sample(
+        predict_with_cache(back, LENGTH),
+        prompt.tolist(),
+        50,
+        vocab_size=257,
+        draw=Draw(temperature=0),
+    )
+    theirs.generation_config.eos_token_id = None  # 50 tokens in any case
+    expected = theirs.generate(prompt, max_new_tokens=50, do_sample=False)[0, 10:]
+    assert [token for (token,) in drawn] == expected.tolist()
 
 
 STEP = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.0}

@@ -8,6 +8,7 @@ import torch
 
 from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_llama import VARIANTS
+from tests.models.test_moe import VARIANTS as MIXTURES
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.models import build_model
@@ -20,7 +21,10 @@ MODELS = {
     "gpt2": GPT2(GPT2_SHAPE),
     "gpt2 scaled": GPT2(dataclasses.replace(GPT2_SHAPE, scale_attn_by_inverse_layer_idx=True)),
     "openai": GPT2(dataclasses.replace(GPT2_SHAPE, bias=True, activation="gelu_tanh")),
-    **{name: Llama(dataclasses.replace(LLAMA, **changes)) for name, changes in VARIANTS.items()},
+    **{
+        name: Llama(dataclasses.replace(LLAMA, **changes))
+        for name, changes in (VARIANTS | MIXTURES).items()
+    },
 }
 
 
@@ -39,10 +43,11 @@ def theirs_of(model, folder):
     config = transformers.AutoConfig.from_pretrained(folder)
     other = transformers.AutoModelForCausalLM.from_config(config).eval()
     weights = model.state_dict()
-    state = {
-        there.name: weights[name].T if there.transposed else weights[name]
-        for name, there in counterparts(model).items()
-    }
+    state = {}
+    for name, there in counterparts(model, fused=True).items():
+        weight = weights[name].T if there.transposed else weights[name]
+        whole = torch.cat([state[there.name], weight], dim=1) if there.half == 1 else weight
+        state[there.name] = whole
     missing, unexpected = other.load_state_dict(state, strict=False)
     assert not unexpected
     with torch.no_grad():
@@ -75,6 +80,9 @@ def test_our_model_of_their_config_is_the_one_it_was(name, tmp_path):
     args = model.args
     if isinstance(model, Llama):
         args = dataclasses.replace(args, head_dim=args.head_width)
+        if args.n_expert:
+            inner = args.n_expert_inner or args.n_inner
+            args = dataclasses.replace(args, n_expert_inner=inner)
     else:
         args = dataclasses.replace(args, bias=True)  # theirs has biases, which are 0 then
     assert again.args == args
@@ -143,7 +151,41 @@ def test_a_null_in_a_table_of_rotary_positions_is_no_default(key, table, message
         from_config(to_config(MODELS["llama"]) | {key: scaled | table})
 
 
-def test_a_shape_that_no_class_of_theirs_has_is_refused_by_name():
-    args = dataclasses.replace(LLAMA, qk_norm=True, qkv_bias=True)
-    with pytest.raises(UserError, match="model.qk_norm and model.qkv_bias"):
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral"])
+def test_the_number_of_experts_has_either_name(kind):
+    config = to_config(MODELS[kind])
+    expected = from_config(config)
+    number = config.pop("num_experts", None) or config.pop("num_local_experts")
+    for name in ("num_experts", "num_local_experts"):
+        assert from_config(config | {name: number}) == expected
+    with pytest.raises(UserError, match="lacks 'num_local_experts'"):
+        from_config(config)
+
+
+@pytest.mark.parametrize(
+    "kind,changes,message",
+    [
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2: only models with 1"),
+        ("qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: only models with \[\]"),
+        ("qwen3-moe", {"norm_topk_prob": "x"}, "norm_topk_prob is 'x'"),
+        ("qwen3-moe", {"num_experts": "x"}, "num_experts is 'x'"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096: only models with null"),
+    ],
+)
+def test_experts_that_we_do_not_have_are_refused_by_name(kind, changes, message):
+    with pytest.raises(UserError, match=message):
+        from_config(to_config(MODELS[kind]) | changes)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"qk_norm": True, "qkv_bias": True}, "model.qk_norm and model.qkv_bias"),
+        ({"n_expert": 4, "qkv_bias": True}, "experts and model.qkv_bias"),
+        ({"n_expert": 4, "norm_topk_prob": False}, "model.norm_topk_prob"),
+    ],
+)
+def test_a_shape_that_no_class_of_theirs_has_is_refused_by_name(changes, message):
+    args = dataclasses.replace(LLAMA, **changes)
+    with pytest.raises(UserError, match=message):
         to_config(Llama(args))

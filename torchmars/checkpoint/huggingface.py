@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ from torchmars.core.files import read_text, write_durably
 from torchmars.core.typed import parse_json
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
-from torchmars.models.huggingface import counterparts, from_config, with_their_parameters
+from torchmars.models.huggingface import (
+    GATE_UP,
+    counterparts,
+    from_config,
+    with_their_parameters,
+)
 
 HF = "hf:"  # begins the name of such a folder in checkpoint.init_from
 TOKENIZER = "tokenizer.json"
@@ -119,15 +125,25 @@ def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
         files |= weights_of_file(file)
     # OpenAI's own GPT-2 was saved without its head, and so without this part of the names.
     bare = not any(name.startswith("transformer.") for name in files)
+    fused = any(name.endswith(GATE_UP) for name in files)
     saved = {}
-    for ours, there in counterparts(model).items():
-        name = there.name.removeprefix("transformer.") if bare else there.name
-        if name not in files:
-            raise UserError(f"it has no {name}, which its {CONFIG} asks for")
-        saved[ours] = replace(files.pop(name), transposed=there.transposed)
+    read = set()
+    for ours, there in counterparts(model, fused).items():
+        names = [name.removeprefix("transformer.") if bare else name for name in there.names]
+        for name in names:
+            if name not in files:
+                raise UserError(f"it has no {name}, which its {CONFIG} asks for")
+        places = [
+            replace(files[name], transposed=there.transposed, half=there.half) for name in names
+        ]
+        for place in places:
+            if (place.shape, place.dtype) != (places[0].shape, places[0].dtype):
+                raise UserError(f"it has {place.name} in another shape or dtype than expert 0's")
+        saved[ours] = replace(places[0], stack=tuple(places)) if there.experts else places[0]
+        read.update(names)
     if model.output is None:
-        files.pop("lm_head.weight", None)  # the token table once more
-    for name in files:
+        read.add("lm_head.weight")  # the token table once more
+    for name in files.keys() - read:
         if not name.endswith(BUFFERS):
             raise UserError(f"it has {name}, which no model of its {CONFIG} has")
     return saved
@@ -162,32 +178,37 @@ def write_weight_files(
     """Write the weights of `model` to files of at most `file_bytes` bytes, and their index.
 
     A larger tensor has a file of its own. `read` returns a weight by our name. Each is read and
-    written before the next one, so that memory holds one. Raises `OSError`.
+    written before the next one, so that memory holds one, or one stack of experts. Raises
+    `OSError`.
     """
     there = with_their_parameters(model)
     theirs = counterparts(there)
     ours = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in there.named_parameters()}
 
-    def value(name: str) -> Tensor:
-        weight = read(name) if name in ours else torch.zeros(shapes[name])
-        return weight.T if theirs[name].transposed else weight
+    def values() -> Iterator[Tensor]:
+        for name, tensor in theirs.items():
+            weight = read(name) if name in ours else torch.zeros(shapes[name])
+            yield from weight if tensor.experts else [weight.T if tensor.transposed else weight]
+            del weight  # before the next one
 
-    parts = split_by_size(
-        {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, file_bytes
-    )
+    entries = {}
+    for name, tensor in theirs.items():
+        shape = shapes[name][1:] if tensor.experts else shapes[name]
+        for each in tensor.names:
+            entries[each] = (dtype, shape[:: -1 if tensor.transposed else 1])
+    sizes = {name: shape.numel() * dtype.itemsize for name, (_, shape) in entries.items()}
+    parts = split_by_size(sizes, file_bytes)
     index: dict[str, str] = {}
+    rest = values()
     for number, names in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else WEIGHTS
-        entries = {
-            theirs[name].name: (dtype, shapes[name][:: -1 if theirs[name].transposed else 1])
-            for name in names
-        }
-        write_weights(folder / file, entries, (value(name) for name in names))
-        index |= dict.fromkeys(entries, file)
+        write_weights(
+            folder / file, {name: entries[name] for name in names}, islice(rest, len(names))
+        )
+        index |= dict.fromkeys(names, file)
     if len(parts) > 1:
-        size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
-        table = {"metadata": {"total_size": size}, "weight_map": index}
+        table = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         write_durably(folder / INDEX, json.dumps(table, indent=1) + "\n")
 
 

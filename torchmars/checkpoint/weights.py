@@ -29,10 +29,19 @@ class SavedWeight:
     dtype: str
     """As the format calls it."""
     transposed: bool = False
+    half: int | None = None
+    """Which half of the rows of each matrix it is, where two stacks are one tensor there."""
+    stack: tuple["SavedWeight", ...] = ()
+    """Where the matrices of a stack lie, if each is a tensor there; the rest is the first one's."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of our weight."""
+        if self.stack:
+            return (len(self.stack), *self.stack[0].shape)
+        if self.half is not None and len(self.shape_there) == 3 and self.shape_there[1] % 2 == 0:
+            stack, rows, columns = self.shape_there
+            return (stack, rows // 2, columns)
         return self.shape_there[:: -1 if self.transposed else 1]
 
 
@@ -79,20 +88,30 @@ def load_weights(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]
     """
     for name, target in weights.items():
         if local_part(target).numel():
-            try:
-                local_part(target).copy_(read_part(saved[name], local_intervals(target)))
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"cannot read {saved[name].file}: {error}") from None
+            read_into(local_part(target), saved[name], local_intervals(target))
+
+
+def read_into(target: Tensor, place: SavedWeight, part: Sequence[tuple[int, int]]) -> None:
+    """Fill `target` with a part of our weight: an interval of each dim. Raises `UserError`."""
+    if not place.stack:
+        target.copy_(read_part(place, part))
+        return
+    for matrix, there in zip(target, place.stack[slice(*part[0])], strict=True):
+        read_into(matrix, there, part[1:])
 
 
 def read_part(place: SavedWeight, part: Sequence[tuple[int, int]]) -> Tensor:
-    """Return a part of our weight: an interval of each dim.
-
-    Raises `OSError` and `SafetensorError`.
-    """
+    """Return a part of our weight that is one tensor there. Raises `UserError`."""
     slices = [slice(*interval) for interval in part]
-    with safe_open(place.file, framework="pt") as saved:
-        there: Tensor = saved.get_slice(place.name)[tuple(slices[:: -1 if place.transposed else 1])]
+    if place.half is not None:
+        begin = place.half * place.shape[1]
+        slices[1] = slice(begin + slices[1].start, begin + slices[1].stop)
+    try:
+        with safe_open(place.file, framework="pt") as saved:
+            order = -1 if place.transposed else 1
+            there: Tensor = saved.get_slice(place.name)[tuple(slices[::order])]
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {place.file}: {error}") from None
     return there.T if place.transposed else there
 
 
@@ -120,7 +139,7 @@ def write_weights(
                 for chunk in value.detach().split(rows):
                     flat = chunk.to(dtype).contiguous().view(-1)
                     flat.view(torch.uint8).numpy().tofile(stream)
-                del value  # before the next one
+                del value, chunk, flat  # before the next one
         partial.rename(file)
         sync_folder(file.parent)
     finally:

@@ -19,9 +19,9 @@ class Import:
     """Write a config that trains on from a model of Hugging Face's transformers.
 
     The folder is one that save_pretrained wrote, or that was downloaded from the hub: GPT-2, Llama,
-    Qwen2 or Qwen3 with .safetensors files. It is checked, and stays where it is: each rank of a run
-    reads its own part of the weights there. Files that are named after the config, and
-    --section.key value overrides, change what they like.
+    Qwen2, Qwen3, Qwen3-MoE or Mixtral with .safetensors files. It is checked, and stays where it
+    is: each rank of a run reads its own part of the weights there. Files that are named after the
+    config, and --section.key value overrides, change what they like.
     """
 
     folder: Positional[Path]

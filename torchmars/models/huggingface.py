@@ -36,6 +36,28 @@ LLAMA_NAMES = {
     "proj": "o_proj",
     **{name: f"{name}_proj" for name in ("q", "k", "v", "gate", "up")},
 }
+# Ends of a mixture's names. "*" stands for the number of an expert.
+QWEN3_MOE_NAMES = {
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.gate": "mlp.experts.*.gate_proj.weight",
+    "mlp.experts.up": "mlp.experts.*.up_proj.weight",
+    "mlp.experts.proj": "mlp.experts.*.down_proj.weight",
+}
+MIXTRAL_NAMES = {
+    "mlp.router.weight": "block_sparse_moe.gate.weight",
+    "mlp.experts.gate": "block_sparse_moe.experts.*.w1.weight",
+    "mlp.experts.up": "block_sparse_moe.experts.*.w3.weight",
+    "mlp.experts.proj": "block_sparse_moe.experts.*.w2.weight",
+}
+# Both of them as transformers 5 holds them, and saves them without save_original_format.
+GATE_UP = "mlp.experts.gate_up_proj"
+FUSED_NAMES = {
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.gate": GATE_UP,
+    "mlp.experts.up": GATE_UP,
+    "mlp.experts.proj": "mlp.experts.down_proj",
+}
+MIXTURES = ("qwen3_moe", "mixtral")
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
@@ -45,13 +67,25 @@ class Counterpart:
 
     name: str
     transposed: bool = False
+    experts: int = 0
+    """Of a stack whose matrices are a tensor each. The name has "*" for the expert's number."""
+    half: int | None = None
+    """Which half of the rows of each matrix it is, where two stacks are one tensor."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors there."""
+        return [self.name.replace("*", str(n)) for n in range(self.experts)] or [self.name]
 
 
-def counterparts(model: Model) -> dict[str, Counterpart]:
+def counterparts(model: Model, fused: bool = False) -> dict[str, Counterpart]:
     """Return the tensor there of each parameter of `model`, by our name.
 
-    GPT-2's layers there hold their weights as [in, out].
+    GPT-2's layers there hold their weights as [in, out]. `fused`: experts are as transformers 5
+    holds them, in stacks; otherwise each matrix is a tensor, as in most files.
     """
+    if isinstance(model, Llama) and model.args.n_expert:
+        return mixture_counterparts(model, fused)
     linear = {
         f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
@@ -62,6 +96,22 @@ def counterparts(model: Model) -> dict[str, Counterpart]:
         name: Counterpart(their_name(name, names), name in transpose)
         for name, _ in model.named_parameters()
     }
+
+
+def mixture_counterparts(model: Llama, fused: bool) -> dict[str, Counterpart]:
+    """Return the counterparts of a model with experts."""
+    names = FUSED_NAMES if fused else QWEN3_MOE_NAMES if model.args.qk_norm else MIXTRAL_NAMES
+    found = {}
+    for name, _ in model.named_parameters():
+        end = name[name.find("mlp.") :]
+        if end not in names:
+            found[name] = Counterpart(their_name(name, LLAMA_NAMES))
+            continue
+        there = their_name(name.removesuffix(end), LLAMA_NAMES) + names[end]
+        half = ("gate", "up").index(end.split(".")[-1]) if names[end] == GATE_UP else None
+        experts = model.args.n_expert if "*" in there else 0
+        found[name] = Counterpart(there, experts=experts, half=half)
+    return found
 
 
 def with_their_parameters(model: Model) -> Model:
@@ -115,10 +165,15 @@ def gpt2_config(model: GPT2) -> dict[str, Any]:
 
 
 def llama_config(args: LlamaArgs) -> dict[str, Any]:
-    if args.n_expert:
+    if args.n_expert and args.qkv_bias:
         raise UserError(
-            "experts cannot be written for transformers yet: such weights can only be written "
-            "with --to safetensors"
+            "no model of transformers that we know has both experts and model.qkv_bias: such "
+            "weights can only be written with --to safetensors"
+        )
+    if args.n_expert and not args.qk_norm and not args.norm_topk_prob:
+        raise UserError(
+            "Mixtral has model.norm_topk_prob = true, and model.qk_norm is of Qwen3: such weights "
+            "can only be written with --to safetensors"
         )
     if args.qk_norm and args.qkv_bias:
         raise UserError(
@@ -143,9 +198,35 @@ def llama_config(args: LlamaArgs) -> dict[str, Any]:
         "attention_bias": False,
         "tie_word_embeddings": args.tied,
     }
+    if args.n_expert:
+        config |= mixture_config(args)
     if args.rope_scaling_factor != 1.0:
         config["rope_scaling"] = rope_scaling(args.rope_scaling_factor)
     return config
+
+
+def mixture_config(args: LlamaArgs) -> dict[str, Any]:
+    """Return what config.json has otherwise where there are experts."""
+    inner = args.n_expert_inner or args.n_inner
+    if not args.qk_norm:
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": args.n_expert,
+            "num_experts_per_tok": args.n_expert_used,
+            "intermediate_size": inner,
+            "sliding_window": None,
+        }
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": args.n_expert,
+        "num_experts_per_tok": args.n_expert_used,
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": args.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def rope_scaling(factor: float) -> dict[str, Any]:
@@ -165,6 +246,7 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises `UserError` for a model that our families do not cover.
     """
     readers = {"gpt2": from_gpt2, "llama": from_llama, "qwen2": from_llama, "qwen3": from_llama}
+    readers |= dict.fromkeys(MIXTURES, from_mixture)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in readers:
         raise UserError(
@@ -228,10 +310,32 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": number(rope, "rope_theta"),
         "rope_scaling_factor": number(rope, "factor"),
         "norm_eps": number(config, "rms_norm_eps"),
-        "qk_norm": config["model_type"] == "qwen3",
+        "qk_norm": config["model_type"] in ("qwen3", "qwen3_moe"),
         "qkv_bias": config["model_type"] == "qwen2",
         "tied": config.get("tie_word_embeddings", False),
         "seq_len": whole_number(config, "max_position_embeddings"),
+    }
+
+
+def from_mixture(config: Mapping[str, Any]) -> dict[str, Any]:
+    mixtral = config["model_type"] == "mixtral"
+    if mixtral:
+        require_all(config, sliding_window=[None])
+    else:
+        require_all(
+            config,
+            decoder_sparse_step=[1],
+            mlp_only_layers=[None, []],
+            norm_topk_prob=[False, True],
+        )
+    # Which of the two names is written depends on the version.
+    number_of = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    inner = "intermediate_size" if mixtral else "moe_intermediate_size"
+    return from_llama(config) | {
+        "n_expert": whole_number(config, number_of),
+        "n_expert_used": whole_number(config, "num_experts_per_tok"),
+        "n_expert_inner": whole_number(config, inner),
+        "norm_topk_prob": mixtral or bool(config.get("norm_topk_prob", False)),
     }
 
 
@@ -264,7 +368,7 @@ def require_all(config: Mapping[str, Any], **allowed: list[Any]) -> None:
     """
     for name, values in allowed.items():
         if name in config and config[name] not in values:
-            known = ", ".join(repr(value) for value in values if value is not None)
+            known = ", ".join(repr(value) for value in values if value is not None) or "null"
             raise UserError(
                 f"its {name} is {config[name]!r}: only models with {known} can be imported"
             )
