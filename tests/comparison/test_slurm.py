@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.cluster.test_nodes import LIMIT, slurm
-from tests.support.commands import ROOT
+from tests.cluster.test_nodes import slurm
+from tests.support.commands import ROOT, SECONDS
 from torchmars.comparison.results import read_comparison
 from torchmars.comparison.slurm import SlurmTrials
 
@@ -90,5 +90,5 @@ def test_on_a_cluster_it_finds_what_it_finds_here(run, config, tmp_path, monkeyp
     jobs, local = read_comparison(tmp_path / "jobs"), read_comparison(tmp_path / "here")
     assert [each.loss for each in jobs.trials] == [each.loss for each in local.trials]
     assert {each.state for each in jobs.trials} == {"done"}
-    said = subprocess.run(["squeue", "-h", "--me"], capture_output=True, text=True, timeout=LIMIT)
+    said = subprocess.run(["squeue", "-h", "--me"], capture_output=True, text=True, timeout=SECONDS)
     assert not re.search("lr0.001-seed", said.stdout)

@@ -64,9 +64,7 @@ OF_NARROW_STATE, OF_STEP = 10, 120
 QUICK = [
     ("llama", "mars-m", "HSDP 2x4", ""),
     ("gpt2", "mars-adamw", "TP 2", ""),
-    ("llama", "mars-adamw", "CP 2", ""),
     ("gpt2", "mars-adamw", "FSDP 8", "exact"),
-    ("llama", "mars-m", "HSDP 2x4", "documents"),
 ]
 
 

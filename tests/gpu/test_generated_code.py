@@ -4,6 +4,7 @@ import pytest
 
 from tests.support import fake_cuda
 
+pytestmark = pytest.mark.full
 COUNT = 4  # tensors in a call
 
 

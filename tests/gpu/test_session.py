@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.gpu import session
-from tests.support.full import full_but
+from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from torchmars.cluster import connection
 
@@ -39,6 +39,7 @@ def test_a_part_is_ended_after_its_seconds():
     assert session.run_part([sys.executable, "-c", "import time; time.sleep(600)"], 0.2) is None
 
 
+@FULL
 def test_parts_of_one_process_measure(tmp_path):
     here = [
         (number, place)

@@ -43,7 +43,7 @@ def test_flops_per_token_counts_what_runs(family, args):
 def test_tensor_parallelism_knows_every_matrix(family, args):
     parameters = family(args).named_parameters()
     named = {name.removesuffix(".weight") for name, value in parameters if value.ndim == 2}
-    named -= {name for name in named if name.endswith("router")}  # experts and tp: refused
+    named -= {name for name in named if name.endswith("router")}  # whole on each rank
     for name in named:
         assert sum(name.endswith(end) for end in family.cuts) == 1, name
     unused = {end for end in family.cuts if not any(name.endswith(end) for name in named)}

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.test_gpt2 import ARGS
 from tests.models.test_llama import ARGS as LLAMA
+from tests.models.test_moe import EXPERTS
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS, by_ranks
 from tests.support.ranks import run_ranks
@@ -25,11 +26,11 @@ from torchmars.parallel.parallel_model import ParallelModel
 WINDOWS = torch.randint(64, (8, 25), generator=torch.Generator().manual_seed(0))
 END = 7  # where documents are kept apart, it begins one
 WINDOWS[torch.rand(8, 25, generator=torch.Generator().manual_seed(1)) < 0.15] = END
+WIDE = dataclasses.replace(LLAMA, n_layer=4, n_head=8, n_kv_head=4, qk_norm=True)
 MODELS = {
     "gpt2": lambda: GPT2(dataclasses.replace(ARGS, n_layer=4)),
-    "llama": lambda: Llama(
-        dataclasses.replace(LLAMA, n_layer=4, n_head=8, n_kv_head=4, qk_norm=True, qkv_bias=True)
-    ),
+    "llama": lambda: Llama(dataclasses.replace(WIDE, qkv_bias=True)),
+    "moe": lambda: Llama(dataclasses.replace(WIDE, **EXPERTS)),
 }
 
 
@@ -170,6 +171,7 @@ QUICK = [
     ("llama", "FSDP 2 x TP 2"),
     ("gpt2", "PP 2"),
     ("llama", "PP 2 InterleavedZeroBubble"),
+    ("moe", "TP 2"),
 ]
 MORE = [
     ("gpt2", "TP 2 x CP 2 Ulysses"),
@@ -177,6 +179,9 @@ MORE = [
     ("llama", "CP 2 x FSDP 2"),
     ("gpt2", "PP 2 DualPipeV"),
     ("gpt2", "PP 2 x TP 2"),
+    ("moe", "PP 2 InterleavedZeroBubble"),
+    ("moe", "HSDP 2x2"),
+    ("moe", "TP 2 x CP 2"),
 ]
 
 

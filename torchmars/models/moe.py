@@ -15,6 +15,14 @@ from torch import Tensor, nn
 from torchmars.models.grouped import grouped_mm
 
 
+def as_it_is(weight: Tensor) -> Tensor:
+    """Return `weight`: how a rank that has no part of a layout takes the weights of experts.
+
+    A layout replaces it, as the attribute `local` of routers and experts.
+    """
+    return weight
+
+
 class Router(nn.Module):
     """Chooses the experts of each token: those of the largest probabilities.
 
@@ -24,7 +32,7 @@ class Router(nn.Module):
 
     def __init__(self, width: int, experts: int, used: int, normalize: bool) -> None:
         super().__init__()
-        self.used, self.normalize = used, normalize
+        self.used, self.normalize, self.local = used, normalize, as_it_is
         # No nn.Linear: such layers are computed in float8 where that is asked for.
         self.weight = nn.Parameter(torch.empty(experts, width))
 
@@ -33,7 +41,7 @@ class Router(nn.Module):
 
         Both are [tokens, used], the largest weight first.
         """
-        probabilities = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
+        probabilities = F.linear(x.float(), self.local(self.weight).float()).softmax(dim=-1)
         weights, chosen = probabilities.topk(self.used, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -45,6 +53,7 @@ class Experts(nn.Module):
 
     def __init__(self, width: int, experts: int, inner: int) -> None:
         super().__init__()
+        self.local = as_it_is
         self.gate = nn.Parameter(torch.empty(experts, inner, width))
         self.up = nn.Parameter(torch.empty(experts, inner, width))
         self.proj = nn.Parameter(torch.empty(experts, width, inner))
@@ -52,8 +61,9 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs of `rows` [rows, width]: the first `counts[0]` of expert 0, ..."""
         ends = counts.cumsum(0).to(torch.int32)
-        inner = F.silu(grouped_mm(rows, self.gate, ends)) * grouped_mm(rows, self.up, ends)
-        return grouped_mm(inner, self.proj, ends)
+        gate, up, proj = map(self.local, (self.gate, self.up, self.proj))
+        inner = F.silu(grouped_mm(rows, gate, ends)) * grouped_mm(rows, up, ends)
+        return grouped_mm(inner, proj, ends)
 
 
 class MoE(nn.Module):

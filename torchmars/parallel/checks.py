@@ -4,7 +4,6 @@ from torchmars.config import Config, Degrees
 from torchmars.config.compile import compile_problem, needs_compile
 from torchmars.config.fields import require
 from torchmars.models import Model
-from torchmars.parallel.activations import has_experts
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 from torchmars.parallel.float8 import converted_rows
 
@@ -23,10 +22,6 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
 
 def check_tensors(degrees: Degrees, model: Model) -> None:
     """Raise `UserError` for a model that tensor parallelism cannot cut evenly."""
-    require(
-        degrees.tp == 1 or not has_experts(model),
-        f"parallelism.tp = {degrees.tp} cannot cut experts yet: choose another axis",
-    )
     heads, kv_heads = model.heads
     sizes = {"attention heads": heads, "heads of keys and values": kv_heads, **cut_sizes(model)}
     for what, size in sizes.items():

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import (  # private, torch 2.11 t
     all_to_all_single_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchmars.models import Model
 from torchmars.models.model import TensorParallelCut
+from torchmars.models.moe import Experts, MoE, Router
 from torchmars.parallel.cuts import cut_of
 
 SEQUENCE = 1  # the dim of hidden states [batch, length, width] that is cut between layers
@@ -41,10 +42,12 @@ def cut_layers(model: Model, mesh: DeviceMesh) -> None:
         for style in styles_of(name, module, model.cuts):
             parallelize_module(module, mesh, style)
     for block in model.blocks.values():
-        for branch in ("attn", "mlp"):
-            block.get_submodule(branch).register_forward_pre_hook(
-                lambda _, args: (gathered(args[0], mesh), *args[1:])
-            )
+        for name in ("attn", "mlp"):
+            branch = block.get_submodule(name)
+            if not isinstance(branch, MoE):  # each rank sends its own part of the sequences
+                branch.register_forward_pre_hook(
+                    lambda _, args: (gathered(args[0], mesh), *args[1:])
+                )
     if model.tok_embed is not None:
         model.tok_embed.register_forward_hook(lambda _, args, output: Arrived.apply(output))
     if model.norm is not None:
@@ -73,6 +76,8 @@ def styles_of(
         return [RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))]
     if cut == "positions":
         return [PositionParallel()]
+    if isinstance(module, Router | Experts):
+        return [WholeParallel()]
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return [SequenceParallel(use_local_output=True)]
     return []
@@ -141,6 +146,24 @@ class PositionParallel(ParallelStyle):
         module.register_forward_pre_hook(cut)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
+
+
+class WholeParallel(ParallelStyle):
+    """Keeps a router or experts whole, for this rank's part of the sequences."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Router | Experts)
+        for name, weight in list(module.named_parameters()):
+            whole = distribute_tensor(weight, device_mesh, [Replicate()])
+            module.register_parameter(name, nn.Parameter(whole))
+        module.local = part_of_sum
+        return module
+
+
+def part_of_sum(weight: Tensor) -> Tensor:
+    """Return a whole weight, whose gradient on this rank is a part of a sum over the tp ranks."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local(grad_placements=[Partial()])
 
 
 class Arrived(torch.autograd.Function):
