@@ -12,7 +12,7 @@ from tests.models.test_gpt2 import ARGS
 from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_moe import EXPERTS
 from tests.support.full import FULL
-from tests.support.layouts import LAYOUTS, by_ranks
+from tests.support.layouts import LAYOUTS, LAYOUTS_WITH_EXPERTS, by_ranks
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models.documents import document_starts
@@ -157,7 +157,7 @@ def check_layouts(cases, apart=False):
         chosen = [(name, layout) for name, layout in cases if layout in layouts]
         training, keep_all = training_on(ranks), ActivationCheckpointConfig()
         arguments = [
-            (name, ParallelismConfig(**LAYOUTS[layout][1]), training, keep_all, apart)
+            (name, ParallelismConfig(**LAYOUTS_WITH_EXPERTS[layout][1]), training, keep_all, apart)
             for name, layout in chosen
         ]
         results = run_ranks(gradients_on_each, ranks, arguments)
@@ -171,7 +171,8 @@ QUICK = [
     ("llama", "FSDP 2 x TP 2"),
     ("gpt2", "PP 2"),
     ("llama", "PP 2 InterleavedZeroBubble"),
-    ("moe", "TP 2"),
+    ("moe", "TP 2, EP 2"),
+    ("moe", "FSDP 4, EP 2"),
 ]
 MORE = [
     ("gpt2", "TP 2 x CP 2 Ulysses"),
@@ -182,6 +183,10 @@ MORE = [
     ("moe", "PP 2 InterleavedZeroBubble"),
     ("moe", "HSDP 2x2"),
     ("moe", "TP 2 x CP 2"),
+    ("moe", "TP 2"),
+    ("moe", "HSDP 2x2, EP 2"),
+    ("moe", "FSDP 2 x TP 2, EP 4"),
+    ("moe", "PP 2 x FSDP 2, EP 2"),
 ]
 
 
@@ -211,4 +216,5 @@ def test_gradients_are_those_of_each_document_alone(cases):
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_on_every_layout(name, apart):
-    check_layouts([(name, layout) for layout in LAYOUTS], apart)
+    layouts = LAYOUTS_WITH_EXPERTS if name == "moe" else LAYOUTS
+    check_layouts([(name, layout) for layout in layouts], apart)

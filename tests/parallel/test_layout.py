@@ -9,7 +9,14 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from torchmars.config import Degrees, ParallelismConfig
 from torchmars.core.errors import UserError
-from torchmars.parallel.layout import AXES, JOINT_AXES, Layout, expert_rows, rows_along
+from torchmars.parallel.layout import (
+    AXES,
+    JOINT_AXES,
+    Layout,
+    make_groups,
+    make_meshes,
+    rows_along,
+)
 
 SIZES = Degrees(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2, ep=4)
 
@@ -32,13 +39,21 @@ def test_rows_differ_along_their_axes_only(axes):
         assert len({tuple(coordinates[rank][place] for place in others) for rank in row}) == 1
 
 
+def expert_rows_of(degrees):
+    """The rows of ranks that experts are dealt out over, where none of the ranks exists."""
+    dist.destroy_process_group()  # that of the one rank which runs this
+    dist.init_process_group("fake", rank=5, world_size=ranks_of(degrees).numel())
+    mesh, _, experts = make_meshes("cpu", degrees)
+    group = make_groups(mesh, experts)["ep"]
+    return experts.mesh.flatten(0, -2).tolist(), dist.get_process_group_ranks(group.process_group)
+
+
 def test_experts_are_dealt_out_over_neighbours():
-    ranks = ranks_of(SIZES)
-    rows = expert_rows(ranks, SIZES.ep)
+    [(rows, own)] = run_ranks(expert_rows_of, 1, SIZES)
     assert rows[:4] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    inner = [set(row) for row in rows_along(ranks, ("dp_shard", "cp", "tp"))]
+    inner = [set(row) for row in rows_along(ranks_of(SIZES), ("dp_shard", "cp", "tp"))]
     assert all(any(set(row) <= each for each in inner) for row in rows)
-    assert expert_rows(ranks, 1) == [[rank] for rank in range(ranks.numel())]
+    assert own == [4, 5, 6, 7]
 
 
 def groups_here(degrees):

@@ -26,9 +26,27 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}),
     "PP 2 x TP 2 x FSDP 2": (8, {"pp": 2, "tp": 2}),
 }
+# Those of experts, by the name of a layout of LAYOUTS or of these.
+EXPERT_LAYOUTS: dict[str, tuple[int, dict]] = {
+    "EP 2": (2, {"ep": 2}),
+    "FSDP 4, EP 2": (4, {"ep": 2}),
+    "EP 4": (4, {"ep": 4}),
+    "HSDP 2x2, EP 2": (4, {"dp_replicate": 2, "ep": 2}),
+    "TP 2, EP 2": (2, {"tp": 2, "ep": 2}),
+    "FSDP 2 x TP 2, EP 2": (4, {"tp": 2, "ep": 2}),
+    "FSDP 2 x TP 2, EP 4": (4, {"tp": 2, "ep": 4}),
+    "CP 2, EP 2": (2, {"cp": 2, "ep": 2}),
+    **{
+        f"PP 2{name} x FSDP 2, EP 2": (4, {"pp": 2, "ep": 2} | settings)
+        for name, settings in SCHEDULES.items()
+    },
+}
+LAYOUTS_WITH_EXPERTS = LAYOUTS | EXPERT_LAYOUTS
 
 
 def by_ranks(names: list[str]) -> dict[int, list[str]]:
     """Return the names of layouts by their number of ranks."""
-    sizes = sorted({LAYOUTS[name][0] for name in names})
-    return {size: [name for name in names if LAYOUTS[name][0] == size] for size in sizes}
+    ranks = {name: LAYOUTS_WITH_EXPERTS[name][0] for name in names}
+    return {
+        size: [name for name in names if ranks[name] == size] for size in sorted({*ranks.values()})
+    }

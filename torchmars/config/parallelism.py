@@ -37,7 +37,8 @@ class Degrees(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """How the ranks share the work. dp_replicate * dp_shard * cp * tp * pp is their number."""
+    """How the ranks share the work. dp_replicate * dp_shard * cp * tp * pp is their number; ep is
+    a second view of some of them."""
 
     dp_replicate: Positive = 1
     """Copies of the model. With dp_shard > 1 this is HSDP."""
@@ -49,6 +50,10 @@ class ParallelismConfig:
     on one machine."""
     cp: Positive = 1
     """Ranks over which each sequence is cut (context parallelism)."""
+    ep: Positive = 1
+    """Ranks over which the experts of each block are dealt out (expert parallelism). Tokens travel
+    to the ranks of their experts and back. They are neighbours among the dp_shard * cp * tp ranks,
+    which ep divides. Keep them on one machine."""
     cp_method: Literal["all-gather", "ulysses"] = "all-gather"
     """How attention sees the whole sequence. all-gather: each rank gathers the keys and values.
     ulysses: the ranks exchange sequence parts for heads; cp must divide the heads."""
@@ -89,9 +94,9 @@ class ParallelismConfig:
         # FSDP2 makes groups of the ranks of one mesh, and waits for all ranks of the run (torch
         # 2.11 to 2.13).
         require(
-            not isinstance(self.reshard_after_forward, int) or self.tp == self.pp == 1,
+            not isinstance(self.reshard_after_forward, int) or self.tp == self.pp == self.ep == 1,
             f"parallelism.reshard_after_forward = {self.reshard_after_forward!r} does not go with "
-            'parallelism.tp and parallelism.pp: choose "auto"',
+            'parallelism.tp, parallelism.pp and parallelism.ep: choose "auto"',
         )
         if self.splits_backward:
             splits = f'parallelism.pp_schedule = "{self.pp_schedule}", which splits the backward'
@@ -165,4 +170,10 @@ class ParallelismConfig:
             product * shard == world_size,
             f"{named} does not make {world_size} ranks: change them or the number of ranks (NGPU)",
         )
-        return Degrees(self.pp, self.dp_replicate, shard, self.cp, self.tp)
+        inner = shard * self.cp * self.tp
+        require(
+            inner % self.ep == 0,
+            f"parallelism.ep = {self.ep} does not divide the {inner} ranks of parallelism.dp_shard "
+            "* cp * tp: choose a divisor",
+        )
+        return Degrees(self.pp, self.dp_replicate, shard, self.cp, self.tp, self.ep)

@@ -216,7 +216,7 @@ class Llama(Model):
         super().__init__()
         self.args, self.n_layer, self.head_width = args, args.n_layer, args.head_width
         self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
-        self.heads = args.n_head, args.n_kv_head
+        self.heads, self.experts = (args.n_head, args.n_kv_head), args.n_expert
         self.tok_embed = Table(args.vocab_size, args.n_embd)
         self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})
         self.norm = nn.RMSNorm(args.n_embd, args.norm_eps)

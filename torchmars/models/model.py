@@ -91,6 +91,8 @@ class Model(nn.Module, ABC):
     heads: tuple[int, int]
     """Heads of the queries, and of the keys and values."""
     head_width: int
+    experts: int = 0
+    """Experts of each block that has some; 0: none has."""
     dropout: float = 0.0
     """Probability of dropout in training."""
 

@@ -6,6 +6,7 @@ Sources: Shazeer et al. 2017 (arXiv 1701.06538); Jiang et al. 2024 (arXiv 2401.0
 Gale et al. 2022 (arXiv 2211.15841) for experts without a capacity.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ def as_it_is(weight: Tensor) -> Tensor:
     A layout replaces it, as the attribute `local` of routers and experts.
     """
     return weight
+
+
+def at_home(experts: "Experts", rows: Tensor, counts: Tensor) -> Tensor:
+    """Return the outputs of `experts`, all of which are here: `MoE.dispatch` on one rank.
+
+    `rows` [rows, width] are sorted by expert; `counts` [experts] says how many each of them has.
+    """
+    outputs: Tensor = experts(rows, counts)
+    return outputs
 
 
 class Router(nn.Module):
@@ -71,6 +81,8 @@ class MoE(nn.Module):
 
     def __init__(self, width: int, experts: int, used: int, inner: int, normalize: bool) -> None:
         super().__init__()
+        self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = at_home
+        """How rows get to experts. Expert parallelism replaces it."""
         self.router = Router(width, experts, used, normalize)
         self.experts = Experts(width, experts, inner)
 
@@ -81,13 +93,14 @@ class MoE(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         places = order.argsort()
         rows = TakenRows.apply(tokens, order // self.router.used, places)
-        outputs = TakenRows.apply(self.experts(rows, self.counts(chosen)), places, order)
+        outputs = self.dispatch(self.experts, rows, self.counts(chosen))
+        outputs = TakenRows.apply(outputs, places, order)
         each = outputs.unflatten(0, (-1, self.router.used))
         return (each * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype).view_as(x)
 
     def counts(self, chosen: Tensor) -> Tensor:
         """Return how many tokens each expert is chosen by: [experts], int64."""
-        experts = self.experts.gate.shape[0]
+        experts = self.router.weight.shape[0]
         counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
         return counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
 
@@ -99,11 +112,13 @@ class TakenRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
         """Return the rows `index` of `x`. `places` has where row 0 went, then row 1, ..."""
         ctx.save_for_backward(places)
-        ctx.rows = len(x)
+        ctx.times = len(index) // max(len(x), 1)
         return x[index]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
-        taken = gradients[0][places].unflatten(0, (ctx.rows, -1))
-        return taken.sum(dim=1), None, None
+        taken = gradients[0][places]
+        if ctx.times <= 1:  # 0: there are no rows
+            return taken, None, None
+        return taken.unflatten(0, (-1, ctx.times)).sum(dim=1), None, None

@@ -7,6 +7,9 @@ from torchmars.models import Model
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 from torchmars.parallel.float8 import converted_rows
 
+# torch's grouped_mm takes rows of a multiple of 16 bytes. In bfloat16 that is so many numbers.
+GROUPED_SIZES = 8
+
 
 def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     """Raise `UserError` for options that do not fit the degrees, the model, or each other.
@@ -14,6 +17,7 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     `model` may be on the meta device.
     """
     check_tensors(degrees, model)
+    check_experts(degrees, model)
     check_sequences(config, degrees, model)
     check_pipeline(config, degrees, model)
     check_memory(config, degrees)
@@ -28,6 +32,28 @@ def check_tensors(degrees: Degrees, model: Model) -> None:
         require(
             size % degrees.tp == 0,
             f"parallelism.tp = {degrees.tp} does not divide the {size} {what}: choose a divisor",
+        )
+
+
+def check_experts(degrees: Degrees, model: Model) -> None:
+    """Raise `UserError` for experts that the ranks cannot share, or whose products are slow."""
+    require(
+        model.experts > 0 or degrees.ep == 1,
+        f"parallelism.ep = {degrees.ep} needs a model with experts, and this one has none: set "
+        "model.n_expert, or parallelism.ep = 1",
+    )
+    require(
+        model.experts % degrees.ep == 0,
+        f"parallelism.ep = {degrees.ep} does not divide the {model.experts} experts of each block: "
+        "choose a divisor",
+    )
+    for name, parameter in model.named_parameters():
+        fits = parameter.ndim < 3 or all(size % GROUPED_SIZES == 0 for size in parameter.shape[1:])
+        require(
+            fits,
+            f"{name} has matrices of {' x '.join(map(str, parameter.shape[1:]))}: grouped products "
+            f"take sizes that are multiples of {GROUPED_SIZES}, so change model.n_expert_inner or "
+            "model.n_embd",
         )
 
 

@@ -1,7 +1,8 @@
 """FSDP2 and, over two axes, HSDP: weights in shards, gathered for compute."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from torchmars.config import ParallelismConfig
+from torchmars.models import Model
+from torchmars.models.moe import Experts
+from torchmars.optim.tensors import local_part
+from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import ModelPart
 
 # On CPUs a collective keeps the rank waiting: what is no larger is gathered at once.
@@ -23,26 +29,23 @@ ONE_UNIT_BYTES = 32 * 2**20
 
 
 def shard(
-    part: ModelPart,
-    mesh: DeviceMesh,
-    device: torch.device,
-    dtype: torch.dtype,
-    parallelism: ParallelismConfig,
+    part: ModelPart, layout: Layout, dtype: torch.dtype, parallelism: ParallelismConfig
 ) -> None:
-    """Shard `part` in place over `mesh`: one axis for FSDP, two (replicate, shard) for HSDP.
+    """Shard `part` in place over the `shard_mesh` of `layout`: FSDP or, with replicas, HSDP.
 
     Each of its blocks and the rest become a unit. So do a token table and a head that are apart:
     then neither is gathered while blocks compute. The float32 weights are gathered in `dtype` for
     compute, and gradients are averaged over the ranks in float32. A small part on CPUs is one unit,
-    see `is_one_unit`. `device` is what the ranks compute on: in a simulation the mesh is of CPUs.
+    see `is_one_unit`. Experts that are dealt out over ep are units of their own on the
+    `expert_shard_mesh`.
     """
-    model, blocks = part.model, parallelism.blocks_reshard(mesh.size(mesh.ndim - 1))
+    model, mesh = part.model, layout.shard_mesh
+    blocks = parallelism.blocks_reshard(mesh.size(mesh.ndim - 1))
     part.keeps_gathered = blocks is False
     always = parallelism.reshard_after_forward == "always"
     on_gpu = mesh.device_type == "cuda"
     make_unit = partial(
         fully_shard,
-        mesh=mesh,
         # Hidden states are in `dtype` already, since the embedding's weights are. The other inputs
         # of blocks, such as the cosines of rotary positions, must stay as exact as they are.
         mp_policy=MixedPrecisionPolicy(
@@ -52,7 +55,12 @@ def shard(
             CPUOffloadPolicy(pin_memory=on_gpu) if parallelism.cpu_offload else OffloadPolicy()
         ),
     )
-    if is_one_unit(part, device, dtype, parallelism):
+    # `layout` says what the ranks compute on: in a simulation the mesh is of CPUs.
+    one_unit = is_one_unit(part, layout.device, dtype, parallelism)
+    if layout.expert_mesh is not None:
+        shard_experts(model, layout.expert_shard_mesh, make_unit, parallelism, one_unit)
+    make_unit = partial(make_unit, mesh=mesh, shard_placement_fn=stack_placement(mesh))
+    if one_unit:
         make_unit(part)
         return
     if model.output is not None:
@@ -64,6 +72,69 @@ def shard(
     for block in model.blocks.values():
         make_unit(block, reshard_after_forward=blocks)
     make_unit(part, reshard_after_forward=always or None)
+    prefetch_experts([*model.blocks.values()])
+
+
+def shard_experts(
+    model: Model,
+    mesh: DeviceMesh,
+    make_unit: Callable[..., object],
+    parallelism: ParallelismConfig,
+    one_unit: bool,
+) -> None:
+    """Make the experts of each block a unit on `mesh`, whose last axis shards.
+
+    In a part that is `one_unit` else they stay gathered until the backward pass, as it does.
+    """
+    reshard = False if one_unit else parallelism.blocks_reshard(mesh.size(mesh.ndim - 1))
+    for module in model.modules():
+        if isinstance(module, Experts):
+            make_unit(
+                module,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                shard_placement_fn=stack_placement(mesh),
+            )
+
+
+def stack_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Return how FSDP cuts parameters over the last axis of `mesh`: None for by rows, as ever.
+
+    Stacks of matrices are cut by matrices where these divide evenly: then each is orthogonalised
+    where it lies. Else the rows of each matrix are cut, where they divide: with more ranks than
+    experts some ranks would have nothing.
+    """
+    shards = mesh.size(mesh.ndim - 1)
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        if parameter.ndim < 3 or local_part(parameter).shape[0] % shards == 0:
+            return None
+        return Shard(1) if parameter.shape[1] % shards == 0 else None
+
+    return place
+
+
+def prefetch_experts(blocks: Sequence[Any]) -> None:
+    """Let FSDP gather ahead where experts are units of their own.
+
+    The host waits in each block for the numbers of rows that travel. What the device needs after
+    must be under way by then: FSDP itself gathers a unit when the host gets there. Forward, a block
+    gathers its experts and the next block; backward, the block before and its experts.
+    """
+    for place, block in enumerate(blocks):
+        experts, before = expert_units(block), blocks[max(place - 1, 0) : place]
+        if experts:
+            block.set_modules_to_forward_prefetch([*experts, *blocks[place + 1 : place + 2]])
+            block.set_modules_to_backward_prefetch([*before, *sum(map(expert_units, before), [])])
+
+
+def expert_units(block: nn.Module) -> list[FSDPModule]:
+    """Return the experts of a block, if they are a unit of their own."""
+    return [
+        module
+        for module in block.modules()
+        if isinstance(module, Experts) and isinstance(module, FSDPModule)
+    ]
 
 
 def is_one_unit(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -32,8 +33,9 @@ JOINT_AXES = {
 }
 # The axes of the mesh that weights lie on: FSDP shards over dp_shard and cp together.
 WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
-# `ep` is a second view: experts are dealt out over neighbours along these axes.
-EXPERT_AXES = ("dp_shard", "cp", "tp")
+# `ep` is a second view of the inner axes: experts are dealt out over neighbours along dp_shard, cp
+# and tp, and FSDP shards them over the rest of those ranks.
+EXPERT_MESH_AXES = ("pp", "dp_replicate", "expert_fsdp", "ep")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Layout:
     """All ranks, with the axes `AXES`."""
     weight_mesh: DeviceMesh
     """All ranks, with the axes `WEIGHT_AXES`."""
+    expert_mesh: DeviceMesh | None
+    """All ranks, with the axes `EXPERT_MESH_AXES`; None where ep = 1."""
     groups: dict[str, RankGroup]
     """By the name of an axis, of a set of axes in `JOINT_AXES`, or "ep"."""
     control: dist.ProcessGroup
@@ -86,9 +90,9 @@ class Layout:
     @classmethod
     def create(cls, device: torch.device, degrees: Degrees) -> "Layout":
         """Lay out the ranks of the default process group. Collective."""
-        mesh, weight_mesh = make_meshes(device.type, degrees)
-        groups = make_groups(mesh, degrees)
-        return cls(device, mesh, weight_mesh, groups, make_control_group())
+        mesh, weights, experts = make_meshes(device.type, degrees)
+        groups = make_groups(mesh, experts)
+        return cls(device, mesh, weights, experts, groups, make_control_group())
 
     @classmethod
     def simulate(
@@ -102,9 +106,10 @@ class Layout:
         """
         degrees = config.degrees(world_size)
         dist.init_process_group("fake", rank=rank, world_size=world_size)
-        mesh, weight_mesh = make_meshes("cpu", degrees)
+        mesh, weights, experts = make_meshes("cpu", degrees)
+        groups = make_groups(mesh, experts)
         assert dist.group.WORLD is not None
-        return cls(device, mesh, weight_mesh, make_groups(mesh, degrees), dist.group.WORLD)
+        return cls(device, mesh, weights, experts, groups, dist.group.WORLD)
 
     def group(self, name: str) -> RankGroup:
         """Return the group of this rank along an axis, a set of axes in `JOINT_AXES`, or "ep"."""
@@ -128,8 +133,17 @@ class Layout:
     @property
     def shard_mesh(self) -> DeviceMesh:
         """The mesh that FSDP shards over: one axis, or with replicas two (HSDP)."""
+        return self._with_replicas(self.weight_mesh, "fsdp")
+
+    @property
+    def expert_shard_mesh(self) -> DeviceMesh:
+        """The mesh that FSDP shards experts over, likewise, where ep > 1."""
+        assert self.expert_mesh is not None
+        return self._with_replicas(self.expert_mesh, "expert_fsdp")
+
+    def _with_replicas(self, mesh: DeviceMesh, axis: str) -> DeviceMesh:
         replicas = self.group("dp_replicate").size > 1
-        return self.weight_mesh["dp_replicate", "fsdp"] if replicas else self.weight_mesh["fsdp"]
+        return mesh["dp_replicate", axis] if replicas else mesh[axis]
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
@@ -230,7 +244,9 @@ class Layout:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         size, replicas = self.world.size, self.group("dp_replicate").size
         ranks = f"{counted(size, 'rank')} ({self.device.type}, {backend})"
-        shards = self.group("dp_shard").size
+        shards, ep = self.group("dp_shard").size, self.group("ep").size
+        if ep > 1:
+            ranks += f", experts over {ep} each"
         if size == shards:
             return f"FSDP over {ranks}"
         sizes = {"FSDP": shards} | {name.upper(): self.group(name).size for name in OTHER_AXES}
@@ -240,26 +256,36 @@ class Layout:
         return f"{' x '.join(parts)} over {ranks}"
 
 
-def make_meshes(device_type: str, degrees: Degrees) -> tuple[DeviceMesh, DeviceMesh]:
-    """Make the meshes of all ranks with the axes `AXES` and `WEIGHT_AXES`. Collective."""
+def make_meshes(
+    device_type: str, degrees: Degrees
+) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh | None]:
+    """Make the meshes `mesh`, `weight_mesh` and `expert_mesh` of a `Layout`. Collective."""
     sizes = tuple(getattr(degrees, axis) for axis in AXES)
     pp, dp_replicate, dp_shard, cp, tp = sizes
-    return (
-        init_device_mesh(device_type, sizes, mesh_dim_names=AXES),
-        init_device_mesh(
-            device_type, (pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=WEIGHT_AXES
-        ),
-    )
+    make = partial(init_device_mesh, device_type)
+    mesh = make(sizes, mesh_dim_names=AXES)
+    weights = make((pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=WEIGHT_AXES)
+    if degrees.ep == 1:
+        return mesh, weights, None
+    rest = dp_shard * cp * tp // degrees.ep
+    experts = make((pp, dp_replicate, rest, degrees.ep), mesh_dim_names=EXPERT_MESH_AXES)
+    return mesh, weights, experts
 
 
-def make_groups(mesh: DeviceMesh, degrees: Degrees) -> dict[str, RankGroup]:
+def make_groups(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> dict[str, RankGroup]:
     """Make the group of this rank along each axis and set of axes. Collective."""
     rank, ranks, groups = dist.get_rank(), mesh.mesh, {}
     rows = {name: rows_along(ranks, axes) for name, axes in JOINT_AXES.items()}
     rows |= {axis: rows_along(ranks, (axis,)) for axis in AXES}
-    for name, each in (rows | {"ep": expert_rows(ranks, degrees.ep)}).items():
+    of_meshes = {axis: mesh.get_group(axis) for axis in AXES}
+    if expert_mesh is None:
+        rows["ep"] = ranks.view(-1, 1).tolist()
+    else:
+        rows["ep"] = ranks_along(expert_mesh.mesh, [EXPERT_MESH_AXES.index("ep")])
+        of_meshes["ep"] = expert_mesh.get_group("ep")
+    for name, each in rows.items():
         row = next(row for row in each if rank in row)
-        group = mesh.get_group(name) if name in AXES else _group_over(row, mesh)
+        group = of_meshes.get(name) or _group_over(row, mesh)
         groups[name] = RankGroup(name, row.index(rank), len(row), group)
     return groups
 
@@ -270,12 +296,6 @@ def rows_along(ranks: torch.Tensor, axes: tuple[str, ...]) -> list[list[int]]:
     `ranks` has a dim for each of `AXES`.
     """
     return ranks_along(ranks, [AXES.index(axis) for axis in axes])
-
-
-def expert_rows(ranks: torch.Tensor, ep: int) -> list[list[int]]:
-    """Return the ranks in rows of `ep`, neighbours along `EXPERT_AXES`."""
-    rows = rows_along(ranks, EXPERT_AXES)
-    return [row[first : first + ep] for row in rows for first in range(0, len(row), ep)]
 
 
 def _group_over(row: list[int], mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -77,7 +77,8 @@ def styles_of(
     if cut == "positions":
         return [PositionParallel()]
     if isinstance(module, Router | Experts):
-        return [WholeParallel()]
+        dealt_out = any(isinstance(weight, DTensor) for weight in module.parameters())  # over ep
+        return [] if dealt_out else [WholeParallel()]
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return [SequenceParallel(use_local_output=True)]
     return []

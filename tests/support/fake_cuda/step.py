@@ -232,10 +232,10 @@ def fake_model(
     """Return the model of rank 0 of `world` on the fake GPU, and the mode of its weights."""
     degrees = config.parallelism.degrees(world)
     dist.init_process_group("fake", rank=0, world_size=world)
-    mesh, weight_mesh = make_meshes("cuda", degrees)
+    mesh, weight_mesh, expert_mesh = make_meshes("cuda", degrees)
     assert dist.group.WORLD is not None
-    groups = make_groups(mesh, degrees)
-    layout = Layout(DEVICE, mesh, weight_mesh, groups, dist.group.WORLD)
+    groups = make_groups(mesh, expert_mesh)
+    layout = Layout(DEVICE, mesh, weight_mesh, expert_mesh, groups, dist.group.WORLD)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with OnFakeGpu(fake):
         model = ParallelModel(
