@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from functools import partialmethod
 
 import pytest
 import torch
@@ -101,9 +102,10 @@ def test_checkpointing_keeps_less():
 
 def compiled_gradients_on(*args):
     """As `gradients_on`, with blocks that are traced and cut in two, but not made into code."""
-    compile_block = nn.Module.compile
-    nn.Module.compile = lambda block: compile_block(block, backend="aot_eager_decomp_partition")
-    return gradients_on(*args)
+    compiled = partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "compile", compiled)
+        return gradients_on(*args)
 
 
 QUICK = [("FSDP 2", "selective"), ("PP 2", "full")]

@@ -11,6 +11,7 @@ import torch._functorch.config  # private, torch 2.11 to 2.13: the memory budget
 import torch.distributed._functional_collectives  # registers those operations; private, likewise
 import torch.nn.attention.varlen  # registers the operation of varlen_attn
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchmars.config import ActivationCheckpointConfig
@@ -40,26 +41,57 @@ KEPT_OPERATIONS = [
 ]
 
 
-def checkpoint_blocks(model: Model, config: ActivationCheckpointConfig) -> None:
+def checkpoint_blocks(
+    model: Model, config: ActivationCheckpointConfig, experts_apart: bool = False
+) -> None:
     """Let the blocks of `model` that `config` names compute again what they do not keep, in place.
 
     Blocks are counted in the whole model, so that the layout does not change which ones it is.
     Names of parameters stay as they are. A memory budget is for all that is compiled from now on.
+    `experts_apart`: experts will be units of FSDP within blocks, which are not compiled whole.
     """
     if config.mode == "memory_budget":
         torch._functorch.config.activation_memory_budget = config.memory_budget
     if config.mode in ("none", "memory_budget"):
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.dropout > 0}
+    contexts = contexts_of_some if experts_apart else create_selective_checkpoint_contexts
     if config.mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS)
+        options["context_fn"] = partial(contexts, KEPT_OPERATIONS)
     elif has_experts(model):
         # A router's near tie may fall otherwise the second time.
-        choices = [torch.ops.aten.topk.default]
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, choices)
+        options["context_fn"] = partial(contexts, [torch.ops.aten.topk.default])
     for number, block in model.blocks.items():
         if int(number) % config.every == 0:
             checkpoint_block(block, options)
+
+
+def contexts_of_some(operations: list[Any]) -> tuple["SomeOperations", "SomeOperations"]:
+    """Return what `create_selective_checkpoint_contexts` does, but blind to other operations.
+
+    torch 2.13 wants to see each operation as often the second time as the first. Those of FSDP are
+    not: what is still gathered is not gathered again.
+    """
+    first, again = create_selective_checkpoint_contexts(operations)
+    return SomeOperations(first, operations), SomeOperations(again, operations)
+
+
+class SomeOperations(TorchDispatchMode):
+    """A dispatch mode that sees some operations only."""
+
+    def __init__(self, mode: TorchDispatchMode, operations: list[Any]) -> None:
+        super().__init__()
+        self.mode, self.operations = mode, frozenset(operations)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled modules run within: torch asks modes of checkpointing for this."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.operations:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def has_experts(model: Model) -> bool:

@@ -37,7 +37,7 @@ def parallelize(
     if layout.group("cp").size > 1:
         share_sequences(model, layout.group("cp").process_group, parallelism.cp_method)
     convert_layers(model, training.float8, layout.device)
-    checkpoint_blocks(model, activations)
+    checkpoint_blocks(model, activations, layout.expert_mesh is not None)
     if training.compile:
         for block in model.blocks.values():
             for module in compiled_modules(block, whole=layout.expert_mesh is None):

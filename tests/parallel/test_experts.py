@@ -1,0 +1,155 @@
+"""Experts over ranks: gradients beside every other technique, rows that travel, what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models.test_llama import ARGS, model_of
+from tests.models.test_moe import EXPERTS
+from tests.parallel import test_gradients as gradients
+from tests.parallel.test_activations import compiled_gradients_on
+from tests.support.full import FULL
+from tests.support.layouts import LAYOUTS_WITH_EXPERTS
+from tests.support.ranks import run_ranks
+from torchmars.config import ActivationCheckpointConfig, Degrees, ParallelismConfig
+from torchmars.core.errors import UserError
+from torchmars.parallel.checks import check_experts
+from torchmars.parallel.experts import Dispatch
+from torchmars.parallel.fsdp import ONE_UNIT_BYTES, stack_placement
+
+# A layout, further settings of it, activation checkpointing, and whether blocks are compiled.
+QUICK = [
+    ("EP 2", {}, "full", False),
+    ("TP 2, EP 2", {}, "selective", True),
+]
+MORE = [
+    ("EP 2", {"accumulate": "whole"}, "selective", False),
+    ("EP 2", {"reshard_after_forward": "always"}, "full", True),
+    ("EP 2", {"reshard_after_forward": "never"}, "none", True),
+    ("CP 2, EP 2", {}, "full", False),
+    ("TP 2, EP 2", {}, "full", False),
+]
+ON_FOUR = [
+    ("FSDP 4, EP 2", {"reshard_after_forward": "always"}, "full", False),
+    ("FSDP 4, EP 2", {"accumulate": "whole"}, "none", True),
+    ("EP 4", {}, "selective", False),
+    ("HSDP 2x2, EP 2", {"accumulate": "reduced"}, "full", False),
+    ("HSDP 2x2, EP 2", {"accumulate": "whole"}, "none", False),
+    ("PP 2 x FSDP 2, EP 2", {"accumulate": "whole"}, "full", False),
+]
+
+
+def gradients_of_cases(cases, apart):
+    """The results of `gradients_on` for each of `cases`, in one process group."""
+    world = torch.distributed.get_world_size()
+    results = []
+    for layout, settings, mode, compile in cases:
+        parallelism = ParallelismConfig(**LAYOUTS_WITH_EXPERTS[layout][1] | settings)
+        training = gradients.training_on(world, compile)
+        checkpointing = ActivationCheckpointConfig(mode)
+        function = compiled_gradients_on if compile else gradients.gradients_on
+        results.append(function("moe", parallelism, training, checkpointing, apart))
+    return results
+
+
+@pytest.mark.parametrize(
+    "ranks,cases,apart",
+    [
+        (2, QUICK, False),
+        pytest.param(2, MORE, False, marks=FULL),
+        pytest.param(4, ON_FOUR, False, marks=FULL),
+        pytest.param(2, [*QUICK, ("CP 2, EP 2", {}, "none", False)], True, marks=FULL),
+    ],
+    ids=["quick", "more", "on four", "documents apart"],
+)
+def test_gradients_are_those_of_one_plain_model(ranks, cases, apart):
+    expected = gradients.plain_gradients("moe", apart)
+    for case, found in zip(cases, zip(*run_ranks(gradients_of_cases, ranks, cases, apart))):
+        gradients.compare(found, case, expected)
+
+
+def one_unit_gradients():
+    parallelism = ParallelismConfig(ep=2)
+    keep_all = ActivationCheckpointConfig()
+    return gradients.gradients_on(
+        "moe", parallelism, gradients.training_on(4), keep_all, one_unit_bytes=ONE_UNIT_BYTES
+    )
+
+
+def test_experts_of_a_model_that_is_one_unit_are_units():
+    results = run_ranks(one_unit_gradients, 4)
+    gradients.compare(results, "one unit", gradients.plain_gradients("moe"))
+
+
+class Doubling(nn.Module):
+    """Experts that multiply by their number among all, plus one: `first` is that of the first."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.asked = first, []
+
+    def forward(self, rows, counts):
+        self.asked.append(counts.tolist())
+        numbers = torch.arange(len(counts)) + self.first + 1
+        return rows * numbers.repeat_interleave(counts)[:, None]
+
+
+def dispatched(all_counts, experts):
+    """The outputs and gradients of rows that travel, and what this rank's experts were asked."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    counts = torch.tensor(all_counts[rank])
+    rows = torch.arange(counts.sum() * 2.0).view(-1, 2) + 100 * rank
+    rows.requires_grad_()
+    own = Doubling(rank * experts // ranks)
+    outputs = Dispatch(torch.distributed.group.WORLD)(own, rows, counts)
+    (outputs * 3).sum().backward()
+    return rows.detach(), outputs.detach(), rows.grad, own.asked
+
+
+# Ranks without rows, experts without rows, and a rank whose experts get none.
+@pytest.mark.parametrize(
+    "all_counts", [[[1, 0, 2, 3], [0, 4, 0, 1]], [[0, 0, 0, 0], [2, 1, 0, 0]], [[0] * 4, [0] * 4]]
+)
+def test_rows_come_back_in_their_order_from_the_ranks_of_their_experts(all_counts):
+    for rank, (rows, outputs, gradient, asked) in enumerate(
+        run_ranks(dispatched, 2, all_counts, 4)
+    ):
+        factors = torch.arange(1.0, 5).repeat_interleave(torch.tensor(all_counts[rank]))[:, None]
+        assert torch.equal(outputs, rows * factors)
+        assert torch.equal(gradient, (3 * factors).expand_as(rows))
+        total = torch.tensor(all_counts).sum(dim=0)
+        assert asked == [total[rank * 2 : rank * 2 + 2].tolist()]
+
+
+@pytest.mark.parametrize("shards,shape,dim", [(4, (8, 6, 4), None), (4, (6, 8, 4), 1)])
+def test_stacks_are_cut_by_matrices_where_these_divide(shards, shape, dim):
+    class Mesh:
+        ndim = 1
+
+        def size(self, axis):
+            return shards
+
+    placement = stack_placement(Mesh())(nn.Parameter(torch.empty(shape)))
+    assert placement is None if dim is None else placement.dim == dim
+    assert stack_placement(Mesh())(nn.Parameter(torch.empty(6, 8))) is None
+
+
+@pytest.mark.parametrize(
+    "degrees,options,message",
+    [
+        (Degrees(dp_shard=2, ep=2), {}, "ep = 2 needs a model with experts"),
+        (Degrees(dp_shard=3, ep=3), EXPERTS, "ep = 3 does not divide the 8 experts"),
+        (Degrees(), EXPERTS | {"n_expert_inner": 20}, "matrices of 20 x 64: .* multiples of 8"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(degrees, options, message):
+    model = model_of(dataclasses.replace(ARGS, **options))
+    with pytest.raises(UserError, match=message):
+        check_experts(degrees, model)
+
+
+def test_ranks_that_ep_does_not_divide_are_refused():
+    with pytest.raises(UserError, match="ep = 4 does not divide the 6 ranks of .*dp_shard"):
+        ParallelismConfig(dp_replicate=2, tp=2, ep=4).degrees(12)
