@@ -210,3 +210,11 @@ def test_routers_have_a_role_and_take_the_matrices_rule():
         f"blocks.{number}.mlp.router.weight" for number in range(3)
     ]
     assert group["rule"] == "mars-m" and roles(model)["blocks.0.mlp.experts.gate"] == "matrix"
+
+
+def test_counts_in_words_name_the_active_parameters_where_they_differ():
+    dense, mixture = model_of(ARGS), model_of(dataclasses.replace(ARGS, **EXPERTS))
+    assert dense.counts_in_words == f"{dense.parameter_count:,} parameters"
+    stacks = sum(each.numel() for each in mixture.parameters() if each.ndim == 3)
+    active = mixture.parameter_count - stacks * 3 // 4
+    assert mixture.counts_in_words.endswith(f" parameters ({active:,} active)")

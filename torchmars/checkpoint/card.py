@@ -18,7 +18,7 @@ tags:
 CARD = """
 # {name}
 
-A language model of {parameters:,} parameters, trained from scratch with torchmars {version}.
+A language model of {parameters}, trained from scratch with torchmars {version}.
 
 | | |
 |---|---|
@@ -55,7 +55,7 @@ def model_card(models: Sequence[SavedModel], warning: str) -> str:
     return HEAD + CARD.format(
         name=config.run.name,
         version=version("torchmars"),
-        parameters=model.parameter_count,
+        parameters=model.counts_in_words,
         family=config.model.name,
         shape=model.describe(),
         tokens=manifest.position * config.training.seq_len,

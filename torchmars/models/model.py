@@ -168,6 +168,12 @@ class Model(nn.Module, ABC):
         """How many parameters one token uses: of many experts, those of its choice."""
         return sum(self.used_parameters(name, each) for name, each in self.named_parameters())
 
+    @property
+    def counts_in_words(self) -> str:
+        """How many parameters there are and, where that differs, how many a token uses."""
+        total, active = self.parameter_count, self.active_count
+        return f"{total:,} parameters" + (f" ({active:,} active)" if active < total else "")
+
     def used_parameters(self, name: str, parameter: Tensor) -> int:
         """Return how many values of the parameter called `name` one token uses."""
         return parameter.numel()

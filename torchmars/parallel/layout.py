@@ -246,7 +246,7 @@ class Layout:
         ranks = f"{counted(size, 'rank')} ({self.device.type}, {backend})"
         shards, ep = self.group("dp_shard").size, self.group("ep").size
         if ep > 1:
-            ranks += f", experts over {ep} each"
+            ranks += f", EP {ep}"
         if size == shards:
             return f"FSDP over {ranks}"
         sizes = {"FSDP": shards} | {name.upper(): self.group(name).size for name in OTHER_AXES}

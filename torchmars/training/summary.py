@@ -81,7 +81,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
     return [
         *labelled(
             "model",
-            f"{title(config.model)}: {model.parameter_count:,} parameters, {model.describe()}",
+            f"{title(config.model)}: {model.counts_in_words}, {model.describe()}",
         ),
         *labelled(
             "layout",
