@@ -13,11 +13,17 @@ from tests.parallel.test_activations import compiled_gradients_on
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS_WITH_EXPERTS
 from tests.support.ranks import run_ranks
-from torchmars.config import ActivationCheckpointConfig, Degrees, ParallelismConfig
+from torchmars.config import (
+    ActivationCheckpointConfig,
+    Degrees,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchmars.core.errors import UserError
 from torchmars.parallel.checks import check_experts
 from torchmars.parallel.experts import Dispatch
 from torchmars.parallel.fsdp import ONE_UNIT_BYTES, stack_placement
+from torchmars.planning.traffic import TrafficCounter
 
 # A layout, further settings of it, activation checkpointing, and whether blocks are compiled.
 QUICK = [
@@ -26,6 +32,7 @@ QUICK = [
 ]
 MORE = [
     ("EP 2", {"accumulate": "whole"}, "selective", False),
+    ("EP 2", {"cpu_offload": True}, "none", False),
     ("EP 2", {"reshard_after_forward": "always"}, "full", True),
     ("EP 2", {"reshard_after_forward": "never"}, "none", True),
     ("CP 2, EP 2", {}, "full", False),
@@ -153,3 +160,36 @@ def test_what_ranks_cannot_share_is_refused(degrees, options, message):
 def test_ranks_that_ep_does_not_divide_are_refused():
     with pytest.raises(UserError, match="ep = 4 does not divide the 6 ranks of .*dp_shard"):
         ParallelismConfig(dp_replicate=2, tp=2, ep=4).degrees(12)
+
+
+TIMES = ("all-gather", "reduce-scatter", "all-to-all")
+
+
+def exchanges(cases):
+    """How often this rank takes part in each operation of a step of one microbatch, by its ranks.
+
+    `cases` are settings of the layout, and activation checkpointing.
+    """
+    training = TrainingConfig(global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=2)
+    found = []
+    for settings, mode in cases:
+        counter, parallelism = TrafficCounter(), ParallelismConfig(ep=2, **settings)
+        checkpointing = ActivationCheckpointConfig(mode)
+        gradients.gradients_on("moe", parallelism, training, checkpointing, around=counter)
+        times = {(kind.operation, len(kind.ranks)): n for kind, n in counter.times.items()}
+        found.append([times.get((name, 2), 0) for name in TIMES])
+    return found
+
+
+def test_experts_are_gathered_once_a_pass_and_rows_travel_twice():
+    """In each of four blocks, on two pairs: experts, and rows with their numbers before."""
+    kept = {"reshard_after_forward": "never"}
+    cases = [({}, "none"), (kept, "none"), ({}, "selective"), ({}, "full")]
+    for found in run_ranks(exchanges, 4, cases):
+        numbers, there, back = 4, 2 * 4, 2 * 4
+        assert found == [
+            [8, 4, numbers + there + back],
+            [4, 4, numbers + there + back],
+            [8, 4, numbers + there + back],
+            [8, 4, 2 * numbers + 2 * there + back],
+        ]

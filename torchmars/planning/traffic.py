@@ -37,7 +37,7 @@ FUNCTIONAL_OPERATIONS = {
     "all_reduce": "all-reduce",
     "all_to_all_single": "all-to-all",
 }
-NO_TRAFFIC = ("recv", "wait_tensor")  # a send is counted where it starts
+NO_TRAFFIC = ("recv", "wait_tensor", "wrap_tensor_autograd")  # a send counts where it starts
 
 
 @dataclass(frozen=True)
