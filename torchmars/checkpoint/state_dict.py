@@ -22,20 +22,21 @@ from torchmars.parallel.parallel_model import ParallelModel
 
 def training_state(
     layout: Layout,
-    weights: Mapping[str, Tensor],
+    model: ParallelModel,
     optimizer: MARS,
     average: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the tensors of a run that this rank has a part of, by name.
 
-    They are weights, their moving average if there is one, optimizer state and this rank's RNG
-    state.
+    They are weights, their moving average if there is one, what balances experts, optimizer state
+    and this rank's RNG state.
 
     A flat dict can be read on another layout. Hyperparameters are not in it: they are the config's.
     """
     return (
-        model_state(weights)
+        model_state(model.weights)
         | average_state(average)
+        | model.balance.state()
         | optimizer_state(optimizer)
         | {"skipped_steps": optimizer.skipped}
         | rng_state(layout.world.rank)
@@ -117,14 +118,17 @@ def load(
     average; `average` is left as it is if not. Raises `DamagedCheckpoint` on every rank. Weights
     and state are then of no use until another load.
     """
-    whole = training_state(layout, model.weights, optimizer, average)
+    whole = training_state(layout, model, optimizer, average)
     index = read_index_part(folder, manifest, layout, whole, storage)
     saved = index.state_dict_metadata
     has_average = any(name.startswith("ema.") for name in saved)
-    absent = "rng." if has_average else ("rng.", "ema.")
+    absent = ("rng.", "balance.") if has_average else ("rng.", "balance.", "ema.")
     state = {
         name: value for name, value in whole.items() if name in saved or not name.startswith(absent)
     }
+    for name in whole.keys() - saved.keys():
+        if name.startswith("balance."):  # as before the first step
+            whole[name].zero_()
     layout.on_all(lambda: read_tensors(folder, state, index, storage))
     model.follow_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)

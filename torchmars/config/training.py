@@ -28,6 +28,20 @@ class TrainingConfig:
     """Coefficient of the z-loss, which keeps logits from drifting: so many times the mean square of
     the logarithm of the softmax's denominator is added to the loss. PaLM had 1e-4. The losses that
     are reported are without it. 0: none."""
+    balance_loss: Annotated[float, Range(0, 1)] = 0.0
+    """Coefficient of the loss that keeps the experts of a mixture equally busy. Of each layer so
+    many times E * sum_i f_i P_i is added to the loss: f_i is the share of expert i, of E, in the
+    choices of the last step's global batch, and P_i the mean of its probability in this one. That
+    is at least 1. The layers are summed, and f sums to 1: other codes have the mean over layers, or
+    f times the choices of a token. The losses that are reported are without it. 0: none."""
+    router_z_loss: Annotated[float, Range(0, 1)] = 0.0
+    """Coefficient of the z-loss of the routers, which keeps their logits from growing: of each
+    layer so many times the mean square of the logarithm of the softmax's denominator is added to
+    the loss. The losses that are reported are without it. 0: none."""
+    balance_rate: Annotated[float, Range(0, 1)] = 1e-3
+    """How far a step moves the biases by which sigmoid routers balance their experts: so far up
+    where an expert had fewer tokens than the mean, so far down where it had more. Other routers
+    have none."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. Master weights, gradient reduction and optimizer state are float32. Losses
     agree between layouts to 1e-5 in float32, to 1e-3 in bfloat16. bfloat16 is faster on CPUs that

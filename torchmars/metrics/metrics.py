@@ -43,7 +43,7 @@ class Metrics:
     def train(
         self, step: int, loss: float, bits: float, lr: float, telemetry: dict[str, float]
     ) -> None:
-        """Report training step number `step`, with the optimizer's `telemetry`.
+        """Report training step number `step`, with the `telemetry` of optimizer and experts.
 
         `bits` is the loss in bits per byte, NaN where it is not known. Speed and time by phases are
         means since the last report.
@@ -65,6 +65,8 @@ class Metrics:
         ]
         if telemetry.get("skipped_steps"):
             parts.append(f"skipped {telemetry['skipped_steps']:.0f}")
+        if busiest := telemetry.get("experts/busiest"):
+            parts.append(f"busiest expert {busiest:.1f} x mean")
         momenta = [value for name, value in telemetry.items() if name.endswith("/momentum")]
         if large := [each for each in momenta if each > MOMENTUM]:  # others may be NaN
             parts.append(f"an earlier gradient rules: momentum {max(large):.0e} x gradient")

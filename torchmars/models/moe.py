@@ -37,8 +37,11 @@ class Router(nn.Module):
     """Chooses the experts of each token: those of the largest probabilities.
 
     All is float32, whatever the model computes in: bfloat16 has ties that decide otherwise on
-    another layout.
+    another layout. `pressure` and `z_loss` are as in `with_losses`; whoever trains sets them.
     """
+
+    pressure: Tensor | None = None
+    z_loss = 0.0
 
     def __init__(self, width: int, experts: int, used: int, normalize: bool) -> None:
         super().__init__()
@@ -51,7 +54,8 @@ class Router(nn.Module):
 
         Both are [tokens, used], the largest weight first.
         """
-        probabilities = F.linear(x.float(), self.local(self.weight).float()).softmax(dim=-1)
+        logits = F.linear(x.float(), self.local(self.weight).float())
+        probabilities = with_losses(logits.softmax(dim=-1), logits, self.pressure, self.z_loss)
         weights, chosen = probabilities.topk(self.used, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -77,7 +81,12 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Takes the place of a block's MLP."""
+    """Takes the place of a block's MLP.
+
+    Where `counted` [experts], int64, is set, it adds to that how many tokens chose each expert.
+    """
+
+    counted: Tensor | None = None
 
     def __init__(self, width: int, experts: int, used: int, inner: int, normalize: bool) -> None:
         super().__init__()
@@ -93,8 +102,10 @@ class MoE(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         places = order.argsort()
         rows = TakenRows.apply(tokens, order // self.router.used, places)
-        outputs = self.dispatch(self.experts, rows, self.counts(chosen))
-        outputs = TakenRows.apply(outputs, places, order)
+        counts = self.counts(chosen)
+        if self.counted is not None:
+            self.counted.add_(counts)
+        outputs = TakenRows.apply(self.dispatch(self.experts, rows, counts), places, order)
         each = outputs.unflatten(0, (-1, self.router.used))
         return (each * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype).view_as(x)
 
@@ -103,6 +114,40 @@ class MoE(nn.Module):
         experts = self.router.weight.shape[0]
         counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
         return counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a block of `model` is a mixture of experts."""
+    return any(isinstance(module, MoE) for module in model.modules())
+
+
+def with_losses(scores: Tensor, logits: Tensor, pressure: Tensor | None, z_loss: float) -> Tensor:
+    """Return `scores`, whose gradient has that of a router's own losses too.
+
+    `scores` and `logits` are [tokens, experts], float32. The losses are the product of `pressure`
+    [experts] with the mean probability of each expert, and `z_loss` times the mean square of the
+    logarithm of the softmax's denominator (Zoph et al. 2022, arXiv 2202.08906, equation 5). A
+    probability is a token's score over the sum of its scores, as in DeepSeek-V3. None: no losses.
+    """
+    if pressure is None:
+        return scores
+    loss = (scores / scores.sum(dim=-1, keepdim=True)).mean(dim=0).dot(pressure)
+    if z_loss:
+        loss = loss + z_loss * logits.logsumexp(dim=-1).square().mean()
+    added: Tensor = AddedLoss.apply(scores, loss)
+    return added
+
+
+class AddedLoss(torch.autograd.Function):
+    """Passes a tensor on, and lets a loss have the gradient 1, as a term of the model's has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0].new_ones(())
 
 
 class TakenRows(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from torchmars.config import ActivationCheckpointConfig
 from torchmars.models import Model
-from torchmars.models.moe import MoE
+from torchmars.models.moe import has_experts
 
 # What "selective" keeps: results that are dear to compute for their size. Which operation attention
 # is depends on the device, the dtype and the mask.
@@ -92,11 +92,6 @@ class SomeOperations(TorchDispatchMode):
         if func in self.operations:
             return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def has_experts(model: Model) -> bool:
-    """Return whether a block of `model` is a mixture of experts."""
-    return any(isinstance(module, MoE) for module in model.modules())
 
 
 def checkpoint_block(block: nn.Module, options: dict[str, Any]) -> None:

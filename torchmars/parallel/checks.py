@@ -4,6 +4,7 @@ from torchmars.config import Config, Degrees
 from torchmars.config.compile import compile_problem, needs_compile
 from torchmars.config.fields import require
 from torchmars.models import Model
+from torchmars.models.moe import has_experts
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 from torchmars.parallel.float8 import converted_rows
 
@@ -22,6 +23,7 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     check_pipeline(config, degrees, model)
     check_memory(config, degrees)
     check_float8(config, degrees, model)
+    check_balance(config, model)
 
 
 def check_tensors(degrees: Degrees, model: Model) -> None:
@@ -138,4 +140,16 @@ def check_float8(config: Config, degrees: Degrees, model: Model) -> None:
             f"training.float8.all_gather needs ranks that share the rows of each weight evenly: "
             f"{shards} ranks cannot share {rows} rows. Set it to false, or choose another "
             "parallelism.dp_shard",
+        )
+
+
+def check_balance(config: Config, model: Model) -> None:
+    """Raise `UserError` for losses of routers where there are none."""
+    training = config.training
+    losses = {"balance_loss": training.balance_loss, "router_z_loss": training.router_z_loss}
+    for name, coefficient in losses.items():
+        require(
+            not coefficient or has_experts(model),
+            f"training.{name} = {coefficient:g} is a loss of experts, which the model does not "
+            "have: set model.n_expert, or remove it",
         )

@@ -30,6 +30,8 @@ JOINT_AXES = {
     "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
     # Ranks that work on the same samples.
     "sample": ("pp", "cp", "tp"),
+    # Ranks that have a part of the same layers, or a copy.
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
 }
 # The axes of the mesh that weights lie on: FSDP shards over dp_shard and cp together.
 WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models import Model
 from torchmars.models.initialize import init_weights
+from torchmars.parallel.balance import Balance
 from torchmars.parallel.batches import Batches
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.cuts import blocks_of_stages, cut_model, sequence_unit, stage_ranks
@@ -75,6 +76,7 @@ class ParallelModel:
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
                     self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
+        self.balance = Balance(whole, self.parts, training, layout, device)
         self.weights = self._weights()
         """The weights of which this rank has a part, by name."""
         self.tied: TiedTable | None = None
@@ -136,16 +138,24 @@ class ParallelModel:
             part.train(mode)
 
     def backward(
-        self, batch: Sequence[Tensor], enter_phase: Callable[[str], None] = lambda phase: None
+        self,
+        batch: Sequence[Tensor],
+        enter_phase: Callable[[str], None] = lambda phase: None,
+        ahead: bool = False,
     ) -> Tensor:
         """Accumulate the gradient of the mean loss over a global batch; return this rank's mean.
 
         `batch` are this rank's microbatches of windows, [batch, T + 1] each. The mean is over the
         tokens that this rank computes the loss of, and 0 if it computes none. The gradient has
-        the z-loss's too, which the mean is without. `enter_phase` is told what begins: "forward",
-        "backward", and "reduce", where the rest of the gradients' reduction is waited for; in a
-        pipeline "pipeline", all of it.
+        those of the z-loss and of the routers' losses too, which the mean is without. `enter_phase`
+        is told what begins: "forward", "backward", and "reduce", where the rest of the gradients'
+        reduction is waited for; in a pipeline "pipeline", all of it. `ahead`: the gradient is exact
+        mode's look-ahead. After any other, and the optimizer's step, call `balance.finish`.
         """
+        with self.balance.around(len(batch), ahead):
+            return self._backward(batch, enter_phase)
+
+    def _backward(self, batch: Sequence[Tensor], enter_phase: Callable[[str], None]) -> Tensor:
         enter_phase("forward" if self.pipeline is None else "pipeline")
         inputs = self.batches.inputs(batch)
         if self.pipeline is not None:

@@ -140,7 +140,7 @@ def simulate_step(
     if training.ema_decay:
         with fake:
             average = MovingAverage(model.weights, training.ema_decay).values
-    state = training_state(layout, model.weights, optimizer, average)
+    state = training_state(layout, model, optimizer, average)
     passes = 2 if optimizer.exact else 1
 
     if layout.device.type == "cuda":

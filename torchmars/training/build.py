@@ -90,6 +90,7 @@ def build_model(config: ResolvedConfig, layout: Layout, data: RunData) -> RunMod
         layout.device,
         find_starts=find_starts if config.data.separate_documents else None,
     )
+    model.balance.exact = config.optimizer.mode == "exact"
     model.init_weights(config.run.seed)
     average = MovingAverage(model.weights, training.ema_decay) if training.ema_decay else None
     return RunModel(whole, model, average)

@@ -181,9 +181,7 @@ class Checkpointer:
             shares=state.shares,
             tokenizer_sha256=self.data.tokenizer_sha256,
         )
-        tensors = state_dict.training_state(
-            self.layout, self.model.weights, self.optimizer, self.averages
-        )
+        tensors = state_dict.training_state(self.layout, self.model, self.optimizer, self.averages)
         return self.saver.save(manifest, tensors)
 
 

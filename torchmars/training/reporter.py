@@ -12,6 +12,7 @@ from torchmars.data.mixture import Mixture
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.metrics import Metrics
 from torchmars.optim import MARS
+from torchmars.parallel.balance import Balance
 from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Resumed, RunState
 
@@ -65,10 +66,13 @@ class RunReporter:
         )
         self.events.add("rollback", state.step, from_step=reached, checkpoint=checkpoint.name)
 
-    def report(self, state: RunState, mean: Tensor, lr: float) -> dict[str, float]:
+    def report(
+        self, state: RunState, mean: Tensor, lr: float, balance: Balance
+    ) -> dict[str, float]:
         """Report a step with this rank's `mean` loss; return the optimizer's telemetry.
 
-        Waits for the device once: when it has made telemetry, it has copied the loss too.
+        Waits for the device once: when it has made telemetry, it has copied the loss too. Of a
+        model with experts it waits for their figures too.
         """
         copied = self.layout.add_up_losses(mean).to("cpu", non_blocking=True)
         telemetry = self.optimizer.telemetry()
@@ -76,7 +80,7 @@ class RunReporter:
         self.optimizer.start_interval()
         read = {"tokens": state.position * self.training.seq_len}
         bits = self.data.bits_per_byte("train", loss, self.data.weights)
-        self.metrics.train(state.step, loss, bits, lr, telemetry | read)
+        self.metrics.train(state.step, loss, bits, lr, telemetry | read | balance.figures())
         if self.data.names:
             self.metrics.data(state.step, self._read(state))
         return telemetry

@@ -153,7 +153,7 @@ class Trainer:
         next_batch = self.loader.peek() if optimizer.exact else []
         self.flags = self.exchange_flags()
         if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
-            self.model.backward(next_batch, enter_phase)
+            self.model.backward(next_batch, enter_phase, ahead=True)
             enter_phase("optimizer")
             self.checkpointer.saver.before_change()
             optimizer.look_ahead()
@@ -176,6 +176,7 @@ class Trainer:
             self.model.follow_weights()
             if self.average is not None:
                 self.average.update()
+        self.model.balance.finish(applied=optimizer.skipped[1] == 0)  # those in a row up to now
         optimizer.zero_grad()
         if self.layout.device.type == "cuda" and state.step + 1 < self.config.training.steps:
             enter_phase("data")  # while the device works
@@ -251,7 +252,7 @@ class Trainer:
 
     def report(self, loss: Tensor, lr: float) -> None:
         """Report the step just made. Waits for the device once."""
-        telemetry = self.reporter.report(self.state, loss, lr)
+        telemetry = self.reporter.report(self.state, loss, lr, self.model.balance)
         self.loss_guard.check_skipped(telemetry, self.state.step)
 
     def validate(self) -> None:
