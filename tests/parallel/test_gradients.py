@@ -76,6 +76,16 @@ def gradients_on(
     By default blocks are units, as on GPUs and in larger models. `around` is a context of the
     backward pass, `chunk` the tokens of a chunk of the loss, and `compile_loss` compiles it alone.
     """
+    layout, model, batch = model_on(name, parallelism, training, activations, apart, one_unit_bytes)
+    for part in model.parts.values():
+        part.chunk, part.compile_loss = chunk or part.chunk, compile_loss or part.compile_loss
+    with around or nullcontext():
+        loss = model.backward(batch)
+    return layout.mean_loss(loss), gathered_gradients(model)
+
+
+def model_on(name, parallelism, training, activations, apart=False, one_unit_bytes=0):
+    """The layout, the model with its initial weights, and this rank's microbatches of WINDOWS."""
     fsdp.ONE_UNIT_BYTES = one_unit_bytes
     world = torch.distributed.get_world_size()
     layout = Layout.create(torch.device("cpu"), parallelism.degrees(world))
@@ -93,14 +103,12 @@ def gradients_on(
     model.init_weights(seed=0)
     data = layout.data
     size, _ = training.microbatches(data.size, parallelism.stages)
-    batch = WINDOWS.chunk(data.size)[data.rank].split(size)
-    for part in model.parts.values():
-        part.chunk, part.compile_loss = chunk or part.chunk, compile_loss or part.compile_loss
-    with around or nullcontext():
-        loss = model.backward(batch)
-    return layout.mean_loss(loss), {
-        name: (gathered(value), gathered(value.grad)) for name, value in model.weights.items()
-    }
+    return layout, model, WINDOWS.chunk(data.size)[data.rank].split(size)
+
+
+def gathered_gradients(model):
+    """The weights of which this rank has a part, and their gradients, whole."""
+    return {name: (gathered(value), gathered(value.grad)) for name, value in model.weights.items()}
 
 
 def gradients_on_each(cases):

@@ -43,16 +43,6 @@ class Table(nn.Embedding):
             super().reset_parameters()
 
 
-def is_counted_pass() -> bool:
-    """Return whether a forward pass computes its tokens to learn from them, for the first time.
-
-    Layers that count tokens do so here only: neither in validation, nor where activation
-    checkpointing computes again. Exact mode's look-ahead pass is counted: who adds up drops it.
-    """
-    graph = torch._C._current_graph_task_id()  # private, torch 2.11 to 2.13; -1: no backward pass
-    return torch.is_grad_enabled() and graph == -1
-
-
 class Model(nn.Module, ABC):
     """A decoder-only language model: a plain module that knows no parallelism.
 
@@ -74,8 +64,8 @@ class Model(nn.Module, ABC):
     of a model has some of them only, under the same numbers. Each has `attn` and `mlp`, modules
     that take hidden states first and return such: tensor parallelism cuts them. `attn.attend`, a
     `CausalAttention`, is the only way from token to token: context parallelism and `Cache` replace
-    it. Layers have no other output. One may count, where `is_counted_pass()`, and may add to a
-    gradient by an autograd function, whose backward pass some schedules make twice."""
+    it. Layers have no other output. One may count, where it is told to (`parallel/balance.py`), and
+    may add to a gradient by an autograd function, whose backward pass some schedules make twice."""
     norm: nn.Module
     """What makes the last hidden states of the last block's output."""
     output: Head | None
