@@ -10,11 +10,12 @@ import time
 
 from torch.distributed.tensor import Shard
 
+from torchmars.optim.buckets import rank_bucket
 from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.meshes import MeshPlace
 from torchmars.optim.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.owners import plan_buckets
-from torchmars.optim.tiles import rank_bucket
+from torchmars.optim.tiles import blocks_of_shards
 
 RANKS = (2, 8, 64, 512)
 
@@ -58,19 +59,20 @@ def main() -> None:
             for ranks in RANKS:
                 began = time.perf_counter()
                 loads: dict[int, int] = {}
-                plan = plan_buckets(shapes, flops, range(ranks), loads)
                 coordinates = [[rank] for rank in range(ranks)]
                 place = MeshPlace(list(range(ranks)), (ranks,), coordinates, 0, 0, None, None)
-                for assigned in plan:
-                    rank_bucket(assigned, shapes, [(Shard(0),)] * len(shapes), place)
+                blocks = blocks_of_shards(shapes, [(Shard(0),)] * len(shapes), place)
+                plan = plan_buckets(shapes, blocks, flops, range(ranks), loads)
+                for planned in plan:
+                    rank_bucket(planned, blocks, place)
                 seconds = time.perf_counter() - began
                 cells.append(f"{max(loads.values()) * ranks / sum(loads.values()):.2f}")
-            units = [unit for assigned in plan for unit, _ in assigned]
+            units = [units for planned in plan for units, _ in planned.owners]
             # No plan is better than the largest unit on a rank of its own.
-            costs = [flops(unit.rows, unit.cols) for unit in units]
+            costs = [flops(*each.shape) for each in units for _ in range(each.length)]
             floor = max(costs) * ranks / sum(costs)
             print(
-                f"| {name} | {'split' if split else 'fused'} | {len(units)} | "
+                f"| {name} | {'split' if split else 'fused'} | {len(costs)} | "
                 + " | ".join(cells)
                 + f" | {max(floor, 1):.2f} | {seconds:.2f} |"
             )

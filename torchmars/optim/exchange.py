@@ -1,12 +1,14 @@
 """Shards to owners and back: carries out the plan of `owners.py`.
 
 The tiles of a bucket's matrices travel to their owners in one all-to-all and are orthogonalised
-there. The results travel back in another. Under HSDP each replica does its share, and an all-gather
-passes the results on to the others.
+there. The results travel back in another. Matrices that lie whole on their owners' shards stay
+there. Under HSDP each replica does its share, and an all-gather passes the results on to the
+others.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,18 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchmars.optim.matrices import MatrixShape, Unit
+from torchmars.optim.buckets import Bucket, Packing, rank_bucket
+from torchmars.optim.matrices import MatrixShape, Units
 from torchmars.optim.meshes import MeshGroups, mesh_place
 from torchmars.optim.orthogonalize import Orthogonalizer
 from torchmars.optim.owners import plan_buckets
 from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.same_plan import check_same_plan
 from torchmars.optim.tensors import flat_slices, local_part
-from torchmars.optim.tiles import Bucket, Tile, rank_bucket
+from torchmars.optim.tiles import Tile, blocks_of_shards
 
 # Its name before torch 2.13 is the second one.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-BATCH_ELEMENTS = 2**24  # orthogonalised at once: enough to fill a device, little beside the model
+
+# Elements that are orthogonalised at once: enough to fill a GPU, little beside the model. On a CPU
+# as many for each thread as stay in the cache of a core while they are multiplied.
+BATCH_ELEMENTS = 2**24
+BATCH_OF_CPU_THREAD = 2**19
 
 # For each set of ranks that share work: global rank -> FLOPs of the matrices it owns.
 OwnerLoads = dict[tuple[int, ...], dict[int, int]]
@@ -80,12 +87,13 @@ class MatrixTraffic:
         self.device = local_part(parameters[0]).device
         self.place = mesh_place(parameters[0], groups)
         placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
+        blocks = blocks_of_shards(shapes, placements, self.place)
         # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
         ranks = self.place.ranks
         plan = plan_buckets(
-            shapes, orthogonalizer.flops, ranks, loads.setdefault(tuple(sorted(ranks)), {})
+            shapes, blocks, orthogonalizer.flops, ranks, loads.setdefault(tuple(sorted(ranks)), {})
         )
-        self.buckets = [rank_bucket(assigned, shapes, placements, self.place) for assigned in plan]
+        self.buckets = [rank_bucket(planned, blocks, self.place) for planned in plan]
         descriptions = [
             f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, placed {placed}"
             for shape, placed in zip(shapes, placements)
@@ -100,11 +108,6 @@ class MatrixTraffic:
         )
         self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, native_bfloat16)
         self.wire, self.product = wire_and_product(self.matrix_dtype)
-
-    @property
-    def travels(self) -> bool:
-        """Whether anything is sent: not with one shard and one replica."""
-        return len(self.place.ranks) > 1
 
     def read(self, tiles: Sequence[Tile], values: Sequence[Tensor], places: Places) -> None:
         """Write the inputs of tiles to flat `values`: zeros where a matrix has no gradient."""
@@ -130,7 +133,7 @@ class MatrixTraffic:
         groups: dict[Matrices, list[MatrixTile]] = {}
         without_gradient = []
         for tile, of_tile in sorted(zip(tiles, values), key=lambda pair: pair[0].numel):
-            place = places.get(self.parameters[tile.unit.parameter])
+            place = places.get(self.parameters[tile.units.parameter])
             if place is None:
                 without_gradient.append(of_tile)
             else:
@@ -139,45 +142,57 @@ class MatrixTraffic:
 
     def compute_here(self, bucket: Bucket, places: Places) -> None:
         """Orthogonalise a bucket of matrices where they are: nothing travels."""
-        tile_of = {tile.unit: tile for tile in bucket.incoming[0]}
-        for units in batches(bucket.owned):
-            shape = len(units), units[0].rows, units[0].cols
-            inputs = torch.empty(shape, dtype=self.wire, device=self.device)
-            tiles = [tile_of[unit] for unit in units]
-            self.read(tiles, _cut(inputs, tiles), places)
-            directions = self.orthogonalize(inputs, self.product).contiguous()
+        for tiles, directions in self._directions(bucket, places):
             self.apply(tiles, _cut(directions, tiles), places)
 
+    def _directions(self, bucket: Bucket, places: Places) -> Iterator[tuple[list[Tile], Tensor]]:
+        """Yield the orthogonalised matrices of this rank that are at home, in order: batches."""
+        for tiles in batches(bucket.by_replica[self.place.replica], self._batch_elements):
+            shape = sum(tile.length for tile in tiles), *tiles[0].units.shape
+            inputs = torch.empty(shape, dtype=self.wire, device=self.device)
+            self.read(tiles, _cut(inputs, tiles), places)
+            yield tiles, self.orthogonalize(inputs, self.product).contiguous()
+
+    @property
+    def _batch_elements(self) -> int:
+        """The elements that are orthogonalised at once."""
+        on_cpu = self.device.type == "cpu"
+        return BATCH_OF_CPU_THREAD * torch.get_num_threads() if on_cpu else BATCH_ELEMENTS
+
     def send(self, bucket: Bucket, places: Places) -> "Transfer":
-        """Send this rank's tiles of what is orthogonalised to their owners."""
-        tiles = [tile for tiles in bucket.outgoing for tile in tiles]
-        elements = sum(tile.numel for tile in tiles)
+        """Send this rank's tiles of what is orthogonalised to their owners; nothing, at home."""
+        elements = sum(bucket.outgoing.elements)
         packed = torch.empty(elements, dtype=self.wire, device=self.device)
+        if bucket.home:
+            return Transfer(packed, None, packed)
+        tiles = bucket.outgoing.tiles
         self.read(tiles, _cut(packed, tiles), places)
         return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
 
-    def compute(self, bucket: Bucket, arrived: Tensor) -> "Transfer":
+    def compute(self, bucket: Bucket, arrived: Tensor, places: Places) -> "Transfer":
         """Orthogonalise the units that this rank owns, and send the results back."""
-        incoming = [tile for tiles in bucket.incoming for tile in tiles]
-        parts: dict[Unit, list[tuple[Tile, Tensor]]] = {}
-        for tile, part in zip(incoming, arrived.split([tile.numel for tile in incoming])):
-            parts.setdefault(tile.unit, []).append((tile, part))
-
-        def paired(units: list[Unit], matrices: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            """Return the parts of `matrices`, and what has arrived of each, in its shape."""
-            of_matrices, arrived = [], []
-            for unit, matrix in zip(units, matrices):
-                for tile, part in parts[unit]:
-                    of_matrices.append(matrix[tile.in_unit])
-                    arrived.append(part.view(of_matrices[-1].shape))
-            return of_matrices, arrived
-
-        for units in batches(bucket.owned):
-            matrices = arrived.new_empty(len(units), units[0].rows, units[0].cols)
-            torch._foreach_copy_(*paired(units, matrices))
-            directions, arrived_parts = paired(units, self.orthogonalize(matrices, self.product))
+        if bucket.home:
+            of_batches = [each.flatten() for _, each in self._directions(bucket, places)]
+            directions = torch.cat([arrived, *of_batches])
+            return Transfer(directions, None, directions)
+        parts: dict[Units, list[tuple[Tile, Tensor]]] = {}
+        tiles = bucket.incoming.tiles
+        for tile, part in zip(tiles, arrived.split([tile.numel for tile in tiles])):
+            parts.setdefault(tile.units, []).append((tile, part))
+        for (rows, cols), alike in by_shape(bucket.owned).items():
+            lengths = [units.length for units in alike]
+            matrices = arrived.new_empty(sum(lengths), rows, cols)
+            of_matrices, arrived_parts = [], []
+            for units, slab in zip(alike, matrices.split(lengths)):
+                for tile, part in parts[units]:
+                    some = slice(tile.first, tile.first + tile.length)
+                    of_matrices.append(slab[some, tile.rows, tile.cols])
+                    arrived_parts.append(part.view(of_matrices[-1].shape))
+            torch._foreach_copy_(of_matrices, arrived_parts)
+            for batch in matrices.split(max(1, self._batch_elements // (rows * cols))):
+                batch.copy_(self.orthogonalize(batch, self.product))
             # What arrived has been read: its memory takes the result.
-            torch._foreach_copy_(arrived_parts, directions)
+            torch._foreach_copy_(arrived_parts, of_matrices)
         return self._all_to_all(arrived, bucket.incoming, bucket.outgoing)
 
     def write_results(self, bucket: Bucket, returned: Tensor, places: Places) -> None:
@@ -198,17 +213,17 @@ class MatrixTraffic:
         rows = everyone.view(self.place.replicas, longest).unbind()
         return [row[:count] for row, count in zip(rows, counts)]
 
-    def _all_to_all(
-        self, packed: Tensor, outgoing: list[list[Tile]], incoming: list[list[Tile]]
-    ) -> "Transfer":
+    def _all_to_all(self, packed: Tensor, outgoing: Packing, incoming: Packing) -> "Transfer":
         if self.place.shard_group is None:
             return Transfer(packed, None, packed)
-        sent, received = (
-            [sum(tile.numel for tile in tiles) for tiles in side] for side in (outgoing, incoming)
-        )
-        arriving = packed.new_empty(sum(received))
+        arriving = packed.new_empty(sum(incoming.elements))
         work = dist.all_to_all_single(
-            arriving, packed, received, sent, group=self.place.shard_group, async_op=True
+            arriving,
+            packed,
+            incoming.elements,
+            outgoing.elements,
+            group=self.place.shard_group,
+            async_op=True,
         )
         return Transfer(arriving, work, packed)
 
@@ -219,15 +234,27 @@ def _cut(packed: Tensor, tiles: Sequence[Tile]) -> list[Tensor]:
     return flat_slices((packed, end - tile.numel, tile.numel) for tile, end in zip(tiles, ends))
 
 
-def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Yield units of equal shape together, of BATCH_ELEMENTS at most."""
-    by_shape: dict[tuple[int, int], list[Unit]] = {}
-    for unit in units:
-        by_shape.setdefault((unit.rows, unit.cols), []).append(unit)
-    for (rows, cols), alike in by_shape.items():
-        size = max(1, BATCH_ELEMENTS // (rows * cols))
-        for first in range(0, len(alike), size):
-            yield alike[first : first + size]
+def by_shape(units: Iterable[Units]) -> dict[tuple[int, int], list[Units]]:
+    """Return units by the shape of their matrices."""
+    alike: dict[tuple[int, int], list[Units]] = {}
+    for each in units:
+        alike.setdefault(each.shape, []).append(each)
+    return alike
+
+
+def batches(tiles: Sequence[Tile], elements: int) -> Iterator[list[Tile]]:
+    """Yield whole tiles of equal shape together, at most so many `elements`, or one matrix."""
+    for matrix, alike in itertools.groupby(tiles, lambda tile: tile.units.shape):
+        size = max(1, elements // math.prod(matrix))
+        batch: list[Tile] = []
+        free = size
+        for tile in itertools.chain.from_iterable(each.cut(size) for each in alike):
+            if tile.length > free:
+                yield batch
+                batch, free = [], size
+            batch.append(tile)
+            free -= tile.length
+        yield batch
 
 
 @dataclass
@@ -262,18 +289,17 @@ class Exchange:
             for group in groups
             for number, parameter in enumerate(group.parameters)
         }
-        self.here = [
-            (each, bucket) for each in traffic if not each.travels for bucket in each.buckets
-        ]
-        self.jobs = [(each, bucket) for each in traffic if each.travels for bucket in each.buckets]
+        every = [(each, bucket) for each in traffic for bucket in each.buckets]
+        self.here = [(each, bucket) for each, bucket in every if not bucket.travels]
+        self.jobs = [(each, bucket) for each, bucket in every if bucket.travels]
         self._first: Transfer | None = None
 
     def start(self) -> None:
-        """Compute what lies here whole, and send the first bucket of what does not."""
-        for traffic, bucket in self.here:
-            traffic.compute_here(bucket, self.places)
+        """Send the first bucket of what travels, and compute what does not."""
         if self.jobs:
             self._first = self._send(0)
+        for traffic, bucket in self.here:
+            traffic.compute_here(bucket, self.places)
 
     def finish(self) -> None:
         """Compute and send the other buckets, and write all results."""
@@ -282,7 +308,7 @@ class Exchange:
         for number, (traffic, bucket) in enumerate(self.jobs):
             assert arriving is not None
             following = self._send(number + 1) if number + 1 < len(self.jobs) else None
-            computed = self._started(traffic.compute(bucket, arriving.wait()))
+            computed = self._started(traffic.compute(bucket, arriving.wait(), self.places))
             if returning is not None:
                 self._write(number - 1, returning)
             arriving, returning = following, computed

@@ -3,15 +3,18 @@
 A fused QKV weight is cut into three before it is orthogonalised (`split`).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 Interval = tuple[int, int]
 # The part [batch, rows, cols] of a matrix parameter that a rank has.
 Block = tuple[Interval, Interval, Interval]
+Blocks = tuple[Block, ...]  # of each shard
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class MatrixShape:
     def flattened(self) -> bool:
         """Whether all dims but the first are the columns of one matrix."""
         return self.flatten or len(self.shape) > 3
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is several matrices, one for each entry of its first dim: experts."""
+        return self.matrix[0] > 1
 
     @property
     def matrix(self) -> tuple[int, int, int]:
@@ -115,37 +123,38 @@ def intervals(
     return tuple(parts)
 
 
-@dataclass(frozen=True)
-class Unit:
-    """One matrix to orthogonalise.
+class Units(NamedTuple):
+    """Matrices of one shape to orthogonalise, each on its own.
 
-    It is the rows [row, row + rows) of entry `batch` of parameter number `parameter`.
+    They are the rows [row, row + rows) of the entries [entry, entry + length) of a batch of
+    matrices, parameter number `parameter`. Several entries have these rows and no others.
     """
 
     parameter: int
-    batch: int
+    entry: int
+    length: int
     row: int
     rows: int
     cols: int
 
-    def overlap(self, block: Block) -> Block | None:
-        """Return the part of `block` that belongs to this unit, or None.
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of each matrix."""
+        return self.rows, self.cols
 
-        Both are intervals of the parameter's [batch, rows, cols].
-        """
-        (b0, b1), (r0, r1), (c0, c1) = block
-        first, last = max(r0, self.row), min(r1, self.row + self.rows)
-        if not (b0 <= self.batch < b1 and first < last and c0 < c1):
-            return None
-        return (self.batch, self.batch + 1), (first, last), (c0, c1)
+    def part(self, first: int, length: int) -> "Units":
+        """Return `length` of them from number `first` on."""
+        return Units(self.parameter, self.entry + first, length, self.row, self.rows, self.cols)
 
 
-def units_of(parameter: int, shape: MatrixShape) -> list[Unit]:
+def units_of(parameter: int, shape: MatrixShape) -> list[Units]:
     """Return the matrices of parameter number `parameter`, in order."""
-    batch, _, cols = shape.matrix
-    starts = [sum(shape.parts[:part]) for part in range(len(shape.parts))]
+    batch, rows, cols = shape.matrix
+    if shape.parts == (rows,):
+        return [Units(parameter, 0, batch, 0, rows, cols)] if batch * rows * cols else []
+    starts = list(itertools.accumulate(shape.parts, initial=0))
     return [
-        Unit(parameter, entry, row, rows, cols)
+        Units(parameter, entry, 1, row, rows, cols)
         for entry in range(batch)
         for row, rows in zip(starts, shape.parts)
         if rows * cols

@@ -1,65 +1,163 @@
 """Which rank owns which matrix.
 
-A matrix that is sharded over several ranks is orthogonalised whole, on one of them. The plan
-follows from shapes, meshes and placements alone, so every rank makes the same one on its own.
-`exchange.py` carries it out.
+A matrix that lies whole on one shard is orthogonalised there. One that is cut is orthogonalised
+whole too, on one of the ranks. The plan follows from shapes, meshes and placements alone, so every
+rank makes the same one on its own. `exchange.py` carries it out.
 """
 
+import functools
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from torchmars.optim.matrices import MatrixShape, Unit, units_of
+from torchmars.optim.matrices import Blocks, MatrixShape, Units, units_of
+from torchmars.optim.tiles import tile_of
 
 # A bucket travels in one all-to-all. It is small enough to overlap with the work on others, and has
 # work for every rank.
 BUCKET_ELEMENTS = 2**26
 
+Heap = list[tuple[int, int]]  # the work of ranks in FLOPs so far, and which ranks: by `heapq`
+
+
+class PlannedBucket(NamedTuple):
+    """The matrices that are orthogonalised at one time, with their owners."""
+
+    home: bool
+    """Whether each of them lies whole on the shard of its owner."""
+    owners: list[tuple[Units, int]]
+    """Owners are indices into the ranks of the mesh."""
+
 
 def plan_buckets(
     shapes: Sequence[MatrixShape],
+    blocks: Sequence[Blocks],
     flops: Callable[[int, int], int],
     ranks: Sequence[int],
     loads: dict[int, int],
-) -> list[list[tuple[Unit, int]]]:
-    """Return units with their owners, bucket by bucket. Owners are indices into `ranks`.
+) -> list[PlannedBucket]:
+    """Return units with their owners, bucket by bucket.
 
-    Parameters go into buckets by falling cost, so that equal shapes lie in one. The units of a
-    bucket go to ranks, the most costly first, each to the rank with the least work so far ("longest
-    processing time", Graham 1969). `flops` is the cost of a matrix [rows, cols]. `loads` is the
-    work of each global rank in FLOPs. It is carried on from bucket to bucket, and updated.
+    `blocks` has what each shard has of each parameter, and `ranks` are the shards of the first
+    replica, then of the others. Units at home go to the ranks that have their shard, one in each
+    replica, and those that are cut to all ranks: each unit to the rank with the least work so far,
+    the most costly first ("longest processing time", Graham 1969). Those at home come first, since
+    they have less choice. Parameters go into buckets by falling cost, so that equal shapes lie in
+    one. `flops` is the cost of a matrix [rows, cols]. `loads` is the work of each global rank in
+    FLOPs. It is carried on from bucket to bucket, and updated.
     """
-
-    def cost(unit: Unit) -> int:
-        return flops(unit.rows, unit.cols)
-
+    shards = len(blocks[0])
     units = [units_of(number, shape) for number, shape in enumerate(shapes)]
-    order = sorted(
-        range(len(shapes)),
-        key=lambda number: (
-            -sum(map(cost, units[number])),
-            shapes[number].shape,
-            number,
-        ),
-    )
-    elements = max(1, sum(math.prod(shape.shape) for shape in shapes))
-    count = max(1, min(-(-elements // BUCKET_ELEMENTS), sum(map(len, units)) // len(ranks)))
-
-    buckets: list[list[tuple[Unit, int]]] = [[] for _ in range(count)]
-    filled = 0
-    for number in order:
-        buckets[min(filled * count // elements, count - 1)] += [
-            (unit, -1) for unit in units[number]
+    at_home = [whole_parts(*each) for each in zip(shapes, blocks)]
+    work = [loads.get(rank, 0) for rank in ranks]
+    buckets = []
+    for home in (True, False):
+        groups = [range(shard, len(ranks), shards) for shard in range(shards)]
+        heaps: list[Heap] = [
+            [(work[owner], owner) for owner in group]
+            for group in (groups if home else [range(len(ranks))])
         ]
-        filled += math.prod(shapes[number].shape)
-    buckets = [bucket for bucket in buckets if bucket]
-    heap = [(loads.get(rank, 0), owner) for owner, rank in enumerate(ranks)]
-    heapq.heapify(heap)
-    for bucket in buckets:
-        for place in sorted(range(len(bucket)), key=lambda place: -cost(bucket[place][0])):
-            unit = bucket[place][0]
-            load, owner = heapq.heappop(heap)
-            bucket[place] = unit, owner
-            heapq.heappush(heap, (load + cost(unit), owner))
-    loads |= {ranks[owner]: load for load, owner in heap}
+        for heap in heaps:
+            heapq.heapify(heap)
+        numbers = [number for number, parts in enumerate(at_home) if (parts is not None) == home]
+        # What is at home stays on its shard: a bucket may be as large for each of them.
+        limit = BUCKET_ELEMENTS * (shards if home else 1)
+        for bucket in _fill(numbers, shapes, units, flops, limit, len(ranks)):
+            parts = [  # with the place of their owners among the heaps
+                part for number in bucket for part in _parts(units[number], at_home[number])
+            ]
+            parts.sort(key=lambda part: -flops(*part[1].shape))
+            dealt = [
+                each
+                for place, part in parts
+                for each in _deal(part, flops(*part.shape), heaps[place])
+            ]
+            buckets.append(PlannedBucket(home, dealt))
+        for load, owner in itertools.chain(*heaps):
+            work[owner] = load
+    loads |= zip(ranks, work)
     return buckets
+
+
+class WholePart(NamedTuple):
+    """Units of a parameter that lie whole on one shard."""
+
+    shard: int
+    place: int
+    """Of which `units_of` the parameter they are a part."""
+    first: int
+    length: int
+
+
+@functools.lru_cache  # a model has few kinds of parameters
+def whole_parts(shape: MatrixShape, blocks: Blocks) -> list[WholePart] | None:
+    """Return the units that each shard has, or None if not all units are at home.
+
+    They are if none of them is cut, and each shard has one: otherwise it would have no work.
+    """
+    units, found = units_of(0, shape), []
+    for shard, block in enumerate(blocks):
+        tiles = [(place, tile_of(each, block)) for place, each in enumerate(units)]
+        own = [(place, tile) for place, tile in tiles if tile]
+        if not own or not all(tile.is_whole for _, tile in own):
+            return None
+        found += [WholePart(shard, place, tile.first, tile.length) for place, tile in own]
+    return found
+
+
+def _parts(
+    units: Sequence[Units], at_home: Sequence[WholePart] | None
+) -> Iterator[tuple[int, Units]]:
+    """Yield a parameter's units, those at home by shard, with the number of it; else with 0."""
+    if at_home is None:
+        yield from ((0, each) for each in units)
+        return
+    for shard, place, first, length in at_home:
+        yield shard, units[place].part(first, length)
+
+
+def _fill(
+    numbers: Sequence[int],
+    shapes: Sequence[MatrixShape],
+    units: Sequence[Sequence[Units]],
+    flops: Callable[[int, int], int],
+    limit: int,
+    ranks: int,
+) -> list[list[int]]:
+    """Return the parameters `numbers`, in buckets of `limit` elements or work for all `ranks`."""
+    costs = {
+        number: sum(each.length * flops(*each.shape) for each in units[number])
+        for number in numbers
+    }
+    elements = max(1, sum(math.prod(shapes[number].shape) for number in numbers))
+    matrices = sum(each.length for number in numbers for each in units[number])
+    count = max(1, min(-(-elements // limit), matrices // ranks))
+    buckets: list[list[int]] = [[] for _ in range(count)]
+    filled = 0
+    for number in sorted(numbers, key=lambda each: (-costs[each], shapes[each].shape, each)):
+        buckets[min(filled * count // elements, count - 1)].append(number)
+        filled += math.prod(shapes[number].shape)
+    return [bucket for bucket in buckets if any(units[number] for number in bucket)]
+
+
+def _deal(units: Units, cost: int, heap: Heap) -> Iterator[tuple[Units, int]]:
+    """Yield parts of `units` with their owners: each unit goes to the one with the least work.
+
+    Those of an owner follow each other: it has them in one piece.
+    """
+    if len(heap) == 1:  # by far the most, in a large mixture of experts
+        (load, owner) = heap[0]
+        heap[0] = load + units.length * cost, owner
+        yield units, owner
+        return
+    shares: dict[int, int] = {}
+    for _ in range(units.length):
+        load, owner = heap[0]
+        heapq.heapreplace(heap, (load + cost, owner))
+        shares[owner] = shares.get(owner, 0) + 1
+    first = 0
+    for owner, count in shares.items():
+        yield units.part(first, count), owner
+        first += count

@@ -1,86 +1,78 @@
-"""The tiles of matrices that a rank sends, receives and computes under the plan of `owners.py`."""
+"""Tiles: a rank's parts of matrices, each in one piece of its memory."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch.distributed.tensor.placement_types import Placement
 
-from torchmars.optim.matrices import Block, MatrixShape, Unit
+from torchmars.optim.matrices import Block, Blocks, MatrixShape, Units
 from torchmars.optim.meshes import MeshPlace
 
 
-@dataclass
-class Tile:
-    """A rank's part of one unit: where it lies in the local shard and how long it is."""
+class Tile(NamedTuple):
+    """A rank's part of units: a slab [length, rows, cols] of some of them, or of a part of each."""
 
-    unit: Unit
+    units: Units
+    first: int
+    """The first of the units that it has a part of. The others follow."""
+    length: int
+    rows: slice
+    """Within each unit, as `cols`."""
+    cols: slice
     start: int
     """Its first element, within the local shard. The others follow: a unit has whole rows."""
-    in_unit: tuple[slice, slice]
-    """Within the unit's matrix."""
-    numel: int
+
+    @property
+    def matrix(self) -> int:
+        """The elements that it has of each unit."""
+        return (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start)
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.length * self.matrix
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all rows and columns of its units."""
+        return self.matrix == self.units.rows * self.units.cols
+
+    def cut(self, size: int) -> Iterator["Tile"]:
+        """Yield tiles of `size` units, and one of the rest."""
+        for done in range(0, self.length, size):
+            yield self._replace(
+                first=self.first + done,
+                length=min(size, self.length - done),
+                start=self.start + done * self.matrix,
+            )
 
 
-def tile_of(unit: Unit, block: Block) -> Tile | None:
-    """Return the tile of `unit` in a rank's `block`, or None."""
-    part = unit.overlap(block)
-    if part is None:
+def tile_of(units: Units, block: Block) -> Tile | None:
+    """Return the tile of `units` in a rank's `block`, or None."""
+    (b0, b1), (r0, r1), (c0, c1) = block
+    first, last = max(b0, units.entry), min(b1, units.entry + units.length)
+    top, bottom = max(r0, units.row), min(r1, units.row + units.rows)
+    if first >= last or top >= bottom or c0 >= c1:
         return None
-    (b0, b1), (r0, r1), (c0, c1) = part
-    (batch, _), (row, last_row), _ = block
     return Tile(
-        unit,
-        ((b0 - batch) * (last_row - row) + r0 - row) * (c1 - c0),
-        (slice(r0 - unit.row, r1 - unit.row), slice(c0, c1)),
-        (r1 - r0) * (c1 - c0),
+        units,
+        first - units.entry,
+        last - first,
+        slice(top - units.row, bottom - units.row),
+        slice(c0, c1),
+        ((first - b0) * (r1 - r0) + top - r0) * (c1 - c0),
     )
 
 
-@dataclass
-class Bucket:
-    """What this rank sends, receives and computes for one bucket."""
-
-    outgoing: list[list[Tile]]
-    """To each rank of the shard group: this rank's tiles of the units that one owns."""
-    incoming: list[list[Tile]]
-    """From each rank of the shard group: its tiles of the units that this rank owns."""
-    by_replica: list[list[Tile]]
-    """This rank's tiles of the units that each replica owns, in the order in which they return."""
-    owned: list[Unit]
-
-
-def rank_bucket(
-    assigned: Sequence[tuple[Unit, int]],
-    shapes: Sequence[MatrixShape],
-    placements: Sequence[Sequence[Placement]],
-    place: MeshPlace,
-) -> Bucket:
-    """Return what the rank at `place` does for a bucket of units and their owners.
-
-    The time is linear in the bucket's units, and in the rank's own units times the ranks.
-    """
-    shards, replicas = place.shards, place.replicas
-    mesh_shape, own = place.mesh_shape, place.coordinates[place.shard]
-    own_blocks = {
-        number: shapes[number].block(mesh_shape, placements[number], own)
-        for number in {unit.parameter for unit, _ in assigned}
-    }
-    bucket = Bucket([], [[] for _ in range(shards)], [], [])
-    # This rank's tiles, by the replica and shard of their owner.
-    tiles: list[list[list[Tile]]] = [[[] for _ in range(shards)] for _ in range(replicas)]
-    for unit, owner in assigned:
-        tile = tile_of(unit, own_blocks[unit.parameter])
-        if tile is not None:
-            tiles[owner // shards][owner % shards].append(tile)
-        if (owner // shards, owner % shards) == (place.replica, place.shard):
-            bucket.owned.append(unit)
-            for source, coordinate in enumerate(place.coordinates):
-                block = shapes[unit.parameter].block(
-                    mesh_shape, placements[unit.parameter], coordinate
-                )
-                theirs = tile_of(unit, block)
-                if theirs is not None:
-                    bucket.incoming[source].append(theirs)
-    bucket.outgoing = tiles[place.replica]
-    bucket.by_replica = [[tile for owned in by_owner for tile in owned] for by_owner in tiles]
-    return bucket
+def blocks_of_shards(
+    shapes: Sequence[MatrixShape], placements: Sequence[Sequence[Placement]], place: MeshPlace
+) -> list[Blocks]:
+    """Return for each parameter what each shard has of it: a model has few kinds of them."""
+    known: dict[tuple[MatrixShape, tuple[Placement, ...]], Blocks] = {}
+    for kind in zip(shapes, map(tuple, placements)):
+        if kind not in known:
+            shape, placed = kind
+            known[kind] = tuple(
+                shape.block(place.mesh_shape, placed, each) for each in place.coordinates
+            )
+    return [known[kind] for kind in zip(shapes, map(tuple, placements))]

@@ -87,7 +87,7 @@ class MatrixUpdate:
 
     def apply(self, tiles: Sequence[MatrixTile]) -> None:
         """Step along an orthogonalised direction, the values of each tile."""
-        shapes = [(each.tile.unit.rows, each.tile.unit.cols) for each in tiles]
+        shapes = [each.tile.units.shape for each in tiles]
         lr_of = {shape: self.lr * self.rule.scale(*shape) for shape in set(shapes)}
         lr = torch.stack([lr_of[shape] for shape in shapes])
         weights, directions = _of_tiles(self.group.weights, tiles), [tile.values for tile in tiles]
