@@ -70,6 +70,8 @@ def add_tensor(sums, group, g, h, memory):
     c, lean = g, False
     if rule.startswith("mars"):
         gamma, clip = group["gamma"], group["clip"]
+        if h is not None and g.ndim == 3:  # experts, of which some got no token
+            h = torch.where(g == 0, 0, h)
         lean = clip is None and rule != "mars-adamw" and not group.get("exact")
         correction = gamma * b1 / (1 - b1) * (g - (g if h is None else h))
         c = g + correction

@@ -22,6 +22,8 @@ def direction(rule: str, m: Tensor) -> Tensor:
     """Return the direction that Lion, Shampoo and Muon make of a momentum."""
     if "lion" in rule:
         return m.sign()
+    if m.ndim == 3:
+        return torch.stack([direction(rule, matrix) for matrix in m])
     rows, cols = m.shape
     return newton_schulz(m) * (
         max(1.0, rows / cols) ** 0.5 if rule == "mars-shampoo" else 0.2 * max(rows, cols) ** 0.5
@@ -55,6 +57,8 @@ def mars(
         if t > 1 and last is not None:
             h = last[t - 1].double()
         h = g if h is None else h
+        if x.ndim == 3:  # experts: one without tokens has gradient 0, and no correction
+            h = torch.where(g == 0, 0, h)
         c = g + kappa * (g - h)
         norm = float(c.pow(2).sum()) ** 0.5
         if clip is not None and norm > clip:

@@ -148,6 +148,11 @@ def inner_products(tensors: Tensors, factors: None) -> Tensor:
     return torch.stack(partial).sum(-1).view(-1, 3)
 
 
+def inner_products_of_stacks(tensors: Tensors, factors: None) -> Tensor:
+    """Return the `inner_products` of each (g, h) where h is taken as 0 wherever g is exactly 0."""
+    return inner_products([(g, h.where(g != 0, 0)) for g, h in tensors], factors)
+
+
 def _partial_sums(values: Tensor) -> Tensor:
     """Return sums of parts of `values`, of which there are as many whatever its length.
 

@@ -49,11 +49,6 @@ class MatrixShape:
         return self.flatten or len(self.shape) > 3
 
     @property
-    def is_stack(self) -> bool:
-        """Whether it is several matrices, one for each entry of its first dim: experts."""
-        return self.matrix[0] > 1
-
-    @property
     def matrix(self) -> tuple[int, int, int]:
         """The whole parameter, as [batch, rows, cols]."""
         return self.local(self.shape)
@@ -95,6 +90,14 @@ class MatrixShape:
             return (0, 1), part[0], (part[1][0] * inner, part[1][1] * inner)
         *batch, rows, cols = part
         return (batch[0] if batch else (0, 1)), rows, cols
+
+
+def is_stack(shape: Sequence[int], flatten: bool) -> bool:
+    """Return whether a parameter of any rule is a batch of several matrices: experts.
+
+    `flatten` is as of `MatrixShape`.
+    """
+    return len(shape) == 3 and shape[0] > 1 and not flatten
 
 
 def intervals(

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.optim.kernels import inner_products, pays_to_keep_apart, run_kernel, squared_norms
+from torchmars.optim.kernels import (
+    inner_products,
+    inner_products_of_stacks,
+    pays_to_keep_apart,
+    run_kernel,
+    squared_norms,
+)
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules.correction import Corrections
 from torchmars.optim.step import GroupTensors, StepFactors
@@ -26,7 +32,8 @@ class Reduction:
     applied: Tensor
     """Whether the step is applied, 0-d bool: no gradient is broken or too large to compute with."""
     products: Mapping[Tensor, Tensor]
-    """<g, g>, <g, h> and <h, h> of each parameter, [3]; <g, g>, 0, 0 where h was not read."""
+    """<g, g>, <g, h> and <h, h> of each parameter, [3]; <g, g>, 0, 0 where h was not read. Of a
+    stack <h, h> is of the entries where g is not 0."""
 
     def factors(self, group: GroupTensors, exact: bool, compile: bool) -> StepFactors:
         """Return what the sums make of `group`. `exact` and `compile` are those of `MARS`."""
@@ -62,7 +69,8 @@ class Reduction:
             norms = corrected_squared_norms(products, self.scale, kappa).sqrt()
             clip = (group.settings["clip"] / norms).clamp(max=1.0)
         scale, kappa, clip = (each.to(group.dtype) for each in (self.scale, kappa, clip))
-        return products, Corrections(scale, kappa, clip, unusable, self.applied, keep)
+        applied, stacks = self.applied, group.stacks
+        return products, Corrections(scale, kappa, clip, unusable, applied, keep, stacks)
 
 
 def reduce_gradients(
@@ -105,7 +113,8 @@ def _sum_products(
     for group in groups:
         if with_last and group.last_grads:
             pairs = list(zip(group.grads, group.last_grads))
-            of_calls = run_kernel(inner_products, pairs, None, compile)
+            kernel = inner_products_of_stacks if group.stacks else inner_products
+            of_calls = run_kernel(kernel, pairs, None, compile)
         else:
             singles = [(gradient,) for gradient in group.grads]
             on_cpu = group.grads[0].is_cpu

@@ -57,10 +57,10 @@ def mars_shampoo(
 ) -> None:
     """Set x <- x - lr (max(1, rows / cols)^(1/2) NS(m) + weight_decay x).
 
-    `x` is a matrix [rows, cols], m the momentum of the corrected gradient.
+    `x` is a matrix [rows, cols] or a stack of them, m the momentum of the corrected gradient.
     """
     m = corrected_momentum(g, state, **correction)
-    rows, cols = x.shape
+    rows, cols = x.shape[-2:]
     descend(x, max(1.0, rows / cols) ** 0.5 * newton_schulz(m), lr, weight_decay)
 
 
@@ -69,10 +69,10 @@ def mars_m(
 ) -> None:
     """Set x <- x - lr (0.2 max(rows, cols)^(1/2) NS(m) + weight_decay x).
 
-    `x` is a matrix [rows, cols], m the momentum of the corrected gradient.
+    `x` is a matrix [rows, cols] or a stack of them, m the momentum of the corrected gradient.
     """
     m = corrected_momentum(g, state, **correction)
-    descend(x, 0.2 * max(x.shape) ** 0.5 * newton_schulz(m), lr, weight_decay)
+    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * newton_schulz(m), lr, weight_decay)
 
 
 def adamw(
@@ -113,7 +113,7 @@ def muon(
     mu, _ = betas
     buffer = mu * state.get("momentum_buffer", torch.zeros_like(x)) + g
     direction = newton_schulz((1 - mu) * (g + mu * buffer))
-    descend(x, 0.2 * max(x.shape) ** 0.5 * direction, lr, weight_decay)
+    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * direction, lr, weight_decay)
     state["momentum_buffer"] = buffer
 
 
@@ -148,11 +148,14 @@ def corrected_gradient(
 
     c = g + kappa (g - h), with kappa = gamma b1 / (1 - b1). In approximate mode h is the gradient
     of the last step, which `state` keeps. In exact mode it is `last`: this batch's gradient at the
-    last weights. At the first step h = g.
+    last weights. At the first step h = g. In a stack of matrices, as of experts, h is taken as 0
+    where g is exactly 0: an expert without tokens gets no correction.
     """
     h = state.get("last_grad", g)
     if last is not None and "last_grad" in state:
         h = last
+    if g.ndim == 3 and len(g) > 1:
+        h = h.where(g != 0, 0)
     state["last_grad"] = g.clone()
     c = g + gamma * beta1 / (1 - beta1) * (g - h)
     if clip is not None:
@@ -168,8 +171,9 @@ def corrected_momentum(g: Tensor, state: State, betas: Betas, **correction: Any)
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return the matrix with its singular values mapped near 1 (see `NewtonSchulz`)."""
-    return ORTHOGONALIZERS["newton-schulz"](matrix[None])[0]
+    """Return each matrix with its singular values mapped near 1 (see `NewtonSchulz`)."""
+    batch = matrix.reshape(-1, *matrix.shape[-2:])
+    return ORTHOGONALIZERS["newton-schulz"](batch).view_as(matrix)
 
 
 def descend(x: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:

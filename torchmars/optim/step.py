@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.kernels import KeepFactors, Tensors, keep_gradient_, run_kernel
+from torchmars.optim.matrices import is_stack
 from torchmars.optim.rules import RULES, MatrixRule, Rule
 from torchmars.optim.rules.correction import Corrections
 from torchmars.optim.settings import Settings
@@ -21,8 +22,9 @@ class GroupTensors:
     """The parameters of one group and dtype that have a gradient, for one step.
 
     Lists run over `parameters`. The tensors in them are local and flat. `dtype` is that of the
-    computation: at least float32. `wire` is the dtype in which matrices travel. Raises `ValueError`
-    if the per-tensor clip was switched on after the state was made without a last gradient.
+    computation: at least float32. `stacks` says whether they are stacks of matrices, all of them.
+    `wire` is the dtype in which matrices travel. Raises `ValueError` if the per-tensor clip was
+    switched on after the state was made without a last gradient.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class GroupTensors:
         wire: torch.dtype,
     ) -> None:
         self.rule, self.settings, self.parameters = rule, settings, parameters
+        self.stacks = is_stack(parameters[0].shape, settings["flatten"])
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         self.weights = flat_parts(parameters)
         self.grads = flat_parts(map(local_gradient, parameters))
@@ -98,15 +101,16 @@ def gather_gradients(
 ) -> list[GroupTensors]:
     """Return the tensors of the parameters that have a gradient: of each group, by kind.
 
-    Those of a kind have one dtype, gradients of one dtype, and state of the same names. `wire` is
-    the dtype in which matrices travel.
+    Those of a kind have one dtype, gradients of one dtype, and state of the same names, and are
+    stacks of matrices or not. `wire` is the dtype in which matrices travel.
     """
     result = []
     for group in param_groups:
         kinds: dict[Any, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
-                kind = parameter.dtype, parameter.grad.dtype, *state[parameter]
+                stack = is_stack(parameter.shape, group["flatten"])
+                kind = parameter.dtype, parameter.grad.dtype, stack, *state[parameter]
                 kinds.setdefault(kind, []).append(parameter)
         for parameters in kinds.values():
             parameters.sort(key=lambda parameter: parameter.shape)  # as `run_kernel` likes them

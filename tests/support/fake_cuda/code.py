@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree, _triton
 
 from tests.support.fake_cuda import device as fake_device
-from torchmars.optim.kernels import inner_products
+from torchmars.optim.kernels import inner_products, inner_products_of_stacks
 from torchmars.optim.rules.adamw import MomentFactors, mars_adamw_
 from torchmars.optim.rules.correction import Corrections
 from torchmars.optim.update import mars_momentum_, step_along_
@@ -75,13 +75,17 @@ def codes(count: int) -> dict[str, str]:
         corrections = Corrections(scale, each, each.clone(), flags, applied, True)
         host = [torch.empty(()) for _ in range(5)]
         moments = MomentFactors(scale, applied, *host, each.clone(), each.clone())
-        calls = {
-            inner_products: (tensors(2), None),
-            mars_adamw_: (tensors(5), (corrections, moments)),
-            mars_momentum_: (tensors(3), (corrections, host[0])),
-            step_along_: (tensors(2), (each, scale)),
-        }
-    return {kernel.__name__: code_of(fake, kernel, *given) for kernel, given in calls.items()}
+        of_stacks = corrections._replace(stacks=True)
+        calls = [
+            ("", inner_products, tensors(2), None),
+            ("", inner_products_of_stacks, tensors(2), None),
+            ("", mars_adamw_, tensors(5), (corrections, moments)),
+            (" of stacks", mars_adamw_, tensors(5), (of_stacks, moments)),
+            ("", mars_momentum_, tensors(3), (corrections, host[0])),
+            (" of stacks", mars_momentum_, tensors(3), (of_stacks, host[0])),
+            ("", step_along_, tensors(2), (each, scale)),
+        ]
+    return {kernel.__name__ + what: code_of(fake, kernel, *given) for what, kernel, *given in calls}
 
 
 def main() -> None:

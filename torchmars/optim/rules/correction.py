@@ -32,15 +32,20 @@ class Corrections(NamedTuple):
     """`StepFactors.applied`."""
     keep: bool
     """Whether the kernel makes the gradient just used the last gradient."""
+    stacks: bool = False
+    """Whether the tensors are stacks of matrices: where g is exactly 0, h is taken as 0."""
 
 
 def corrected_gradient_(g: Tensor, h: Tensor, f: Corrections) -> Tensor:
     """Return the clipped corrected gradient (equation 4.2), and set h to s g in place if `f.keep`.
 
-    It is made of the gradient after the global clip.
+    It is made of the gradient after the global clip. An expert that got no token has gradient 0. It
+    gets no correction, which would only undo a part of its last gradient.
     """
     used = g.to(f.scale.dtype) * f.scale
     last = used.where(f.unusable, h.to(used.dtype))
+    if f.stacks:
+        last = used.where(g == 0, last)
     corrected = (used + f.kappa * (used - last)) * f.clip
     if f.keep:
         write_if(f.applied, h, used)
