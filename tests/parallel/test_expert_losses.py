@@ -1,0 +1,51 @@
+"""A mixture of experts has one loss on every layout, and each token the same experts."""
+
+import pytest
+
+from tests.support.expert_losses import LOSSES, runs_apart
+from tests.support.layouts import EXPERT_LAYOUTS
+from tests.support.tiny import write_text
+
+# Until a near tie of a router falls otherwise, and after.
+BEFORE, AFTER = 1e-6, {"mars-adamw": 2e-5, "mars-m": 2e-4}
+MOVED = 1 / 50_000  # of all choices
+SIX = [
+    ("FSDP 2", ""),
+    ("EP 2", "full"),
+    ("TP 2, EP 2", ""),
+    ("CP 2, EP 2", "microbatches of 4"),
+    ("EP 4", "selective"),
+    ("PP 2 x FSDP 2, EP 2", ""),
+]
+ALL = [
+    *((layout, "") for layout in ("FSDP 2", "FSDP 4", "TP 2", *EXPERT_LAYOUTS)),
+    *((layout, mode) for layout in ("FSDP 2", "FSDP 4, EP 2") for mode in ("full", "selective")),
+    *(
+        (layout, f"microbatches of {size}")
+        for layout, ranks in (("1 rank", 1), ("EP 2", 2), ("FSDP 4, EP 2", 4))
+        for size in (8 // ranks, 4 // ranks)
+        if size <= 4
+    ),
+]
+
+
+def check(folder, model, rule, cases):
+    write_text(folder)
+    found = runs_apart(folder, model, rule, cases)
+    for case, apart in found.items():
+        print(f"{model} {rule} {' '.join(case)}: {apart}")
+    assert max(apart.before for apart in found.values()) < BEFORE, found
+    assert max(apart.after for apart in found.values()) < AFTER[rule], found
+    choices = sum(apart.choices for apart in found.values())
+    assert sum(apart.moved for apart in found.values()) <= choices * MOVED, found
+
+
+def test_losses_and_choices_are_those_of_one_rank(tmp_path):
+    check(tmp_path, "Qwen3-MoE", "mars-m", SIX)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", AFTER)
+@pytest.mark.parametrize("model", LOSSES)
+def test_losses_and_choices_on_every_layout(model, rule, tmp_path):
+    check(tmp_path, model, rule, ALL)

@@ -1,0 +1,148 @@
+"""The same run of a mixture of experts on several layouts: losses, and who was chosen."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tests.support.layout_losses import RULES
+from tests.support.layouts import LAYOUTS_WITH_EXPERTS
+from tests.support.ranks import run_ranks
+from tests.support.tiny import metrics, tiny_tables, train_here
+from torchmars.training.trainer import Trainer
+
+MODELS: dict[str, dict] = {
+    "Qwen3-MoE": {
+        "name": "llama",
+        "n_layer": 4,
+        "n_head": 8,
+        "n_kv_head": 4,
+        "n_embd": 64,
+        "qk_norm": True,
+        "n_expert": 8,
+        "n_expert_used": 2,
+        "n_expert_inner": 48,
+    },
+}
+LOSSES: dict[str, dict] = {"Qwen3-MoE": {"balance_loss": 1e-2, "router_z_loss": 1e-3}}
+# Settings that change how a step is computed and not what, by a name that may follow a layout's.
+VARIANTS: dict[str, dict] = {
+    "": {},
+    "full": {"activation_checkpoint": {"mode": "full"}},
+    "selective": {"activation_checkpoint": {"mode": "selective"}},
+    # Of each rank's part of 16 sequences.
+    "microbatches of 4": {"training": {"microbatch_size": 4}},
+    "microbatches of 2": {"training": {"microbatch_size": 2}},
+    "microbatches of 1": {"training": {"microbatch_size": 1}},
+}
+STEPS = 20
+Case = tuple[str, str]  # the names of a layout and of a variant
+ONE: Case = ("1 rank", "")
+Counts = list[dict[str, list[int]]]  # after each step, by layer: how many tokens chose each expert
+
+
+def run_tables(folder: Path, model: str, rule: str, case: Case, **overrides: dict) -> dict:
+    """Return the tables of a run in float32."""
+    layout, variant = case
+    name = f"{model} {rule} {layout} {variant}".strip().replace(" ", "-").replace(",", "")
+    settings = {key: dict(value) for key, value in VARIANTS[variant].items()}
+    training = {"dtype": "float32", "steps": STEPS} | LOSSES[model] | settings.pop("training", {})
+    return tiny_tables(
+        folder,
+        run={"name": name},
+        model=MODELS[model],
+        optimizer=RULES[rule],
+        parallelism=LAYOUTS_WITH_EXPERTS[layout][1],
+        training=training,
+        validation={"interval": 10, "windows": 4},
+        **settings,
+        **overrides,
+    )
+
+
+def train_counted(*runs: dict) -> list[Counts]:
+    """Train runs on the ranks of this process group; return the counts of this rank's layers."""
+    found: list[Counts] = []
+    for tables in runs:
+        found.append([])
+        train_here(tables, change=partial(record_counts, into=found[-1]))
+    return found
+
+
+def record_counts(trainer: Trainer, into: Counts) -> None:
+    """Let a trainer add its counts to `into` after each step."""
+    step = trainer.train_step
+
+    def recorded():
+        made = step()
+        state = trainer.model.balance.state()
+        into.append({name: counts.tolist() for name, counts in state.items()})
+        return made
+
+    trainer.train_step = recorded
+
+
+@dataclass
+class Apart:
+    """How far a run is from the one on 1 rank, as a part of it."""
+
+    before: float
+    """The largest difference of losses and gradient norms before a count differs."""
+    after: float
+    """The largest of losses from then on."""
+    moved: int
+    """Choices that fell otherwise, of all steps."""
+    choices: int
+    """All choices."""
+
+
+def runs_apart(folder: Path, model: str, rule: str, cases: list[Case]) -> dict[Case, Apart]:
+    """Train on 1 rank and on each of `cases`, and compare. The text is in `folder`."""
+    sizes = {case: LAYOUTS_WITH_EXPERTS[case[0]][0] for case in (ONE, *cases)}
+    counts: dict[Case, Counts] = {}
+    for size in sorted(set(sizes.values())):
+        alike = [case for case in sizes if sizes[case] == size]
+        runs = [run_tables(folder, model, rule, case) for case in alike]
+        for case, ranks in zip(alike, zip(*run_ranks(train_counted, size, *runs))):
+            counts[case] = merged(ranks)
+    return {case: apart(folder, model, rule, case, counts) for case in cases}
+
+
+def merged(ranks: tuple[Counts, ...]) -> Counts:
+    """Return the counts of all layers. Ranks that have the same ones must agree."""
+    steps = []
+    for of_step in zip(*ranks, strict=True):
+        layers: dict[str, list[int]] = {}
+        for of_rank in of_step:
+            for name, counts in of_rank.items():
+                assert layers.setdefault(name, counts) == counts, name
+        steps.append(layers)
+    return steps
+
+
+def apart(folder: Path, model: str, rule: str, case: Case, counts: dict[Case, Counts]) -> Apart:
+    """Compare the run of `case` with that on 1 rank."""
+    used, tokens = MODELS[model]["n_expert_used"], 16 * 32
+    moved = []
+    for ours, theirs in zip(counts[case], counts[ONE], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(sum(each) == used * tokens for each in ours.values()), case
+        pairs = [(torch.tensor(ours[name]), torch.tensor(theirs[name])) for name in ours]
+        moved.append(sum(int((a - b).abs().sum()) for a, b in pairs) // 2)
+    first = next((step for step, number in enumerate(moved, 1) if number), STEPS + 1)
+    differences = {
+        (name, step): abs(value / metrics(run_tables(folder, model, rule, ONE), name)[step] - 1)
+        for name in ("train/loss", "validation/loss", "train/grad_norm")
+        for step, value in metrics(run_tables(folder, model, rule, case), name).items()
+    }
+    assert len(differences) == 2 * STEPS + 2
+    # A step's validation comes after it.
+    before = [each for (name, step), each in differences.items() if step < first]
+    after = [
+        each
+        for (name, step), each in differences.items()
+        if step >= first and name != "train/grad_norm"
+    ]
+    choices = STEPS * used * tokens * len(counts[case][0])
+    return Apart(max(before, default=0.0), max(after, default=0.0), sum(moved), choices)
