@@ -39,7 +39,8 @@ VARIANTS: dict[str, dict] = {
 STEPS = 20
 Case = tuple[str, str]  # the names of a layout and of a variant
 ONE: Case = ("1 rank", "")
-Counts = list[dict[str, list[int]]]  # after each step, by layer: how many tokens chose each expert
+# At the begin and after each step, by layer: how many tokens of the last step chose each expert.
+Counts = list[dict[str, list[int]]]
 
 
 def run_tables(folder: Path, model: str, rule: str, case: Case, **overrides: dict) -> dict:
@@ -71,16 +72,16 @@ def train_counted(*runs: dict) -> list[Counts]:
 
 
 def record_counts(trainer: Trainer, into: Counts) -> None:
-    """Let a trainer add its counts to `into` after each step."""
+    """Let a trainer add its counts to `into`, now and after each step."""
     step = trainer.train_step
 
-    def recorded():
-        made = step()
+    def record(made=None):
         state = trainer.model.balance.state()
         into.append({name: counts.tolist() for name, counts in state.items()})
         return made
 
-    trainer.train_step = recorded
+    record()
+    trainer.train_step = lambda: record(step())
 
 
 @dataclass
@@ -125,7 +126,7 @@ def apart(folder: Path, model: str, rule: str, case: Case, counts: dict[Case, Co
     """Compare the run of `case` with that on 1 rank."""
     used, tokens = MODELS[model]["n_expert_used"], 16 * 32
     moved = []
-    for ours, theirs in zip(counts[case], counts[ONE], strict=True):
+    for ours, theirs in zip(counts[case][1:], counts[ONE][1:], strict=True):
         assert ours.keys() == theirs.keys()
         assert all(sum(each) == used * tokens for each in ours.values()), case
         pairs = [(torch.tensor(ours[name]), torch.tensor(theirs[name])) for name in ours]
