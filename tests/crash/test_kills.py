@@ -13,6 +13,8 @@ from typing import Literal
 import pytest
 
 from tests.support.commands import ROOT, Command, ranks_of
+from tests.support.expert_losses import LOSSES, MODELS
+from tests.support.layout_losses import RULES
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_folder
@@ -206,8 +208,23 @@ def test_a_hundred_kills(tmp_path):
         (4, {"parallelism": {"cp": 2}, "model": {"dropout": 0.0}}),
         (2, {"training": {"ema_decay": 0.9}}),
         (2, {"optimizer": {"mode": "exact"}}),
+        (
+            4,
+            {
+                "model": MODELS["Qwen3-MoE"] | {"dropout": 0.0},
+                "training": LOSSES["Qwen3-MoE"],
+                "optimizer": RULES["mars-m"],
+                "parallelism": {"ep": 2},
+            },
+        ),
     ],
-    ids=["a pipeline of shards", "sequences cut over shards", "a moving average", "exact mode"],
+    ids=[
+        "a pipeline of shards",
+        "sequences cut over shards",
+        "a moving average",
+        "exact mode",
+        "experts over ranks",
+    ],
 )
 def test_ten_kills(tmp_path, ranks, overrides):
     assert campaign(tmp_path, 10, 150, ranks, **overrides) >= 3
