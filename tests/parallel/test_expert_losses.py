@@ -6,8 +6,11 @@ from tests.support.expert_losses import LOSSES, runs_apart
 from tests.support.layouts import EXPERT_LAYOUTS
 from tests.support.tiny import write_text
 
-# Until a near tie of a router falls otherwise, and after.
+# Of losses, until a near tie of a router falls otherwise, and after.
 BEFORE, AFTER = 1e-6, {"mars-adamw": 2e-5, "mars-m": 2e-4}
+# AdamW divides gradients that are hardly more than rounding by their size. On one rank with other
+# microbatches norms are 2e-6 apart.
+NORMS = 5e-6
 MOVED = 1 / 50_000  # of all choices
 SIX = [
     ("FSDP 2", ""),
@@ -35,6 +38,7 @@ def check(folder, model, rule, cases):
     for case, apart in found.items():
         print(f"{model} {rule} {' '.join(case)}: {apart}")
     assert max(apart.before for apart in found.values()) < BEFORE, found
+    assert max(apart.norms for apart in found.values()) < NORMS, found
     assert max(apart.after for apart in found.values()) < AFTER[rule], found
     choices = sum(apart.choices for apart in found.values())
     assert sum(apart.moved for apart in found.values()) <= choices * MOVED, found

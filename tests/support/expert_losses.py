@@ -89,7 +89,9 @@ class Apart:
     """How far a run is from the one on 1 rank, as a part of it."""
 
     before: float
-    """The largest difference of losses and gradient norms before a count differs."""
+    """The largest difference of losses before a count differs."""
+    norms: float
+    """The same of gradient norms."""
     after: float
     """The largest of losses from then on."""
     moved: int
@@ -138,12 +140,11 @@ def apart(folder: Path, model: str, rule: str, case: Case, counts: dict[Case, Co
         for step, value in metrics(run_tables(folder, model, rule, case), name).items()
     }
     assert len(differences) == 2 * STEPS + 2
-    # A step's validation comes after it.
-    before = [each for (name, step), each in differences.items() if step < first]
-    after = [
-        each
-        for (name, step), each in differences.items()
-        if step >= first and name != "train/grad_norm"
-    ]
+    norms, before, after = [0.0], [0.0], [0.0]
+    for (name, step), each in differences.items():
+        if name == "train/grad_norm":
+            norms.append(each if step < first else 0.0)
+        else:
+            (before if step < first else after).append(each)
     choices = STEPS * used * tokens * len(counts[case][0])
-    return Apart(max(before, default=0.0), max(after, default=0.0), sum(moved), choices)
+    return Apart(max(before), max(norms), max(after), sum(moved), choices)
