@@ -12,7 +12,7 @@ from tests.support.tiny import tiny_config
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.tokenizer_files import loading_problem, tokenizer_files
 from torchmars.models import build_meta_model
-from torchmars.models.huggingface import to_config
+from torchmars.models.huggingface_config import to_config
 
 transformers = pytest.importorskip("transformers")
 LETTERS = pre_tokenizers.ByteLevel.alphabet()

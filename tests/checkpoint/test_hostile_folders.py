@@ -16,7 +16,8 @@ from tests.support.mistakes import fuzz, mistake, sizes
 from tests.support.tiny import tiny_config, write_text
 from torchmars.checkpoint.huggingface import CONFIG, INDEX, TOKENIZER, WEIGHTS, open_folder
 from torchmars.models.gpt2 import GPT2, GPT2Args
-from torchmars.models.huggingface import counterparts, to_config
+from torchmars.models.huggingface import counterparts
+from torchmars.models.huggingface_config import to_config
 from torchmars.models.llama import Llama, LlamaArgs
 from torchmars.training.preparation import prepare_run
 

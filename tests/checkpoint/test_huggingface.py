@@ -23,7 +23,7 @@ from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
 from torchmars.models import build_model
-from torchmars.models.huggingface import to_config
+from torchmars.models.huggingface_config import to_config
 
 transformers = pytest.importorskip("transformers")
 LLAMA = {"name": "llama", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 48}

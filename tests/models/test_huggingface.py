@@ -13,7 +13,8 @@ from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.models import build_model
 from torchmars.models.gpt2 import GPT2, GPT2Args
-from torchmars.models.huggingface import counterparts, from_config, to_config
+from torchmars.models.huggingface import counterparts
+from torchmars.models.huggingface_config import from_config, to_config
 from torchmars.models.llama import Llama
 
 GPT2_SHAPE = GPT2Args(n_layer=3, n_head=4, n_embd=32, vocab_size=64, seq_len=24)
@@ -30,9 +31,9 @@ MODELS = {
 
 def randomised(model):
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
         norm = "norm" in name and name.endswith("weight")
-        torch.nn.init.normal_(parameter, float(norm), 0.1, generator)
+        torch.nn.init.normal_(value, float(norm), 0.1, generator)
     return model.eval()
 
 
@@ -151,12 +152,13 @@ def test_a_null_in_a_table_of_rotary_positions_is_no_default(key, table, message
         from_config(to_config(MODELS["llama"]) | {key: scaled | table})
 
 
-@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral", "glm"])
 def test_the_number_of_experts_has_either_name(kind):
     config = to_config(MODELS[kind])
     expected = from_config(config)
-    number = config.pop("num_experts", None) or config.pop("num_local_experts")
-    for name in ("num_experts", "num_local_experts"):
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    [number] = [config.pop(name) for name in names if name in config]
+    for name in names:
         assert from_config(config | {name: number}) == expected
     with pytest.raises(UserError, match="lacks 'num_local_experts'"):
         from_config(config)
@@ -170,6 +172,13 @@ def test_the_number_of_experts_has_either_name(kind):
         ("qwen3-moe", {"norm_topk_prob": "x"}, "norm_topk_prob is 'x'"),
         ("qwen3-moe", {"num_experts": "x"}, "num_experts is 'x'"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096: only models with null"),
+        ("glm", {"n_group": 8}, "n_group is 8: only models with 1"),
+        ("glm", {"topk_group": 2}, "topk_group is 2: only models with 1"),
+        ("glm", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: .* at least 0"),
+        ("glm", {"n_shared_experts": 0}, "n_shared_experts is 0: .* at least 1"),
+        ("glm", {"routed_scaling_factor": None}, "routed_scaling_factor is None"),
+        ("glm", {"partial_rotary_factor": "x"}, "partial_rotary_factor is 'x'"),
+        ("qwen3-moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only models"),
     ],
 )
 def test_experts_that_we_do_not_have_are_refused_by_name(kind, changes, message):
@@ -183,6 +192,11 @@ def test_experts_that_we_do_not_have_are_refused_by_name(kind, changes, message)
         ({"qk_norm": True, "qkv_bias": True}, "model.qk_norm and model.qkv_bias"),
         ({"n_expert": 4, "qkv_bias": True}, "experts and model.qkv_bias"),
         ({"n_expert": 4, "norm_topk_prob": False}, "model.norm_topk_prob"),
+        ({"n_expert": 4, "n_expert_shared": 1}, "experts and model.n_expert_shared = 1"),
+        ({"n_expert": 4, "n_dense": 1}, "experts and model.n_dense = 1"),
+        ({"n_expert": 4, "rotary_fraction": 0.5}, "experts and model.rotary_fraction = 0.5"),
+        ({"n_expert": 4, "router": "sigmoid"}, "GLM-4.5 has model.n_expert_shared"),
+        ({"rotary_fraction": 0.5}, "model.rotary_fraction without experts"),
     ],
 )
 def test_a_shape_that_no_class_of_theirs_has_is_refused_by_name(changes, message):

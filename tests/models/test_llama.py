@@ -66,8 +66,8 @@ def model_of(args, seed=0):
     """A model of random weights, biases and norms."""
     model = Llama(args)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, float("norm" in name), 0.1, generator)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        torch.nn.init.normal_(value, float("norm" in name), 0.1, generator)
     return model
 
 

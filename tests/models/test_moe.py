@@ -11,16 +11,31 @@ from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.models.grouped import grouped_mm
-from torchmars.models.moe import MoE
+from torchmars.models.moe import MoE, Router
 from torchmars.optim import param_groups
 from torchmars.optim.roles import roles
 
 EXPERTS = {"n_expert": 8, "n_expert_used": 2, "n_expert_inner": 48}
+# As GLM-4.5-Air.
+GLM = {
+    "router": "sigmoid",
+    "n_expert_shared": 1,
+    "n_dense": 1,
+    "rotary_fraction": 0.5,
+    "qkv_bias": True,
+}
 VARIANTS = {
     "qwen3-moe": EXPERTS | {"qk_norm": True, "head_dim": 32, "tied": True},
     "qwen3-moe not normalised": EXPERTS
     | {"qk_norm": True, "n_expert": 9, "n_expert_used": 3, "norm_topk_prob": False},
     "mixtral": EXPERTS | {"n_expert_inner": 0},
+    "glm": EXPERTS | GLM,
+    "glm with norms": EXPERTS
+    | GLM
+    | {"n_dense": 2, "n_expert_shared": 2, "qk_norm": True, "tied": True, "routed_scaling": 2.5},
+    "glm not normalised": EXPERTS
+    | GLM
+    | {"n_dense": 0, "qkv_bias": False, "norm_topk_prob": False, "routed_scaling": 0.7},
 }
 # The router is a gate there. The gates of experts are parts of another tensor.
 NAMES_OF_MOE = {
@@ -33,9 +48,22 @@ NAMES_OF_MOE = {
     "attn": "self_attn",
     "mlp.proj": "mlp.down_proj",
     "proj": "o_proj",
-    **{name: f"{name}_proj" for name in ("q", "k", "v")},
+    "shared": "shared_experts",
+    "router": "gate",
+    **{name: f"{name}_proj" for name in ("q", "k", "v", "gate", "up")},
 }
-CLASSES = {"qwen3-moe": "Qwen3Moe", "mixtral": "Mixtral"}
+CLASSES = {"qwen3-moe": "Qwen3Moe", "mixtral": "Mixtral", "glm": "Glm4Moe"}
+
+
+def glm_settings(args):
+    """What transformers' config of GLM-4.5 has besides."""
+    return {
+        "n_shared_experts": args.n_expert_shared,
+        "first_k_dense_replace": args.n_dense,
+        "routed_scaling_factor": args.routed_scaling,
+        "attention_bias": args.qkv_bias,
+        "use_qk_norm": args.qk_norm,
+    }
 
 
 def reference(model, kind):
@@ -43,28 +71,31 @@ def reference(model, kind):
     transformers = pytest.importorskip("transformers")
     args = model.args
     inner = args.n_expert_inner or args.n_inner
+    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
+    rope["partial_rotary_factor"] = args.rotary_fraction
     config = getattr(transformers, f"{kind}Config")(
         num_hidden_layers=args.n_layer,
         num_attention_heads=args.n_head,
         num_key_value_heads=args.n_kv_head,
         head_dim=args.head_width,
         hidden_size=args.n_embd,
-        intermediate_size=inner,
+        intermediate_size=args.n_inner,
         moe_intermediate_size=inner,
         num_local_experts=args.n_expert,
         num_experts_per_tok=args.n_expert_used,
         norm_topk_prob=args.norm_topk_prob,
         vocab_size=args.vocab_size,
         rms_norm_eps=args.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+        rope_parameters=rope,
         tie_word_embeddings=args.tied,
+        **(glm_settings(args) if kind == "Glm4Moe" else {}),
     )
     other = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     theirs = dict(other.named_parameters())
 
     def part(name, values):
         """What `values` of their parameters are our parameter's."""
-        owner, _, last = name.replace("router", "gate").rpartition(".")
+        owner, _, last = name.replace("shared.proj", "shared.down_proj").rpartition(".")
         if ".experts" not in owner:
             return values[their_name(f"{owner}.{last}")]
         if last == "proj":
@@ -75,6 +106,9 @@ def reference(model, kind):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             part(name, theirs).copy_(parameter)
+        for name, buffer in model.named_buffers():
+            owner = other.get_submodule(their_name(name.removesuffix(".bias")))
+            owner.e_score_correction_bias.copy_(buffer)
     return other, lambda name: part(name, {key: each.grad for key, each in theirs.items()})
 
 
@@ -84,13 +118,14 @@ def test_logits_choices_and_gradients_equal_transformers(monkeypatch, variant):
     model = model_of(dataclasses.replace(ARGS, **VARIANTS[variant]))
     other, gradient = reference(model, CLASSES[variant.split()[0]])
     ours, theirs = [], []
-    for block, layer in zip(model.blocks.values(), other.model.layers, strict=True):
-        block.mlp.router.register_forward_hook(lambda *hooked: ours.append(hooked[2][1]))
-        layer.mlp.gate.register_forward_hook(lambda *hooked: theirs.append(hooked[2][2]))
+    blocks = list(zip(model.blocks.values(), other.model.layers, strict=True))
+    for block, layer in blocks[model.args.n_dense :]:
+        block.mlp.router.register_forward_hook(lambda *hooked: ours.append(hooked[2][1].sort()[0]))
+        layer.mlp.gate.register_forward_hook(lambda *hooked: theirs.append(hooked[2][2].sort()[0]))
     tokens = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
     logits, expected = model.head(model(tokens)), other(tokens).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    assert all(map(torch.equal, ours, theirs)) and len(ours) == model.n_layer
+    assert all(map(torch.equal, ours, theirs)) and len(ours) == model.n_layer - model.args.n_dense
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     for each in (logits, expected):
         (each * weights).sum().backward()
@@ -187,6 +222,8 @@ def test_blocks_compile_as_one_graph():
         ("qwen3-235b-a22b", 151936, 235.09, 21.57),
         ("mixtral-8x7b", 32000, 46.70, 12.75),
         ("mixtral-8x22b", 32768, 140.63, 38.96),
+        ("glm-4.5-air", 151552, 106.85, 12.80),
+        ("glm-4.5", 151552, 352.80, 32.86),
     ],
 )
 def test_published_sizes(size, vocab_size, total, active):
@@ -197,10 +234,43 @@ def test_published_sizes(size, vocab_size, total, active):
     assert round(used / 1e9, 2) == active
 
 
-def test_more_experts_a_token_than_there_are_is_refused():
-    args = dataclasses.replace(ARGS, n_expert=4, n_expert_used=5)
-    with pytest.raises(UserError, match=r"n_expert_used = 5 is more than model\.n_expert = 4"):
-        args.check()
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (
+            {"n_expert": 4, "n_expert_used": 5},
+            r"used = 5 is more than model\.n_expert = 4",
+        ),
+        (EXPERTS | {"n_dense": 3}, r"n_dense = 3 leaves no block of model\.n_layer = 3"),
+        ({"n_expert_shared": 1}, "n_expert_shared = 1 has no meaning without experts: set it to 0"),
+        ({"n_dense": 1}, "n_dense = 1 has no meaning without experts"),
+        ({"router": "sigmoid"}, "router = sigmoid has no meaning .*: set it to softmax, or model"),
+        ({"routed_scaling": 2.5}, "routed_scaling = 2.5 has no meaning"),
+        ({"rotary_fraction": 0.3}, "rotary_fraction = 0.3 of heads of width 16 is no even number"),
+        ({"rotary_fraction": 0.01}, "rotary_fraction = 0.01 of heads of width 16 is no even"),
+    ],
+)
+def test_a_shape_that_cannot_be_built_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(ARGS, **changes).check()
+
+
+def test_a_bias_chooses_and_does_not_weigh():
+    router = Router(8, 6, 2, normalize=True, sigmoid=True, scale=2.5).double()
+    generator = torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(router.weight, 0, 0.5, generator)
+    x = torch.randn(40, 8, dtype=torch.float64, generator=generator)
+    scores = (x.float() @ router.weight.float().T).sigmoid()
+    assert set(router(x)[1].flatten().tolist()) == set(range(6))
+    router.bias.copy_(torch.tensor([1.0, 0, -1, 0, 1, 0]))  # more than any score
+    weights, chosen = router(x)
+    assert set(map(frozenset, chosen.tolist())) == {frozenset({0, 4})}
+    both = scores[:, [0, 4]]
+    expected = 2.5 * both / both.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(weights.gather(1, chosen.argsort(dim=1)), expected)
+    assert weights.dtype == torch.float32
+    torch.nn.init.constant_(router.weight, -100)
+    assert not router(torch.ones(1, 8))[0].any()  # all scores are 0, and so is their sum
 
 
 def test_routers_have_a_role_and_take_the_matrices_rule():

@@ -16,7 +16,7 @@ from torchmars.checkpoint.weights import write_weights
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
 from torchmars.data.tokenizer_files import loading_problem, tokenizer_files
-from torchmars.models.huggingface import to_config
+from torchmars.models.huggingface_config import to_config
 
 CARD, GENERATION = "README.md", "generation_config.json"
 FILE = re.compile(
@@ -44,10 +44,12 @@ def export_file(models: Sequence[SavedModel], file: Path, dtype: torch.dtype) ->
 
     Raises `OSError` and `DamagedCheckpoint`.
     """
-    names = [name for name, _ in models[0].model.named_parameters()]
-    read = mean_weight(models)
-    entries = {name: (dtype, models[0].model.get_parameter(name).shape) for name in names}
-    write_weights(file, entries, map(read, names))
+    state, buffers = models[0].model.state_dict(), dict(models[0].model.named_buffers())
+    entries = {
+        name: (value.dtype if name in buffers else dtype, value.shape)
+        for name, value in state.items()
+    }
+    write_weights(file, entries, map(mean_weight(models), state))
 
 
 def export_folder(

@@ -29,9 +29,10 @@ from torchmars.models import Model, build_meta_model
 from torchmars.models.huggingface import (
     GATE_UP,
     counterparts,
-    from_config,
+    left_out,
     with_their_parameters,
 )
+from torchmars.models.huggingface_config import from_config
 
 HF = "hf:"  # begins the name of such a folder in checkpoint.init_from
 TOKENIZER = "tokenizer.json"
@@ -84,7 +85,7 @@ def open_folder(folder: Path) -> FolderModel:
         config = config_from_tables(tables, f"from {folder / CONFIG}")
         model = build_meta_model(config.model, 1, config.training.seq_len).eval()
         weights = weights_of_folder(folder, model)
-        if wrong := weights_problem(weights, dict(model.named_parameters())):
+        if wrong := weights_problem(weights, model.state_dict()):
             raise UserError(f"it {wrong}")
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokens = max(tokenizer.vocab_size, tokenizer.end_of_text + 1)
@@ -144,7 +145,7 @@ def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
     if model.output is None:
         read.add("lm_head.weight")  # the token table once more
     for name in files.keys() - read:
-        if not name.endswith(BUFFERS):
+        if not (name.endswith(BUFFERS) or name.startswith(left_out(model))):
             raise UserError(f"it has {name}, which no model of its {CONFIG} has")
     return saved
 
@@ -178,26 +179,26 @@ def write_weight_files(
     """Write the weights of `model` to files of at most `file_bytes` bytes, and their index.
 
     A larger tensor has a file of its own. `read` returns a weight by our name. Each is read and
-    written before the next one, so that memory holds one, or one stack of experts. Raises
-    `OSError`.
+    written before the next one, so that memory holds one, or one stack of experts. They are of
+    `dtype`, and buffers as they are: a router chooses by its bias. Raises `OSError`.
     """
     there = with_their_parameters(model)
-    theirs = counterparts(there)
-    ours = dict(model.named_parameters())
-    shapes = {name: parameter.shape for name, parameter in there.named_parameters()}
+    theirs, buffers = counterparts(there), dict(there.named_buffers())
+    ours, whole = model.state_dict(), there.state_dict()
 
     def values() -> Iterator[Tensor]:
         for name, tensor in theirs.items():
-            weight = read(name) if name in ours else torch.zeros(shapes[name])
+            weight = read(name) if name in ours else torch.zeros(whole[name].shape)
             yield from weight if tensor.experts else [weight.T if tensor.transposed else weight]
             del weight  # before the next one
 
     entries = {}
     for name, tensor in theirs.items():
-        shape = shapes[name][1:] if tensor.experts else shapes[name]
+        shape = whole[name].shape[1:] if tensor.experts else whole[name].shape
+        kind = whole[name].dtype if name in buffers else dtype
         for each in tensor.names:
-            entries[each] = (dtype, shape[:: -1 if tensor.transposed else 1])
-    sizes = {name: shape.numel() * dtype.itemsize for name, (_, shape) in entries.items()}
+            entries[each] = (kind, shape[:: -1 if tensor.transposed else 1])
+    sizes = {name: shape.numel() * kind.itemsize for name, (kind, shape) in entries.items()}
     parts = split_by_size(sizes, file_bytes)
     index: dict[str, str] = {}
     rest = values()

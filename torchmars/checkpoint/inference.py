@@ -60,8 +60,9 @@ class SavedModel:
 
     def read(self, name: str) -> Tensor:
         """Return a weight. Raises `DamagedCheckpoint`."""
-        value = torch.empty(self.model.get_parameter(name).shape)
-        state = average_state if self.average else model_state
+        value = torch.empty(self.model.state_dict()[name].shape)
+        buffers = dict(self.model.named_buffers())  # no average is made of these
+        state = average_state if self.average and name not in buffers else model_state
         read_tensors(self.folder, state({name: value}), self.index)
         return value
 
@@ -79,7 +80,7 @@ def open_model(folder: Path, step: int | None = None, average: bool = False) -> 
     index = read_index(folder, manifest)
     saved = shapes_in(index)
     model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
-    if wrong := shape_problem(saved, model_state(dict(model.named_parameters()))):
+    if wrong := shape_problem(saved, model_state(model.state_dict())):
         raise DamagedCheckpoint(
             f"{folder} does not have the model that its {MANIFEST} describes: it {wrong}"
         )
@@ -127,7 +128,7 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
     found = open_any(folder)
     model = found.model.to_empty(device="cpu")
     if isinstance(found, FolderModel):
-        load_weights(found.weights, dict(model.named_parameters()))
+        load_weights(found.weights, model.state_dict())
     else:
         read_tensors(found.folder, model_state(model.state_dict()), found.index)
     return model, tokenizer_of(found), found.config
@@ -156,9 +157,9 @@ def load_sharded_model(
         find_starts=find_starts if config.data.separate_documents else None,
     )
     if isinstance(found, FolderModel):
-        layout.on_all(lambda: load_weights(found.weights, model.weights))
+        layout.on_all(lambda: load_weights(found.weights, model.tensors))
     else:
-        state = model_state(model.weights)
+        state = model_state(model.tensors)
         index = read_index_part(found.folder, found.manifest, layout, state)
         layout.on_all(lambda: read_tensors(found.folder, state, index))
     return model, tokenizer

@@ -53,11 +53,11 @@ def init_from(
                 f"checkpoint.init_optimizer: {source} holds weights only: "
                 "name a run or a checkpoint in checkpoint.init_from"
             )
-        layout.on_all(lambda: load_weights(saved_weights, model.weights))
+        layout.on_all(lambda: load_weights(saved_weights, model.tensors))
         model.follow_weights()
         return f"weights of {source}", []
     folder, manifest = layout.on_first(lambda: open_source(Path(source), "full"))
-    state = model_state(model.weights)
+    state = model_state(model.tensors)
     ours = optimizer_state(optimizer) if with_optimizer else {}
     index = read_index_part(folder, manifest, layout, state | ours)
     saved = shapes_in(index)
@@ -66,7 +66,7 @@ def init_from(
         for name, size in saved.items()
         if name.startswith("model.")
     }
-    if wrong := shape_problem(sizes, model.weights):
+    if wrong := shape_problem(sizes, model.tensors):
         raise UserError(f"checkpoint.init_from: {folder} {wrong}: {REMEDY}")
     origin = f"weights of {folder}"
     without: list[str] = []
@@ -99,7 +99,7 @@ def weights_of(source: str, model: Model) -> dict[str, SavedWeight] | None:
             return None
     except UserError as error:
         raise UserError(f"checkpoint.init_from: {source}: {error}") from None
-    if wrong := weights_problem(saved, dict(model.named_parameters())):
+    if wrong := weights_problem(saved, model.state_dict()):
         raise UserError(f"checkpoint.init_from: {source} {wrong}: {REMEDY}")
     return saved
 

@@ -28,13 +28,13 @@ def training_state(
 ) -> dict[str, Tensor]:
     """Return the tensors of a run that this rank has a part of, by name.
 
-    They are weights, their moving average if there is one, what balances experts, optimizer state
-    and this rank's RNG state.
+    They are weights and a model's buffers, the moving average if there is one, what balances
+    experts, optimizer state and this rank's RNG state.
 
     A flat dict can be read on another layout. Hyperparameters are not in it: they are the config's.
     """
     return (
-        model_state(model.weights)
+        model_state(model.tensors)
         | average_state(average)
         | model.balance.state()
         | optimizer_state(optimizer)

@@ -12,12 +12,13 @@ class ModelConfig:
     """Which model is trained."""
 
     name: Annotated[Literal["gpt2", "llama"], Mark.IDENTITY] = "gpt2"
-    """Model family. llama: also Qwen2, Qwen3, Qwen3-MoE and Mixtral."""
+    """Model family. llama: also Qwen2, Qwen3, Qwen3-MoE, Mixtral and GLM-4.5."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
     """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
     llama: nano (3M, for CPUs), 160m, those of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3
-    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b); mixtures of experts are moe-nano (for CPUs),
-    qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b and mixtral-8x22b."""
+    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b); mixtures of experts are moe-nano and
+    glm-nano (for CPUs), qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, mixtral-8x22b, glm-4.5-air
+    and glm-4.5."""
     n_layer: Annotated[Annotated[int, Range(1, 1_000)] | None, Mark.IDENTITY] = None
     """Number of blocks, instead of the named size's."""
     n_head: Annotated[Annotated[int, Range(1, 10_000)] | None, Mark.IDENTITY] = None
@@ -40,6 +41,9 @@ class ModelConfig:
     rope_scaling_factor: Annotated[Annotated[float, Range(1, 1_000)] | None, Mark.IDENTITY] = None
     """llama: stretch the rotary wavelengths of more than 8,192 tokens by this, as Llama 3.1 does,
     instead of the named size's. 1: leave them."""
+    rotary_fraction: Annotated[Annotated[float, Range(0.01, 1)] | None, Mark.IDENTITY] = None
+    """llama: the part of each head, from its first dim, that rotary positions turn, instead of the
+    named size's. 0.5 in GLM-4.5."""
     norm_eps: Annotated[Annotated[float, Range(0, 1)] | None, Mark.IDENTITY] = None
     """llama: added to the mean square in RMSNorm, instead of the named size's."""
     qk_norm: Annotated[bool | None, Mark.IDENTITY] = None
@@ -50,14 +54,26 @@ class ModelConfig:
     """llama: let the token table be the head too, instead of the named size's."""
     n_expert: Annotated[Annotated[int, Range(0, 10_000)] | None, Mark.IDENTITY] = None
     """llama: experts of each block, instead of the named size's. 0: one MLP for all tokens."""
+    n_dense: Annotated[Annotated[int, Range(0, 1_000)] | None, Mark.IDENTITY] = None
+    """llama: first blocks that have one MLP for all tokens instead of experts, instead of the named
+    size's."""
     n_expert_used: Annotated[Annotated[int, Range(1, 1_000)] | None, Mark.IDENTITY] = None
     """llama: experts that each token uses, instead of the named size's."""
     n_expert_inner: Annotated[Annotated[int, Range(1, 10_000_000)] | None, Mark.IDENTITY] = None
     """llama: width within an expert, instead of the named size's. That is n_inner where the size
     has none."""
+    n_expert_shared: Annotated[Annotated[int, Range(0, 1_000)] | None, Mark.IDENTITY] = None
+    """llama: experts that all tokens use besides, instead of the named size's. They are one MLP of
+    width n_expert_shared * n_expert_inner."""
+    router: Annotated[Literal["softmax", "sigmoid"] | None, Mark.IDENTITY] = None
+    """llama: what makes scores of a router's logits, instead of the named size's. softmax: over all
+    experts. sigmoid: of each alone, and experts are chosen by score and a bias, as in GLM-4.5."""
     norm_topk_prob: Annotated[bool | None, Mark.IDENTITY] = None
     """llama: divide the weights of a token's experts by their sum, as Mixtral does, instead of the
     named size's."""
+    routed_scaling: Annotated[Annotated[float, Range(0.001, 1_000)] | None, Mark.IDENTITY] = None
+    """llama: what the outputs of a token's chosen experts are multiplied by, instead of the named
+    size's."""
     bias: Annotated[bool, Mark.IDENTITY] = False
     """gpt2: biases in layers and norms, as OpenAI's weights have and the MARS runs had not."""
     activation: Annotated[Literal["gelu", "gelu_tanh"], Mark.IDENTITY] = "gelu"

@@ -28,8 +28,12 @@ TILE_ROWS, TILE_COLUMNS = 8, 1024
 def init_weights(model: Model, seed: int) -> None:
     """Fill the parameters in place, from N(0, `model.init_std(name)`^2) or with ones for None.
 
+    Buffers, such as the biases of routers, begin as 0.
+
     Each rank draws its own part on the CPU, in float32. It needs memory for one row of tiles.
     """
+    for buffer in model.buffers():
+        buffer.zero_()
     for name, parameter in model.named_parameters():
         std = model.init_std(name)
         if std is None:

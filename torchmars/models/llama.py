@@ -1,14 +1,14 @@
-"""The Llama family: Llama 3 and, by options, Qwen2, Qwen3, Qwen3-MoE and Mixtral.
+"""The Llama family: Llama 3 and, by options, Qwen2, Qwen3, Qwen3-MoE, Mixtral and GLM-4.5.
 
 Sources: Touvron et al. 2023 (arXiv 2302.13971) for the architecture; Grattafiori et al. 2024 (arXiv
 2407.21783) for Llama 3; Yang et al. 2024 and 2025 (arXiv 2407.10671, 2505.09388) for Qwen2 and
-Qwen3; Jiang et al. 2024 (arXiv 2401.04088) for Mixtral. The sizes are those of the published
-weights.
+Qwen3; Jiang et al. 2024 (arXiv 2401.04088) for Mixtral; GLM-4.5 Team 2025 (arXiv 2508.06471). The
+sizes are those of the published weights.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,13 @@ def experts(number: int, used: int, inner: int) -> dict[str, Any]:
     }
 
 
+def glm(n_layer: int, n_head: int, n_embd: int, n_inner: int, **more: Any) -> dict[str, Any]:
+    """Return the part of a published size of GLM-4.5 that is beside its experts."""
+    own = {"head_dim": 128, "rotary_fraction": 0.5, "qkv_bias": True, "rope_theta": 1_000_000.0}
+    routed = {"router": "sigmoid", "n_expert_shared": 1}
+    return llama(n_layer, n_head, n_embd, n_inner) | own | routed | more
+
+
 SIZES: dict[str, dict[str, Any]] = {
     "nano": llama(4, 4, 256, 704, n_kv_head=2, rope_theta=10_000.0, tied=True),
     "160m": llama(12, 12, 768, 2304, n_kv_head=4, rope_theta=10_000.0),
@@ -66,6 +73,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": qwen3(94, 64, 4096, 12288, n_kv_head=4) | experts(128, 8, 1536),
     "mixtral-8x7b": llama(32, 32, 4096, 14336, rope_theta=1e6) | experts(8, 2, 14336),
     "mixtral-8x22b": llama(56, 48, 6144, 16384, rope_theta=1e6) | experts(8, 2, 16384),
+    "glm-nano": glm(4, 4, 192, 512, n_kv_head=2, head_dim=48, rope_theta=10_000.0, tied=True)
+    | experts(8, 2, 256)
+    | {"n_dense": 1},
+    "glm-4.5-air": glm(46, 96, 4096, 10944) | experts(128, 8, 1408) | {"n_dense": 1},
+    "glm-4.5": glm(92, 96, 5120, 12288, qk_norm=True)
+    | experts(160, 8, 1536)
+    | {"n_dense": 3, "routed_scaling": 2.5},
 }
 # Llama 3.1's scaling stretches wavelengths of more than ORIGINAL_CONTEXT / LOW tokens, leaves those
 # below ORIGINAL_CONTEXT / HIGH, and goes from one to the other between. All its sizes have these.
@@ -90,22 +104,42 @@ class LlamaArgs:
     """Width of a head. None: `n_embd / n_head`."""
     rope_theta: float = 10_000.0
     rope_scaling_factor: float = 1.0
+    rotary_fraction: float = 1.0
+    """The part of each head, from its first dim, that is rotated."""
     norm_eps: float = 1e-5
     qk_norm: bool = False
     qkv_bias: bool = False
     tied: bool = False
     n_expert: int = 0
-    """Experts of each block. 0: a block has an MLP."""
+    """Experts of each block. 0: all blocks have an MLP."""
+    n_dense: int = 0
+    """First blocks that have an MLP all the same."""
     n_expert_used: int = 2
     """Experts that each token uses."""
     n_expert_inner: int = 0
     """Width within an expert. 0: `n_inner`."""
+    n_expert_shared: int = 0
+    """Experts that all tokens use besides: one MLP, as wide as they are together."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of a router's logits."""
     norm_topk_prob: bool = True
+    routed_scaling: float = 1.0
+    """What the outputs of the chosen experts are multiplied by."""
 
     @property
     def head_width(self) -> int:
         """Width of a head."""
         return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of the part of a head that is rotated."""
+        return round(self.head_width * self.rotary_fraction)
+
+    @property
+    def expert_width(self) -> int:
+        """Width within an expert."""
+        return self.n_expert_inner or self.n_inner
 
     def check(self) -> None:
         """Raise `UserError` for a shape that cannot be built."""
@@ -124,10 +158,33 @@ class LlamaArgs:
                 f"model.n_head = {self.n_head} does not divide into groups for model.n_kv_head = "
                 f"{self.n_kv_head}: choose a multiple of {self.n_kv_head}"
             )
-        if self.n_expert and self.n_expert_used > self.n_expert:
+        rotated = self.head_width * self.rotary_fraction
+        if self.rotary_width % 2 or not math.isclose(self.rotary_width, rotated):
+            raise UserError(
+                f"model.rotary_fraction = {self.rotary_fraction:g} of heads of width "
+                f"{self.head_width} is no even number of dims: choose another"
+            )
+        self.check_experts()
+
+    def check_experts(self) -> None:
+        """Raise `UserError` for experts that cannot be built."""
+        if not self.n_expert:
+            for name in ("n_expert_shared", "n_dense", "router", "routed_scaling"):
+                value, none = getattr(self, name), getattr(LlamaArgs, name)
+                if value != none:
+                    raise UserError(
+                        f"model.{name} = {value} has no meaning without experts: set it to {none}, "
+                        "or model.n_expert to more than 0"
+                    )
+        elif self.n_expert_used > self.n_expert:
             raise UserError(
                 f"model.n_expert_used = {self.n_expert_used} is more than model.n_expert = "
                 f"{self.n_expert}: choose at most as many"
+            )
+        elif self.n_dense >= self.n_layer:
+            raise UserError(
+                f"model.n_dense = {self.n_dense} leaves no block of model.n_layer = {self.n_layer} "
+                "for experts: lower it, or set model.n_expert = 0"
             )
 
 
@@ -163,32 +220,43 @@ class MLP(nn.Module):
     """SwiGLU: two layers side by side, the SiLU of one times the other, and a third (Shazeer 2020,
     arXiv 2002.05202)."""
 
-    def __init__(self, args: LlamaArgs) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(args.n_embd, args.n_inner, bias=False)
-        self.up = nn.Linear(args.n_embd, args.n_inner, bias=False)
-        self.proj = nn.Linear(args.n_inner, args.n_embd, bias=False)
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         projected: Tensor = self.proj(F.silu(self.gate(x)) * self.up(x))
         return projected
 
 
-def make_moe(args: LlamaArgs) -> MoE:
-    """Return the experts of a block."""
-    inner = args.n_expert_inner or args.n_inner
-    return MoE(args.n_embd, args.n_expert, args.n_expert_used, inner, args.norm_topk_prob)
+def make_mlp(args: LlamaArgs, number: int) -> MLP | MoE:
+    """Return what block `number` has behind its attention: an MLP, or experts."""
+    if not args.n_expert or number < args.n_dense:
+        return MLP(args.n_embd, args.n_inner)
+    inner, shared = args.expert_width, args.n_expert_shared
+    return MoE(
+        args.n_embd,
+        args.n_expert,
+        args.n_expert_used,
+        inner,
+        args.norm_topk_prob,
+        args.router == "sigmoid",
+        args.routed_scaling,
+        MLP(args.n_embd, shared * inner) if shared else None,
+    )
 
 
 class Block(nn.Module):
     """Attention, then MLP, each on a normalised copy of the residual stream."""
 
-    def __init__(self, args: LlamaArgs) -> None:
+    def __init__(self, args: LlamaArgs, number: int) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         self.attn = Attention(args)
         self.mlp_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
-        self.mlp = make_moe(args) if args.n_expert else MLP(args)
+        self.mlp = make_mlp(args, number)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
         x = x + self.attn(self.attn_norm(x), cos, sin, documents)
@@ -209,6 +277,9 @@ class Llama(Model):
         "mlp.gate": "rows",
         "mlp.up": "rows",
         "mlp.proj": "columns",
+        "mlp.shared.gate": "rows",
+        "mlp.shared.up": "rows",
+        "mlp.shared.proj": "columns",
         "output": "rows",
     }
 
@@ -218,7 +289,8 @@ class Llama(Model):
         self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
         self.heads, self.experts = (args.n_head, args.n_kv_head), args.n_expert
         self.tok_embed = Table(args.vocab_size, args.n_embd)
-        self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})
+        blocks = {str(number): Block(args, number) for number in range(args.n_layer)}
+        self.blocks = nn.ModuleDict(blocks)
         self.norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         own = not args.tied
         self.output = Head(args.n_embd, args.vocab_size) if own else None
@@ -235,7 +307,7 @@ class Llama(Model):
 
     def transform(self, x: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
         args = self.args
-        cos, sin = rotation(positions, args.head_width, args.rope_theta, args.rope_scaling_factor)
+        cos, sin = rotation(positions, args.rotary_width, args.rope_theta, args.rope_scaling_factor)
         for block in self.blocks.values():
             x = block(x, cos, sin, documents)
         return x
@@ -248,10 +320,10 @@ class Llama(Model):
     def describe(self) -> str:
         args, mlp = self.args, f"MLP {self.args.n_inner}"
         if args.n_expert:
-            mlp = (
-                f"{args.n_expert_used} of {args.n_expert} experts "
-                f"{args.n_expert_inner or args.n_inner}"
-            )
+            experts = f"{args.n_expert_used} of {args.n_expert} experts {args.expert_width}"
+            shared = f" and {args.n_expert_shared} shared" if args.n_expert_shared else ""
+            dense = f", after {counted(args.n_dense, 'block')} of {mlp}" if args.n_dense else ""
+            mlp = experts + shared + dense
         return (
             f"{counted(args.n_layer, 'layer')}, {counted(args.n_head, 'head')} "
             f"({args.n_kv_head} of keys and values), width {args.n_embd} ({mlp}), "
@@ -260,16 +332,16 @@ class Llama(Model):
 
 
 def rotation(
-    positions: Tensor, head_width: int, theta: float, scaling_factor: float = 1.0
+    positions: Tensor, width: int, theta: float, scaling_factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles of `positions` [length] or [batch, length], float32.
 
-    Both are [1 or batch, 1, length, head width / 2]. Pair i of a head turns by
-    theta^(-2i / head width) for each position (Su et al. 2021, arXiv 2104.09864, equation 15), or
-    by what `scaling_factor` makes of it.
+    Both are [1 or batch, 1, length, width / 2], where `width` of each head is rotated. Pair i turns
+    by theta^(-2i / width) for each position (Su et al. 2021, arXiv 2104.09864, equation 15), or by
+    what `scaling_factor` makes of it.
     """
-    dims = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32)
-    frequencies = 1.0 / theta ** (dims / head_width)
+    dims = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32)
+    frequencies = 1.0 / theta ** (dims / width)
     if scaling_factor != 1.0:
         # The part that stays: 1 for the short wavelengths, 0 for the long ones.
         turns = ORIGINAL_CONTEXT * frequencies / (2 * math.pi)
@@ -283,9 +355,12 @@ def rotation(
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return `heads` [batch, heads, length, head width] with each pair of dims turned.
 
-    Dim i and dim i + head width / 2 are a pair, as in transformers. The turn is computed in
-    float32, since an angle's cosine in bfloat16 is off by up to 0.4%.
+    Of the first w dims, for which `cos` and `sin` have w / 2 angles, i and i + w / 2 are a pair, as
+    in transformers. The others stay. The turn is computed in float32, since an angle's cosine in
+    bfloat16 is off by up to 0.4%.
     """
-    first, second = heads.chunk(2, dim=-1)
+    width = 2 * cos.shape[-1]
+    first, second = heads[..., :width].chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(heads.dtype)
+    turned = turned.to(heads.dtype)
+    return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)

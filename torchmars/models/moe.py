@@ -3,7 +3,8 @@
 No token is dropped, and no sum depends on the order in which threads arrive: rows are permuted by
 gathers in both passes, and a token adds up its experts' outputs in the order of its choices.
 Sources: Shazeer et al. 2017 (arXiv 1701.06538); Jiang et al. 2024 (arXiv 2401.04088) for Mixtral;
-Gale et al. 2022 (arXiv 2211.15841) for experts without a capacity.
+Gale et al. 2022 (arXiv 2211.15841) for experts without a capacity; Wang et al. 2024 (arXiv
+2408.15664) for a bias that balances; Dai et al. 2024 (arXiv 2401.06066) for shared experts.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchmars.models.grouped import grouped_mm
+
+TINY = 1e-20  # added to the sum of weights: sigmoids may all be 0
 
 
 def as_it_is(weight: Tensor) -> Tensor:
@@ -34,7 +37,10 @@ def at_home(experts: "Experts", rows: Tensor, counts: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token: those of the largest probabilities.
+    """Chooses the experts of each token: those of the largest scores.
+
+    Scores are probabilities, by a softmax over all experts. Or each is a sigmoid, and a bias is
+    added to choose by, not to weigh by: whoever moves it balances the experts' load.
 
     All is float32, whatever the model computes in: bfloat16 has ties that decide otherwise on
     another layout. `pressure` and `z_loss` are as in `with_losses`; whoever trains sets them.
@@ -42,24 +48,41 @@ class Router(nn.Module):
 
     pressure: Tensor | None = None
     z_loss = 0.0
+    bias: Tensor | None
+    """What is added to sigmoids [experts], float32: no parameter, since no gradient moves it."""
 
-    def __init__(self, width: int, experts: int, used: int, normalize: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        used: int,
+        normalize: bool,
+        sigmoid: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        """`normalize`: weights of a token are divided by their sum, and then times `scale`."""
         super().__init__()
-        self.used, self.normalize, self.local = used, normalize, as_it_is
+        self.used, self.normalize, self.scale, self.local = used, normalize, scale, as_it_is
         # No nn.Linear: such layers are computed in float8 where that is asked for.
         self.weight = nn.Parameter(torch.empty(experts, width))
+        self.register_buffer("bias", torch.zeros(experts) if sigmoid else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and numbers of the experts that tokens `x` [tokens, width] use.
 
-        Both are [tokens, used], the largest weight first.
+        Both are [tokens, used], what is chosen first in front.
         """
         logits = F.linear(x.float(), self.local(self.weight).float())
-        probabilities = with_losses(logits.softmax(dim=-1), logits, self.pressure, self.z_loss)
-        weights, chosen = probabilities.topk(self.used, dim=-1)
+        scores = logits.softmax(dim=-1) if self.bias is None else logits.sigmoid()
+        scores = with_losses(scores, logits, self.pressure, self.z_loss)
+        if self.bias is None:
+            weights, chosen = scores.topk(self.used, dim=-1)
+        else:
+            chosen = (scores + self.bias).topk(self.used, dim=-1).indices
+            weights = scores.gather(-1, chosen)
         if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, chosen
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+        return weights * self.scale, chosen
 
 
 class Experts(nn.Module):
@@ -88,12 +111,24 @@ class MoE(nn.Module):
 
     counted: Tensor | None = None
 
-    def __init__(self, width: int, experts: int, used: int, inner: int, normalize: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        used: int,
+        inner: int,
+        normalize: bool,
+        sigmoid: bool = False,
+        scale: float = 1.0,
+        shared: nn.Module | None = None,
+    ) -> None:
+        """`sigmoid` and `scale` are as in `Router`. All tokens pass `shared`, an MLP, too."""
         super().__init__()
         self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = at_home
         """How rows get to experts. Expert parallelism replaces it."""
-        self.router = Router(width, experts, used, normalize)
+        self.router = Router(width, experts, used, normalize, sigmoid, scale)
         self.experts = Experts(width, experts, inner)
+        self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
@@ -107,7 +142,8 @@ class MoE(nn.Module):
             self.counted.add_(counts)
         outputs = TakenRows.apply(self.dispatch(self.experts, rows, counts), places, order)
         each = outputs.unflatten(0, (-1, self.router.used))
-        return (each * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype).view_as(x)
+        routed = (each * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype).view_as(x)
+        return routed if self.shared is None else routed + self.shared(x)
 
     def counts(self, chosen: Tensor) -> Tensor:
         """Return how many tokens each expert is chosen by: [experts], int64."""

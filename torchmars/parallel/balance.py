@@ -131,7 +131,7 @@ class Balance:
         moves = self.training.balance_rate * missing.sign().float()
         moves = (moves - moves.mean(dim=1, keepdim=True)) * applied
         for layer, move in zip(self.layers.values(), moves, strict=True):
-            bias: Tensor | None = getattr(layer.router, "bias", None)
+            bias = layer.router.bias
             if bias is not None:
                 bias.add_(move.to(bias.device))
 

@@ -76,9 +76,13 @@ class ParallelModel:
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
                     self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
+                    put_buffers(part, device)
         self.balance = Balance(whole, self.parts, training, layout, device)
         self.weights = self._weights()
         """The weights of which this rank has a part, by name."""
+        parts = [part.model for part in self.parts.values()]
+        self.buffers = {name: value for part in parts for name, value in part.named_buffers()}
+        """What its parts have besides, by name: the biases of routers. No layout cuts them."""
         self.tied: TiedTable | None = None
         self.pipeline: Pipeline | None = None
         if pipeline.size > 1:
@@ -111,6 +115,11 @@ class ParallelModel:
                 if part.first or name != "tok_embed.weight":  # else it is the copy of a tied table
                     weights[name] = parameter
         return weights
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and buffers: what a checkpoint keeps of the model."""
+        return {**self.weights, **self.buffers}
 
     def _table(self, stage: int) -> Tensor | None:
         return self.parts[stage].model.tok_embed.weight if stage in self.parts else None
@@ -229,3 +238,10 @@ class ParallelModel:
             result: Tensor = self.parts[0](tokens, **options)
             return result
         return self.pipeline.forward(tokens, tokens.shape[1] // self.tp, **options)
+
+
+def put_buffers(part: nn.Module, device: torch.device) -> None:
+    """Let the buffers of `part` lie on `device`, where its weights need not be."""
+    for module in part.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

@@ -43,8 +43,10 @@ def cut_layers(model: Model, mesh: DeviceMesh) -> None:
             parallelize_module(module, mesh, style)
     for block in model.blocks.values():
         for name in ("attn", "mlp"):
-            branch = block.get_submodule(name)
-            if not isinstance(branch, MoE):  # each rank sends its own part of the sequences
+            branch: nn.Module | None = block.get_submodule(name)
+            if isinstance(branch, MoE):  # each rank routes its own part of the sequences
+                branch = branch.shared
+            if branch is not None:
                 branch.register_forward_pre_hook(
                     lambda _, args: (gathered(args[0], mesh), *args[1:])
                 )

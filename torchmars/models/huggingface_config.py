@@ -1,0 +1,342 @@
+"""The configs of the same models in Hugging Face's transformers, both ways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchmars.core.errors import UserError
+from torchmars.models.gpt2 import GPT2
+from torchmars.models.huggingface import mixture_kind
+from torchmars.models.llama import HIGH, LOW, ORIGINAL_CONTEXT, Llama, LlamaArgs
+from torchmars.models.model import Model
+
+# What all models with such a router have there.
+WITH_SOFTMAX = {
+    "qkv_bias": False,
+    "n_expert_shared": 0,
+    "n_dense": 0,
+    "routed_scaling": 1.0,
+    "rotary_fraction": 1.0,
+}
+GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+
+
+def to_config(model: Model) -> dict[str, Any]:
+    """Return the config.json of `model`, without what concerns its tokenizer.
+
+    Raises `UserError` for a shape that no class of transformers has.
+    """
+    if isinstance(model, GPT2):
+        return gpt2_config(model)
+    assert isinstance(model, Llama)
+    return llama_config(model.args)
+
+
+def gpt2_config(model: GPT2) -> dict[str, Any]:
+    args = model.args
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": args.n_layer,
+        "n_head": args.n_head,
+        "n_embd": args.n_embd,
+        "n_positions": args.seq_len,
+        "vocab_size": args.vocab_size,
+        "activation_function": GPT2_ACTIVATIONS[args.activation],
+        "scale_attn_by_inverse_layer_idx": args.scale_attn_by_inverse_layer_idx,
+        "layer_norm_epsilon": model.norm.eps,
+        "resid_pdrop": args.dropout,
+        "embd_pdrop": args.dropout,
+        "attn_pdrop": args.dropout,
+        "tie_word_embeddings": True,
+    }
+
+
+def llama_config(args: LlamaArgs) -> dict[str, Any]:
+    if args.n_expert:
+        check_mixture(args)
+    elif args.rotary_fraction != 1:
+        raise UserError(
+            "no model of transformers that we know has model.rotary_fraction without experts: such "
+            "weights can only be written with --to safetensors"
+        )
+    if args.qk_norm and args.qkv_bias and not args.n_expert:
+        raise UserError(
+            "no model of transformers has both model.qk_norm and model.qkv_bias: such weights can "
+            "only be written with --to safetensors"
+        )
+    family = "Qwen3" if args.qk_norm else "Qwen2" if args.qkv_bias else "Llama"
+    config: dict[str, Any] = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "num_hidden_layers": args.n_layer,
+        "num_attention_heads": args.n_head,
+        "num_key_value_heads": args.n_kv_head,
+        "head_dim": args.head_width,
+        "hidden_size": args.n_embd,
+        "intermediate_size": args.n_inner,
+        "vocab_size": args.vocab_size,
+        "max_position_embeddings": args.seq_len,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": args.tied,
+    }
+    if args.n_expert:
+        config |= mixture_config(args)
+    if args.rope_scaling_factor != 1.0:
+        config["rope_scaling"] = rope_scaling(args.rope_scaling_factor)
+    return config
+
+
+def check_mixture(args: LlamaArgs) -> None:
+    """Raise `UserError` for experts that no class of transformers has."""
+    others = {} if args.router == "sigmoid" else WITH_SOFTMAX
+    for name, value in others.items():
+        if (ours := getattr(args, name)) != value:
+            raise UserError(
+                f"no model of transformers that we know has a softmax router of experts and "
+                f"model.{name} = {ours}: such weights can only be written with --to safetensors"
+            )
+    kind = mixture_kind(args)
+    if kind == "mixtral" and not args.norm_topk_prob:
+        raise UserError(
+            "Mixtral has model.norm_topk_prob = true, and model.qk_norm is of Qwen3: such weights "
+            "can only be written with --to safetensors"
+        )
+    if kind == "glm4_moe" and not args.n_expert_shared:
+        raise UserError(
+            'GLM-4.5 has model.n_expert_shared, and model.router = "sigmoid" is of GLM-4.5: such '
+            "weights can only be written with --to safetensors"
+        )
+
+
+def mixture_config(args: LlamaArgs) -> dict[str, Any]:
+    """Return what config.json has otherwise where there are experts."""
+    kind = mixture_kind(args)
+    config = {"model_type": kind, "num_experts_per_tok": args.n_expert_used}
+    if kind == "mixtral":
+        return config | {
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": args.n_expert,
+            "intermediate_size": args.expert_width,
+            "sliding_window": None,
+        }
+    config |= {
+        "moe_intermediate_size": args.expert_width,
+        "norm_topk_prob": args.norm_topk_prob,
+    }
+    if kind == "qwen3_moe":
+        return config | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": args.n_expert,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return config | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": args.n_expert,
+        "n_shared_experts": args.n_expert_shared,
+        "routed_scaling_factor": args.routed_scaling,
+        "first_k_dense_replace": args.n_dense,
+        "n_group": 1,
+        "topk_group": 1,
+        "attention_bias": args.qkv_bias,
+        "use_qk_norm": args.qk_norm,
+        "partial_rotary_factor": args.rotary_fraction,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def rope_scaling(factor: float) -> dict[str, Any]:
+    """Return Llama 3.1's scaling of rotary positions as config.json has it."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": LOW,
+        "high_freq_factor": HIGH,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    }
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section [model] of a config.json, and its `seq_len` beside it.
+
+    Raises `UserError` for a model that our families do not cover.
+    """
+    readers = {"gpt2": from_gpt2, "llama": from_llama, "qwen2": from_llama, "qwen3": from_llama}
+    readers |= {"qwen3_moe": from_mixture, "mixtral": from_mixture, "glm4_moe": from_glm}
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in readers:
+        raise UserError(
+            f"its model_type is {kind!r}: models of {', '.join(readers)} can be imported"
+        )
+    try:
+        return readers[kind](config)
+    except KeyError as error:
+        raise UserError(f"its config.json lacks {error}") from None
+
+
+def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
+    activations = {theirs: ours for ours, theirs in GPT2_ACTIVATIONS.items()}
+    width = whole_number(config, "n_embd")
+    require_all(
+        config,
+        activation_function=[*activations],
+        n_inner=[None, 4 * width],
+        layer_norm_epsilon=[1e-5],
+        tie_word_embeddings=[True],
+        scale_attn_weights=[True],
+        scale_attn_by_inverse_layer_idx=[False, True],
+        add_cross_attention=[False],
+    )
+    return {
+        "name": "gpt2",
+        "n_layer": whole_number(config, "n_layer"),
+        "n_head": whole_number(config, "n_head"),
+        "n_embd": width,
+        "vocab_size": whole_number(config, "vocab_size"),
+        "bias": True,
+        "activation": activations[config.get("activation_function", "gelu_new")],
+        "scale_attn_by_inverse_layer_idx": config.get("scale_attn_by_inverse_layer_idx", False),
+        "seq_len": whole_number(config, "n_positions"),
+    }
+
+
+def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope, glm = rope_of(config), config["model_type"] == "glm4_moe"
+    require_all(
+        config,
+        hidden_act=["silu"],
+        attention_bias=[False, True] if glm else [False],
+        mlp_bias=[False],
+        use_sliding_window=[False],
+        tie_word_embeddings=[False, True],
+    )
+    heads, width = (whole_number(config, name) for name in ("num_attention_heads", "hidden_size"))
+    # Where these are null, they follow from the others.
+    given = {"num_key_value_heads": heads, "head_dim": width // heads}
+    given |= {name: whole_number(config, name) for name in given if config.get(name) is not None}
+    return {
+        "name": "llama",
+        "n_layer": whole_number(config, "num_hidden_layers"),
+        "n_head": heads,
+        "n_kv_head": given["num_key_value_heads"],
+        "head_dim": given["head_dim"],
+        "n_embd": width,
+        "n_inner": whole_number(config, "intermediate_size"),
+        "vocab_size": whole_number(config, "vocab_size"),
+        "rope_theta": number(rope, "rope_theta"),
+        "rope_scaling_factor": number(rope, "factor"),
+        "norm_eps": number(config, "rms_norm_eps"),
+        "qk_norm": config["model_type"] in ("qwen3", "qwen3_moe"),
+        "qkv_bias": config["model_type"] == "qwen2",
+        "tied": config.get("tie_word_embeddings", False),
+        "seq_len": whole_number(config, "max_position_embeddings"),
+    }
+
+
+def from_mixture(config: Mapping[str, Any]) -> dict[str, Any]:
+    mixtral = config["model_type"] == "mixtral"
+    if mixtral:
+        require_all(config, sliding_window=[None])
+    else:
+        require_all(
+            config,
+            decoder_sparse_step=[1],
+            mlp_only_layers=[None, []],
+            norm_topk_prob=[False, True],
+        )
+    inner = "intermediate_size" if mixtral else "moe_intermediate_size"
+    normalised = mixtral or bool(config.get("norm_topk_prob", False))
+    return from_llama(config) | experts_of(config, inner) | {"norm_topk_prob": normalised}
+
+
+def from_glm(config: Mapping[str, Any]) -> dict[str, Any]:
+    require_all(
+        config,
+        n_group=[1],
+        topk_group=[1],
+        use_qk_norm=[False, True],
+        norm_topk_prob=[False, True],
+    )
+    own = {
+        "rotary_fraction": number(rope_of(config), "partial_rotary_factor"),
+        "qk_norm": config.get("use_qk_norm", False),
+        "qkv_bias": config.get("attention_bias", False),
+        "router": "sigmoid",
+        "n_expert_shared": whole_number(config, "n_shared_experts"),
+        "n_dense": whole_number(config, "first_k_dense_replace", least=0),
+        "norm_topk_prob": config.get("norm_topk_prob", True),
+        "routed_scaling": number(config, "routed_scaling_factor"),
+    }
+    return from_llama(config) | experts_of(config, "moe_intermediate_size") | own
+
+
+def experts_of(config: Mapping[str, Any], inner: str) -> dict[str, int]:
+    """Return the number of experts, that of a token, and the width that is there called `inner`."""
+    # Under which name their number is written depends on the version.
+    names = [name for name in ("num_experts", "n_routed_experts") if config.get(name) is not None]
+    return {
+        "n_expert": whole_number(config, names[0] if names else "num_local_experts"),
+        "n_expert_used": whole_number(config, "num_experts_per_tok"),
+        "n_expert_inner": whole_number(config, inner),
+    }
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_theta`, `partial_rotary_factor` and the scaling's `factor` of rotary positions.
+
+    The factor is that of Llama 3.1's scaling, 1 where there is none. transformers 5 writes all as
+    `rope_parameters`, older versions as `rope_theta`, `partial_rotary_factor` and `rope_scaling`.
+    Raises `UserError` for another scaling.
+    """
+    tables = [config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name)]
+    more = tables[0] if tables else {}
+    if not isinstance(more, dict):
+        raise UserError(f"its rotary positions are {more!r}, which is no table")
+    glm = config["model_type"] == "glm4_moe"
+    rope = {
+        "rope_theta": config.get("rope_theta", 10_000.0),
+        "partial_rotary_factor": config.get("partial_rotary_factor", 0.5 if glm else 1.0),
+        **more,
+    }
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not glm:
+        require_all(rope, partial_rotary_factor=[None, 1.0])
+    if kind == "default":
+        return rope | {"factor": 1.0}
+    if kind != "llama3" or rope | rope_scaling(rope["factor"]) != rope:
+        raise UserError(
+            f"its rotary positions are scaled by {rope}: only Llama 3.1's scaling can be imported"
+        )
+    return rope
+
+
+def require_all(config: Mapping[str, Any], **allowed: list[Any]) -> None:
+    """Raise `UserError` for a setting with a value that our families do not cover.
+
+    One that is not there is as ours by default. One that is null need not be.
+    """
+    for name, values in allowed.items():
+        if name in config and config[name] not in values:
+            known = ", ".join(repr(value) for value in values if value is not None) or "null"
+            raise UserError(
+                f"its {name} is {config[name]!r}: only models with {known} can be imported"
+            )
+
+
+def whole_number(config: Mapping[str, Any], name: str, least: int = 1) -> int:
+    """Return a setting that is reckoned with. Raises `UserError` if it is no such number."""
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"its {name} is {value!r}: it must be a whole number, at least {least}")
+    return value
+
+
+def number(config: Mapping[str, Any], name: str) -> float:
+    """Return a setting that is a number. Raises `UserError` if it is none."""
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"its {name} is {value!r}: it must be a number")
+    return value
