@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands.test_forged_manifests import altered
 from tests.data.test_tokenizer import letters
+from tests.models.test_moe import GLM
 from tests.support.commands import run_command
 from tests.support.mistakes import fuzz, mistake, sizes
 from tests.support.tiny import tiny_config, write_text
@@ -27,6 +28,19 @@ MODELS = {
         LlamaArgs(1, 2, 1, 8, n_inner=8, vocab_size=260, seq_len=16, rope_scaling_factor=8.0)
     ),
     "gpt2": GPT2(GPT2Args(1, 2, 8, vocab_size=260, seq_len=16, bias=True)),
+    "glm": Llama(
+        LlamaArgs(
+            2,
+            2,
+            1,
+            8,
+            n_inner=8,
+            vocab_size=260,
+            seq_len=16,
+            **GLM,
+            n_expert=3,
+        )
+    ),
 }
 
 
@@ -40,10 +54,11 @@ def make_folder(folder, model):
     weights = model.state_dict()
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(to_config(model)))
-    theirs = {
-        there.name: (weights[ours].T if there.transposed else weights[ours]).contiguous()
-        for ours, there in counterparts(model).items()
-    }
+    theirs = {}
+    for ours, there in counterparts(model).items():
+        weight = weights[ours].T if there.transposed else weights[ours]
+        each = weight if there.experts else [weight.contiguous()]
+        theirs |= {name: value.clone() for name, value in zip(there.names, each, strict=True)}
     save_file(theirs, folder / WEIGHTS)
     return folder
 

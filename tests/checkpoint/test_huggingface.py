@@ -1,21 +1,24 @@
 """Runs to folders of transformers and back, against transformers itself."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models.test_moe import GLM
 from tests.support.commands import ROOT, run_command
 from tests.support.full import full_but
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.export import export_folder
-from torchmars.checkpoint.huggingface import write_weight_files
+from torchmars.checkpoint.huggingface import weights_of_folder, write_weight_files
 from torchmars.checkpoint.inference import load_model, open_model
 from torchmars.config import ModelConfig
 from torchmars.config.load import config_from_tables
 from torchmars.config.toml_files import read_toml
+from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
 from torchmars.data.order import window_of_sample
 from torchmars.data.tokenizer import load_tokenizer
@@ -155,7 +158,11 @@ def test_files_of_a_size_hold_all_weights_in_a_dtype(exports, name, tmp_path):
 
 
 EXPERTS = {"n_expert": 4, "n_expert_used": 2, "n_expert_inner": 24}
-MIXTURES = {"qwen3_moe": LLAMA | EXPERTS | {"qk_norm": True}, "mixtral": LLAMA | EXPERTS}
+MIXTURES = {
+    "qwen3_moe": LLAMA | EXPERTS | {"qk_norm": True},
+    "mixtral": LLAMA | EXPERTS,
+    "glm4_moe": LLAMA | EXPERTS | GLM | {"n_layer": 3, "routed_scaling": 2.5},
+}
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -165,11 +172,12 @@ def test_mixtures_go_there_and_back(name, tmp_path):
     table = ModelConfig(tied=False, **MIXTURES[name])
     ours = build_model(table, 257, LENGTH).eval()
     generator = torch.Generator().manual_seed(0)
-    for key, parameter in ours.named_parameters():
-        torch.nn.init.normal_(parameter, float("norm" in key), SPREAD, generator)
+    state = ours.state_dict()
+    for key, value in state.items():
+        torch.nn.init.normal_(value, float("norm" in key), SPREAD, generator)
     first = tmp_path / "first"
     first.mkdir()
-    write_weight_files(first, ours, torch.float32, ours.get_parameter, file_bytes=20_000)
+    write_weight_files(first, ours, torch.float32, state.__getitem__, file_bytes=20_000)
     config = to_config(ours)
     assert config["model_type"] == name
     (first / "config.json").write_text(json.dumps(config))
@@ -181,7 +189,7 @@ def test_mixtures_go_there_and_back(name, tmp_path):
     theirs.save_pretrained(tmp_path / "again")
     theirs.save_pretrained(tmp_path / "fused", save_original_format=False)
     names = [key for file in (tmp_path / "fused").glob("*.safetensors") for key in load_file(file)]
-    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names
     tokens = torch.randint(257, (2, LENGTH), generator=generator)
     with torch.no_grad():
         torch.testing.assert_close(
@@ -191,8 +199,9 @@ def test_mixtures_go_there_and_back(name, tmp_path):
         for text in tokenizer_files(load_tokenizer("bytes"), LENGTH).items():
             (tmp_path / place / text[0]).write_text(text[1])
         back, _, _ = load_model(tmp_path / place)
-        for key, value in ours.named_parameters():
-            assert torch.equal(back.get_parameter(key), value), (place, key)
+        for key, value in back.state_dict().items():
+            assert torch.equal(value, state[key]), (place, key)
+        assert back.state_dict().keys() == state.keys()
     prompt = tokens[:1, :10]
     drawn = sample(
         predict_with_cache(back, LENGTH),
@@ -206,6 +215,18 @@ def test_mixtures_go_there_and_back(name, tmp_path):
     theirs.generation_config.suppress_tokens = list(padding)
     expected = theirs.generate(prompt, max_new_tokens=50, do_sample=False)[0, 10:]
     assert [token for (token,) in drawn] == expected.tolist()
+
+
+@pytest.mark.parametrize("layer,message", [(2, ""), (3, "layers.3.x, which no model")])
+def test_a_layer_that_predicts_the_token_after_the_next_is_left_out(tmp_path, layer, message):
+    """As GLM-4.5 is published with one behind the last; no other may follow."""
+    model = build_model(ModelConfig(**MIXTURES["glm4_moe"] | {"n_layer": 2}), 257, LENGTH)
+    state = model.state_dict()
+    write_weight_files(tmp_path, model, torch.float32, state.__getitem__)
+    more = {f"model.layers.{layer}.x": torch.ones(1)}
+    save_file(load_file(tmp_path / "model.safetensors") | more, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        assert weights_of_folder(tmp_path, model).keys() == state.keys()
 
 
 STEP = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.0}

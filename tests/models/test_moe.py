@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.models.test_llama import ARGS, model_of, their_name
+from tests.support.full import full_but
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
@@ -203,8 +204,9 @@ def test_grouped_products_are_those_of_each_group(dtype, inner):
     torch.library.opcheck(torch.ops.torchmars.grouped_mm, (rows, weights, ends), test_utils=checks)
 
 
-def test_blocks_compile_as_one_graph():
-    plain, compiled = (model_of(dataclasses.replace(ARGS, **EXPERTS)) for _ in range(2))
+@pytest.mark.parametrize("kind", full_but(["glm"], ["glm", "mixtral"]))
+def test_blocks_compile_as_one_graph(kind):
+    plain, compiled = (model_of(dataclasses.replace(ARGS, **VARIANTS[kind])) for _ in range(2))
     for block in compiled.blocks.values():
         block.compile(backend="aot_eager", fullgraph=True)
     tokens = torch.randint(64, (2, 24))

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.test_gpt2 import ARGS
 from tests.models.test_llama import ARGS as LLAMA
-from tests.models.test_moe import EXPERTS
+from tests.models.test_moe import EXPERTS, GLM
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS, LAYOUTS_WITH_EXPERTS, by_ranks
 from tests.support.ranks import run_ranks
@@ -31,6 +31,7 @@ MODELS = {
     "gpt2": lambda: GPT2(dataclasses.replace(ARGS, n_layer=4)),
     "llama": lambda: Llama(dataclasses.replace(WIDE, qkv_bias=True)),
     "moe": lambda: Llama(dataclasses.replace(WIDE, **EXPERTS)),
+    "glm": lambda: Llama(dataclasses.replace(WIDE, **EXPERTS, **GLM)),
 }
 
 
@@ -41,6 +42,7 @@ def plain_gradients(name, apart=False):
     """
     model = MODELS[name]()
     init_weights(model, seed=0)
+    set_buffers(model.buffers())
     total = 0.0
     for windows in documents(WINDOWS) if apart else [WINDOWS]:
         logits, targets = model.head(model(windows[:, :-1])), windows[:, 1:]
@@ -49,6 +51,12 @@ def plain_gradients(name, apart=False):
         (loss * share).backward()
         total += loss.item() * share
     return total, {name: (value.detach(), value.grad) for name, value in model.named_parameters()}
+
+
+def set_buffers(buffers):
+    """Let the biases of routers decide some choices."""
+    for buffer in buffers:
+        buffer.copy_(torch.linspace(-0.02, 0.02, len(buffer)))
 
 
 def documents(windows):
@@ -101,6 +109,7 @@ def model_on(name, parallelism, training, activations, apart=False, one_unit_byt
         find_starts=partial(document_starts, end_of_text=END) if apart else None,
     )
     model.init_weights(seed=0)
+    set_buffers(model.buffers.values())
     data = layout.data
     size, _ = training.microbatches(data.size, parallelism.stages)
     return layout, model, WINDOWS.chunk(data.size)[data.rank].split(size)
@@ -179,8 +188,8 @@ QUICK = [
     ("llama", "FSDP 2 x TP 2"),
     ("gpt2", "PP 2"),
     ("llama", "PP 2 InterleavedZeroBubble"),
-    ("moe", "TP 2, EP 2"),
     ("moe", "FSDP 4, EP 2"),
+    ("glm", "TP 2, EP 2"),
 ]
 MORE = [
     ("gpt2", "TP 2 x CP 2 Ulysses"),
@@ -195,6 +204,8 @@ MORE = [
     ("moe", "HSDP 2x2, EP 2"),
     ("moe", "FSDP 2 x TP 2, EP 4"),
     ("moe", "PP 2 x FSDP 2, EP 2"),
+    ("glm", "FSDP 2 x TP 2"),
+    ("glm", "PP 2 InterleavedZeroBubble x FSDP 2, EP 2"),
 ]
 
 
@@ -224,5 +235,5 @@ def test_gradients_are_those_of_each_document_alone(cases):
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_on_every_layout(name, apart):
-    layouts = LAYOUTS_WITH_EXPERTS if name == "moe" else LAYOUTS
+    layouts = LAYOUTS_WITH_EXPERTS if name in ("moe", "glm") else LAYOUTS
     check_layouts([(name, layout) for layout in layouts], apart)
