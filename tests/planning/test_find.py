@@ -11,7 +11,8 @@ from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
 from torchmars.planning.assumptions import FLOPS, RESERVED
 from torchmars.planning.confirm import confirmed_table
-from torchmars.planning.find import Work, estimate, find_layouts
+from torchmars.planning.find import estimate, find_layouts
+from torchmars.planning.work import Work
 from torchmars.training.optimizer import build_optimizer
 
 WORLD_SIZE, PER_NODE = 16, 8

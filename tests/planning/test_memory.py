@@ -1,9 +1,11 @@
 """The memory of a plan against that of real runs, on every rank."""
 
 import ctypes
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -12,6 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
+from torchmars.models.moe import Router
 from torchmars.planning.plan import make_plan
 from torchmars.training.trainer import build_trainer
 
@@ -37,6 +40,19 @@ def resident(name):
     )
 
 
+def route_evenly(model):
+    """Let routers choose one expert after the other, as plans take it."""
+    for part in model.parts.values():
+        for module in part.modules():
+            if isinstance(module, Router):
+                module.forward = partial(in_turn, module.forward, len(module.weight))
+
+
+def in_turn(forward, experts, x):
+    weights, chosen = forward(x)
+    return weights, torch.arange(chosen.numel()).view_as(chosen) % experts
+
+
 def measure(tables):
     """What this rank of a real run holds, and the most that its backward pass takes on top."""
     ctypes.CDLL(None).mallopt(
@@ -45,6 +61,7 @@ def measure(tables):
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
     model, optimizer, batch = trainer.model, trainer.optimizer, trainer.loader.step()
+    route_evenly(model)
     if optimizer.exact:
         model.backward(batch)
         optimizer.look_ahead()
@@ -124,19 +141,48 @@ def test_memory_with_documents_apart(tmp_path, parallelism):
     check_memory(tmp_path, MARS_M, {}, parallelism, data={"separate_documents": True})
 
 
-def check_memory(tmp_path, optimizer, training, parallelism, **sections):
-    """Compare the plan with a run on 4 ranks."""
+MIXTURE = {"name": "llama", "size": "moe-nano", "vocab_size": 1004}
+SHORT = {"global_batch_size": 8, "seq_len": 256}
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    "ranks,training,parallelism,mode",
+    [
+        pytest.param(2, SHORT, {"ep": 2}, "none", id="ep2-short"),
+        pytest.param(4, {}, {"ep": 2}, "none", id="fsdp4-ep2", marks=FULL),
+        pytest.param(4, {}, {"tp": 2, "ep": 4}, "none", id="fsdp2-tp2-ep4", marks=FULL),
+        pytest.param(4, {}, {"pp": 2, "ep": 2}, "none", id="pp2-ep2", marks=FULL),
+        pytest.param(4, {}, {"tp": 2}, "none", id="fsdp2-tp2", marks=SLOW),
+        pytest.param(4, {}, {"ep": 4}, "full", id="ep4-full", marks=SLOW),
+        pytest.param(4, {}, {"ep": 4}, "selective", id="ep4-selective", marks=SLOW),
+    ],
+)
+def test_memory_of_experts(tmp_path, ranks, training, parallelism, mode):
+    """Where routers choose one expert as often as another."""
+    check_memory(
+        tmp_path,
+        MARS_M,
+        training,
+        parallelism,
+        ranks,
+        model=MIXTURE,
+        activation_checkpoint={"mode": mode},
+    )
+
+
+def check_memory(tmp_path, optimizer, training, parallelism, ranks=4, **sections):
+    """Compare the plan with a run."""
     write_text(tmp_path)
     tables = tiny_tables(
         tmp_path,
-        model=MODEL,
         optimizer=optimizer,
         training={"global_batch_size": 32, "microbatch_size": 4, "seq_len": 512} | training,
         parallelism=parallelism,
-        **sections,
+        **({"model": MODEL} | sections),
     )
     for (planned, planned_peak), (measured, measured_peak) in run_ranks(
-        planned_and_measured, 4, tables
+        planned_and_measured, ranks, tables
     ):
         assert planned == measured
         assert planned_peak == pytest.approx(measured_peak, rel=0.2)

@@ -4,6 +4,7 @@ A step is compute, slowed by the pipeline's bubble, and the communication that n
 formulas know less than a plan: plan the layout that you take.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,12 +19,12 @@ from torchmars.core.tables import table
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.metrics.throughput import GIB
 from torchmars.models import Model, build_meta_model
-from torchmars.optim import MARS
 from torchmars.parallel.checks import check_layout, check_memory
-from torchmars.parallel.cuts import cut_of, even_counts, head_in_blocks, stage_ranks
+from torchmars.parallel.cuts import even_counts, stage_ranks
 from torchmars.parallel.loss import chunk_tokens
 from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED, SPEEDS
 from torchmars.planning.pipeline import computed_again
+from torchmars.planning.work import Share, Work
 from torchmars.training.optimizer import build_optimizer
 
 WEIGHT_BYTES = 8  # float32 weights and gradients
@@ -33,7 +34,7 @@ SHOWN = 8
 # The options that are tried, beside what the config says.
 TRIED = {
     "parallelism": (
-        *("dp_replicate", "dp_shard", "tp", "cp", "pp", "pp_schedule", "pp_blocks"),
+        *("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "pp_schedule", "pp_blocks"),
         "accumulate",
     ),
     "training": ("microbatch_size",),
@@ -107,6 +108,7 @@ def layouts(
                         tp=tp,
                         pp=pp,
                         cp=cp,
+                        ep=1,
                         dp_replicate=1,
                         dp_shard=-1,
                         pp_blocks=None,
@@ -118,11 +120,16 @@ def layouts(
                         parallelism=parallelism,
                         activation_checkpoint=ActivationCheckpointConfig(),
                     )
-                    yield from in_memory(layout, model, world_size)
+                    yield from in_memory(layout, model, world_size, per_node)
 
 
-def in_memory(layout: ResolvedConfig, model: Model, world_size: int) -> Iterator[ResolvedConfig]:
-    """Yield a layout that keeps all, with every microbatch size and way to use the memory."""
+def in_memory(
+    layout: ResolvedConfig, model: Model, world_size: int, per_node: int
+) -> Iterator[ResolvedConfig]:
+    """Yield a layout that keeps all, with every microbatch size and way to use the memory.
+
+    Experts stay whole or are dealt out within machines.
+    """
     parallelism = layout.parallelism
     for size in powers_of_2(16):
         training = replace(layout.training, microbatch_size=size)
@@ -135,11 +142,13 @@ def in_memory(layout: ResolvedConfig, model: Model, world_size: int) -> Iterator
         forms: list[Literal["auto", "whole"]] = ["auto", "whole"] if microbatches > 1 else ["auto"]
         modes: list[Literal["none", "selective", "full"]] = ["none", "selective", "full"]
         copies = powers_of_2(max(1, world_size // (degrees.tp * degrees.pp * degrees.cp * 8)))
-        ways = product(copies, forms, modes)
-        for dp_replicate, accumulate, mode in ways:
+        dealt = expert_degrees(model, per_node or world_size)
+        for dp_replicate, ep, accumulate, mode in product(copies, dealt, forms, modes):
             each = replace(
                 layout,
-                parallelism=replace(parallelism, dp_replicate=dp_replicate, accumulate=accumulate),
+                parallelism=replace(
+                    parallelism, dp_replicate=dp_replicate, ep=ep, accumulate=accumulate
+                ),
                 training=training,
                 activation_checkpoint=ActivationCheckpointConfig(mode),
             )
@@ -148,6 +157,12 @@ def in_memory(layout: ResolvedConfig, model: Model, world_size: int) -> Iterator
             except UserError:
                 continue
             yield each
+
+
+def expert_degrees(model: Model, ranks: int) -> list[int]:
+    """Return over how many of `ranks` the experts of `model` can be dealt out evenly."""
+    shared = math.gcd(ranks, model.experts) if model.experts else 1
+    return [ep for ep in range(1, shared + 1) if shared % ep == 0]
 
 
 def powers_of_2(most: int) -> list[int]:
@@ -167,65 +182,97 @@ def loss_memory(config: ResolvedConfig, model: Model, tp: int, tokens: int) -> i
     return per_logit * min(tokens, chunk_tokens("cuda", rows)) * rows + 8 * rows * model.width
 
 
-def estimate(config: ResolvedConfig, work: "Work", world_size: int, per_node: int) -> Candidate:
+def estimate(config: ResolvedConfig, work: Work, world_size: int, per_node: int) -> Candidate:
     """Return a layout with its memory and the time of its step."""
-    model, parallelism, training = work.model, config.parallelism, config.training
-    degrees = parallelism.degrees(world_size)
-    size, microbatches = training.microbatches(degrees.data, parallelism.stages)
-    mode, again = config.activation_checkpoint.mode, computed_again(config.activation_checkpoint)
-    ranks = parallelism.pp
-    tokens = size * training.seq_len // degrees.cp  # of a microbatch on a rank
-    shards = degrees.dp_shard * degrees.cp
-    blocks = even_counts(len(model.blocks), parallelism.stages, work.head_in_blocks)
+    parallelism, training = config.parallelism, config.training
+    share = Share(work, parallelism.degrees(world_size))
+    size, microbatches = training.microbatches(share.degrees.data, parallelism.stages)
+    tokens = size * training.seq_len // share.degrees.cp
+    blocks = even_counts(len(work.model.blocks), parallelism.stages, work.head_in_blocks)
     costs = [count + 0.0 for count in blocks]
     costs[-1] += work.head_in_blocks
+    ranks = parallelism.pp
     per_rank = [0.0] * ranks
     for rank, cost in zip(stage_ranks(parallelism), costs):
         per_rank[rank] += cost
     slowest = max(per_rank) / (sum(per_rank) / ranks)
     rounds = microbatches * parallelism.stages / ranks
     waiting = slowest * (rounds + ranks - 1) / rounds
-    whole_gradient = microbatches > 1 and parallelism.accumulation == "whole"
-
-    # Memory, of the rank with most in flight and of that with the head.
-    weights = work.parameters / ranks / degrees.tp
-    unit = max(work.block, work.rest / ranks) / degrees.tp
-    hidden = 2 * tokens * model.width / degrees.tp
-    logits = loss_memory(config, model, degrees.tp, tokens)
-    kept = tokens * work.kept(degrees.tp, mode) * max(blocks)
-    one = tokens * work.kept(degrees.tp, "none")  # that is computed again
-    stages = parallelism.stages // ranks
-    flight = 1 if ranks == 1 else min(microbatches * stages, in_flight(ranks, stages))
-    gradient = 4 * weights if whole_gradient else 0
-    gathered = 4 * unit if ranks == 1 < shards else 2 * weights
-    buffers = 2 * stages * microbatches * hidden if ranks > 1 else 0
-    backward = 6 * unit + (one if again else 0)
-    working = max(flight * kept + backward, (flight if ranks == 1 else 1) * kept + logits)
-    stored = WEIGHT_BYTES + work.state + (AVERAGE_BYTES if training.ema_decay else 0)
-    memory = stored * weights / shards + gathered + gradient + buffers + working
-
-    # Time.
-    compute = work.flops * training.tokens_per_step / world_size / FLOPS
-    compute *= 1 + again / 3
-    inside = degrees.tp * shards <= per_node
-    dealt = (shards - 1) / shards * weights
-    gathers = 2 * microbatches if ranks == 1 else 1
-    reductions = 1 if whole_gradient else microbatches
-    data = dealt * (2 * gathers + 4 * reductions) / (NVLINK if inside else NETWORK)
-    if degrees.dp_replicate > 1:
-        data += 8 * weights / shards / NETWORK
-    # To compute again repeats what the forward pass sends, half of all; "selective" has kept what
-    # came of reduce-scatters, and repeats the gathers.
-    each = microbatches * len(model.blocks) / ranks
-    repeated = 0.25 if mode == "selective" else 0.5 if again else 0.0
-    sent = 8 * (degrees.tp - 1) / degrees.tp * 2 * tokens * model.width
-    layers = each * (1 + repeated) * sent / NVLINK
-    keys = each * (1.5 if again else 1) * 4 * (degrees.cp - 1) * 2 * tokens * work.keys / degrees.tp
-    sequences = keys / (NVLINK if degrees.tp * degrees.cp <= per_node else NETWORK)
+    memory = memory_of(config, share, tokens, microbatches, max(blocks))
+    computing, hidden = seconds_of(config, share, tokens, microbatches, per_node)
     passes = 2 if config.optimizer.mode == "exact" else 1
-    seconds = passes * ((compute + layers + sequences) * waiting + max(0.0, data - compute))
+    seconds = passes * (computing * waiting + hidden)
     seconds += work.owner_flops / world_size / FLOPS
     return Candidate(config, microbatches, 1 - 1 / waiting, memory, seconds)
+
+
+def memory_of(
+    config: ResolvedConfig, share: Share, tokens: int, microbatches: int, blocks: int
+) -> float:
+    """Return the bytes of the rank with most in flight, or of that with the head.
+
+    `tokens` are those of a microbatch on a rank, and `blocks` those of a stage.
+    """
+    work, tp, ranks = share.work, share.degrees.tp, share.degrees.pp
+    mode, travels = config.activation_checkpoint.mode, share.degrees.ep > 1
+    hidden = 2 * tokens * work.model.width / tp
+    logits = loss_memory(config, work.model, tp, tokens)
+    kept = tokens * work.kept(tp, mode, travels) * blocks
+    one = tokens * work.kept(tp, "none", travels)  # that is computed again
+    stages = config.parallelism.stages // ranks
+    flight = 1 if ranks == 1 else min(microbatches * stages, in_flight(ranks, stages))
+    gathered = 2 * share.computed
+    if ranks == 1:
+        gathered = 4 * share.unit if share.received else 0
+    buffers = 2 * stages * microbatches * hidden if ranks > 1 else 0
+    # The gradients of experts' outputs, once more in float32: a router's weights are.
+    backward = 6 * share.unit + 6 * tokens * work.rows / tp
+    backward += one if computed_again(config.activation_checkpoint) else 0
+    working = max(flight * kept + backward, (flight if ranks == 1 else 1) * kept + logits)
+    stored = WEIGHT_BYTES + work.state + (AVERAGE_BYTES if config.training.ema_decay else 0)
+    gradient = 4 * share.computed if keeps_whole_gradient(config, microbatches) else 0
+    return stored * share.held + gathered + gradient + buffers + working
+
+
+def keeps_whole_gradient(config: ResolvedConfig, microbatches: int) -> bool:
+    """Return whether ranks keep the gradients of all that they compute with, for microbatches."""
+    return microbatches > 1 and config.parallelism.accumulation == "whole"
+
+
+def seconds_of(
+    config: ResolvedConfig, share: Share, tokens: int, microbatches: int, per_node: int
+) -> tuple[float, float]:
+    """Return the time of the passes of a step, and what the traffic of weights adds to it.
+
+    `tokens` are those of a microbatch on a rank.
+    """
+    work, degrees = share.work, share.degrees
+    tp, cp, ep, ranks = degrees.tp, degrees.cp, degrees.ep, degrees.pp
+    mode, again = config.activation_checkpoint.mode, computed_again(config.activation_checkpoint)
+    world_size = ranks * degrees.data * cp * tp
+    compute = work.flops * config.training.tokens_per_step / world_size / FLOPS
+    compute *= 1 + again / 3
+    gathers = 2 * microbatches if ranks == 1 else 1
+    reductions = 1 if keeps_whole_gradient(config, microbatches) else microbatches
+    inside = tp * share.shards <= per_node
+    data = share.received * (2 * gathers + 4 * reductions) / (NVLINK if inside else NETWORK)
+    if degrees.dp_replicate > 1:
+        data += 8 * share.held / NETWORK
+    # To compute again repeats what the forward pass sends, half of all; "selective" has kept what
+    # came of reduce-scatters, and repeats the gathers.
+    times = microbatches / ranks
+    blocks, width = len(work.model.blocks), work.model.width
+    repeated = 0.25 if mode == "selective" else 0.5 if again else 0.0
+    # A block gathers and scatters twice, in both passes; what has experts once.
+    sent = (8 * blocks - 4 * work.mixtures) * (tp - 1) / tp * 2 * tokens * width
+    layers = times * (1 + repeated) * sent / NVLINK
+    sent = (1.5 if again else 1) * 4 * (cp - 1) * 2 * tokens * work.keys / tp
+    sequences = times * blocks * sent / (NVLINK if tp * cp <= per_node else NETWORK)
+    # To experts and back, in both passes; "selective" has kept what came.
+    rows = (4 + (2 * again if mode == "full" else 0)) * 2 * tokens * work.rows / tp * (ep - 1) / ep
+    fits = per_node and per_node % ep == 0
+    travels = times * work.mixtures * rows / (NVLINK if fits else NETWORK)
+    return compute + layers + sequences + travels, max(0.0, data - compute)
 
 
 def in_flight(ranks: int, stages: int) -> int:
@@ -234,80 +281,6 @@ def in_flight(ranks: int, stages: int) -> int:
     That is 1F1B, or interleaved with more than one stage: Narayanan et al. 2021, arXiv 2104.04473.
     """
     return ranks if stages == 1 else 2 * (ranks - 1) + (stages - 1) * ranks + 1
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a model and its optimizer take, whatever the layout."""
-
-    model: Model
-    """Without memory."""
-    parameters: int
-    block: int
-    """Parameters of a block."""
-    rest: int
-    """Parameters outside of blocks."""
-    flops: int
-    """Of a token."""
-    head_in_blocks: float
-    """The FLOPs of the head, in those of a block."""
-    keys: int
-    """Width of keys and values together."""
-    given: int
-    """Width of what layers before attention and the activation function give, of a block."""
-    taken: int
-    """Width of what the layers after them take."""
-    state: float = 0.0
-    """Bytes of the optimizer's state for each parameter."""
-    owner_flops: int = 0
-    """Of all orthogonalisations of a step."""
-
-    @classmethod
-    def of(cls, model: Model) -> "Work":
-        """Return what `model` takes, without an optimizer."""
-        block = model.blocks["0"]
-        parameters = model.parameter_count
-        own = sum(each.numel() for each in block.parameters())
-        matrices = [
-            (cut_of(name.removesuffix(".weight"), model.cuts), each)
-            for name, each in model.named_parameters()
-            if name.startswith("blocks.0.") and each.ndim == 2
-        ]
-        return cls(
-            model,
-            parameters,
-            own,
-            parameters - len(model.blocks) * own,
-            model.flops_per_token(),
-            head_in_blocks(model),
-            2 * model.heads[1] * model.head_width,
-            given=sum(each.shape[0] for cut, each in matrices if cut != "columns"),
-            taken=sum(each.shape[1] for cut, each in matrices if cut == "columns"),
-        )
-
-    def with_optimizer(self, optimizer: MARS) -> "Work":
-        """Return the same with what `optimizer` takes, the whole model's, without memory."""
-        tensors = [tensor for each in optimizer.state.values() for tensor in each.values()]
-        tensors += optimizer.ahead.last_grads.values()
-        flops = sum(sum(loads.values()) for loads in optimizer.plans.owner_loads.values())
-        state = sum(tensor.nbytes for tensor in tensors) / self.parameters
-        return replace(self, state=state, owner_flops=flops)
-
-    def kept(self, tp: int, mode: str) -> float:
-        """Return the bytes that a block keeps for each token until its backward pass.
-
-        They are bfloat16. `mode`: of activation checkpointing.
-        """
-        width = self.model.width
-        if mode == "full":
-            return 2 * width / tp
-        if mode == "selective":
-            # The sums of attention and MLP over tp are whole on each rank before they are added.
-            sums = 4 * width if tp > 1 else 0
-            return 4 * width + (2 * self.given + 4 * width + sums) / tp
-        # Each rank has the whole inputs of attention and MLP. What a layer gives is kept once more
-        # after an activation function or a rotation.
-        return 4 * width + (4 * self.given + 2 * self.taken + 12 * width) / tp
 
 
 def found_table(found: list[Candidate], config: ResolvedConfig) -> list[str]:

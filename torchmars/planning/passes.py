@@ -33,12 +33,13 @@ def simulate_passes(
     # What is there before the second microbatch is the gradient of the first one.
     part.register_forward_pre_hook(lambda *_: memory.settle(), prepend=True)
     traffic.begin(PHASE, weight=passes * (2 - microbatches))
-    model.backward([tokens])
+    # "Ahead" counts no choices of experts: `simulation.count_choices` does, once for a step.
+    model.backward([tokens], ahead=True)
     if microbatches > 1:
         for parameter in part.parameters():
             parameter.grad = None
         traffic.begin(PHASE, weight=passes * (microbatches - 1))
-        model.backward([tokens] * 2)
+        model.backward([tokens] * 2, ahead=True)
 
 
 def simulate_stages(

@@ -17,9 +17,10 @@ from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.cuts import blocks_of_stages, head_in_blocks
 from torchmars.parallel.layout import AXES, Layout
-from torchmars.planning.find import Work, estimate
+from torchmars.planning.find import estimate
 from torchmars.planning.pipeline import actions_of_ranks, bubble, computed_again
 from torchmars.planning.simulation import Simulation, simulate_ranks
+from torchmars.planning.work import Work
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepared_data
 

@@ -14,7 +14,8 @@ from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_meta_model
 from torchmars.optim.rules import variance_reduced
 from torchmars.planning.assumptions import ESTIMATED, PER_NODE
-from torchmars.planning.find import Work, estimate
+from torchmars.planning.find import estimate
+from torchmars.planning.work import Work
 
 HEADINGS = ("preset", "parameters", "tokens", "GPUs", "hours", "settings", "result to expect")
 RIGHT = (1, 2, 3, 4)

@@ -7,6 +7,7 @@ which have a shape and no values; so are the collectives.
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
@@ -16,12 +17,14 @@ from torchmars.config.compile import resolve_compile
 from torchmars.config.float8 import Float8Config
 from torchmars.models import Model
 from torchmars.models.documents import has_kernel
+from torchmars.models.moe import Experts, MoE
 from torchmars.optim import MARS
 from torchmars.parallel.context import GatheredAttention
+from torchmars.parallel.experts import Dispatch
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.planning.memory import MemoryCounter, bytes_of
-from torchmars.planning.passes import simulate_passes, simulate_stages
+from torchmars.planning.passes import PHASE, simulate_passes, simulate_stages
 from torchmars.planning.pipeline import Action, Effects, actions_of_ranks, peak_of
 from torchmars.planning.traffic import TrafficCounter
 from torchmars.training.ema import MovingAverage
@@ -145,6 +148,7 @@ def simulate_step(
 
     if layout.device.type == "cuda":
         leave_out_masks(model)
+    route_evenly(model)
     memory, traffic = MemoryCounter(), TrafficCounter()
     parameters = [each for part in model.parts.values() for each in part.parameters()]
     memory.know(parameters)
@@ -155,7 +159,9 @@ def simulate_step(
             if model.pipeline is None:
                 simulate_passes(model, tokens, microbatches[1], passes, memory, traffic)
             else:
-                effects = simulate_stages(model, tokens, passes, memory, traffic)
+                with model.balance.around(microbatches[1], ahead=True):
+                    effects = simulate_stages(model, tokens, passes, memory, traffic)
+            count_choices(model, traffic)
         gradients = bytes_of(parameter.grad for parameter in model.weights.values())
         traffic.begin("optimizer", weight=1)
         if optimizer.exact:
@@ -180,12 +186,41 @@ def simulate_step(
     )
 
 
+def count_choices(model: ParallelModel, traffic: TrafficCounter) -> None:
+    """Add up which experts tokens chose, as a step does once, whatever its passes are."""
+    traffic.begin(PHASE, weight=1)
+    with model.balance.around(microbatches=1, ahead=False):
+        pass
+
+
 def leave_out_masks(model: ParallelModel) -> None:
     """Let attention under context parallelism take no mask: on GPUs it has none in memory."""
     for part in model.parts.values():
         for module in part.modules():
             if isinstance(module, GatheredAttention):
                 module.make_mask = lambda queries, keys: None
+
+
+def route_evenly(model: ParallelModel) -> None:
+    """Let as many rows travel to each rank of experts: fake tensors have no choices."""
+    for part in model.parts.values():
+        for module in part.modules():
+            if isinstance(module, MoE) and isinstance(module.dispatch, Dispatch):
+                module.dispatch = EvenDispatch(module.dispatch.group)
+
+
+class EvenDispatch(Dispatch):
+    """Sends as many rows to each rank, and gets as many from each."""
+
+    def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+        self.rows = len(rows)
+        return super().__call__(experts, rows, counts)
+
+    def splits(self, leaving: Tensor, arriving: Tensor) -> list[list[int]]:
+        """Return even numbers of rows; where they do not divide, the first ranks get one more."""
+        each, more = divmod(self.rows, self.ranks)
+        shares = [each + (rank < more) for rank in range(self.ranks)]
+        return [shares, [shares[dist.get_rank(self.group)]] * self.ranks]
 
 
 def received(model: ParallelModel) -> int:
