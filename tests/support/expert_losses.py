@@ -12,20 +12,19 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import metrics, tiny_tables, train_here
 from torchmars.training.trainer import Trainer
 
+SHAPE = {"name": "llama", "n_layer": 4, "n_head": 8, "n_kv_head": 4, "n_embd": 64}
+SHAPE |= {"n_expert": 8, "n_expert_used": 2, "n_expert_inner": 48}
 MODELS: dict[str, dict] = {
-    "Qwen3-MoE": {
-        "name": "llama",
-        "n_layer": 4,
-        "n_head": 8,
-        "n_kv_head": 4,
-        "n_embd": 64,
-        "qk_norm": True,
-        "n_expert": 8,
-        "n_expert_used": 2,
-        "n_expert_inner": 48,
-    },
+    "Qwen3-MoE": SHAPE | {"qk_norm": True},
+    "GLM-4.5": SHAPE
+    | {"n_inner": 96, "n_dense": 1, "n_expert_shared": 1, "router": "sigmoid"}
+    | {"routed_scaling": 2.5, "rotary_fraction": 0.5, "qkv_bias": True},
 }
-LOSSES: dict[str, dict] = {"Qwen3-MoE": {"balance_loss": 1e-2, "router_z_loss": 1e-3}}
+# What keeps their experts busy.
+LOSSES: dict[str, dict] = {
+    "Qwen3-MoE": {"balance_loss": 1e-2, "router_z_loss": 1e-3},
+    "GLM-4.5": {"balance_rate": 1e-2},
+}
 # Settings that change how a step is computed and not what, by a name that may follow a layout's.
 VARIANTS: dict[str, dict] = {
     "": {},
