@@ -153,6 +153,17 @@ def on_fsdp_tp(rules, settings):
     return result, strided
 
 
+def laid_out(whole, parameter):
+    """Return a copy of a whole gradient, laid out as `parameter` is, without communication."""
+    if not isinstance(parameter, DTensor):
+        return whole.clone()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    block = matrices.intervals(parameter.shape, mesh.shape, placements, mesh.get_coordinate())
+    local = whole[tuple(slice(*interval) for interval in block)].contiguous()
+    like = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local, mesh, placements, run_check=False, **like)
+
+
 def train_layers(model, rule, settings):
     parameters = list(model.parameters())
     optimizer = MARS(parameters, rule=rule, weight_decay=0.1, **settings)
@@ -161,24 +172,7 @@ def train_layers(model, rule, settings):
     ]
     for step in range(STEPS):
         for parameter, sequence in zip(parameters, sequences):
-            gradient = sequence[step].clone()
-            if isinstance(parameter, DTensor):
-                block = matrices.intervals(
-                    parameter.shape,
-                    parameter.device_mesh.shape,
-                    parameter.placements,
-                    parameter.device_mesh.get_coordinate(),
-                )
-                local = gradient[tuple(slice(*interval) for interval in block)].contiguous()
-                gradient = DTensor.from_local(
-                    local,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-            parameter.grad = gradient
+            parameter.grad = laid_out(sequence[step], parameter)
         optimizer.step()
     return whole(parameters)
 

@@ -95,9 +95,12 @@ class WholePart(NamedTuple):
 def whole_parts(shape: MatrixShape, blocks: Blocks) -> list[WholePart] | None:
     """Return the units that each shard has, or None if not all units are at home.
 
-    They are if none of them is cut, and each shard has one: otherwise it would have no work.
+    They are if none of them is cut, and all shards have work: each has one, and they are of one
+    shape.
     """
     units, found = units_of(0, shape), []
+    if len(blocks) > 1 and len({each.shape for each in units}) > 1:
+        return None
     for shard, block in enumerate(blocks):
         tiles = [(place, tile_of(each, block)) for place, each in enumerate(units)]
         own = [(place, tile) for place, tile in tiles if tile]
