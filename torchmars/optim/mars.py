@@ -56,14 +56,17 @@ class MARS(torch.optim.Optimizer):
 
     Parameters may be plain tensors, replicas (DDP) or DTensors of any mesh and placement. `||c||`
     is the norm of the whole tensor. A sharded matrix is orthogonalised whole, on the rank that owns
-    it. Parameters may be replaced in `param_groups`, sharded or moved to another device or dtype
-    later: their state follows at the next step. FSDP1's flattened parameters are refused.
+    it. In a stack of matrices [n, rows, cols] h is taken as 0 where g is exactly 0: an expert
+    without tokens gets no correction. Parameters may be replaced in `param_groups`, sharded or
+    moved to another device or dtype later: their state follows at the next step. FSDP1's flattened
+    parameters are refused.
 
     Creating the optimizer is collective, and creates the state. A step makes one all-reduce for
     each distinct set of mesh axes that parameters are sharded over, and two all-to-alls for each
-    bucket of sharded matrices (with replicas an all-gather too). Where ranks have copies, one more
-    all-reduce for each mesh, of some numbers, makes `grad_norm` and the verdict on a step the same
-    on all of them. Plain tensors alone communicate nothing. A step never waits for a GPU.
+    bucket of matrices that are cut, and with replicas an all-gather for each bucket. Where ranks
+    have copies, one more all-reduce for each mesh, of some numbers, makes `grad_norm` and the
+    verdict on a step the same on all of them. Plain tensors alone communicate nothing. A step never
+    waits for a GPU.
 
     A step whose gradients are not all finite, or so large that a number of the update would
     overflow, is skipped: it changes nothing (in exact mode the last gradient is still replaced).
