@@ -96,6 +96,16 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
             "reshard_after_forward = 4 does not divide the 6 ranks",
         ),
         (
+            1,
+            {"training": {"balance_loss": 0.01}},
+            "training.balance_loss = 0.01 is a loss of experts, which the model does not have",
+        ),
+        (
+            1,
+            {"training": {"router_z_loss": 0.001}, "model": LLAMA},
+            "training.router_z_loss = 0.001 is a loss of experts",
+        ),
+        (
             2,
             {"tp": 2, "training": {"float8": FLOAT8}},
             "float8 does not go with parallelism.tp = 2",

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.expert_losses import LOSSES, runs_apart
+from tests.support.full import FULL
 from tests.support.layouts import EXPERT_LAYOUTS
 from tests.support.tiny import write_text
 
@@ -32,20 +33,27 @@ ALL = [
 ]
 
 
-def check(folder, model, rule, cases):
+def check(folder, model, rule, cases, norms=NORMS):
     write_text(folder)
     found = runs_apart(folder, model, rule, cases)
     for case, apart in found.items():
         print(f"{model} {rule} {' '.join(case)}: {apart}")
     assert max(apart.before for apart in found.values()) < BEFORE, found
-    assert max(apart.norms for apart in found.values()) < NORMS, found
-    assert max(apart.after for apart in found.values()) < AFTER[rule], found
+    assert max(apart.norms for apart in found.values()) < norms, found
+    assert max(apart.after for apart in found.values()) < AFTER[rule.partition(",")[0]], found
     choices = sum(apart.choices for apart in found.values())
     assert sum(apart.moved for apart in found.values()) <= choices * MOVED, found
 
 
 def test_losses_and_choices_are_those_of_one_rank(tmp_path):
     check(tmp_path, "Qwen3-MoE", "mars-m", SIX)
+
+
+@FULL
+def test_both_gradients_of_a_batch_have_one_loss(tmp_path):
+    cases = [("FSDP 2", "full"), ("CP 2, EP 2", "selective"), ("PP 2", "microbatches of 4")]
+    # On one rank with other microbatches norms are up to 2e-5 apart here, each for one step.
+    check(tmp_path, "Qwen3-MoE", "mars-adamw, exact", cases, norms=5e-5)
 
 
 @pytest.mark.slow

@@ -129,8 +129,9 @@ def apart(folder: Path, model: str, rule: str, case: Case, counts: dict[Case, Co
     moved = []
     for ours, theirs in zip(counts[case][1:], counts[ONE][1:], strict=True):
         assert ours.keys() == theirs.keys()
-        assert all(sum(each) == used * tokens for each in ours.values()), case
-        pairs = [(torch.tensor(ours[name]), torch.tensor(theirs[name])) for name in ours]
+        layers = [name for name in ours if name.endswith(".counts")]  # not of the step before
+        assert all(sum(ours[name]) == used * tokens for name in layers), case
+        pairs = [(torch.tensor(ours[name]), torch.tensor(theirs[name])) for name in layers]
         moved.append(sum(int((a - b).abs().sum()) for a, b in pairs) // 2)
     first = next((step for step, number in enumerate(moved, 1) if number), STEPS + 1)
     differences = {
@@ -145,5 +146,5 @@ def apart(folder: Path, model: str, rule: str, case: Case, counts: dict[Case, Co
             norms.append(each if step < first else 0.0)
         else:
             (before if step < first else after).append(each)
-    choices = STEPS * used * tokens * len(counts[case][0])
+    choices = STEPS * used * tokens * MODELS[model]["n_layer"]
     return Apart(max(before), max(norms), max(after), sum(moved), choices)
