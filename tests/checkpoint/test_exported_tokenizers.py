@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.checkpoint.test_huggingface import MODELS
+from tests.checkpoint.test_huggingface import MIXTURES, MODELS
 from tests.data.test_tokenizer_files import TEXTS
 from tests.support.tiny import tiny_config
 from torchmars.data.tokenizer import load_tokenizer
@@ -15,6 +15,7 @@ from torchmars.models import build_meta_model
 from torchmars.models.huggingface_config import to_config
 
 transformers = pytest.importorskip("transformers")
+KINDS = MODELS | MIXTURES
 LETTERS = pre_tokenizers.ByteLevel.alphabet()
 
 
@@ -47,10 +48,10 @@ def ids(tokenizer):
 
 
 @pytest.mark.parametrize("make", [lambda folder: load_tokenizer("bytes"), pairs, qwen])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_it_gives_the_same_tokens_or_that_is_told_with_what_does(tmp_path, name, make):
     tokenizer = make(tmp_path)
-    config = tiny_config(tmp_path, model=MODELS[name])
+    config = tiny_config(tmp_path, model=KINDS[name])
     theirs = to_config(build_meta_model(config.model, tokenizer.vocab_size, 64))
     folder = tmp_path / "export"
     folder.mkdir()

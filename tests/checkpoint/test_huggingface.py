@@ -1,9 +1,11 @@
 """Runs to folders of transformers and back, against transformers itself."""
 
 import json
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -215,6 +217,20 @@ def test_mixtures_go_there_and_back(name, tmp_path):
     theirs.generation_config.suppress_tokens = list(padding)
     expected = theirs.generate(prompt, max_new_tokens=50, do_sample=False)[0, 10:]
     assert [token for (token,) in drawn] == expected.tolist()
+
+
+def test_memory_holds_one_stack_of_experts_at_a_time(tmp_path):
+    model, held = build_model(ModelConfig(**MIXTURES["glm4_moe"]), 257, LENGTH), []
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+
+    def read(name):
+        assert not any(array() is not None for array in held), name
+        values = np.ones(shapes[name], np.float32)
+        held.append(weakref.ref(values))  # it lives as long as the tensor's memory is used
+        return torch.from_numpy(values)
+
+    write_weight_files(tmp_path, model, torch.bfloat16, read, file_bytes=20_000)
+    assert len(held) == len(shapes)
 
 
 @pytest.mark.parametrize("layer,message", [(2, ""), (3, "layers.3.x, which no model")])

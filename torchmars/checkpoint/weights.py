@@ -125,7 +125,7 @@ def write_weights(
     tensor and a chunk. The library writes a file from all of its tensors at once. Raises `OSError`,
     and `UserError` where another file has the name of an incomplete one.
     """
-    partial, begin = file.with_name(file.name + PARTIAL), header(entries)
+    partial, begin, rest = file.with_name(file.name + PARTIAL), header(entries), iter(values)
     if os.path.lexists(partial):
         with open_file(partial) as stream:
             if not begin.startswith(stream.read(len(begin))):
@@ -133,7 +133,8 @@ def write_weights(
     try:
         with DurableFile(partial) as stream:
             stream.write(begin)
-            for (dtype, shape), value in zip(entries.values(), values, strict=True):
+            for dtype, shape in entries.values():
+                value = next(rest)  # zip would keep it until it has the next one
                 assert value.shape == torch.Size(shape)
                 rows = max(1, CHUNK // max(1, value[:1].nbytes))
                 for chunk in value.detach().split(rows):
