@@ -32,8 +32,9 @@ class TrainingConfig:
     """Coefficient of the loss that keeps the experts of a mixture equally busy. Of each layer so
     many times E * sum_i f_i P_i is added to the loss: f_i is the share of expert i, of E, in the
     choices of the last step's global batch, and P_i the mean of its probability in this one. That
-    is 1 where all are equal. The layers are summed, and f sums to 1: other codes have the mean over layers, or
-    f times the choices of a token. The losses that are reported are without it. 0: none."""
+    is 1 where all are equal. The layers are summed, and f sums to 1: other codes have the mean over
+    layers, or f times the choices of a token. The losses that are reported are without it. 0: none.
+    """
     router_z_loss: Annotated[float, Range(0, 1)] = 0.0
     """Coefficient of the z-loss of the routers, which keeps their logits from growing: of each
     layer so many times the mean square of the logarithm of the softmax's denominator is added to
