@@ -3,6 +3,7 @@
 import json
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,19 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.test_moe import GLM
 from tests.support.commands import ROOT, run_command
-from tests.support.full import full_but
+from tests.support.full import FULL, full_but
+from tests.support.ranks import run_ranks
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.export import export_folder
 from torchmars.checkpoint.huggingface import weights_of_folder, write_weight_files
 from torchmars.checkpoint.inference import load_model, open_model
-from torchmars.config import ModelConfig
+from torchmars.checkpoint.weights import load_weights
+from torchmars.config import (
+    ActivationCheckpointConfig,
+    ModelConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchmars.config.load import config_from_tables
 from torchmars.config.toml_files import read_toml
 from torchmars.core.errors import UserError
@@ -27,8 +35,10 @@ from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
-from torchmars.models import build_model
+from torchmars.models import build_meta_model, build_model
 from torchmars.models.huggingface_config import to_config
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.parallel_model import ParallelModel
 
 transformers = pytest.importorskip("transformers")
 LLAMA = {"name": "llama", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 48}
@@ -217,6 +227,32 @@ def test_mixtures_go_there_and_back(name, tmp_path):
     theirs.generation_config.suppress_tokens = list(padding)
     expected = theirs.generate(prompt, max_new_tokens=50, do_sample=False)[0, 10:]
     assert [token for (token,) in drawn] == expected.tolist()
+
+
+def whole_on(parallelism, folder, **model):
+    """The weights that ranks of a layout read from a folder, gathered, and this rank's biases."""
+    parallelism = ParallelismConfig(**parallelism)
+    ranks = torch.distributed.get_world_size()
+    layout = Layout.create(torch.device("cpu"), parallelism.degrees(ranks))
+    whole = build_meta_model(ModelConfig(**model), 257, LENGTH)
+    training, kept = TrainingConfig(seq_len=LENGTH, dtype="float32"), ActivationCheckpointConfig()
+    ours = ParallelModel(whole, parallelism, training, kept, layout, torch.device("cpu"))
+    load_weights(weights_of_folder(folder, whole), ours.tensors)
+    return {name: value.full_tensor() for name, value in ours.weights.items()} | ours.buffers
+
+
+@FULL
+@pytest.mark.parametrize("ep", [2, 4])
+def test_each_rank_reads_its_own_experts(tmp_path, ep):
+    model = build_model(ModelConfig(**MIXTURES["glm4_moe"]), 257, LENGTH)
+    state, generator = model.state_dict(), torch.Generator().manual_seed(0)
+    for value in state.values():
+        torch.nn.init.normal_(value, 0, 1, generator)
+    write_weight_files(tmp_path, model, torch.float32, state.__getitem__)
+    settings = {"ep": ep}, tmp_path
+    for found in run_ranks(partial(whole_on, **MIXTURES["glm4_moe"]), 4, *settings):
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
 def test_memory_holds_one_stack_of_experts_at_a_time(tmp_path):

@@ -169,19 +169,22 @@ class LlamaArgs:
     def check_experts(self) -> None:
         """Raise `UserError` for experts that cannot be built."""
         if not self.n_expert:
-            for name in ("n_expert_shared", "n_dense", "router", "routed_scaling"):
-                value, none = getattr(self, name), getattr(LlamaArgs, name)
-                if value != none:
-                    raise UserError(
-                        f"model.{name} = {value} has no meaning without experts: set it to {none}, "
-                        "or model.n_expert to more than 0"
-                    )
-        elif self.n_expert_used > self.n_expert:
+            none = {"n_expert_shared": 0, "n_dense": 0, "router": "softmax", "routed_scaling": 1.0}
+            own = {name: getattr(self, name) for name in none}
+            names = [name for name, value in own.items() if value != none[name]]
+            if names:
+                raise UserError(
+                    f"{', '.join(f'model.{name} = {own[name]}' for name in names)} has no meaning "
+                    f"without experts: set it to {', '.join(str(none[name]) for name in names)}, "
+                    "or model.n_expert to more than 0"
+                )
+            return
+        if self.n_expert_used > self.n_expert:
             raise UserError(
                 f"model.n_expert_used = {self.n_expert_used} is more than model.n_expert = "
                 f"{self.n_expert}: choose at most as many"
             )
-        elif self.n_dense >= self.n_layer:
+        if self.n_dense >= self.n_layer:
             raise UserError(
                 f"model.n_dense = {self.n_dense} leaves no block of model.n_layer = {self.n_layer} "
                 "for experts: lower it, or set model.n_expert = 0"

@@ -69,7 +69,8 @@ def even_counts(blocks: int, stages: int, head: float) -> list[int]:
     """Return how many blocks each stage gets, at least one.
 
     The costliest stage is as cheap as can be. The last one also has the head, which costs `head`
-    blocks. Looking up an embedding costs nothing.
+    blocks. Looking up an embedding costs nothing. Blocks are taken to cost alike: a dense first
+    block of GLM-4.5 has 0.92 of the FLOPs of one with experts.
     """
     costs = [1.0] * (stages - 1) + [1.0 + head]
     for _ in range(blocks - stages):
