@@ -2,10 +2,10 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,39 +15,83 @@ from torch.utils._pytree import tree_leaves  # private, torch 2.11 to 2.13
 
 # What FSDP2 calls the operations that fill and empty its buffers.
 BUFFER_NAMESPACE = "fsdp"
+T = TypeVar("T")
 
 
 @dataclass
 class Effect:
     """What some work does to the memory, in bytes by kind."""
 
-    peak: Counter[str] = field(default_factory=Counter)
-    """What there is at the worst moment of the work, beside what there was before."""
+    moments: dict[Hashable, Counter[str]] = field(default_factory=dict)
+    """What there is at most in each part of the work, beside what there was before."""
     change: Counter[str] = field(default_factory=Counter)
     """What there is after the work, beside what there was before."""
 
+    @property
+    def peak(self) -> Counter[str]:
+        """What there is at the worst moment of the work, beside what there was before."""
+        return max(self.moments.values(), key=Counter.total)
+
     def changed(self, more: "Effect", less: "Effect") -> "Effect":
         """Return the effect, `more` added and `less` taken away."""
-        total = Effect(self.peak.copy(), self.change.copy())
+        peak, change = self.peak.copy(), self.change.copy()
         for effect, count in ((more, Counter.update), (less, Counter.subtract)):
-            count(total.peak, effect.peak)
-            count(total.change, effect.change)
-        return total
+            count(peak, effect.peak)
+            count(change, effect.change)
+        return Effect({"": peak}, change)
+
+    def grown(self, more: "Effect", times: int) -> "Effect":
+        """Return the effect with `times` the difference to `more` added, in each part of the work.
+
+        What only `more` has lies between parts of both: its growth is between theirs.
+        """
+        moments = {
+            moment: grown(peak, more.moments[moment], times)
+            for moment, peak in self.moments.items()
+        }
+        return Effect(moments, grown(self.change, more.change, times))
+
+
+def grown(few: Counter[T], more: Counter[T], times: float) -> Counter[T]:
+    """Return `few` with `times` the difference to `more` added."""
+    return Counter(
+        {key: round(few[key] + times * (more[key] - few[key])) for key in {**few, **more}}
+    )
 
 
 class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of the tensors that are made while it is active, fake ones among them.
 
     `bytes` has them by kind: "activations", or "gathered" for weights and gradients of other ranks'
-    shards. `peak` is `bytes` at the moment when all together were most.
+    shards. `moments` has, for each part of the work that `begin` named, `bytes` at the moment when
+    all together were most.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self._total = self._peak_total = 0
+        self._total = 0
         self._storages: dict[int, _Storage] = {}
+        self._restart()
+
+    def _restart(self) -> None:
+        self.moments: dict[Hashable, Counter[str]] = {}
+        self.begin("")
+
+    def begin(self, moment: Hashable) -> None:
+        """Name the part of the work that begins. One name may stand for several parts."""
+        self.moment, there = moment, self.moments.get(moment, Counter())
+        self._peak_total = there.total()
+        self._note()
+
+    def _note(self) -> None:
+        if self._total > self._peak_total or self.moment not in self.moments:
+            self._peak_total, self.moments[self.moment] = self._total, self.bytes.copy()
+
+    @property
+    def peak(self) -> Counter[str]:
+        """`bytes` at the moment when all together were most."""
+        return max(self.moments.values(), key=Counter.total)
 
     @property
     def total(self) -> int:
@@ -73,12 +117,13 @@ class MemoryCounter(TorchDispatchMode):
         What it makes and leaves is of the kind `leaves`.
         """
         effect, before, there = Effect(), self.bytes.copy(), set(self._storages.values())
-        self.peak, self._peak_total = before.copy(), self.total
+        self._restart()
         yield effect
+        effect.moments = self.moments
         for storage in set(self._storages.values()) - there:
             storage.become(leaves)
-        for counts, now in ((effect.peak, self.peak), (effect.change, self.bytes)):
-            counts.update(now)
+        effect.change = self.bytes.copy()
+        for counts in (*effect.moments.values(), effect.change):
             counts.subtract(before)
 
     def __enter__(self) -> "MemoryCounter":
@@ -125,8 +170,7 @@ class MemoryCounter(TorchDispatchMode):
             return
         self.bytes[kind] += size
         self._total += size
-        if self._total > self._peak_total:
-            self._peak_total, self.peak = self._total, self.bytes.copy()
+        self._note()
 
     def _forget(self, key: int) -> None:
         storage = self._storages.pop(key)

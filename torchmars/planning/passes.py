@@ -1,19 +1,106 @@
 """The forward and backward passes of a step of one rank, as few of them as tell the rest."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
+from torchmars.config import TrainingConfig
+from torchmars.models import Model
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.parallel.pipeline import Pipeline
 from torchmars.parallel.tied import TiedTable
-from torchmars.planning.memory import Effect, MemoryCounter
+from torchmars.planning.memory import Effect, MemoryCounter, bytes_of, grown
 from torchmars.planning.pipeline import ActionKind, Effects, actions_of_ranks
 from torchmars.planning.traffic import TrafficCounter
 
 PHASE = "forward and backward"
+# Blocks at either end of a stage beside which there is more in memory, or less, than beside others:
+# the next one is gathered ahead, the last gradients are still on their way.
+EDGE = 2
+
+
+@dataclass
+class Passes:
+    """What the forward and backward passes of a step take of one rank."""
+
+    traffic: TrafficCounter
+    effects: Effects
+    """What they do to its memory. Without a pipeline one effect has all of them."""
+    gradients: int
+    """Bytes of gradients that they leave."""
+
+    def grown(self, more: "Passes", blocks: Sequence[int]) -> "Passes":
+        """Return those of a rank that has, in each of its parts, so many `blocks` more.
+
+        `more` are those of a rank that has one more.
+        """
+        traffic, times = TrafficCounter(), sum(blocks) / len(blocks)
+        traffic.times = grown(self.traffic.times, more.traffic.times, times)
+        traffic.sent = grown(self.traffic.sent, more.traffic.sent, times)
+        effects = {
+            key: effect.grown(more.effects[key], blocks[key[0]])
+            for key, effect in self.effects.items()
+        }
+        gradients = self.gradients + round(times * (more.gradients - self.gradients))
+        return Passes(traffic, effects, gradients)
+
+
+def make_passes(
+    model: ParallelModel, training: TrainingConfig, passes: int, fake: FakeTensorMode
+) -> Passes:
+    """Make the passes of a step, `passes` times, on `model`, whose weights `fake` has made."""
+    size, microbatches = training.microbatches(model.layout.data.size, model.parallelism.stages)
+    tokens = torch.zeros(size, training.seq_len + 1, dtype=torch.int64)
+    memory, traffic = MemoryCounter(), TrafficCounter()
+    memory.know(each for part in model.parts.values() for each in part.parameters())
+    for part in model.parts.values():
+        name_blocks(part.model, memory)
+    with fake, traffic, memory:
+        if model.pipeline is None:
+            with memory.effect(leaves="gathered") as effect:
+                simulate_passes(model, tokens, microbatches, passes, memory, traffic)
+            effects: Effects = {(0, "B", -1): effect}
+        else:
+            with model.balance.around(microbatches, ahead=True):
+                effects = simulate_stages(model, tokens, passes, memory, traffic)
+        count_choices(model, traffic)
+    gradients = bytes_of(parameter.grad for parameter in model.weights.values())
+    return Passes(traffic, effects, gradients)
+
+
+def name_blocks(model: Model, memory: MemoryCounter) -> None:
+    """Let `memory` know which block computes, of those that tell the rest: see `EDGE`."""
+    blocks, first = [*model.blocks.values()], EDGE + unlike_blocks(model)
+    for place, block in enumerate(blocks):
+        after = place - len(blocks)
+        name = place if place < first else after if after >= -EDGE else "between"
+        block.register_forward_pre_hook(lambda *_, name=name: memory.begin(("forward", name)))
+        block.register_forward_hook(
+            lambda _, __, output, name=name: (
+                output.register_hook(lambda _: memory.begin(("backward", name))) and None
+            )
+        )
+
+
+def unlike_blocks(model: Model) -> int:
+    """Return after how many blocks all are alike."""
+    shapes = [
+        [(name, each.shape) for name, each in block.named_parameters()]
+        for block in model.blocks.values()
+    ]
+    return next((place for place, each in enumerate(shapes) if each == shapes[-1]), 0)
+
+
+def count_choices(model: ParallelModel, traffic: TrafficCounter) -> None:
+    """Add up which experts tokens chose, as a step does once, whatever its passes are."""
+    traffic.begin(PHASE, weight=1)
+    with model.balance.around(microbatches=1, ahead=False):
+        pass
 
 
 def simulate_passes(
@@ -33,7 +120,7 @@ def simulate_passes(
     # What is there before the second microbatch is the gradient of the first one.
     part.register_forward_pre_hook(lambda *_: memory.settle(), prepend=True)
     traffic.begin(PHASE, weight=passes * (2 - microbatches))
-    # "Ahead" counts no choices of experts: `simulation.count_choices` does, once for a step.
+    # "Ahead" counts no choices of experts: `count_choices` does, once for a step.
     model.backward([tokens], ahead=True)
     if microbatches > 1:
         for parameter in part.parameters():

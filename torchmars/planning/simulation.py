@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
 from torchmars.checkpoint.state_dict import training_state
-from torchmars.config import ResolvedConfig
+from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.float8 import Float8Config
-from torchmars.models import Model
+from torchmars.models import Model, build_meta_model
 from torchmars.models.documents import has_kernel
 from torchmars.models.moe import Experts, MoE
 from torchmars.optim import MARS
@@ -23,8 +23,8 @@ from torchmars.parallel.context import GatheredAttention
 from torchmars.parallel.experts import Dispatch
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
-from torchmars.planning.memory import MemoryCounter, bytes_of
-from torchmars.planning.passes import PHASE, simulate_passes, simulate_stages
+from torchmars.planning.memory import bytes_of
+from torchmars.planning.passes import EDGE, Passes, make_passes, unlike_blocks
 from torchmars.planning.pipeline import Action, Effects, actions_of_ranks, peak_of
 from torchmars.planning.traffic import TrafficCounter
 from torchmars.training.ema import MovingAverage
@@ -72,39 +72,52 @@ def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list
     alike are made once. Raises `UserError` if the config does not fit the layout.
     """
     own, known = layout.group("pp"), dict[object, Simulation]()
-    tp = layout.group("tp").size
-    compiles = bool(resolve_compile(config, layout.device, True, tp, None).training.compile)
-    dtype = getattr(torch, config.training.dtype)
-    masked = config.data.separate_documents and not has_kernel(
-        layout.device.type, dtype, whole.dropout
-    )
+    few = FewBlocks(config, whole)
     simulations = []
     for rank in range(own.size):
-        groups = layout.groups | {"pp": replace(own, rank=rank)}
-        place = replace(layout, groups=groups)
+        place = replace(layout, groups=layout.groups | {"pp": replace(own, rank=rank)})
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        eager = replace(config.training, compile=False, float8=Float8Config())
-        model = ParallelModel(
-            whole,
-            config.parallelism,
-            eager,
-            config.activation_checkpoint,
-            place,
-            torch.device("cpu"),
-            memory=fake,
-            find_starts=one_document if masked else None,
-        )
-        for part in model.parts.values():
-            part.compile_loss = compiles
+        model = fake_model(config, config.parallelism, whole, place, fake)
         every = config.activation_checkpoint.every
         alike = tuple(
             (part.first, part.last, tuple(int(number) % every for number in part.model.blocks))
             for part in model.parts.values()
         )
         if alike not in known:
-            known[alike] = simulate_step(config, place, model, fake)
+            known[alike] = simulate_step(config, place, model, fake, few)
         simulations.append(with_peak(known[alike], model))
     return simulations
+
+
+def fake_model(
+    config: ResolvedConfig,
+    parallelism: ParallelismConfig,
+    whole: Model,
+    place: Layout,
+    fake: FakeTensorMode,
+) -> ParallelModel:
+    """Return the parts of `whole` of the rank at `place`, with weights that `fake` makes."""
+    tp, dtype = place.group("tp").size, getattr(torch, config.training.dtype)
+    compiles = bool(resolve_compile(config, place.device, True, tp, None).training.compile)
+    masked = config.data.separate_documents and not has_kernel(
+        place.device.type, dtype, whole.dropout
+    )
+    model = ParallelModel(
+        whole,
+        parallelism,
+        replace(config.training, compile=False, float8=Float8Config()),
+        config.activation_checkpoint,
+        place,
+        torch.device("cpu"),
+        memory=fake,
+        find_starts=one_document if masked else None,
+    )
+    for part in model.parts.values():
+        part.compile_loss = compiles
+    if place.device.type == "cuda":
+        leave_out_masks(model)
+    route_evenly(model)
+    return model
 
 
 def one_document(tokens: Tensor) -> Tensor:
@@ -129,12 +142,56 @@ def with_peak(simulation: Simulation, model: ParallelModel) -> Simulation:
     )
 
 
+class FewBlocks:
+    """Passes of ranks whose stages have fewer blocks, of which those of longer stages follow.
+
+    Blocks are alike, so each one more adds the same to the traffic and, at each moment of a pass,
+    to the memory.
+    """
+
+    def __init__(self, config: ResolvedConfig, whole: Model) -> None:
+        self.config, self.whole = config, whole
+        self.least = 2 * EDGE + unlike_blocks(whole)
+        """Blocks of a stage, of which no two are at the same distance from its ends."""
+        self.known: dict[object, Passes] = {}
+
+    def tell(self, model: ParallelModel) -> bool:
+        """Return whether they tell what the passes of `model` take, and are fewer than its own."""
+        counts = [len(part.model.blocks) for part in model.parts.values()]
+        # On CPUs small models are one unit of FSDP, and large ones are not.
+        alike = self.config.activation_checkpoint.every == 1 and model.layout.device.type == "cuda"
+        return alike and not model.parallelism.splits_backward and min(counts) > self.least + 1
+
+    def passes(self, model: ParallelModel, passes: int) -> Passes:
+        """Return the passes of `model`, as `make_passes` does."""
+        counts = [len(part.model.blocks) for part in model.parts.values()]
+        few, more = (self.of(model, self.least + added, passes) for added in (0, 1))
+        return few.grown(more, [count - self.least for count in counts])
+
+    def of(self, model: ParallelModel, blocks: int, passes: int) -> Passes:
+        """Return the passes of a rank like that of `model`, whose stages have so many `blocks`."""
+        ends = tuple((part.first, part.last) for part in model.parts.values())
+        if (ends, blocks) not in self.known:
+            parallelism, stages = model.parallelism, model.parallelism.stages
+            if parallelism.pp > 1:
+                parallelism = replace(parallelism, pp_blocks=(blocks,) * stages)
+            shape = replace(self.config.model, n_layer=blocks * stages)
+            whole = build_meta_model(shape, self.whole.vocab_rows, self.whole.seq_len)
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            small = fake_model(self.config, parallelism, whole, model.layout, fake)
+            self.known[ends, blocks] = make_passes(small, self.config.training, passes, fake)
+        return self.known[ends, blocks]
+
+
 def simulate_step(
-    config: ResolvedConfig, layout: Layout, model: ParallelModel, fake: FakeTensorMode
+    config: ResolvedConfig,
+    layout: Layout,
+    model: ParallelModel,
+    fake: FakeTensorMode,
+    few: FewBlocks,
 ) -> Simulation:
     """Make one step of the rank that has `model`, whose weights `fake` has made."""
     training = config.training
-    microbatches = training.microbatches(layout.data.size, config.parallelism.stages)
     # Not in the fake mode: the ranks compare their plans, which takes values.
     optimizer = build_optimizer(config, model.whole, model.weights, layout)
     # Fake tensors have no numbers to decide by.
@@ -144,35 +201,27 @@ def simulate_step(
         with fake:
             average = MovingAverage(model.weights, training.ema_decay).values
     state = training_state(layout, model, optimizer, average)
-    passes = 2 if optimizer.exact else 1
-
-    if layout.device.type == "cuda":
-        leave_out_masks(model)
-    route_evenly(model)
-    memory, traffic = MemoryCounter(), TrafficCounter()
+    times = 2 if optimizer.exact else 1
+    if few.tell(model):
+        passes = few.passes(model, times)
+    else:
+        passes = make_passes(model, training, times, fake)
+    with fake:
+        for weight in model.weights.values():
+            weight.grad = torch.empty_like(weight)
+        with passes.traffic as traffic:
+            traffic.begin("optimizer", weight=1)
+            if optimizer.exact:
+                optimizer.look_ahead()
+            optimizer.step()
+    peak = passes.effects[0, "B", -1].peak
     parameters = [each for part in model.parts.values() for each in part.parameters()]
-    memory.know(parameters)
-    effects: Effects = {}
-    tokens = torch.zeros(microbatches[0], training.seq_len + 1, dtype=torch.int64)
-    with fake, traffic:
-        with memory:
-            if model.pipeline is None:
-                simulate_passes(model, tokens, microbatches[1], passes, memory, traffic)
-            else:
-                with model.balance.around(microbatches[1], ahead=True):
-                    effects = simulate_stages(model, tokens, passes, memory, traffic)
-            count_choices(model, traffic)
-        gradients = bytes_of(parameter.grad for parameter in model.weights.values())
-        traffic.begin("optimizer", weight=1)
-        if optimizer.exact:
-            optimizer.look_ahead()
-        optimizer.step()
     return Simulation(
         model=model,
         optimizer=optimizer,
         traffic=traffic,
         weights=bytes_of(parameters) + bytes_of(average.values()),
-        gradients=gradients,
+        gradients=passes.gradients,
         optimizer_state=bytes_of(
             tensor for each in optimizer.state.values() for tensor in each.values()
         )
@@ -180,17 +229,10 @@ def simulate_step(
         received=received(model),
         checkpoint=whole_bytes(state, generators=False),
         generators=whole_bytes(state, generators=True),
-        activations=memory.peak["activations"],
-        gathered=memory.peak["gathered"],
-        effects=effects,
+        activations=peak["activations"],
+        gathered=peak["gathered"],
+        effects=passes.effects,
     )
-
-
-def count_choices(model: ParallelModel, traffic: TrafficCounter) -> None:
-    """Add up which experts tokens chose, as a step does once, whatever its passes are."""
-    traffic.begin(PHASE, weight=1)
-    with model.balance.around(microbatches=1, ahead=False):
-        pass
 
 
 def leave_out_masks(model: ParallelModel) -> None:
