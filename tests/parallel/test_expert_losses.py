@@ -10,8 +10,8 @@ from tests.support.tiny import write_text
 # Of losses, until a near tie of a router falls otherwise, and after.
 BEFORE, AFTER = 1e-6, {"mars-adamw": 2e-5, "mars-m": 2e-4}
 # AdamW divides gradients that are hardly more than rounding by their size. On one rank with other
-# microbatches norms are 2e-6 apart.
-NORMS = 5e-6
+# microbatches norms are 2e-6 and 3e-6 apart.
+NORMS = 1e-5
 MOVED = 1 / 50_000  # of all choices
 SIX = [
     ("FSDP 2", ""),

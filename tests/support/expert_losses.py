@@ -23,7 +23,7 @@ MODELS: dict[str, dict] = {
 # What keeps their experts busy.
 LOSSES: dict[str, dict] = {
     "Qwen3-MoE": {"balance_loss": 1e-2, "router_z_loss": 1e-3},
-    "GLM-4.5": {"balance_rate": 1e-2},
+    "GLM-4.5": {"balance_rate": 1e-3},
 }
 # Settings that change how a step is computed and not what, by a name that may follow a layout's.
 VARIANTS: dict[str, dict] = {
@@ -146,5 +146,5 @@ def apart(folder: Path, model: str, rule: str, case: Case, counts: dict[Case, Co
             norms.append(each if step < first else 0.0)
         else:
             (before if step < first else after).append(each)
-    choices = STEPS * used * tokens * MODELS[model]["n_layer"]
+    choices = STEPS * used * tokens * len(layers)
     return Apart(max(before), max(norms), max(after), sum(moved), choices)
