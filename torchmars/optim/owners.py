@@ -48,7 +48,7 @@ def plan_buckets(
     one. `flops` is the cost of a matrix [rows, cols]. `loads` is the work of each global rank in
     FLOPs. It is carried on from bucket to bucket, and updated.
     """
-    shards = len(blocks[0])
+    flops, shards = functools.cache(flops), len(blocks[0])
     units = [units_of(number, shape) for number, shape in enumerate(shapes)]
     at_home = [whole_parts(*each) for each in zip(shapes, blocks)]
     work = [loads.get(rank, 0) for rank in ranks]
