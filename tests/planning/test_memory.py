@@ -142,6 +142,7 @@ def test_memory_with_documents_apart(tmp_path, parallelism):
 
 
 MIXTURE = {"name": "llama", "size": "moe-nano", "vocab_size": 1004}
+MIXTURE |= {"n_layer": 4, "n_embd": 192, "n_head": 4}
 SHORT = {"global_batch_size": 8, "seq_len": 256}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torchmars.metrics.throughput import GIB
 from torchmars.planning.assumptions import FLOPS, GPU, MEMORY, NETWORK
 from torchmars.planning.plan import Plan
+from torchmars.planning.work import Share
 
 BUBBLE = 0.15  # of a step, from which on a pipeline is worth another look
 OPTIMIZER_SHARE = 0.1  # of a step, from which on an uneven plan is felt
@@ -44,16 +45,24 @@ def of_memory(plan: Plan) -> Iterator[str]:
             f"the peak of {simulation.peak / GIB:.1f} GiB does not fit a GPU of "
             f"{GPU.memory_gib} GiB, which leaves about {MEMORY / GIB:.0f}: {remedy}"
         )
+    elif plan.per_node and (ep := plan.layout.group("ep").size) > 1:
+        uneven = simulation.peak + plan.expert_rows
+        if uneven > MEMORY:
+            yield (
+                f"a rank whose experts get twice their share of tokens needs {uneven / GIB:.1f} "
+                f"GiB, and a GPU of {GPU.memory_gib} GiB leaves about {MEMORY / GIB:.0f}: keep "
+                "experts equally busy (training.balance_loss), or lower training.microbatch_size = "
+                f"{microbatch_size} or parallelism.ep = {ep}"
+            )
     if accumulation_steps > 1 and gradient > MEMORY / 4:
         yield (
             f"{accumulation_steps} microbatches a step keep gathered weights and gradients, "
             f"{gradient / GIB:.2f} GiB, until the last of them: "
             "raise training.microbatch_size, or use more ranks"
         )
-    shards = plan.layout.group("dp_shard").size * plan.layout.group("cp").size
-    parts = shards * plan.layout.group("tp").size
-    held = sum(rank.weights for rank in plan.ranks)
-    excess = held * parts / (4 * plan.whole.parameter_count)
+    share = Share(plan.work, plan.config.parallelism.degrees(plan.layout.world.size))
+    shards, each = share.shards, 8 if plan.config.training.ema_decay else 4
+    excess = sum(rank.weights for rank in plan.ranks) / (each * share.held * len(plan.ranks))
     if excess > 1.1:
         yield (
             f"matrices do not divide over {shards} shards: rank 0 has {excess:.2f} times its "
@@ -64,7 +73,8 @@ def of_memory(plan: Plan) -> Iterator[str]:
 def of_network(plan: Plan) -> Iterator[str]:
     """Yield warnings of FSDP over a network.
 
-    Each microbatch gathers all weights, 2 bytes each, and makes 2 FLOPs a token with each of them.
+    Each microbatch gathers all weights, 2 bytes each, and makes 2 FLOPs a token with each of those
+    that a token uses.
     """
     per_node, world = plan.per_node, plan.layout.world.size
     shards, nodes = plan.layout.group("dp_shard").size, world // max(per_node, 1)
@@ -78,6 +88,7 @@ def of_network(plan: Plan) -> Iterator[str]:
     microbatch_size, _ = plan.microbatches
     length = microbatch_size * plan.config.training.seq_len
     needed = FLOPS / (NETWORK * per_node)  # the ranks of a machine receive for each other
+    needed *= plan.whole.parameter_count / plan.whole.active_count
     if length >= needed:
         return
     simulation = plan.simulation
@@ -92,12 +103,23 @@ def of_network(plan: Plan) -> Iterator[str]:
 
 
 def of_axes(plan: Plan) -> Iterator[str]:
-    """Yield warnings of tensor parallelism over a network, and of pipelines that wait."""
+    """Yield warnings of axes over a network, of repeated experts, and of pipelines that wait."""
     tp, per_node = plan.layout.group("tp").size, plan.per_node
     if per_node and per_node % tp:
         yield (
             f"parallelism.tp = {tp} reaches across machines of {per_node} GPUs: every layer waits "
             f"for the network: choose a divisor of {per_node}, and pp or dp_shard for the rest"
+        )
+    ep = plan.layout.group("ep").size
+    if per_node and per_node % ep:
+        yield (
+            f"parallelism.ep = {ep} reaches across machines of {per_node} GPUs: tokens wait for "
+            f"the network on their way to experts and back: choose a divisor of {per_node}"
+        )
+    if ep == 1 < tp and plan.whole.experts:
+        yield (
+            f"parallelism.tp = {tp} does not cut experts, so {tp} ranks repeat their weights and "
+            f"optimizer state: set parallelism.ep = {tp}, or a multiple of it"
         )
     if tp == plan.whole.heads[1] < plan.whole.heads[0]:
         yield (

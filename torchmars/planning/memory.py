@@ -10,11 +10,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import (  # private, torch 2.11 to 2.13
+    ShardingPropagator,
+)
 from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
 from torch.utils._pytree import tree_leaves  # private, torch 2.11 to 2.13
 
 # What FSDP2 calls the operations that fill and empty its buffers.
 BUFFER_NAMESPACE = "fsdp"
+# What DTensors call to try an operation.
+TRIAL = "_propagate_tensor_meta_non_cached"
 T = TypeVar("T")
 
 
@@ -71,6 +76,7 @@ class MemoryCounter(TorchDispatchMode):
         super().__init__()
         self.bytes: Counter[str] = Counter()
         self._total = 0
+        self.counting = True
         self._storages: dict[int, _Storage] = {}
         self._restart()
 
@@ -136,13 +142,24 @@ class MemoryCounter(TorchDispatchMode):
                 counter._storages[storage._cdata].measure(storage)
             return result
 
+        def uncounted(*arguments: Any) -> Any:
+            before, counter.counting = counter.counting, False
+            try:
+                return propagate(*arguments)
+            finally:
+                counter.counting = before
+
         # It inherits the method: to delete ours brings that back.
         type.__setattr__(torch.UntypedStorage, "resize_", counted)
+        # DTensors try an operation on whole tensors, fake ones, where they first meet it.
+        propagate = self._propagate = getattr(ShardingPropagator, TRIAL)
+        setattr(ShardingPropagator, TRIAL, uncounted)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         delattr(torch.UntypedStorage, "resize_")
+        setattr(ShardingPropagator, TRIAL, self._propagate)
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,6 +168,8 @@ class MemoryCounter(TorchDispatchMode):
         if op is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # its fake version makes another tensor
         result = op(*args, **(kwargs or {}))
+        if not self.counting:
+            return result
         if op.namespace == BUFFER_NAMESPACE:
             for storage in storages_of(tree_leaves((args, kwargs, result))):
                 self._get(storage).become("gathered")

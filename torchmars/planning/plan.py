@@ -1,6 +1,6 @@
 """What a run will take of each rank: its figures, before the run has a cluster."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -88,8 +88,8 @@ class Plan:
 
     @property
     def tokens_per_parameter(self) -> float:
-        """Tokens of the whole run for each parameter."""
-        return self.config.training.tokens / self.whole.parameter_count
+        """Tokens of the whole run for each parameter that a token uses."""
+        return self.config.training.tokens / self.whole.active_count
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -105,12 +105,30 @@ class Plan:
             for part, count in zip(self.data.parts, samples)
         }
 
+    @cached_property
+    def work(self) -> Work:
+        """What the model takes, whatever the layout."""
+        return Work.of(self.whole)
+
+    @property
+    def expert_rows(self) -> float:
+        """Bytes that the rows of experts take on a rank, by formulas.
+
+        A rank whose experts get twice their share has so many more.
+        """
+        without = replace(self.work, rows=0, inner=0)
+        with_rows, others = (
+            estimate(self.config, work, self.layout.world.size, self.per_node).memory
+            for work in (self.work, without)
+        )
+        return with_rows - others
+
     @property
     def seconds(self) -> float | None:
         """The time of a step on GPUs, estimated by formulas; None on CPUs."""
         if not self.per_node:
             return None
-        work = Work.of(self.whole).with_optimizer(self.optimizer)
+        work = self.work.with_optimizer(self.optimizer)
         return estimate(self.config, work, self.layout.world.size, self.per_node).seconds
 
     @property

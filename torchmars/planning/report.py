@@ -17,6 +17,7 @@ def report(plan: Plan) -> list[str]:
     """Return all of a plan: what the run is, what it takes, and what an expert would warn of."""
     sections = {
         "memory": memory(plan),
+        "experts": experts(plan),
         "pipeline": pipeline(plan),
         "disk": disk(plan),
         "traffic": traffic(plan),
@@ -63,6 +64,22 @@ def of_stages(rank: Simulation) -> tuple[str, str, str]:
         " ".join(f"{each[0]}-{each[-1]}" for each in blocks),
         f"{numel:,}",
     )
+
+
+def experts(plan: Plan) -> list[str]:
+    """Return how experts are dealt out, and what was assumed of them; nothing where ranks have all.
+
+    A rank that has all experts has as many rows, whatever routers choose.
+    """
+    ep, number = plan.layout.group("ep").size, plan.whole.experts
+    if ep == 1:
+        return []
+    return [
+        f"{number} of each block are dealt out over {counted(ep, 'rank')}, {number // ep} on each",
+        "even routing is assumed: all experts get as many tokens. None is dropped, so memory has "
+        f"no bound: twice its share of tokens takes a rank about {plan.expert_rows / GIB:.3f} GiB "
+        "more",
+    ]
 
 
 def pipeline(plan: Plan) -> list[str]:
@@ -127,9 +144,10 @@ def tokens(plan: Plan) -> Iterator[str]:
     training, missing = plan.config.training, f"{plan.config.data.path} is not prepared yet"
     epochs = [f"{epochs:.2f} epochs of {path}" for path, epochs in plan.epochs.items()]
     read = ", ".join(epochs) or missing
+    parameter = "active parameter" if plan.whole.experts else "parameter"
     yield (
         f"{training.tokens_per_step:,} a step, {training.tokens:,} to the end: "
-        f"{plan.tokens_per_parameter:.1f} for each parameter; {read}"
+        f"{plan.tokens_per_parameter:.1f} for each {parameter}; {read}"
     )
     yield f"{plan.flops_per_token * training.tokens:.2e} FLOPs"
 

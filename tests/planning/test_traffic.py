@@ -1,0 +1,70 @@
+"""What a rank sends to experts and back: in a plan, in a run, and by the formula."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.planning.test_memory import MIXTURE, route_evenly
+from tests.support.full import full_but
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_tables, write_text
+from torchmars.cluster import connection
+from torchmars.config.load import config_from_tables
+from torchmars.planning.plan import make_plan
+from torchmars.planning.traffic import TrafficCounter
+from torchmars.training.trainer import build_trainer
+
+PHASE = "forward and backward"
+
+
+def all_to_alls(traffic):
+    """How often the rank takes part in all-to-alls of the passes, and what it sends."""
+    kinds = [
+        kind for kind in traffic.times if (kind.phase, kind.operation) == (PHASE, "all-to-all")
+    ]
+    return sum(traffic.times[kind] for kind in kinds), sum(traffic.sent[kind] for kind in kinds)
+
+
+def counted_and_planned(tables):
+    """The all-to-alls of this rank in a step of a run, and in its plan."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = config_from_tables(tables, "in a test")
+    trainer = build_trainer(config, connection.start(config.parallelism))
+    route_evenly(trainer.model)
+    with TrafficCounter() as traffic:
+        traffic.begin(PHASE, weight=1)
+        trainer.model.backward(trainer.loader.step())
+    dist.destroy_process_group()
+    plan = make_plan(config, size, 0, rank)
+    return all_to_alls(traffic), all_to_alls(plan.simulation.traffic)
+
+
+CASES = [(2, {}, "none"), (2, {}, "full"), (2, {}, "selective"), (4, {"pp": 2}, "none")]
+
+
+@pytest.mark.parametrize("ranks,parallelism,mode", full_but(CASES[1:2], CASES))
+def test_rows_that_travel_to_experts(tmp_path, ranks, parallelism, mode):
+    """Tokens x choices x width x (ep - 1) / ep, twice in a pass; and int64 numbers of rows once."""
+    blocks, experts, used, width, microbatches, length, ep = 4, 8, 2, 192, 4, 64, 2
+    write_text(tmp_path)
+    tables = tiny_tables(
+        tmp_path,
+        model=MIXTURE | {"n_layer": blocks},
+        parallelism={"ep": ep, **parallelism},
+        training={
+            "global_batch_size": 2 * microbatches,
+            "microbatch_size": 1,
+            "seq_len": length,
+            "dtype": "float32",
+        },
+        activation_checkpoint={"mode": mode},
+    )
+    forward = 2 if mode == "full" else 1
+    times = microbatches * blocks // parallelism.get("pp", 1)
+    rows = 4 * length * used * width * (ep - 1) / ep
+    numbers = 8 * experts * (ep - 1) / ep
+    expected = (
+        times * (3 * forward + 2),
+        times * (forward * (2 * rows + numbers) + 2 * rows),
+    )
+    for counted, planned in run_ranks(counted_and_planned, ranks, tables):
+        assert counted == planned == expected
