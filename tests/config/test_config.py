@@ -189,6 +189,8 @@ def test_groups_of_the_optimizer(tmp_path):
             'optimizer.gamma has no meaning for "adamw"',
         ),
         (["--optimizer.name", "sgd"], "optimizer.name must be one of"),
+        (["--parallelism.accumulate", "some"], 'accumulate must be one of "auto", "sharded", '),
+        (["--model.router", "relu"], 'model.router must be one of "softmax", "sigmoid", got'),
         (["--schedule.min_lr", "1"], "schedule.min_lr = 1.0 is above optimizer.lr"),
         (["--schedule.decay_steps", "5"], "schedule.decay_steps has no meaning"),
         (["--parallelism.dp_shard", "0"], "parallelism.dp_shard must be -1"),

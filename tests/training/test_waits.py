@@ -128,11 +128,13 @@ def test_a_report_waits_for_the_device_once():
     optimizer = Mock(telemetry=note("wait for telemetry", {}))
     metrics = Mock()
     parts = Mock(training=Mock(seq_len=8)), layout, optimizer, metrics, Mock(), [], Mock(names=[])
-    RunReporter(*parts, []).report(RunState(step=3, position=4), Mock(), lr=0.1)
+    balance = Mock(figures=note("read the figures of experts", {}))
+    RunReporter(*parts, []).report(RunState(step=3, position=4), Mock(), 0.1, balance)
     assert did == [
         ("add up the loss", {}),
         ("begin to copy the loss", {"non_blocking": True}),
         ("wait for telemetry", {}),
         ("read the loss", {}),
+        ("read the figures of experts", {}),
     ]
     assert metrics.train.call_args.args[:2] == (3, 3.0)

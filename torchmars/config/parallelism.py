@@ -72,7 +72,7 @@ class ParallelismConfig:
     with a model of at most 32 MiB in the compute dtype, which is then gathered as a whole. always:
     also the weights outside of blocks. never. A number: yes, but groups of so many ranks keep them
     together, and gather them among themselves."""
-    accumulate: Literal["auto"] | Accumulation = "auto"
+    accumulate: Literal["auto", Accumulation] = "auto"
     """What the ranks keep of a gradient from one microbatch to the next. sharded: each rank its
     shard; copies of the model exchange theirs at the last microbatch. reduced: each rank its shard,
     which copies exchange every time. whole: each rank the whole gradient of the weights that it
