@@ -3,7 +3,8 @@
     python -m tests.measurements.owner_balance
 
 For each model and number of FSDP ranks it prints the largest over the mean Newton–Schulz work of
-a rank, and the seconds that one rank needs to plan. It builds no model and starts no process.
+a rank, and the seconds of CPU time that one rank needs to plan. It builds no model and starts no
+process.
 """
 
 import time
@@ -18,6 +19,7 @@ from torchmars.optim.owners import plan_buckets
 from torchmars.optim.tiles import blocks_of_shards
 
 RANKS = (2, 8, 64, 512)
+KINDS = {None: "-", False: "fused", True: "split"}
 
 
 def gpt2(layers: int, width: int, split: bool) -> list[MatrixShape]:
@@ -38,6 +40,12 @@ def llama3(layers: int, width: int, inner: int, split: bool) -> list[MatrixShape
     ] * layers
 
 
+def qwen3_experts(layers: int, width: int, inner: int, split: None) -> list[MatrixShape]:
+    """Return the shapes of Qwen3's experts: whole ones lie on up to 128 ranks."""
+    stacks = (128, inner, width), (128, inner, width), (128, width, inner)
+    return [*map(MatrixShape, stacks)] * layers
+
+
 def main() -> None:
     flops = ORTHOGONALIZERS["newton-schulz"].flops
     models = {
@@ -45,6 +53,8 @@ def main() -> None:
         "GPT-2 XL": (gpt2, 48, 1600),
         "Llama-3 8B": (llama3, 32, 4096, 14336),
         "Llama-3 70B": (llama3, 80, 8192, 28672),
+        "Qwen3 30B-A3B, experts": (qwen3_experts, 48, 2048, 768),
+        "Qwen3 235B-A22B, experts": (qwen3_experts, 94, 4096, 1536),
     }
     print(
         "| model | QKV | units | "
@@ -53,11 +63,11 @@ def main() -> None:
     )
     print("|---" * (len(RANKS) + 5) + "|")
     for name, (build, *arguments) in models.items():
-        for split in (False, True):
+        for split in (None,) if build is qwen3_experts else (False, True):
             shapes = build(*arguments, split)
             cells = []
             for ranks in RANKS:
-                began = time.perf_counter()
+                began = time.process_time()
                 loads: dict[int, int] = {}
                 coordinates = [[rank] for rank in range(ranks)]
                 place = MeshPlace(list(range(ranks)), (ranks,), coordinates, 0, 0, None, None)
@@ -65,14 +75,14 @@ def main() -> None:
                 plan = plan_buckets(shapes, blocks, flops, range(ranks), loads)
                 for planned in plan:
                     rank_bucket(planned, blocks, place)
-                seconds = time.perf_counter() - began
+                seconds = time.process_time() - began
                 cells.append(f"{max(loads.values()) * ranks / sum(loads.values()):.2f}")
             units = [units for planned in plan for units, _ in planned.owners]
             # No plan is better than the largest unit on a rank of its own.
             costs = [flops(*each.shape) for each in units for _ in range(each.length)]
             floor = max(costs) * ranks / sum(costs)
             print(
-                f"| {name} | {'split' if split else 'fused'} | {len(costs)} | "
+                f"| {name} | {KINDS[split]} | {len(costs)} | "
                 + " | ".join(cells)
                 + f" | {max(floor, 1):.2f} | {seconds:.2f} |"
             )
