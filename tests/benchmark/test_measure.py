@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_config, write_config
-from torchmars.benchmark.measure import has_shards, ranks_of, read_measurement, short_run
+from torchmars.benchmark.measure import has_shards, ranks_of, read_measurement, short_run, train
 from torchmars.benchmark.synthetic import write_random_shards
 from torchmars.config.load import load_config
 from torchmars.training.preparation import prepare_data
@@ -84,3 +84,12 @@ def test_ranks_are_those_that_the_layout_asks_for(tmp_path, monkeypatch, paralle
     assert ranks_of(config) == ranks
     monkeypatch.setenv("NGPU", "12")
     assert ranks_of(config) == 12
+
+
+def test_the_measured_run_is_one_of_torchmars_train(tmp_path):
+    """By a mistake that it finds: other tests start it in processes of their own."""
+    file, output = tmp_path / "run.toml", tmp_path / "output"
+    file.write_text("[training]\nstpes = 3\n")
+    with output.open("w") as stream:
+        assert train(file, 1, stream.fileno()) == 2
+    assert "unknown key training.stpes" in output.read_text()

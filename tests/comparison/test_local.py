@@ -1,11 +1,14 @@
 """How trials at the same time share a machine. GPUs are made up."""
 
+import os
+
 import pytest
 import torch
 
 from tests.support.tiny import tiny_config
 from torchmars.commands.compare import Compare, make_study
-from torchmars.comparison.local import LocalTrials
+from torchmars.comparison.local import LocalTrials, start_process
+from torchmars.comparison.trials import OUTPUT_FILE
 from torchmars.core.errors import UserError
 
 
@@ -34,3 +37,11 @@ def test_gpus_are_shared(study, monkeypatch):
     assert LocalTrials(study, 2).places == ["6,7", "1,3"]
     with pytest.raises(UserError, match="--jobs: 6 trials at a time need as many GPUs, .* are 5"):
         LocalTrials(study, 6)
+
+
+def test_a_trial_is_a_run_of_torchmars_train(tmp_path):
+    """By a mistake that it finds: other tests start trials in processes of their own."""
+    file = tmp_path / "trial.toml"
+    file.write_text("[training]\nstpes = 3\n")
+    assert start_process(file, dict(os.environ)).wait() == 2
+    assert "unknown key training.stpes" in (tmp_path / OUTPUT_FILE).read_text()

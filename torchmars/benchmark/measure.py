@@ -128,7 +128,7 @@ def train(file: Path, ranks: int, output: int) -> int:
 
     It gets the signals that stop this process, which waits for it.
     """
-    command = [sys.executable, "-m", "torchmars.commands.train", "--prepared", str(file)]
+    command = [sys.executable, "-m", "torchmars", "train", "--prepared", str(file)]
     variables = os.environ | {"NGPU": str(ranks), "NNODES": "1"}
     # In a session of its own: else a terminal would send it Ctrl-C too.
     process = subprocess.Popen(

@@ -22,7 +22,7 @@ TRAIN = f"""
 import ctypes, runpy, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)})
-runpy.run_module("torchmars.commands.train", run_name="__main__", alter_sys=True)
+runpy.run_module("torchmars", run_name="__main__", alter_sys=True)
 """
 
 
@@ -96,7 +96,7 @@ def start_process(file: Path, variables: dict[str, str]) -> subprocess.Popen[byt
     with (file.parent / OUTPUT_FILE).open("ab") as output:
         # In a session of its own: else a terminal would send it Ctrl-C too.
         return subprocess.Popen(
-            [sys.executable, "-c", TRAIN, "--prepared", str(file)],
+            [sys.executable, "-c", TRAIN, "train", "--prepared", str(file)],
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
