@@ -152,6 +152,7 @@ def plain_gradients(name):
     """Those of `tests.parallel.test_gradients`, with a z-loss."""
     model = gradients.MODELS[name]()
     init_weights(model, seed=0)
+    gradients.set_buffers(model.buffers())
     logits = model.head(model(gradients.WINDOWS[:, :-1])).flatten(0, 1)
     loss = F.cross_entropy(logits, gradients.WINDOWS[:, 1:].flatten())
     (loss + Z_LOSS * logits.logsumexp(-1).square().mean()).backward()
