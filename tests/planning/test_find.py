@@ -9,7 +9,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
-from torchmars.planning.assumptions import FLOPS, RESERVED
+from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED
 from torchmars.planning.confirm import confirmed_table
 from torchmars.planning.find import estimate, find_layouts
 from torchmars.planning.work import Work
@@ -108,6 +108,40 @@ def test_orthogonalisation_costs_time(tmp_path):
     less, more = (estimate(config, each, WORLD_SIZE, PER_NODE).seconds for each in (without, work))
     assert work.owner_flops > 0
     assert more - less == pytest.approx(work.owner_flops / WORLD_SIZE / FLOPS)
+
+
+def mixture(folder, **parallelism):
+    tables = tiny_tables(folder, parallelism=parallelism, training={"seq_len": 2048})
+    tables["model"] = {"name": "llama", "size": "qwen3-30b-a3b"}
+    return config_from_tables(tables, "in a test")
+
+
+def test_experts_are_dealt_out_within_machines(tmp_path):
+    """Over every common divisor of the ranks of a machine and of the experts, by their bytes."""
+    config = mixture(tmp_path)
+    found = find_layouts(config, WORLD_SIZE, PER_NODE, 80 * 2**30)
+    assert {each.config.parallelism.ep for each in found} == {1, 2, 4, 8}
+    [best, *_] = [each for each in found if each.config.parallelism.ep == 8]
+    assert "--parallelism.ep 8" in best.options(config)
+    assert all(each.config.parallelism.degrees(WORLD_SIZE) for each in found)
+    gpt2 = {each.config.parallelism.ep for each in find_layouts(large(tmp_path), 8, 8, 80 * 2**30)}
+    assert gpt2 == {1}
+
+
+def test_what_ep_costs_and_saves(tmp_path):
+    """Gathered experts are cut by ep, and rows travel twice in a pass of each of 48 blocks."""
+    config = mixture(tmp_path)
+    work = Work.of(build_meta_model(config.model, 257, config.training.seq_len))
+
+    def figures(ep, per_node):
+        parallelism = replace(config.parallelism, ep=ep)
+        return estimate(replace(config, parallelism=parallelism), work, WORLD_SIZE, per_node)
+
+    one, eight = figures(1, PER_NODE), figures(8, PER_NODE)
+    assert one.memory - eight.memory == pytest.approx(10 * work.block_experts * 7 / 8)
+    rows = 2 * 2048 * 8 * 2048 * 7 / 8  # bytes: tokens, choices, width
+    slower = figures(8, 4).seconds - eight.seconds  # over the network, not within the machine
+    assert slower == pytest.approx(4 * 48 * rows * (1 / NETWORK - 1 / NVLINK))
 
 
 @pytest.mark.full

@@ -237,6 +237,27 @@ def test_warnings_of_axes(tmp_path):
     assert 'or parallelism.pp_schedule = "Interleaved1F1B"' in waits
 
 
+@FULL
+def test_warnings_of_experts(tmp_path):
+    def warnings(**parallelism):
+        tables = tiny_tables(
+            tmp_path,
+            model={"name": "llama", "size": "moe-nano"},
+            training={"seq_len": 64, "global_batch_size": 32, "microbatch_size": 4},
+            parallelism=parallelism,
+        )
+        lines = run_ranks(simulate, 1, tables, 8, 4)[0][2]
+        return [line for line in lines if "parallelism.ep" in line or "share" in line]
+
+    assert warnings(ep=4) == warnings(tp=2, ep=2) == warnings() == []
+    [across] = warnings(ep=8)
+    assert across.startswith("parallelism.ep = 8 reaches across machines of 4 GPUs")
+    [repeated] = warnings(tp=2)
+    assert "2 ranks repeat their weights" in repeated and repeated.endswith(
+        "set parallelism.ep = 2, or a multiple of it"
+    )
+
+
 def axes_of_traffic(tables):
     """Along which axes rank 0 of 8 sends what, in the passes of a step."""
     dist.destroy_process_group()
