@@ -60,9 +60,11 @@ class SavedModel:
 
     def read(self, name: str) -> Tensor:
         """Return a weight. Raises `DamagedCheckpoint`."""
-        value = torch.empty(self.model.state_dict()[name].shape)
-        buffers = dict(self.model.named_buffers())  # no average is made of these
-        state = average_state if self.average and name not in buffers else model_state
+        module, _, last = name.rpartition(".")
+        owner = self.model.get_submodule(module)
+        value = torch.empty(getattr(owner, last).shape)
+        is_buffer = last in dict(owner.named_buffers(recurse=False))  # no average is made of these
+        state = average_state if self.average and not is_buffer else model_state
         read_tensors(self.folder, state({name: value}), self.index)
         return value
 

@@ -152,11 +152,6 @@ class MoE(nn.Module):
         return counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Return whether a block of `model` is a mixture of experts."""
-    return any(isinstance(module, MoE) for module in model.modules())
-
-
 def with_losses(scores: Tensor, logits: Tensor, pressure: Tensor | None, z_loss: float) -> Tensor:
     """Return `scores`, whose gradient has that of a router's own losses too.
 

@@ -127,11 +127,13 @@ class Balance:
         applied = applied.to(self.found.device, non_blocking=True)
         self.before.copy_(self.counts)
         self.counts.copy_(self.found.where(applied, self.counts))
+        biases = [layer.router.bias for layer in self.layers.values()]
+        if all(bias is None for bias in biases):
+            return
         missing = self.found.sum(dim=1, keepdim=True) - self.found * self.found.shape[1]
         moves = self.training.balance_rate * missing.sign().float()
         moves = (moves - moves.mean(dim=1, keepdim=True)) * applied
-        for layer, move in zip(self.layers.values(), moves, strict=True):
-            bias = layer.router.bias
+        for bias, move in zip(biases, moves, strict=True):
             if bias is not None:
                 bias.add_(move.to(bias.device))
 

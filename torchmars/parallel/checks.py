@@ -4,7 +4,6 @@ from torchmars.config import Config, Degrees
 from torchmars.config.compile import compile_problem, needs_compile
 from torchmars.config.fields import require
 from torchmars.models import Model
-from torchmars.models.moe import has_experts
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 from torchmars.parallel.float8 import converted_rows
 
@@ -149,7 +148,7 @@ def check_balance(config: Config, model: Model) -> None:
     losses = {"balance_loss": training.balance_loss, "router_z_loss": training.router_z_loss}
     for name, coefficient in losses.items():
         require(
-            not coefficient or has_experts(model),
+            not coefficient or model.experts > 0,
             f"training.{name} = {coefficient:g} is a loss of experts, which the model does not "
             "have: set model.n_expert, or remove it",
         )
