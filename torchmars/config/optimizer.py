@@ -11,7 +11,7 @@ from torchmars.config.fields import Amount, Clip, Mark, Positive, require
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES, variance_reduced
-from torchmars.optim.settings import Betas, Flag, Number, Setting
+from torchmars.optim.settings import Betas, Choice, Flag, Number, Setting
 
 if TYPE_CHECKING:
     Rule = str
@@ -43,6 +43,8 @@ def with_settings(*scopes: str) -> Callable[[type], type]:
 def value_type(setting: Setting) -> Any:
     """Return the type of a setting in a config, where a clip of 0 is no clip."""
     types = {Number: Amount, Betas: tuple[float, float], Flag: bool}
+    if isinstance(setting, Choice):
+        return Literal[setting.names]
     off = isinstance(setting, Number) and setting.positive and setting.optional
     return Clip if off else types[type(setting)]
 
@@ -78,7 +80,9 @@ def shown_default(value: Any) -> str:
     """Return a default as the command line takes it, or nothing for one that is computed."""
     if isinstance(value, tuple):
         return " ".join(map(shown_default, value))
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else f"{value:g}"
+    if value is None or isinstance(value, str):
+        return value or ""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchmars.optim.matrices import Blocks, Units
+from torchmars.optim.matrices import Block, Blocks, Units
 from torchmars.optim.meshes import MeshPlace
 from torchmars.optim.owners import PlannedBucket
 from torchmars.optim.tiles import Tile, tile_of
@@ -33,6 +33,8 @@ class Bucket:
     incoming: Packing
     """The tiles of the units that this rank owns."""
     owned: list[Units]
+    rows: "Bucket | None" = None
+    """The same bucket of what travels for each row of a matrix, if anything does."""
 
     @property
     def travels(self) -> bool:
@@ -40,25 +42,32 @@ class Bucket:
         return not self.home or len(self.by_replica) > 1
 
 
-def rank_bucket(planned: PlannedBucket, blocks: Sequence[Blocks], place: MeshPlace) -> Bucket:
-    """Return what the rank at `place` does for a bucket.
+def rank_bucket(
+    planned: PlannedBucket, blocks: Sequence[Blocks], place: MeshPlace, *, of_rows: bool = False
+) -> Bucket:
+    """Return what the rank at `place` does for a bucket, or for what is `of_rows` of its matrices.
 
     `blocks` has what each shard has of each parameter. The time is linear in the bucket's units,
     and in the rank's own units times the ranks.
     """
+
+    def cut(units: Units, block: Block) -> Tile | None:
+        tile = tile_of(units, block)
+        return tile.of_rows if tile is not None and of_rows else tile
+
     shards = place.shards
     # This rank's tiles by their owner, and those of its units by where they come from.
     outgoing: dict[int, list[Tile]] = {}
     incoming: dict[int, list[Tile]] = {}
     owned = []
     for units, owner in planned.owners:
-        tile = tile_of(units, blocks[units.parameter][place.shard])
+        tile = cut(units, blocks[units.parameter][place.shard])
         if tile is not None:
             outgoing.setdefault(owner, []).append(tile)
         if not planned.home and owner == place.replica * shards + place.shard:
             owned.append(units)
             for source, block in enumerate(blocks[units.parameter]):
-                theirs = tile_of(units, block)
+                theirs = cut(units, block)
                 if theirs is not None:
                     incoming.setdefault(source, []).append(theirs)
     by_replica = [

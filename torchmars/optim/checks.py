@@ -33,6 +33,7 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
     for name, setting in group_settings().items():
         if name in group:
             setting.check(group[name], f" of group {number}")
+    RULES[group["rule"]].check(group, f" of group {number}")
 
 
 def check_flags(exact: Any, overlap: Any, compile: Any, norm_group: Any) -> None:

@@ -36,6 +36,7 @@ def complete_settings(name: str, **given: Any) -> Settings:
         settings["lr_1d"] = settings["lr"] / 2
     for key, setting in known.items():
         setting.check(settings[key] or None if key == "clip" else settings[key])
+    RULES[name].check(settings)
     return settings
 
 
@@ -144,6 +145,7 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
         check_rule(changed["rule"])
         for key in known.keys() & changed.keys():
             known[key].check(changed[key])
+        RULES[changed["rule"]].check(changed)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
     return changed

@@ -337,10 +337,11 @@ class MARS(torch.optim.Optimizer):
                 "the parameters are on the meta device: make the optimizer after to_empty(), which "
                 "puts others in their place"
             )
-        for number, (group, rule) in enumerate(zip(self.param_groups, self.plans.rules)):
+        for number, (group, fixed) in enumerate(zip(self.param_groups, self.plans.fixed)):
             check_group(group, number)
-            if group["rule"] != rule:
-                raise ValueError(f"rule of group {number} was {rule!r} and cannot change")
+            for name, before in fixed.items():
+                if group[name] != before:
+                    raise ValueError(f"{name} of group {number} was {before!r} and cannot change")
         return gather_gradients(self.param_groups, self.state, self._wire)
 
     def _finish(self, applied: Tensor, updates: list[tuple[GroupTensors, StepFactors]]) -> None:

@@ -2,7 +2,7 @@
 
 A matrix that lies whole on one shard is orthogonalised there. One that is cut is orthogonalised
 whole too, on one of the ranks. The plan follows from shapes, meshes and placements alone, so every
-rank makes the same one on its own. `exchange.py` carries it out.
+rank makes the same one on its own. `traffic.py` carries it out.
 """
 
 import functools

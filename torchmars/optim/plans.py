@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmars.optim.exchange import MatrixTraffic, OwnerLoads
+from torchmars.optim.directions import Directions
 from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.meshes import MeshAxes, MeshGroups, layout_key
 from torchmars.optim.norms import ModelTotals, ShardSum
-from torchmars.optim.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.rules import RULES, MatrixRule
+from torchmars.optim.settings import FIXED
 from torchmars.optim.state import Known, known_parameters
 from torchmars.optim.tensors import local_part
+from torchmars.optim.traffic import MatrixTraffic, OwnerLoads
 
 
 class Plans:
@@ -43,8 +44,8 @@ class Plans:
         self.owner_loads: OwnerLoads = {}
         self.known: Known = []
         """The parameters of each group, and their layouts."""
-        self.rules: list[str] = []
-        """The rule of each group."""
+        self.fixed: list[dict[str, Any]] = []
+        """What each group had of the settings `FIXED`."""
 
     def without_groups(self) -> "Plans":
         """Return plans with the same settings and process groups, to which no group was added."""
@@ -72,7 +73,7 @@ class Plans:
                     MatrixTraffic(
                         parameters,
                         shapes,
-                        ORTHOGONALIZERS[rule.orthogonalizer],
+                        Directions.of(group),
                         loads,
                         self.mesh_groups,
                         self.matrix_dtype,
@@ -85,7 +86,7 @@ class Plans:
         self.traffic += traffic
         self.owner_loads = loads
         self.known += known_parameters([group])
-        self.rules.append(group["rule"])
+        self.fixed.append({name: group[name] for name in FIXED if name in group})
 
     @property
     def device(self) -> torch.device:

@@ -8,35 +8,49 @@ import torch
 import torch.distributed as dist
 
 
+def on_all_ranks(here: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
+    """Return whether it is so `here` and on all other ranks of `groups`. Collective over them."""
+    return bool(_least([int(here)], groups, device)[0])
+
+
 def check_same_plan(
     descriptions: list[str],
     plan: object,
     matrix_dtype: str,
-    native_bfloat16: bool,
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
-) -> bool:
-    """Return whether all ranks of `groups` have `native_bfloat16`.
+) -> None:
+    """Raise `RuntimeError`, on all ranks of `groups`, if they planned differently.
 
     `descriptions` are those of this rank's matrices, in order; `groups` are those of a mesh's
-    shards and replicas. Raises `RuntimeError`, on all ranks, if they planned differently, and
-    `ValueError` likewise where they were given another `matrix_dtype`. Collective over `groups`.
+    shards and replicas. Raises `ValueError` likewise where the ranks were given another
+    `matrix_dtype`. Collective over `groups`.
     """
-    if not groups:
-        return native_bfloat16
     same = [fingerprint(repr((descriptions, plan))), fingerprint(matrix_dtype)]
-    values = torch.tensor([*same, *(-value for value in same), native_bfloat16], device=device)
-    for group in groups:  # of shards, then of replicas: all ranks of the mesh know, none waits
-        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
-    plan_low, dtype_low, plan_high, dtype_high, everywhere = values.tolist()
+    values = [*same, *(-value for value in same)]
+    plan_low, dtype_low, plan_high, dtype_high = _least(values, groups, device)
+    if dtype_low != -dtype_high:
+        raise ValueError("matrix_dtype must be the same on all ranks, they were given several")
     if plan_low != -plan_high:
         raise RuntimeError(
             "the ranks do not hold the same parameters in the same order: "
             + first_difference(gather_descriptions(descriptions, groups))
         )
-    if dtype_low != -dtype_high:
-        raise ValueError("matrix_dtype must be the same on all ranks, they were given several")
-    return bool(everywhere)
+
+
+def _least(
+    values: list[int], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> list[int]:
+    """Return the least of each value on the ranks of `groups`: of shards, then of replicas.
+
+    All ranks of the mesh know it then, and none waits for others.
+    """
+    if not groups:
+        return values
+    least = torch.tensor(values, device=device)
+    for group in groups:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return least.tolist()
 
 
 def fingerprint(text: str) -> int:

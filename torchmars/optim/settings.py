@@ -87,6 +87,16 @@ class Rows(Setting):
         return good and min(parts) >= 1, "a whole number of at least 1, or several: rows"
 
 
+@dataclass(frozen=True)
+class Choice(Setting):
+    """One of several names."""
+
+    names: tuple[str, ...] = ()
+
+    def judge(self, value: Any) -> tuple[bool, str]:
+        return value in self.names, f"one of {', '.join(self.names)}"
+
+
 Declared = tuple[Setting, ...]  # the settings of a rule
 
 
@@ -113,6 +123,55 @@ FLATTEN = Flag(
     "flatten", "See parameters of three dims as one matrix [out, -1].", False, scope="group"
 )
 SPLIT = Rows("split", "Parts that a matrix is cut into by rows.", 1, scope="group")
+
+CAUTIOUS_DECAY = Flag(
+    "cautious_decay",
+    "Decay a weight only where its update has its sign or is 0: where both make it smaller.",
+    False,
+)
+
+# Of the rules that orthogonalise matrices.
+ORTHOGONALIZE = Choice(
+    "orthogonalize",
+    "How matrices are orthogonalised. newton-schulz: five steps of one polynomial, as published. "
+    "polar-express: five steps of different ones, nearer to orthogonal. svd: exactly, slow.",
+    "newton-schulz",
+    names=("newton-schulz", "polar-express", "svd"),
+)
+ORTHOGONALIZE_FORM = Choice(
+    "orthogonalize_form",
+    "How the polynomials are computed. direct: on the matrix. gram: on its short side, with fewer "
+    "operations for long matrices; in float16 where matrices are multiplied in bfloat16. auto: "
+    "gram where it has fewer operations and matrices are multiplied in float32.",
+    "direct",
+    names=("direct", "gram", "auto"),
+)
+NORMALIZE_ROWS = Flag(
+    "normalize_rows",
+    "Divide each row of an orthogonalised matrix by the root of its mean square over time: "
+    "NorMuon. Keeps a number for each row.",
+    False,
+)
+EQUILIBRATE = Flag(
+    "equilibrate", "Give all rows of a matrix one norm before it is orthogonalised.", False
+)
+RENORMALIZE = Flag(
+    "renormalize",
+    "Scale each orthogonalised matrix to the norm that an orthogonal one has.",
+    False,
+)
+MATRIX_SETTINGS = (
+    FLATTEN,
+    SPLIT,
+    ORTHOGONALIZE,
+    ORTHOGONALIZE_FORM,
+    NORMALIZE_ROWS,
+    EQUILIBRATE,
+    RENORMALIZE,
+)
+
+# Settings of a group that plans and state follow from: they cannot change later.
+FIXED = ("rule", "flatten", "split", "orthogonalize", "orthogonalize_form", "normalize_rows")
 
 # Of the rules that reduce the variance of the gradient.
 GAMMA = Number(
@@ -150,6 +209,7 @@ WEIGHT_DECAY_1D = Number(
 )
 MARS_SETTINGS = (
     EPS,
+    CAUTIOUS_DECAY,
     GAMMA,
     GAMMA_NEXT,
     CLIP,

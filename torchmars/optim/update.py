@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchmars.optim.exchange import Exchange, MatrixTile
+from torchmars.optim.exchange import Exchange
 from torchmars.optim.kernels import Tensors, run_kernel
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import ElementwiseRule, MatrixRule
@@ -18,8 +18,10 @@ from torchmars.optim.rules.lean import (
     lean_factors,
     lean_momentum_,
 )
+from torchmars.optim.state import ROW_SQUARES
 from torchmars.optim.step import GroupTensors, StepFactors
 from torchmars.optim.tensors import flat_slices
+from torchmars.optim.traffic import MatrixTile
 
 
 def update_groups(
@@ -91,7 +93,18 @@ class MatrixUpdate:
         lr_of = {shape: self.lr * self.rule.scale(*shape) for shape in set(shapes)}
         lr = torch.stack([lr_of[shape] for shape in shapes])
         weights, directions = _of_tiles(self.group.weights, tiles), [tile.values for tile in tiles]
-        self._run_on_tiles(step_along_, list(zip(weights, directions)), (lr, self.keep))
+        factors = (lr, self.keep, self.group.settings["cautious_decay"])
+        self._run_on_tiles(step_along_, list(zip(weights, directions)), factors)
+
+    def read_squares(self, tiles: Sequence[MatrixTile]) -> None:
+        """Write the mean squares of the rows of each tile to its values."""
+        kept = _of_tiles(self.group.buffers[ROW_SQUARES], tiles)
+        torch._foreach_copy_([tile.values for tile in tiles], kept)
+
+    def keep_squares(self, tiles: Sequence[MatrixTile]) -> None:
+        """Keep the new mean squares, the values of each tile, if the step is applied."""
+        for kept, tile in zip(_of_tiles(self.group.buffers[ROW_SQUARES], tiles), tiles):
+            write_if(self.step.applied, kept, tile.values)
 
     def _run_on_tiles(self, kernel: Callable, tensors: Tensors, factors: tuple) -> None:
         """Run `kernel`: on CPUs not compiled, since it would round otherwise and save little."""
@@ -120,11 +133,14 @@ def mars_momentum_(tensors: Tensors, factors: tuple[Corrections, Tensor]) -> Non
         write_if(correction.applied, m, m + rate * (c - m))
 
 
-def step_along_(tensors: Tensors, factors: tuple[Tensor, Tensor]) -> None:
+def step_along_(tensors: Tensors, factors: tuple[Tensor, Tensor, bool]) -> None:
     """Step along the direction d on each (x, d), in place: x <- keep x - lr d.
 
-    The factors are lr and keep. A bfloat16 x is rounded once.
+    The factors are lr, keep, and whether decay is cautious: keep is 1 then where x and d have
+    different signs. A bfloat16 x is rounded once.
     """
-    for (x, d), (lr, keep) in zip(tensors, factors_of_each(factors, len(tensors))):
-        wide = x.to(keep.dtype)
-        x.copy_(wide.mul_(keep).addcmul_(d.to(keep.dtype), lr, value=-1))
+    for (x, d), (lr, keep, cautious) in zip(tensors, factors_of_each(factors, len(tensors))):
+        wide, d = x.to(keep.dtype), d.to(keep.dtype)
+        if cautious:
+            keep = keep.where(d * wide >= 0, 1)
+        x.copy_(wide.mul_(keep).addcmul_(d, lr, value=-1))

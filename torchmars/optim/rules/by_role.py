@@ -33,11 +33,12 @@ def adamw_but_for_matrices(settings: Settings) -> dict[str, Settings]:
 def adamw_settings(
     settings: Settings, lr: float, betas: Sequence[float], weight_decay: float
 ) -> Settings:
-    """Return a group's settings under plain AdamW; eps is that of the optimizer's `settings`."""
+    """Return a group's settings under plain AdamW; the others are the optimizer's `settings`."""
     return {
         "rule": "adamw",
         "lr": lr,
         "betas": betas,
         "eps": settings["eps"],
         "weight_decay": weight_decay,
+        "cautious_decay": settings["cautious_decay"],
     }

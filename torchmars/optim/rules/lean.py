@@ -64,17 +64,23 @@ class LeanFactors(NamedTuple):
     out: Tensor
     """[n], like `weight`: a first step has others."""
     weight: Tensor
+    cautious: bool
+    """Whether decay is cautious."""
 
 
 def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> LeanFactors:
     """Return the factors of the tensors of `group`."""
     settings, first_step = group.settings, (step.steps_made == 0).double()
     return LeanFactors(
-        step.scale,
-        step.applied,
-        *(group.scalar(settings[key]) for key in ("lr", "weight_decay")),
-        *(group.scalar(value) for value in (form.mix, form.decay)),
-        *((each + form.first * first_step).to(group.dtype) for each in (form.out, form.weight)),
+        scale=step.scale,
+        applied=step.applied,
+        lr=group.scalar(settings["lr"]),
+        weight_decay=group.scalar(settings["weight_decay"]),
+        mix=group.scalar(form.mix),
+        decay=group.scalar(form.decay),
+        out=(form.out + form.first * first_step).to(group.dtype),
+        weight=(form.weight + form.first * first_step).to(group.dtype),
+        cautious=settings["cautious_decay"],
     )
 
 

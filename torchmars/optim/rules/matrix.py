@@ -8,15 +8,15 @@ from torchmars.optim.rules.rule import MatrixRule
 from torchmars.optim.settings import (
     BETAS,
     BETAS_1D,
+    CAUTIOUS_DECAY,
     CLIP,
     EPS,
-    FLATTEN,
     GAMMA,
     GAMMA_NEXT,
     LR,
     LR_1D,
     MARS_SETTINGS,
-    SPLIT,
+    MATRIX_SETTINGS,
     WEIGHT_DECAY,
     Declared,
     Settings,
@@ -27,9 +27,9 @@ MUON_SETTINGS = (
     BETAS.of((0.95, 0.99)),
     EPS,
     WEIGHT_DECAY.of(0.1),
+    CAUTIOUS_DECAY,
     BETAS_1D,
-    FLATTEN,
-    SPLIT,
+    *MATRIX_SETTINGS,
 )
 
 
@@ -95,8 +95,7 @@ class MarsShampoo(MarsM):
         WEIGHT_DECAY.of(0.01),
         LR_1D.of(3e-3),
         *MARS_SETTINGS,
-        FLATTEN,
-        SPLIT,
+        *MATRIX_SETTINGS,
     )
     # Of the matrices' lr: an orthogonal matrix moves its entries less than AdamW does.
     EMBEDDING_LR = 0.3

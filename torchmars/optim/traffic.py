@@ -1,0 +1,356 @@
+"""Shards to owners and back: carries out the plan of `owners.py`.
+
+The tiles of a bucket's matrices travel to their owners in one all-to-all and become directions
+there, which travel back in another. Matrices that lie whole on their owners' shards stay there.
+Under HSDP each replica does its share, and an all-gather passes the results on to the others. With
+NorMuon the rows' mean squares travel beside the matrices, each in transfers of its own.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchmars.optim.buckets import Bucket, Packing, rank_bucket
+from torchmars.optim.directions import Directions
+from torchmars.optim.matrices import MatrixShape, Units
+from torchmars.optim.meshes import MeshGroups, mesh_place
+from torchmars.optim.owners import plan_buckets
+from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
+from torchmars.optim.same_plan import check_same_plan, on_all_ranks
+from torchmars.optim.tensors import flat_slices, local_part
+from torchmars.optim.tiles import Tile, blocks_of_shards
+
+# Its name before torch 2.13 is the second one.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Elements that are orthogonalised at once: enough to fill a GPU, little beside the model. On a CPU
+# as many for each thread as stay in the cache of a core while they are multiplied.
+BATCH_ELEMENTS = 2**24
+BATCH_OF_CPU_THREAD = 2**19
+
+# For each set of ranks that share work: global rank -> FLOPs of the matrices it owns.
+OwnerLoads = dict[tuple[int, ...], dict[int, int]]
+
+
+class MatrixTile(NamedTuple):
+    """A tile of a matrix that has a gradient, and its values: those sent, or those computed."""
+
+    number: int
+    """The matrix's, among the `parameters` of its `Matrices`."""
+    tile: Tile
+    values: Tensor
+    """Flat."""
+
+
+class Matrices(Protocol):
+    """The matrices of a group that an exchange reads its inputs from and writes its results to."""
+
+    parameters: list[Tensor]
+    """Those that have a gradient."""
+
+    def read(self, tiles: Sequence[MatrixTile]) -> None:
+        """Write what is to be orthogonalised to the values of each tile."""
+
+    def apply(self, tiles: Sequence[MatrixTile]) -> None:
+        """Take the results, the values of each tile."""
+
+    def read_squares(self, tiles: Sequence[MatrixTile]) -> None:
+        """Write the mean squares of the rows of each tile, one column, to its values."""
+
+    def keep_squares(self, tiles: Sequence[MatrixTile]) -> None:
+        """Keep the new mean squares, the values of each tile."""
+
+
+# For each parameter with a gradient its group, and its number there.
+Places = dict[Tensor, tuple[Matrices, int]]
+
+
+@dataclass
+class Transfer:
+    """Values that travel, and the buffer they are sent from, which must live until they arrive."""
+
+    values: Tensor
+    work: dist.Work | None
+    sent_from: Tensor
+
+    def wait(self) -> Tensor:
+        """Wait until the values have arrived, and return them."""
+        if self.work is not None:
+            self.work.wait()
+        return self.values
+
+
+class MatrixTraffic:
+    """The matrix parameters that lie alike on one mesh: their plan and their traffic.
+
+    They are sharded over the same axes. Creating an object is collective over the ranks of the
+    mesh. `matrix_dtype` is what was asked for: "auto" is resolved here, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        shapes: Sequence[MatrixShape],
+        directions: Directions,
+        loads: OwnerLoads,
+        groups: MeshGroups,
+        matrix_dtype: str,
+    ) -> None:
+        self.parameters, self.shapes = parameters, shapes
+        self.directions = directions
+        self.device = local_part(parameters[0]).device
+        self.place = mesh_place(parameters[0], groups)
+        placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
+        blocks = blocks_of_shards(shapes, placements, self.place)
+        native_bfloat16 = on_all_ranks(
+            multiplies_bfloat16(self.device), self.place.groups, self.device
+        )
+        self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, native_bfloat16)
+        self.wire, self.product = wire_and_product(self.matrix_dtype)
+        self.wide = torch.promote_types(self.wire, torch.float32)  # of the rows' mean squares
+        # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
+        ranks = self.place.ranks
+        plan = plan_buckets(
+            shapes,
+            blocks,
+            lambda rows, cols: directions.flops(rows, cols, self.product),
+            ranks,
+            loads.setdefault(tuple(sorted(ranks)), {}),
+        )
+        descriptions = [
+            f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, placed {placed}"
+            for shape, placed in zip(shapes, placements)
+        ]
+        check_same_plan(descriptions, plan, matrix_dtype, self.place.groups, self.device)
+        self.buckets = [rank_bucket(planned, blocks, self.place) for planned in plan]
+        if directions.normalize_rows:
+            of_rows = [rank_bucket(each, blocks, self.place, of_rows=True) for each in plan]
+            self.buckets = [
+                replace(bucket, rows=rows) for bucket, rows in zip(self.buckets, of_rows)
+            ]
+
+    def compute_here(self, bucket: Bucket, places: Places) -> None:
+        """Make the directions of a bucket of matrices where they are: nothing travels."""
+        for tiles, directions, squares in self._at_home(bucket, places):
+            self._apply(tiles, directions, places)
+            if squares is not None:
+                self._keep_squares([tile.of_rows for tile in tiles], squares, places)
+
+    def send(self, bucket: Bucket, places: Places) -> list[Transfer]:
+        """Send this rank's tiles of what is orthogonalised to their owners; nothing, at home.
+
+        After it come the mean squares of their rows, where directions need them.
+        """
+        sent = [self._send(bucket, self.wire, self._read, places)]
+        if bucket.rows is not None:
+            sent.append(self._send(bucket.rows, self.wide, self._read_squares, places))
+        return sent
+
+    def _send(self, bucket: Bucket, dtype: torch.dtype, read: Callable, places: Places) -> Transfer:
+        elements = sum(bucket.outgoing.elements)
+        packed = torch.empty(elements, dtype=dtype, device=self.device)
+        if bucket.home:
+            return Transfer(packed, None, packed)
+        read(bucket.outgoing.tiles, packed, places)
+        return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
+
+    def compute(self, bucket: Bucket, arrived: list[Tensor], places: Places) -> list[Transfer]:
+        """Make the directions of the units that this rank owns, and send them back."""
+        if bucket.home:
+            of_batches = [results for _, *results in self._at_home(bucket, places)]
+            columns = zip(*of_batches) if of_batches else [()] * len(arrived)
+            flat = [
+                torch.cat([empty, *(each.flatten() for each in column)])
+                for empty, column in zip(arrived, columns)
+            ]
+            return [Transfer(each, None, each) for each in flat]
+        kinds = [bucket] if bucket.rows is None else [bucket, bucket.rows]
+        pieces = [Pieces(*each) for each in zip(kinds, arrived)]
+        for (rows, cols), alike in by_shape(bucket.owned).items():
+            momenta = pieces[0].put_together(alike, rows, cols)
+            squares = None if bucket.rows is None else pieces[1].put_together(alike, rows, 1)
+            self._replace_by_directions(momenta, squares)
+            for each in pieces:
+                each.take_apart()
+        return [
+            self._all_to_all(each, kind.incoming, kind.outgoing)
+            for each, kind in zip(arrived, kinds)
+        ]
+
+    def _replace_by_directions(self, momenta: Tensor, squares: Tensor | None) -> None:
+        """Turn momenta [n, rows, cols] into directions, and squares [n, rows, 1] into new ones."""
+        size = max(1, self._batch_elements // math.prod(momenta.shape[1:]))
+        for first in range(0, len(momenta), size):
+            batch = momenta[first : first + size]
+            before = None if squares is None else squares[first : first + size].squeeze(-1)
+            directions, after = self.directions(batch, self.product, before)
+            batch.copy_(directions)
+            if before is not None and after is not None:
+                before.copy_(after)
+
+    def write_results(self, bucket: Bucket, returned: list[Tensor], places: Places) -> None:
+        """Pass the results on to the other replicas; write this rank's tiles of all of them."""
+        for values, tiles in zip(self._of_all_replicas(bucket, returned[0]), bucket.by_replica):
+            self._apply(tiles, values, places)
+        if bucket.rows is not None:
+            of_replicas = self._of_all_replicas(bucket.rows, returned[1])
+            for values, tiles in zip(of_replicas, bucket.rows.by_replica):
+                self._keep_squares(tiles, values, places)
+
+    def _at_home(self, bucket: Bucket, places: Places) -> Iterator[tuple]:
+        """Yield the tiles of this rank's matrices at home, in order, with their directions.
+
+        With `bucket.rows` also the rows' new mean squares.
+        """
+        for tiles in batches(bucket.by_replica[self.place.replica], self._batch_elements):
+            shape = sum(tile.length for tile in tiles), *tiles[0].units.shape
+            momenta = torch.empty(shape, dtype=self.wire, device=self.device)
+            self._read(tiles, momenta, places)
+            squares = None
+            if bucket.rows is not None:
+                squares = torch.empty(shape[:2], dtype=self.wide, device=self.device)
+                self._read_squares([tile.of_rows for tile in tiles], squares, places)
+            directions, squares = self.directions(momenta, self.product, squares)
+            yield tiles, directions.contiguous(), squares
+
+    @property
+    def _batch_elements(self) -> int:
+        """The elements that are orthogonalised at once."""
+        on_cpu = self.device.type == "cpu"
+        return BATCH_OF_CPU_THREAD * torch.get_num_threads() if on_cpu else BATCH_ELEMENTS
+
+    def _read(self, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
+        """Write what is orthogonalised to `packed`: zeros where a matrix has no gradient."""
+        groups, without_gradient = self._by_group(tiles, packed, places)
+        for matrices, of_group in groups.items():
+            matrices.read(of_group)
+        for target in without_gradient:
+            target.zero_()
+
+    def _read_squares(self, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
+        """Write the rows' mean squares to `packed`: zeros where a matrix has no gradient."""
+        groups, without_gradient = self._by_group(tiles, packed, places)
+        for matrices, of_group in groups.items():
+            matrices.read_squares(of_group)
+        for target in without_gradient:
+            target.zero_()
+
+    def _apply(self, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
+        """Step along the directions of tiles, `packed`, where a matrix has a gradient."""
+        groups, _ = self._by_group(tiles, packed, places)
+        for matrices, of_group in groups.items():
+            matrices.apply(of_group)
+
+    def _keep_squares(self, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
+        """Keep the rows' new mean squares, `packed`, where a matrix has a gradient."""
+        groups, _ = self._by_group(tiles, packed, places)
+        for matrices, of_group in groups.items():
+            matrices.keep_squares(of_group)
+
+    def _by_group(
+        self, tiles: Sequence[Tile], packed: Tensor, places: Places
+    ) -> tuple[dict[Matrices, list[MatrixTile]], list[Tensor]]:
+        """Return the tiles of matrices that have a gradient, and the values of the others.
+
+        Their values lie one after the other in `packed`. Those of a group are sorted by length, as
+        `run_kernel` likes them.
+        """
+        groups: dict[Matrices, list[MatrixTile]] = {}
+        without_gradient = []
+        ends = itertools.accumulate(tile.numel for tile in tiles)
+        values = flat_slices(
+            (packed, end - tile.numel, tile.numel) for tile, end in zip(tiles, ends)
+        )
+        for tile, of_tile in sorted(zip(tiles, values), key=lambda pair: pair[0].numel):
+            place = places.get(self.parameters[tile.units.parameter])
+            if place is None:
+                without_gradient.append(of_tile)
+            else:
+                groups.setdefault(place[0], []).append(MatrixTile(place[1], tile, of_tile))
+        return groups, without_gradient
+
+    def _of_all_replicas(self, bucket: Bucket, returned: Tensor) -> list[Tensor]:
+        """Return this rank's results from the owners in each replica; its own gave `returned`."""
+        if self.place.replica_group is None:
+            return [returned]
+        counts = [sum(tile.numel for tile in tiles) for tiles in bucket.by_replica]
+        longest = max(counts)
+        padded = returned.new_zeros(longest)
+        padded[: len(returned)] = returned
+        everyone = returned.new_empty(self.place.replicas * longest)
+        all_gather_single(everyone, padded, group=self.place.replica_group)
+        rows = everyone.view(self.place.replicas, longest).unbind()
+        return [row[:count] for row, count in zip(rows, counts)]
+
+    def _all_to_all(self, packed: Tensor, outgoing: Packing, incoming: Packing) -> Transfer:
+        if self.place.shard_group is None:
+            return Transfer(packed, None, packed)
+        arriving = packed.new_empty(sum(incoming.elements))
+        work = dist.all_to_all_single(
+            arriving,
+            packed,
+            incoming.elements,
+            outgoing.elements,
+            group=self.place.shard_group,
+            async_op=True,
+        )
+        return Transfer(arriving, work, packed)
+
+
+class Pieces:
+    """What `arrived` of a bucket's owned units: tiles that come one after the other."""
+
+    def __init__(self, bucket: Bucket, arrived: Tensor) -> None:
+        self.arrived = arrived
+        self.of_units: dict[Units, list[tuple[Tile, Tensor]]] = {}
+        tiles = bucket.incoming.tiles
+        for tile, part in zip(tiles, arrived.split([tile.numel for tile in tiles])):
+            self.of_units.setdefault(tile.units, []).append((tile, part))
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def put_together(self, alike: Sequence[Units], rows: int, cols: int) -> Tensor:
+        """Return whole units [n, rows, cols], those `alike`."""
+        lengths = [units.length for units in alike]
+        whole = self.arrived.new_empty(sum(lengths), rows, cols)
+        self._pairs = []
+        for units, slab in zip(alike, whole.split(lengths)):
+            for tile, part in self.of_units[units]:
+                some = slice(tile.first, tile.first + tile.length)
+                of_whole = slab[some, tile.rows, tile.cols]
+                self._pairs.append((of_whole, part.view(of_whole.shape)))
+        torch._foreach_copy_([each for each, _ in self._pairs], [each for _, each in self._pairs])
+        return whole
+
+    def take_apart(self) -> None:
+        """Write the units back: what arrived has been read, and its memory takes the result."""
+        torch._foreach_copy_([each for _, each in self._pairs], [each for each, _ in self._pairs])
+
+
+def by_shape(units: Iterable[Units]) -> dict[tuple[int, int], list[Units]]:
+    """Return units by the shape of their matrices."""
+    alike: dict[tuple[int, int], list[Units]] = {}
+    for each in units:
+        alike.setdefault(each.shape, []).append(each)
+    return alike
+
+
+def batches(tiles: Sequence[Tile], elements: int) -> Iterator[list[Tile]]:
+    """Yield whole tiles of equal shape together, at most so many `elements`, or one matrix."""
+    for matrix, alike in itertools.groupby(tiles, lambda tile: tile.units.shape):
+        size = max(1, elements // math.prod(matrix))
+        batch: list[Tile] = []
+        free = size
+        for tile in itertools.chain.from_iterable(each.cut(size) for each in alike):
+            if tile.length > free:
+                yield batch
+                batch, free = [], size
+            batch.append(tile)
+            free -= tile.length
+        yield batch
