@@ -6,28 +6,65 @@ It is written from the update rules, and not from the code under test.
 import torch
 from torch import Tensor
 
+JORDAN = [(3.4445, -4.7750, 2.0315)] * 5
+# arXiv 2505.16932, for a start divided by 1.01 times the Frobenius norm.
+POLAR_EXPRESS = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
 
-def newton_schulz(x: Tensor) -> Tensor:
-    """Return one float64 matrix after five steps of the quintic."""
+
+def orthogonalized(x: Tensor, method: str = "newton-schulz") -> Tensor:
+    """Return one float64 matrix after five odd polynomials, or its polar factor."""
+    if method == "svd":
+        u, _, v = torch.linalg.svd(x, full_matrices=False)
+        return u @ v
     if x.shape[0] > x.shape[1]:
-        return newton_schulz(x.T).T
-    x = x / (x.pow(2).sum().sqrt() + 1e-7)
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        return orthogonalized(x.T, method).T
+    margin, polynomials = (1.01, POLAR_EXPRESS) if method == "polar-express" else (1.0, JORDAN)
+    x = x / (margin * x.pow(2).sum().sqrt() + 1e-7)
+    for a, b, c in polynomials:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
     return x
 
 
-def direction(rule: str, m: Tensor) -> Tensor:
-    """Return the direction that Lion, Shampoo and Muon make of a momentum."""
+def direction(rule: str, m: Tensor, options: dict | None = None, state: dict | None = None):
+    """Return the direction that Lion, Shampoo and Muon make of a momentum.
+
+    `options` are those of matrix rules, `state` what NorMuon keeps of each matrix.
+    """
     if "lion" in rule:
         return m.sign()
+    options, state = options or {}, {} if state is None else state
     if m.ndim == 3:
-        return torch.stack([direction(rule, matrix) for matrix in m])
+        return torch.stack(
+            [direction(rule, each, options, state.setdefault(i, {})) for i, each in enumerate(m)]
+        )
     rows, cols = m.shape
-    return newton_schulz(m) * (
+    if options.get("equilibrate"):
+        size = float(m.norm()) / rows**0.5
+        m = torch.stack([row * (size / float(row.norm())) for row in m])
+    o = orthogonalized(m, options.get("orthogonalize", "newton-schulz"))
+    if options.get("renormalize"):
+        o = o * (min(rows, cols) ** 0.5 / float(o.norm()))
+    if options.get("normalize_rows"):
+        v = 0.95 * state.get("v", torch.zeros(rows, dtype=o.dtype)) + 0.05 * o.pow(2).mean(1)
+        state["v"] = v
+        scaled = o / (v.sqrt() + 1e-8).unsqueeze(1)
+        o = scaled * (float(o.norm()) / float(scaled.norm()))
+    return o * (
         max(1.0, rows / cols) ** 0.5 if rule == "mars-shampoo" else 0.2 * max(rows, cols) ** 0.5
     )
+
+
+def decayed(x: Tensor, update: Tensor, weight_decay: float, options: dict) -> Tensor:
+    """Return the update with the decay of x, cautious or not."""
+    cautious = options.get("cautious_decay", False)
+    return update + weight_decay * (x * (update * x >= 0) if cautious else x)
 
 
 def mars(
@@ -42,13 +79,14 @@ def mars(
     gamma=0.025,
     clip=1.0,
     last=None,
+    **options,
 ) -> tuple[Tensor, int]:
     """Return the parameter after the steps, in float64, and on how many the clip was active.
 
     `gamma` and `betas` may be lists, one for each step; `last` a list of the h of each step (exact
-    mode) after the first.
+    mode) after the first. `options` are those of `direction` and `decayed`.
     """
-    x = x.double()
+    x, rows = x.double(), {}
     m, v, h, clipped = torch.zeros_like(x), torch.zeros_like(x), None, 0
     for t, g in enumerate((g.double() for g in gradients), start=1):
         gamma_t = gamma[t - 1] if isinstance(gamma, list) else gamma
@@ -68,13 +106,13 @@ def mars(
             v = b2 * v + (1 - b2) * c**2
             update = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps)
         else:
-            update = direction(rule, m)
-        x = x - lr * (update + weight_decay * x)
+            update = direction(rule, m, options, rows)
+        x = x - lr * decayed(x, update, weight_decay, options)
         h = g
     return x, clipped
 
 
-def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay) -> Tensor:
+def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay, **options) -> Tensor:
     """Return the parameter after steps of Lion (Chen et al., arXiv 2302.06675, algorithm 2).
 
     `betas` may be a list of pairs, one for each step.
@@ -82,21 +120,23 @@ def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay) -> Tens
     x, m = x.double(), torch.zeros_like(x.double())
     for t, g in enumerate(g.double() for g in gradients):
         b1, b2 = betas[t] if isinstance(betas, list) else betas
-        x = x - lr * ((b1 * m + (1 - b1) * g).sign() + weight_decay * x)
+        update = (b1 * m + (1 - b1) * g).sign()
+        x = x - lr * decayed(x, update, weight_decay, options)
         m = b2 * m + (1 - b2) * g
     return x
 
 
-def muon(x: Tensor, gradients: list[Tensor], *, lr, momentum, weight_decay) -> Tensor:
+def muon(x: Tensor, gradients: list[Tensor], *, lr, momentum, weight_decay, **options) -> Tensor:
     """Return the parameter after steps of Muon in Moonlight's form (arXiv 2502.16982).
 
     `momentum` may be a list, one for each step.
     """
-    x, buffer = x.double(), torch.zeros_like(x.double())
+    x, buffer, rows = x.double(), torch.zeros_like(x.double()), {}
     for t, g in enumerate(g.double() for g in gradients):
         mu = momentum[t] if isinstance(momentum, list) else momentum
         buffer = mu * buffer + g
-        x = x - lr * (direction("muon", g + mu * buffer) + weight_decay * x)
+        update = direction("muon", g + mu * buffer, options, rows)
+        x = x - lr * decayed(x, update, weight_decay, options)
     return x
 
 

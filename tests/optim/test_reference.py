@@ -26,6 +26,18 @@ def settings_of(rule, clip):
     return settings
 
 
+# What a matrix rule may do with its directions.
+OPTIONS = [
+    {"orthogonalize": "polar-express"},
+    {"orthogonalize": "svd"},
+    {"normalize_rows": True},
+    {"equilibrate": True},
+    {"renormalize": True},
+    {"orthogonalize": "polar-express", "equilibrate": True, "renormalize": True}
+    | {"normalize_rows": True},
+]
+
+
 def shipped(rule, dtype, settings, lasts=None):
     """Return the parameters after all steps of the reference that ships."""
     result = []
@@ -38,21 +50,23 @@ def shipped(rule, dtype, settings, lasts=None):
     return result
 
 
-def independent(rule, dtype, clip, lasts=None):
+def independent(rule, dtype, clip, lasts=None, **options):
     """Return the parameters after all steps of the independent float64 reference."""
     result = []
     for seed, start in enumerate(starts(dtype)):
         sequence = gradients(start.shape, STEPS, seed, dtype)
         if rule == "lion":
-            result.append(lion(start, sequence, betas=BETAS, **BASE))
+            result.append(lion(start, sequence, betas=BETAS, **BASE, **options))
         elif rule == "muon":
-            result.append(muon(start, sequence, momentum=BETAS[0], **BASE))
+            result.append(muon(start, sequence, momentum=BETAS[0], **BASE, **options))
         elif rule == "adamw":
-            x, _ = mars(start, sequence, rule="mars-adamw", betas=BETAS, gamma=0.0, clip=None)
+            off = {"rule": "mars-adamw", "gamma": 0.0, "clip": None}
+            x, _ = mars(start, sequence, betas=BETAS, **off, **options)
             result.append(x)
         else:
             last = lasts[seed] if lasts else None
-            x, _ = mars(start, sequence, rule=rule, clip=clip, last=last, **MARS_SETTINGS)
+            settings = MARS_SETTINGS | options | {"clip": clip, "last": last}
+            x, _ = mars(start, sequence, rule=rule, **settings)
             result.append(x)
     return result
 
@@ -77,6 +91,42 @@ def test_three_implementations_of_a_rule_agree(rule, dtype, clip):
     for ours, reference, other in zip(parameters, *theirs):
         assert relative(ours, reference) < tolerance(rule, dtype)
         assert relative(reference, other) < tolerance(rule, dtype)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_they_agree_with_cautious_decay(rule, clip):
+    settings = settings_of(rule, clip)
+    parameters, _ = train(rule, torch.float64, STEPS, cautious_decay=True, **settings)
+    usual, _ = train(rule, torch.float64, STEPS, **settings)
+    theirs = (
+        shipped(rule, torch.float64, settings | {"cautious_decay": True}),
+        independent(rule, torch.float64, clip, cautious_decay=True),
+    )
+    for ours, reference, other, always in zip(parameters, *theirs, usual):
+        assert relative(ours, reference) < tolerance(rule, torch.float64)
+        assert relative(reference, other) < tolerance(rule, torch.float64)
+        assert relative(ours, always) > 1e-4
+
+
+MATRIX_RULES = [name for name, rule in RULES.items() if isinstance(rule, MatrixRule)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_they_agree_with_every_option_of_matrices(rule, dtype, options):
+    settings = settings_of(rule, None)
+    parameters, _ = train(rule, dtype, STEPS, **settings, **options)
+    theirs = (
+        shipped(rule, dtype, settings | {"options": options}),
+        independent(rule, dtype, None, **options),
+    )
+    # The polar factor and later polynomials make more of what rounding leaves of a singular value.
+    most = tolerance(rule, dtype) * (10 if dtype == torch.float32 else 1)
+    for ours, reference, other in zip(parameters, *theirs):
+        assert relative(ours, reference) < most
+        assert relative(reference, other) < most
 
 
 @pytest.mark.parametrize("rule", MARS_RULES)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.settings import Settings
 
 State = dict[str, Tensor]
 Betas = tuple[float, float]
@@ -31,6 +32,7 @@ def mars_adamw(
     betas: Betas,
     eps: float,
     weight_decay: float,
+    cautious_decay: bool = False,
     **correction: Any,
 ) -> None:
     """Step by AdamW's two moments of the corrected gradient c: v is built from c, not from g.
@@ -38,41 +40,76 @@ def mars_adamw(
     `correction`: gamma, clip and in exact mode last, as of `corrected_gradient`.
     """
     c = corrected_gradient(g, state, betas[0], **correction)
-    adamw(x, c, state, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    adamw(
+        x,
+        c,
+        state,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        cautious_decay=cautious_decay,
+    )
 
 
 def mars_lion(
-    x: Tensor, g: Tensor, state: State, *, lr: float, weight_decay: float, **correction: Any
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    weight_decay: float,
+    cautious_decay: bool = False,
+    **correction: Any,
 ) -> None:
     """Set x <- x - lr (sign(m) + weight_decay x), m the momentum of the corrected gradient.
 
     `correction`: betas, and the others of `corrected_gradient`. So do the next two.
     """
     m = corrected_momentum(g, state, **correction)
-    descend(x, m.sign(), lr, weight_decay)
+    descend(x, m.sign(), lr, weight_decay, cautious_decay)
 
 
 def mars_shampoo(
-    x: Tensor, g: Tensor, state: State, *, lr: float, weight_decay: float, **correction: Any
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    weight_decay: float,
+    cautious_decay: bool = False,
+    options: Settings | None = None,
+    **correction: Any,
 ) -> None:
-    """Set x <- x - lr (max(1, rows / cols)^(1/2) NS(m) + weight_decay x).
+    """Set x <- x - lr (max(1, rows / cols)^(1/2) O(m) + weight_decay x).
 
-    `x` is a matrix [rows, cols] or a stack of them, m the momentum of the corrected gradient.
+    `x` is a matrix [rows, cols] or a stack of them, m the momentum of the corrected gradient, O
+    that of `orthogonal_direction`, as are the `options`. So do the others with an O.
     """
     m = corrected_momentum(g, state, **correction)
     rows, cols = x.shape[-2:]
-    descend(x, max(1.0, rows / cols) ** 0.5 * newton_schulz(m), lr, weight_decay)
+    direction = max(1.0, rows / cols) ** 0.5 * orthogonal_direction(m, state, options)
+    descend(x, direction, lr, weight_decay, cautious_decay)
 
 
 def mars_m(
-    x: Tensor, g: Tensor, state: State, *, lr: float, weight_decay: float, **correction: Any
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    weight_decay: float,
+    cautious_decay: bool = False,
+    options: Settings | None = None,
+    **correction: Any,
 ) -> None:
-    """Set x <- x - lr (0.2 max(rows, cols)^(1/2) NS(m) + weight_decay x).
+    """Set x <- x - lr (0.2 max(rows, cols)^(1/2) O(m) + weight_decay x).
 
     `x` is a matrix [rows, cols] or a stack of them, m the momentum of the corrected gradient.
     """
     m = corrected_momentum(g, state, **correction)
-    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * newton_schulz(m), lr, weight_decay)
+    direction = 0.2 * max(x.shape[-2:]) ** 0.5 * orthogonal_direction(m, state, options)
+    descend(x, direction, lr, weight_decay, cautious_decay)
 
 
 def adamw(
@@ -84,6 +121,7 @@ def adamw(
     betas: Betas,
     eps: float,
     weight_decay: float,
+    cautious_decay: bool = False,
 ) -> None:
     """Set x <- x - lr (m' / (v'^(1/2) + eps) + weight_decay x), m' and v' without their bias."""
     beta1, beta2 = betas
@@ -93,27 +131,42 @@ def adamw(
     v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * g * g
     t = step.item()
     m, v = m / (1 - beta1**t), v / (1 - beta2**t)  # without the bias towards zero
-    descend(x, m / (v.sqrt() + eps), lr, weight_decay)
+    descend(x, m / (v.sqrt() + eps), lr, weight_decay, cautious_decay)
 
 
 def lion(
-    x: Tensor, g: Tensor, state: State, *, lr: float, betas: Betas, weight_decay: float
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    betas: Betas,
+    weight_decay: float,
+    cautious_decay: bool = False,
 ) -> None:
     """Step by the sign of an average of m and g; m becomes an average with other weights."""
     beta1, beta2 = betas
     m = state.get("exp_avg", torch.zeros_like(x))
-    descend(x, (beta1 * m + (1 - beta1) * g).sign(), lr, weight_decay)
+    descend(x, (beta1 * m + (1 - beta1) * g).sign(), lr, weight_decay, cautious_decay)
     state["exp_avg"] = beta2 * m + (1 - beta2) * g
 
 
 def muon(
-    x: Tensor, g: Tensor, state: State, *, lr: float, betas: Betas, weight_decay: float
+    x: Tensor,
+    g: Tensor,
+    state: State,
+    *,
+    lr: float,
+    betas: Betas,
+    weight_decay: float,
+    cautious_decay: bool = False,
+    options: Settings | None = None,
 ) -> None:
     """Step by the orthogonalised Nesterov momentum (decay betas[0]), with the scale of `mars_m`."""
     mu, _ = betas
     buffer = mu * state.get("momentum_buffer", torch.zeros_like(x)) + g
-    direction = newton_schulz((1 - mu) * (g + mu * buffer))
-    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * direction, lr, weight_decay)
+    o = orthogonal_direction((1 - mu) * (g + mu * buffer), state, options)
+    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * o, lr, weight_decay, cautious_decay)
     state["momentum_buffer"] = buffer
 
 
@@ -170,12 +223,43 @@ def corrected_momentum(g: Tensor, state: State, betas: Betas, **correction: Any)
     return state["exp_avg"]
 
 
-def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return each matrix with its singular values mapped near 1 (see `NewtonSchulz`)."""
-    batch = matrix.reshape(-1, *matrix.shape[-2:])
-    return ORTHOGONALIZERS["newton-schulz"](batch).view_as(matrix)
+def orthogonal_direction(m: Tensor, state: State, options: Settings | None = None) -> Tensor:
+    """Return each matrix of `m` with its singular values mapped near 1, as `options` say.
+
+    `options` are the settings `orthogonalize`, `equilibrate`, `renormalize` and `normalize_rows`
+    of matrix rules. The last is NorMuon's (arXiv 2510.05491): each row is divided by the root of
+    its mean square over time, which `state` keeps, and the whole gets its norm back.
+    """
+    given = {"orthogonalize": "newton-schulz"} | (options or {})
+    rows, cols = m.shape[-2:]
+    if given.get("equilibrate"):
+        of_rows = torch.linalg.vector_norm(m, dim=-1, keepdim=True)
+        m = m / of_rows.where(of_rows > 0, 1) * norm_of_each(m) / rows**0.5
+    batch = m.reshape(-1, rows, cols)
+    o = ORTHOGONALIZERS[given["orthogonalize"]](batch).view_as(m)
+    if given.get("renormalize"):
+        o = o * min(rows, cols) ** 0.5 / norm_of_each(o)
+    if given.get("normalize_rows"):
+        v = state.get("row_exp_avg_sq", torch.zeros_like(o[..., 0]))
+        v = state["row_exp_avg_sq"] = 0.95 * v + 0.05 * o.square().mean(-1)
+        divided = o / (v.sqrt()[..., None] + 1e-8)
+        o = divided * norm_of_each(o) / norm_of_each(divided)
+    return o
 
 
-def descend(x: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
-    """Set x <- x - lr (direction + weight_decay x)."""
-    x.sub_(lr * (direction + weight_decay * x))
+def norm_of_each(m: Tensor) -> Tensor:
+    """Return the Frobenius norm of each matrix, [..., 1, 1]; 1 of one that is 0."""
+    norms = torch.linalg.vector_norm(m, dim=(-2, -1), keepdim=True)
+    return norms.where(norms > 0, 1)
+
+
+def descend(
+    x: Tensor, direction: Tensor, lr: float, weight_decay: float, cautious_decay: bool
+) -> None:
+    """Set x <- x - lr (direction + weight_decay x).
+
+    With `cautious_decay` only those x decay that have no other sign than their direction (arXiv
+    2510.12402).
+    """
+    decayed = x * (direction * x >= 0) if cautious_decay else x
+    x.sub_(lr * (direction + weight_decay * decayed))
