@@ -31,6 +31,11 @@ SHAPES = [
 STEPS = 6
 
 
+# Rows' mean squares travel beside the matrices.
+OPTIONS = {"normalize_rows": True, "equilibrate": True, "renormalize": True}
+OPTIONS |= {"orthogonalize": "polar-express", "orthogonalize_form": "auto", "cautious_decay": True}
+
+
 def starts():
     return [
         torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -108,7 +113,12 @@ def test_every_rule_equals_whole_tensors(shape, placements):
     clipped += [
         (rule, {"max_grad_norm": 1.0, "matrix_dtype": dtype}) for rule in MATRIX for dtype in dtypes
     ]
-    exact = [(rule, {"clip": None, "matrix_dtype": dtype}) for rule in MATRIX for dtype in dtypes]
+    exact = [
+        (rule, {"clip": None, "matrix_dtype": dtype} | options)
+        for rule in MATRIX
+        for dtype in dtypes
+        for options in ({}, OPTIONS)
+    ]
     expected = [unsharded(rule, **settings) for rule, settings in clipped + exact]
     ranks = torch.Size(shape).numel()
     for results in run_ranks(on_mesh, ranks, shape, placements, clipped + exact):
@@ -177,9 +187,11 @@ def train_layers(model, rule, settings):
     return whole(parameters)
 
 
-def test_fsdp_over_tensor_parallel():
-    rules = ELEMENTWISE + MATRIX
-    exact = {"clip": None, "max_grad_norm": None}
+@pytest.mark.parametrize(
+    "rules,options", full_but([(MATRIX, OPTIONS)], [(MATRIX, OPTIONS), (ELEMENTWISE + MATRIX, {})])
+)
+def test_fsdp_over_tensor_parallel(rules, options):
+    exact = {"clip": None, "max_grad_norm": None} | options
     results = run_ranks(on_fsdp_tp, 4, rules, exact)
     expected = {
         (build.__name__, rule): train_layers(build(), rule, exact)

@@ -24,6 +24,16 @@ RULES: dict[str, dict] = {
     "mars-adamw": {"name": "mars-adamw", "lr": 2e-3},
     "mars-m": {"name": "mars-m", "matrix_dtype": "float32"},
     "mars-m, bfloat16": {"name": "mars-m", "matrix_dtype": "bfloat16"},
+    "mars-m, rows": {
+        "name": "mars-m",
+        "matrix_dtype": "float32",
+        "orthogonalize": "polar-express",
+        "orthogonalize_form": "auto",
+        "normalize_rows": True,
+        "equilibrate": True,
+        "renormalize": True,
+        "cautious_decay": True,
+    },
     "mars-adamw, exact": {"name": "mars-adamw", "mode": "exact", "lr": 2e-3},
 }
 
