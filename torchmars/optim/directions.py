@@ -4,6 +4,7 @@ Sources: NorMuon, Li et al., arXiv 2510.05491; rows of one norm, arXiv 2603.2825
 orthogonal matrix, arXiv 2602.21545.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -36,21 +37,22 @@ class Directions:
         gram = in_gram_form(rows, cols, product, self.orthogonalize_form)
         return ORTHOGONALIZERS[self.orthogonalize].flops(rows, cols, gram)
 
-    def __call__(
-        self, momenta: Tensor, product: torch.dtype, squares: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return directions of the shape and dtype of `momenta`, and the rows' new mean squares.
-
-        `momenta` is a batch [n, rows, cols], `product` the dtype to multiply in. `squares` [n,
-        rows], with `normalize_rows`, are the mean squares after the last step: 0 before the first.
-        """
+    def orthogonalized(self, momenta: Tensor, product: torch.dtype) -> Tensor:
+        """Return a batch of `momenta` [n, rows, cols], orthogonalised, in the dtype `product`."""
         x = equilibrated(momenta) if self.equilibrate else momenta
-        o = ORTHOGONALIZERS[self.orthogonalize](x, product, self.orthogonalize_form)
+        return ORTHOGONALIZERS[self.orthogonalize](x, product, self.orthogonalize_form)
+
+    def normalized(
+        self, orthogonal: Tensor, squares: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the directions that `orthogonalized` matrices become, and rows' mean squares.
+
+        `squares` [n, rows], with `normalize_rows`, are those after the last step: 0 before the
+        first. The results are in float32 at least, where anything is done.
+        """
         if self.renormalize:
-            o = renormalized(o)
-        if squares is not None:
-            o, squares = with_normalized_rows(o, squares)
-        return o.to(momenta.dtype), squares
+            orthogonal = renormalized(orthogonal)
+        return (orthogonal, None) if squares is None else with_normalized_rows(orthogonal, squares)
 
 
 def equilibrated(momenta: Tensor) -> Tensor:
@@ -88,6 +90,27 @@ def with_normalized_rows(directions: Tensor, squares: Tensor) -> tuple[Tensor, T
         torch.linalg.vector_norm(each, dim=(-2, -1), keepdim=True) for each in (wide, divided)
     )
     return divided * (before / after.where(after > 0, 1)), squares
+
+
+def squared_deviations(orthogonal: Tensor) -> Tensor:
+    """Return estimates of ||x x^T - I||^2 / ||I||^2 for each matrix x [n, rows, cols], wide.
+
+    That is ||(x x^T - I) z||^2 / ||z||^2 for a z of random signs, whose expectation it is. [n] in
+    float32 at least.
+    """
+    x = orthogonal.to(_wide(orthogonal))
+    if x.shape[-2] > x.shape[-1]:
+        x = x.mT
+    z = random_signs(x.shape[-2], x.device).to(x.dtype)
+    apart = (x @ (x.mT @ z)[..., None])[..., 0] - z
+    return apart.square().mean(-1)
+
+
+@functools.lru_cache(maxsize=64)
+def random_signs(length: int, device: torch.device) -> Tensor:
+    """Return the same signs on every rank, [length] in float32."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(2, (length,), generator=generator) * 2.0 - 1).to(device)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

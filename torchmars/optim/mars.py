@@ -161,6 +161,8 @@ class MARS(torch.optim.Optimizer):
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
         self.skipped = torch.zeros(3, dtype=torch.int64)
         self._telemetry: list[GroupTelemetry] = []  # of the last step
+        self.measures = False
+        """Whether steps measure how orthogonal their matrices are, for `telemetry`."""
         # Read twice. torch refuses a tensor.
         given: Any = params if isinstance(params, Tensor) else list(params)
         settings |= dict(rule=rule, eps=eps, weight_decay=weight_decay, flatten=flatten)
@@ -321,6 +323,8 @@ class MARS(torch.optim.Optimizer):
             raise RuntimeError("exact mode needs look_ahead() before each step()")
 
         groups = self._groups()
+        for traffic in self.plans.traffic:
+            traffic.measure(self.measures)
         reduction = reduce_gradients(groups, self.plans, self.max_grad_norm, self.compile)
         self.grad_norm = reduction.norm
         updates = [(group, reduction.factors(group, self.exact, self.compile)) for group in groups]
@@ -367,7 +371,9 @@ class MARS(torch.optim.Optimizer):
         1, an earlier gradient that was much larger decides where the weights go. A role with last
         gradients also has "ROLE/clipped" (the fraction of its tensors whose corrected gradient was
         clipped), "ROLE/correction" (the size of the correction relative to the gradient) and
-        "ROLE/cosine" (of the gradient and the last one).
+        "ROLE/cosine" (of the gradient and the last one). A role of matrices has
+        "ROLE/orthogonality", ||O O^T - I|| / ||I||, if `measures` was true before the step; where
+        the step was skipped it is 1.
         """
         self._follow()
         memories = squared_memories(self.param_groups, self.state, self.plans)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from torchmars.optim.rules import RULES
 from torchmars.optim.settings import Settings
 from torchmars.optim.step import State, StepFactors
 from torchmars.optim.tensors import flat_parts
+from torchmars.optim.traffic import MatrixTraffic
 
 
 class GroupTelemetry(NamedTuple):
@@ -24,24 +26,30 @@ class GroupTelemetry(NamedTuple):
     parameters: list[Tensor]
     step: StepFactors
 
-    def sums(self, memories: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return what telemetry adds up over tensors, [9] in float64.
+    def sums(
+        self, memories: Mapping[Tensor, Tensor], deviations: Mapping[Tensor, Tensor]
+    ) -> Tensor:
+        """Return what telemetry adds up over tensors, [11] in float64.
 
-        `memories` are those of `squared_memories`. The sums are <g, g>, s^2 <g, g> and the squared
-        memory; and of tensors with a last gradient s^2 <g, g>, s <g, h>, <h, h>, ||c - s g||^2, how
-        many are clipped, and how many there are. s is the factor of the global clip, c the
+        `memories` are those of `squared_memories`, `deviations` those of `deviations_of`. The sums
+        are <g, g>, s^2 <g, g> and the squared memory; of tensors with a last gradient s^2 <g, g>,
+        s <g, h>, <h, h>, ||c - s g||^2, how many are clipped, and how many there are; of matrices
+        the squared deviations, and how many there are. s is the factor of the global clip, c the
         corrected gradient.
         """
         scale, (gg, gh, hh) = self.step.scale.double(), self.step.products.unbind(-1)
         memory = torch.stack([memories[parameter] for parameter in self.parameters])
+        measured = [deviations[each] for each in self.parameters if each in deviations]
+        of_matrices = torch.stack(measured).sum(0) if measured else gg.new_zeros(2)
         sums = [gg.sum(), scale**2 * gg.sum(), memory.sum()]
         if self.step.corrections is None:
-            return F.pad(torch.stack(sums), (0, 6))
+            return torch.cat([F.pad(torch.stack(sums), (0, 6)), of_matrices])
         kappa, clip = self.step.corrections.kappa, self.step.corrections.clip
         differences = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0)
         sums += [scale**2 * gg.sum(), scale * gh.sum(), hh.sum()]
         sums += [(kappa.double() ** 2 * differences).sum(), (clip < 1).double().sum()]
-        return torch.stack([*sums, torch.full_like(scale, len(clip))])
+        of_corrected = torch.full_like(scale, len(clip))
+        return torch.cat([torch.stack([*sums, of_corrected]), of_matrices])
 
 
 def squared_memories(
@@ -72,6 +80,22 @@ def _squared_memories(group: Settings, states: Sequence[State]) -> list[Tensor]:
     return list((scale * torch.stack(norms)).square().unbind())
 
 
+def deviations_of(traffic: Sequence[MatrixTraffic]) -> dict[Tensor, Tensor]:
+    """Return of each matrix parameter the sum of its squared deviations, and its matrices, [2].
+
+    Empty where the last step was not measured. Collective over the ranks that share the work.
+    """
+    found: dict[Tensor, Tensor] = {}
+    for each in traffic:
+        if each.deviations is not None:
+            sums = each.deviations.clone()
+            for group in each.place.groups:
+                dist.all_reduce(sums, group=group)
+            counts = [shape.matrix[0] * len(shape.parts) for shape in each.shapes]
+            found |= zip(each.parameters, torch.stack([sums, sums.new_tensor(counts)], 1))
+    return found
+
+
 def report(
     grad_norm: Tensor,
     skipped: Tensor,
@@ -83,13 +107,14 @@ def report(
 
     `memories` are those of `squared_memories`.
     """
+    deviations = deviations_of(plans.traffic)
     total, _, longest = skipped.unbind()
     of_all = torch.stack([grad_norm, total.double(), longest.double()])
     sums: dict[str, Tensor] = {}
     for group in groups:
-        of_group = group.sums(memories)
+        of_group = group.sums(memories, deviations)
         sums[group.role] = sums[group.role] + of_group if group.role in sums else of_group
-    first, *rows = torch.stack([F.pad(of_all, (0, 6)), *sums.values()]).tolist()
+    first, *rows = torch.stack([F.pad(of_all, (0, 8)), *sums.values()]).tolist()
     numbers = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), first))
     for role, row in plans.totals.add_up(dict(zip(sums, rows))).items():
         numbers |= {f"{role}/{name}": value for name, value in role_numbers(row).items()}
@@ -98,7 +123,7 @@ def report(
 
 def role_numbers(sums: list[float]) -> dict[str, float]:
     """Return the numbers of a role, from its `GroupTelemetry.sums`."""
-    gg, used, memory, kept, gh, hh, correction, clipped, tensors = sums
+    gg, used, memory, kept, gh, hh, correction, clipped, tensors, deviation, matrices = sums
     numbers = {
         "grad_norm": math.sqrt(gg),
         "momentum": math.sqrt(memory / used) if used else 0.0,
@@ -108,6 +133,8 @@ def role_numbers(sums: list[float]) -> dict[str, float]:
         # The first step has no last gradient, and reports 0.
         numbers["correction"] = math.sqrt(correction / kept) if kept else 0.0
         numbers["cosine"] = gh / math.sqrt(kept * hh) if kept * hh else 0.0
+    if matrices:
+        numbers["orthogonality"] = math.sqrt(deviation / matrices)
     return numbers
 
 

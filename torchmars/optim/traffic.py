@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchmars.optim.buckets import Bucket, Packing, rank_bucket
-from torchmars.optim.directions import Directions
+from torchmars.optim.directions import Directions, squared_deviations
 from torchmars.optim.matrices import MatrixShape, Units
 from torchmars.optim.meshes import MeshGroups, mesh_place
 from torchmars.optim.owners import plan_buckets
@@ -105,6 +105,9 @@ class MatrixTraffic:
     ) -> None:
         self.parameters, self.shapes = parameters, shapes
         self.directions = directions
+        self.deviations: Tensor | None = None
+        """Of each parameter's matrices that this rank owns, the sum of the `squared_deviations` of
+        the last step, [n] in float64, if it was to be measured."""
         self.device = local_part(parameters[0]).device
         self.place = mesh_place(parameters[0], groups)
         placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
@@ -135,6 +138,11 @@ class MatrixTraffic:
             self.buckets = [
                 replace(bucket, rows=rows) for bucket, rows in zip(self.buckets, of_rows)
             ]
+
+    def measure(self, measures: bool) -> None:
+        """Begin a step, and say whether its `deviations` are measured."""
+        zeros = torch.zeros(len(self.parameters), dtype=torch.float64, device=self.device)
+        self.deviations = zeros if measures else None
 
     def compute_here(self, bucket: Bucket, places: Places) -> None:
         """Make the directions of a bucket of matrices where they are: nothing travels."""
@@ -176,7 +184,7 @@ class MatrixTraffic:
         for (rows, cols), alike in by_shape(bucket.owned).items():
             momenta = pieces[0].put_together(alike, rows, cols)
             squares = None if bucket.rows is None else pieces[1].put_together(alike, rows, 1)
-            self._replace_by_directions(momenta, squares)
+            self._replace_by_directions(alike, momenta, squares)
             for each in pieces:
                 each.take_apart()
         return [
@@ -184,16 +192,36 @@ class MatrixTraffic:
             for each, kind in zip(arrived, kinds)
         ]
 
-    def _replace_by_directions(self, momenta: Tensor, squares: Tensor | None) -> None:
-        """Turn momenta [n, rows, cols] into directions, and squares [n, rows, 1] into new ones."""
+    def _replace_by_directions(
+        self, alike: Sequence[Units], momenta: Tensor, squares: Tensor | None
+    ) -> None:
+        """Turn the momenta of units [n, rows, cols] into directions, in place.
+
+        And squares [n, rows, 1] into the new ones.
+        """
         size = max(1, self._batch_elements // math.prod(momenta.shape[1:]))
+        parameters = [units.parameter for units in alike for _ in range(units.length)]
         for first in range(0, len(momenta), size):
-            batch = momenta[first : first + size]
-            before = None if squares is None else squares[first : first + size].squeeze(-1)
-            directions, after = self.directions(batch, self.product, before)
-            batch.copy_(directions)
+            some = slice(first, first + size)
+            before = None if squares is None else squares[some].squeeze(-1)
+            directions, after = self._directions(parameters[some], momenta[some], before)
+            momenta[some].copy_(directions)
             if before is not None and after is not None:
                 before.copy_(after)
+
+    def _directions(
+        self, parameters: Sequence[int], momenta: Tensor, squares: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the directions [n, rows, cols] of a batch of momenta, and its rows' mean squares.
+
+        `parameters` are those that its matrices are of, by number.
+        """
+        orthogonal = self.directions.orthogonalized(momenta, self.product)
+        if self.deviations is not None:
+            numbers = torch.tensor(parameters, device=self.device)
+            self.deviations.index_add_(0, numbers, squared_deviations(orthogonal).double())
+        directions, squares = self.directions.normalized(orthogonal, squares)
+        return directions.to(momenta.dtype), squares
 
     def write_results(self, bucket: Bucket, returned: list[Tensor], places: Places) -> None:
         """Pass the results on to the other replicas; write this rank's tiles of all of them."""
@@ -217,7 +245,8 @@ class MatrixTraffic:
             if bucket.rows is not None:
                 squares = torch.empty(shape[:2], dtype=self.wide, device=self.device)
                 self._read_squares([tile.of_rows for tile in tiles], squares, places)
-            directions, squares = self.directions(momenta, self.product, squares)
+            parameters = [tile.units.parameter for tile in tiles for _ in range(tile.length)]
+            directions, squares = self._directions(parameters, momenta, squares)
             yield tiles, directions.contiguous(), squares
 
     @property

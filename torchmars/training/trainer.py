@@ -104,15 +104,17 @@ class Trainer:
         if state.step and state.validation_loss is None and self.due(config.validation.interval):
             self.validate()  # a signal stopped the run before it could
         while self.state.step < last:
-            with self.profiler.step(self.state.step + 1):
+            step = self.state.step + 1
+            reported = step == 1 or self.due(config.metrics.log_interval, step=step)
+            self.optimizer.measures = reported
+            with self.profiler.step(step):
                 made = self.train_step()
             stop, overdue = self.agreed_events()
             if made is None:
                 self.roll_back()
                 continue
             state = self.state
-            state.step, state.validation_loss = state.step + 1, None
-            reported = state.step == 1 or self.due(config.metrics.log_interval)
+            state.step, state.validation_loss = step, None
             if reported:
                 self.report(*made)
             if reported or state.step % MOST_STEPS == 0:
@@ -241,12 +243,13 @@ class Trainer:
         self.without_last_grad = self.checkpointer.look_ahead_parameters()
         self.reporter.rewind(reached, self.state, resumed.folder)
 
-    def due(self, interval: int, at_end: bool | None = None) -> bool:
+    def due(self, interval: int, at_end: bool | None = None, step: int | None = None) -> bool:
         """Return whether something done every `interval` steps (0: never) and `at_end` is due.
 
-        By default it is done at the end too where it is done at all.
+        By default it is done at the end too where it is done at all. `step` is by default the last
+        one that was made.
         """
-        step, last = self.state.step, self.config.training.steps
+        step, last = self.state.step if step is None else step, self.config.training.steps
         ends = interval > 0 if at_end is None else at_end
         return (ends and step == last) or (interval > 0 and step % interval == 0)
 
