@@ -81,6 +81,30 @@ class Config:
         resolved = {"data": data, "optimizer": optimizer, "schedule": schedule}
         return ResolvedConfig(**vars(self) | resolved)
 
+    def subset_microbatches(self, data_ranks: int) -> int:
+        """Return how many microbatches of each rank are of the part of a batch that corrects.
+
+        0 but in exact mode with a fraction (optimizer.exact_fraction). Raises `UserError` where it
+        does not divide evenly.
+        """
+        fraction, batch = self.optimizer.exact_fraction, self.training.global_batch_size
+        if fraction == 1:
+            return 0
+        require(
+            self.parallelism.pp == 1,
+            f"optimizer.exact_fraction = {fraction:g} cannot go with parallelism.pp = "
+            f"{self.parallelism.pp}: set one of them to 1",
+        )
+        size, microbatches = self.training.microbatches(data_ranks)
+        count = fraction * microbatches
+        require(
+            count == int(count) > 0,
+            f"optimizer.exact_fraction = {fraction:g} of training.global_batch_size = {batch} are "
+            f"no whole microbatches of {size} on each of {data_ranks} ranks: choose "
+            "training.microbatch_size or training.global_batch_size so that they are",
+        )
+        return int(count)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Config):

@@ -31,6 +31,9 @@ class Loader:
     rank: int
     ranks: int
     num_workers: int
+    subset_microbatches: int = 0
+    """How many of a step's microbatches are of its first samples, those of all ranks: the others
+    are of the samples after them."""
     pin_memory: bool = False
     position: int = 0
     shares: Shares = Shares()
@@ -99,6 +102,7 @@ class Loader:
                 self.microbatch_size,
                 self.rank,
                 self.ranks,
+                first_samples=self.subset_microbatches * self.microbatch_size * self.ranks,
             )
             with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
                 warnings.filterwarnings("ignore", message=".*set_vital.*")

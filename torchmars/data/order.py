@@ -56,14 +56,19 @@ def global_order(
     microbatch_size: int,
     rank: int,
     ranks: int,
+    first_samples: int = 0,
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield a rank's microbatches of (part, window), step after step, without end.
 
-    They begin at global sample `position`. A step takes the next `global_batch_size` samples. Of R
-    ranks, rank r takes the r-th of R equal runs of them.
+    They begin at global sample `position`. A step takes the next `global_batch_size` samples: the
+    `first_samples` of them, then the others. Of R ranks, rank r takes the r-th of R equal runs of
+    both.
     """
-    share = global_batch_size // ranks
-    for first in itertools.count(position + rank * share, global_batch_size):
-        for begin in range(first, first + share, microbatch_size):
-            samples = range(begin, begin + microbatch_size)
-            yield [place_of_sample(sample, shares, lengths, seed) for sample in samples]
+    parts = (0, first_samples), (first_samples, global_batch_size - first_samples)
+    for step in itertools.count(position, global_batch_size):
+        for start, count in parts:
+            share = count // ranks
+            first = step + start + rank * share
+            for begin in range(first, first + share, microbatch_size):
+                samples = range(begin, begin + microbatch_size)
+                yield [place_of_sample(sample, shares, lengths, seed) for sample in samples]

@@ -12,6 +12,7 @@ from torchmars.optim.settings import Number, shown
 from torchmars.optim.tensors import local_part
 
 MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optional=True)
+EXACT_FRACTION = Number("exact_fraction", "The part of a batch that corrects.", positive=True)
 
 
 def check_rule(value: Any, suffix: str = "") -> None:
@@ -45,6 +46,14 @@ def check_flags(exact: Any, overlap: Any, compile: Any, norm_group: Any) -> None
         raise TypeError(
             f"norm_group must be a process group that this rank is in, got {shown(norm_group)!r}"
         )
+
+
+def check_fraction(exact_fraction: Any, exact: bool) -> None:
+    """Raise `ValueError` for an `exact_fraction` that is out of range or has no meaning."""
+    EXACT_FRACTION.check(exact_fraction)
+    if exact_fraction > 1 or (exact_fraction < 1 and not exact):
+        wanted = "at most 1" if exact_fraction > 1 else "1 without exact=True"
+        raise ValueError(f"exact_fraction must be {wanted}, got {shown(exact_fraction)}")
 
 
 def check_state_dtypes(

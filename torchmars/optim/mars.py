@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmars.optim.checks import (
     MAX_GRAD_NORM,
     check_flags,
+    check_fraction,
     check_group,
     check_names,
     check_parameters,
@@ -95,6 +96,8 @@ class MARS(torch.optim.Optimizer):
             `grad_norm` is the norm before.
         exact: take h from `look_ahead` instead of the last step: this batch's gradient at the last
             weights.
+        exact_fraction: with `exact`: h and the g it is taken from are of this part S of each batch,
+            see `take_subset`; the look-ahead then takes S alone.
         momentum_dtype: dtype to keep the momentum (the first moment) in; None: the parameter's.
             torch.bfloat16 halves it.
         last_grad_dtype: the same of the last gradient.
@@ -134,6 +137,7 @@ class MARS(torch.optim.Optimizer):
         split: int | tuple[int, ...] = SPLIT.default,
         max_grad_norm: float | None = None,
         exact: bool = False,
+        exact_fraction: float = 1.0,
         momentum_dtype: torch.dtype | None = None,
         last_grad_dtype: torch.dtype | None = None,
         matrix_dtype: str | torch.dtype = "auto",
@@ -147,6 +151,7 @@ class MARS(torch.optim.Optimizer):
         check_names(settings)
         check_state_dtypes(momentum_dtype, last_grad_dtype)
         check_flags(exact, overlap, compile, norm_group)
+        check_fraction(exact_fraction, exact)
         self.max_grad_norm, self.exact, self.overlap = max_grad_norm, exact, overlap
         self._new_state = partial(
             new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype
@@ -155,7 +160,7 @@ class MARS(torch.optim.Optimizer):
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(name, native_bfloat16=True))
         self.plans = Plans(MeshGroups(), norm_group, name)
-        self.ahead = LookAhead()  # empty but in exact mode
+        self.ahead = LookAhead(exact_fraction)  # empty but in exact mode
         self._requested_compile = compile
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
@@ -231,7 +236,8 @@ class MARS(torch.optim.Optimizer):
         plans = self.plans.without_groups()
         for group in self.param_groups:
             plans.add(group)
-        self.plans, self.state, self.ahead = plans, defaultdict(dict, state), LookAhead()
+        self.plans, self.state = plans, defaultdict(dict, state)
+        self.ahead = LookAhead(self.ahead.fraction)
         self._telemetry = []  # of parameters that may be gone
         if self.exact:
             self.ahead.add(state)
@@ -284,10 +290,27 @@ class MARS(torch.optim.Optimizer):
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
         groups = self._groups()
+        # Of a part of a batch the clip is that of the whole, which comes later.
+        max_grad_norm = self.max_grad_norm if self.ahead.fraction == 1 else None
         reduction = reduce_gradients(
-            groups, self.plans, self.max_grad_norm, self.compile, with_last=False
+            groups, self.plans, max_grad_norm, self.compile, with_last=False
         )
         self.ahead.take(groups, reduction)
+
+    @torch.no_grad()
+    def take_subset(self) -> None:
+        """Take the gradients of the part S of the step's batch, with an `exact_fraction` below 1.
+
+        Call it in each step when the backward passes of S are done and no other: the gradients must
+        be the sum of those of S, divided by the samples of the whole batch, as they are on their
+        way to its mean. Then go on with the others. So c = g + kappa (g_S - h_S), all times the
+        factor of the global clip of g.
+        """
+        if self.ahead.fraction == 1:
+            raise RuntimeError("take_subset needs an exact_fraction below 1")
+        if self.ahead.subtracted:
+            raise RuntimeError("take_subset was called twice in one step")
+        self.ahead.subtract(self._groups())
 
     @torch.no_grad()
     def skip_next_correction(self, parameters: Iterable[Tensor]) -> None:
@@ -321,13 +344,19 @@ class MARS(torch.optim.Optimizer):
                 loss = closure()
         if self.exact and not self.ahead.taken:
             raise RuntimeError("exact mode needs look_ahead() before each step()")
+        if self.exact and not self.ahead.subtracted:
+            raise RuntimeError("exact_fraction needs take_subset() before each step()")
 
         groups = self._groups()
         for traffic in self.plans.traffic:
             traffic.measure(self.measures)
         reduction = reduce_gradients(groups, self.plans, self.max_grad_norm, self.compile)
         self.grad_norm = reduction.norm
-        updates = [(group, reduction.factors(group, self.exact, self.compile)) for group in groups]
+        differences = self.ahead.fraction < 1
+        updates = [
+            (group, reduction.factors(group, self.exact, self.compile, differences))
+            for group in groups
+        ]
         if not self.sees_verdict or reduction.applied:
             update_groups(updates, self.plans, overlap=self.overlap)
         self._finish(reduction.applied, updates)

@@ -29,6 +29,8 @@ from torchmars.parallel.tied import TiedTable
 if TYPE_CHECKING:
     from torchmars.parallel.pipeline import Pipeline
 
+Pause = tuple[int, Callable[[], None]]  # after how many microbatches what is called
+
 
 class ParallelModel:
     """A model whose weights and work the ranks of a layout share. Every rank makes the same calls.
@@ -151,6 +153,7 @@ class ParallelModel:
         batch: Sequence[Tensor],
         enter_phase: Callable[[str], None] = lambda phase: None,
         ahead: bool = False,
+        pause: Pause | None = None,
     ) -> Tensor:
         """Accumulate the gradient of the mean loss over a global batch; return this rank's mean.
 
@@ -160,20 +163,29 @@ class ParallelModel:
         is told what begins: "forward", "backward", and "reduce", where the rest of the gradients'
         reduction is waited for; in a pipeline "pipeline", all of it. `ahead`: the gradient is exact
         mode's look-ahead. After any other, and the optimizer's step, call `balance.finish`.
+        At a `pause`, not in a pipeline, the gradients are those of the microbatches before it, but
+        divided by the number of all of them.
         """
         with self.balance.around(len(batch), ahead):
-            return self._backward(batch, enter_phase)
+            return self._backward(batch, enter_phase, pause)
 
-    def _backward(self, batch: Sequence[Tensor], enter_phase: Callable[[str], None]) -> Tensor:
+    def _backward(
+        self,
+        batch: Sequence[Tensor],
+        enter_phase: Callable[[str], None],
+        pause: Pause | None,
+    ) -> Tensor:
         enter_phase("forward" if self.pipeline is None else "pipeline")
         inputs = self.batches.inputs(batch)
         if self.pipeline is not None:
             loss = self.pipeline.backward(*inputs[0])
         else:
             loss = torch.zeros((), device=self.device)
+            paused, call = pause or (0, None)
             for number, each in enumerate(inputs, start=1):
                 enter_phase("forward")
-                set_reduction(self.parts[0], self.parallelism, last=number == len(inputs))
+                last = number in (paused, len(inputs))
+                set_reduction(self.parts[0], self.parallelism, last=last)
                 # All microbatches are of one size. So the mean of their means is that over all
                 # tokens.
                 part = self.parts[0](*each) / len(inputs)
@@ -181,6 +193,8 @@ class ParallelModel:
                 enter_phase("backward")
                 part.backward()
                 loss += part.detach()
+                if number == paused and call is not None:
+                    call()
         if self.tied is not None:
             enter_phase("reduce")
             self.tied.add_gradients()

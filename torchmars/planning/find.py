@@ -200,8 +200,7 @@ def estimate(config: ResolvedConfig, work: Work, world_size: int, per_node: int)
     waiting = slowest * (rounds + ranks - 1) / rounds
     memory = memory_of(config, share, tokens, microbatches, max(blocks))
     computing, hidden = seconds_of(config, share, tokens, microbatches, per_node)
-    passes = 2 if config.optimizer.mode == "exact" else 1
-    seconds = passes * (computing * waiting + hidden)
+    seconds = config.optimizer.passes * (computing * waiting + hidden)
     seconds += work.owner_flops / world_size / FLOPS
     return Candidate(config, microbatches, 1 - 1 / waiting, memory, seconds)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
-from torchmars.config import TrainingConfig
+from torchmars.config import ResolvedConfig, TrainingConfig
 from torchmars.models import Model
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.parallel_model import ParallelModel
@@ -50,11 +50,27 @@ class Passes:
         return Passes(traffic, effects, gradients)
 
 
+def rounds_of(config: ResolvedConfig, model: ParallelModel) -> list[int]:
+    """Return the microbatches of each round of a step: gradients are reduced at its end.
+
+    Exact mode has a look-ahead. A part of the batch, if it takes one, is a round of its own.
+    """
+    ranks = model.layout.data.size
+    _, every = config.training.microbatches(ranks, model.parallelism.stages)
+    if config.optimizer.mode == "approx":
+        return [every]
+    subset = config.subset_microbatches(ranks)
+    return [subset, subset, every - subset] if subset else [every, every]
+
+
 def make_passes(
-    model: ParallelModel, training: TrainingConfig, passes: int, fake: FakeTensorMode
+    model: ParallelModel, training: TrainingConfig, rounds: Sequence[int], fake: FakeTensorMode
 ) -> Passes:
-    """Make the passes of a step, `passes` times, on `model`, whose weights `fake` has made."""
-    size, microbatches = training.microbatches(model.layout.data.size, model.parallelism.stages)
+    """Make the passes of a step on `model`, whose weights `fake` has made.
+
+    `rounds` are those of `rounds_of`.
+    """
+    size, _ = training.microbatches(model.layout.data.size, model.parallelism.stages)
     tokens = torch.zeros(size, training.seq_len + 1, dtype=torch.int64)
     memory, traffic = MemoryCounter(), TrafficCounter()
     memory.know(each for part in model.parts.values() for each in part.parameters())
@@ -63,11 +79,11 @@ def make_passes(
     with fake, traffic, memory:
         if model.pipeline is None:
             with memory.effect(leaves="gathered") as effect:
-                simulate_passes(model, tokens, microbatches, passes, memory, traffic)
+                simulate_passes(model, tokens, rounds, memory, traffic)
             effects: Effects = {(0, "B", -1): effect}
         else:
-            with model.balance.around(microbatches, ahead=True):
-                effects = simulate_stages(model, tokens, passes, memory, traffic)
+            with model.balance.around(rounds[0], ahead=True):
+                effects = simulate_stages(model, tokens, len(rounds), memory, traffic)
         count_choices(model, traffic)
     gradients = bytes_of(parameter.grad for parameter in model.weights.values())
     return Passes(traffic, effects, gradients)
@@ -106,26 +122,25 @@ def count_choices(model: ParallelModel, traffic: TrafficCounter) -> None:
 def simulate_passes(
     model: ParallelModel,
     tokens: Tensor,
-    microbatches: int,
-    passes: int,
+    rounds: Sequence[int],
     memory: MemoryCounter,
     traffic: TrafficCounter,
 ) -> None:
-    """Make the passes of a step of `microbatches`, each of windows `tokens`, `passes` times.
+    """Make the passes of a step of `rounds` of microbatches, each of windows `tokens`.
 
-    All microbatches but the last are alike. So two are enough, whatever n is:
+    All microbatches of a round but the last are alike. So two are enough, whatever n is:
     traffic(n) = (n - 1) * traffic(2) - (n - 2) * traffic(1).
     """
     [part] = model.parts.values()
     # What is there before the second microbatch is the gradient of the first one.
     part.register_forward_pre_hook(lambda *_: memory.settle(), prepend=True)
-    traffic.begin(PHASE, weight=passes * (2 - microbatches))
+    traffic.begin(PHASE, weight=sum(2 - microbatches for microbatches in rounds))
     # "Ahead" counts no choices of experts: `count_choices` does, once for a step.
     model.backward([tokens], ahead=True)
-    if microbatches > 1:
+    if max(rounds) > 1:
         for parameter in part.parameters():
             parameter.grad = None
-        traffic.begin(PHASE, weight=passes * (microbatches - 1))
+        traffic.begin(PHASE, weight=sum(microbatches - 1 for microbatches in rounds))
         model.backward([tokens] * 2, ahead=True)
 
 

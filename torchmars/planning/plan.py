@@ -133,9 +133,8 @@ class Plan:
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of the forward and backward passes of one token; exact mode makes two of each."""
-        passes = 2 if self.simulation.optimizer.exact else 1
-        return passes * self.whole.flops_per_token()
+        """FLOPs of the forward and backward passes of one token, with exact mode's look-ahead."""
+        return round(self.config.optimizer.passes * self.whole.flops_per_token())
 
     @cached_property
     def largest(self) -> Simulation:

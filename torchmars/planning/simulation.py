@@ -4,6 +4,7 @@ The model, its sharding and the optimizer are those of the run. The tensors are 
 which have a shape and no values; so are the collectives.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +25,7 @@ from torchmars.parallel.experts import Dispatch
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.planning.memory import bytes_of
-from torchmars.planning.passes import EDGE, Passes, make_passes, unlike_blocks
+from torchmars.planning.passes import EDGE, Passes, make_passes, rounds_of, unlike_blocks
 from torchmars.planning.pipeline import Action, Effects, actions_of_ranks, peak_of
 from torchmars.planning.traffic import TrafficCounter
 from torchmars.training.ema import MovingAverage
@@ -162,13 +163,13 @@ class FewBlocks:
         alike = self.config.activation_checkpoint.every == 1 and model.layout.device.type == "cuda"
         return alike and not model.parallelism.splits_backward and min(counts) > self.least + 1
 
-    def passes(self, model: ParallelModel, passes: int) -> Passes:
+    def passes(self, model: ParallelModel, rounds: Sequence[int]) -> Passes:
         """Return the passes of `model`, as `make_passes` does."""
         counts = [len(part.model.blocks) for part in model.parts.values()]
-        few, more = (self.of(model, self.least + added, passes) for added in (0, 1))
+        few, more = (self.of(model, self.least + added, rounds) for added in (0, 1))
         return few.grown(more, [count - self.least for count in counts])
 
-    def of(self, model: ParallelModel, blocks: int, passes: int) -> Passes:
+    def of(self, model: ParallelModel, blocks: int, rounds: Sequence[int]) -> Passes:
         """Return the passes of a rank like that of `model`, whose stages have so many `blocks`."""
         ends = tuple((part.first, part.last) for part in model.parts.values())
         if (ends, blocks) not in self.known:
@@ -179,7 +180,7 @@ class FewBlocks:
             whole = build_meta_model(shape, self.whole.vocab_rows, self.whole.seq_len)
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             small = fake_model(self.config, parallelism, whole, model.layout, fake)
-            self.known[ends, blocks] = make_passes(small, self.config.training, passes, fake)
+            self.known[ends, blocks] = make_passes(small, self.config.training, rounds, fake)
         return self.known[ends, blocks]
 
 
@@ -201,11 +202,11 @@ def simulate_step(
         with fake:
             average = MovingAverage(model.weights, training.ema_decay).values
     state = training_state(layout, model, optimizer, average)
-    times = 2 if optimizer.exact else 1
+    rounds = rounds_of(config, model)
     if few.tell(model):
-        passes = few.passes(model, times)
+        passes = few.passes(model, rounds)
     else:
-        passes = make_passes(model, training, times, fake)
+        passes = make_passes(model, training, rounds, fake)
     with fake:
         for weight in model.weights.values():
             weight.grad = torch.empty_like(weight)
@@ -213,6 +214,8 @@ def simulate_step(
             traffic.begin("optimizer", weight=1)
             if optimizer.exact:
                 optimizer.look_ahead()
+            if optimizer.ahead.fraction < 1:
+                optimizer.take_subset()
             optimizer.step()
     peak = passes.effects[0, "B", -1].peak
     parameters = [each for part in model.parts.values() for each in part.parameters()]

@@ -17,7 +17,8 @@ from torchmars.data import sources
 from torchmars.data.mixture import Mixture, Shares
 from torchmars.models import Model, title
 from torchmars.optim import MARS
-from torchmars.optim.rules import variance_reduced
+from torchmars.optim.rules import RULES, variance_reduced
+from torchmars.optim.settings import Choice, Flag
 from torchmars.parallel.layout import Layout
 from torchmars.training.abilities import Abilities
 from torchmars.training.checkpointer import Resumed
@@ -76,6 +77,8 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
     microbatch_size, accumulation_steps = training.microbatches(
         layout.data.size, config.parallelism.stages
     )
+    fraction = config.optimizer.exact_fraction
+    part = f" by {fraction:g} of each batch" if fraction < 1 else ""
     has_matrices = bool(optimizer.plans.owner_loads)
     matrices = f", matrices in {config.optimizer.matrix_dtype}" if has_matrices else ""
     return [
@@ -99,7 +102,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
         ),
         *labelled(
             "optimizer",
-            f"{config.optimizer.name}, {config.optimizer.mode}{matrices}",
+            f"{config.optimizer.name}, {config.optimizer.mode}{part}{matrices}",
             *group_table(optimizer.param_groups),
         ),
     ]
@@ -138,7 +141,21 @@ def continuation(checkpoints: Path, steps: int, resumed: Resumed) -> list[str]:
 def group_table(groups: list[dict[str, Any]]) -> list[str]:
     """Return the optimizer's groups: whose parameters, how many, under which rule and settings."""
     headings = "group", "rule", "tensors", "parameters", "lr", "betas", "weight decay"
-    return table([(*headings, "gamma", "clip"), *map(group_row, groups)])
+    rows = [(*headings, "gamma", "clip"), *map(group_row, groups)]
+    options = ["options", *(" ".join(options_of(group)) or "-" for group in groups)]
+    if any(each != "-" for each in options[1:]):
+        rows = [(*row, option) for row, option in zip(rows, options)]
+    return table(rows)
+
+
+def options_of(group: dict[str, Any]) -> list[str]:
+    """Return the group's choices and flags that are not their rule's default."""
+    return [
+        group[setting.name] if isinstance(setting, Choice) else setting.name
+        for setting in RULES[group["rule"]].settings
+        if isinstance(setting, Choice | Flag) and setting.scope == "both"
+        if group[setting.name] != setting.default
+    ]
 
 
 def group_row(group: dict[str, Any]) -> tuple[str, ...]:
