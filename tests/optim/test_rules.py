@@ -210,6 +210,24 @@ def test_without_reduction_it_is_muon_with_plain_momentum(rule):
         assert relative(parameter, x) < 1e-7
 
 
+def test_mars_m_without_clip_is_muon_with_nesterov_momentum():
+    """With b1 = mu, gamma = 1 - mu and h_1 = 0, which the published code begins with."""
+
+    def begin(optimizer, step):
+        for state in optimizer.state.values() if step == 0 else ():
+            state["step"].fill_(1)  # a first step has no correction
+            state["last_grad"].zero_()
+
+    mu = 0.95
+    never = 1e9  # a clip that keeps the last gradient and clips nothing
+    settings = {"betas": (mu, 0.99), "clip": never}
+    ours, _ = train("mars-m", torch.float64, before=begin, gamma=1 - mu, **settings)
+    theirs, _ = train("muon", torch.float64, betas=(mu, 0.99))
+    others, _ = train("mars-m", torch.float64, before=begin, gamma=0.025, **settings)
+    for one, muon_, other in zip(ours, theirs, others):
+        assert relative(one, muon_) < 1e-7 < 1e-4 < relative(other, muon_)
+
+
 def test_exact_on_one_batch_is_approximate():
     """On a deterministic objective both take the gradient at the last weights."""
     target = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

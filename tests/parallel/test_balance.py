@@ -116,7 +116,8 @@ def compiled_found_on(*case):
     return found_on(*case, False, True)
 
 
-@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=FULL)])
+@FULL
+@pytest.mark.parametrize("mode", ["none", "full"])
 def test_compiled_blocks_count_and_add_the_same(mode):
     *plain, counts = plain_result()
     [(loss, found, ours, _)] = run_ranks(compiled_found_on, 1, "1 rank", mode)

@@ -150,7 +150,7 @@ SHORT = {"global_batch_size": 8, "seq_len": 256}
 @pytest.mark.parametrize(
     "ranks,training,parallelism,mode",
     [
-        pytest.param(2, SHORT, {"ep": 2}, "none", id="ep2-short"),
+        pytest.param(2, SHORT, {"ep": 2}, "none", id="ep2-short", marks=FULL),
         pytest.param(4, {}, {"ep": 2}, "none", id="fsdp4-ep2", marks=FULL),
         pytest.param(4, {}, {"tp": 2, "ep": 4}, "none", id="fsdp2-tp2-ep4", marks=FULL),
         pytest.param(4, {}, {"pp": 2, "ep": 2}, "none", id="pp2-ep2", marks=FULL),

@@ -13,7 +13,7 @@ from torchmars.planning.simulation import FewBlocks
 RANKS, PER_NODE = 16, 4
 MIXTURE = {"name": "llama", "size": "moe-nano"}
 CASES = [
-    pytest.param(MIXTURE | {"n_layer": 6}, {"ep": 2}, "full", 1, id="ep2-full"),
+    pytest.param(MIXTURE | {"n_layer": 6}, {"ep": 2}, "full", 1, id="ep2-full", marks=FULL),
     *(
         pytest.param(model, parallelism, mode, 4, id=name, marks=FULL)
         for name, model, parallelism, mode in (

@@ -41,7 +41,7 @@ def counted_and_planned(tables):
 CASES = [(2, {}, "none"), (2, {}, "full"), (2, {}, "selective"), (4, {"pp": 2}, "none")]
 
 
-@pytest.mark.parametrize("ranks,parallelism,mode", full_but(CASES[1:2], CASES))
+@pytest.mark.parametrize("ranks,parallelism,mode", full_but([], CASES))
 def test_rows_that_travel_to_experts(tmp_path, ranks, parallelism, mode):
     """Tokens x choices x width x (ep - 1) / ep, twice in a pass; and int64 numbers of rows once."""
     blocks, experts, used, width, microbatches, length, ep = 4, 8, 2, 192, 4, 64, 2

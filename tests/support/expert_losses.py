@@ -42,7 +42,9 @@ ONE: Case = ("1 rank", "")
 Counts = list[dict[str, list[int]]]
 
 
-def run_tables(folder: Path, model: str, rule: str, case: Case, **overrides: dict) -> dict:
+def run_tables(
+    folder: Path, model: str, rule: str, case: Case, layers: int = 4, **overrides: dict
+) -> dict:
     """Return the tables of a run in float32."""
     layout, variant = case
     name = f"{model} {rule} {layout} {variant}".strip().replace(" ", "-").replace(",", "")
@@ -51,7 +53,7 @@ def run_tables(folder: Path, model: str, rule: str, case: Case, **overrides: dic
     return tiny_tables(
         folder,
         run={"name": name},
-        model=MODELS[model],
+        model=MODELS[model] | {"n_layer": layers},
         optimizer=RULES[rule],
         parallelism=LAYOUTS_WITH_EXPERTS[layout][1],
         training=training,
@@ -99,16 +101,22 @@ class Apart:
     """All choices."""
 
 
-def runs_apart(folder: Path, model: str, rule: str, cases: list[Case]) -> dict[Case, Apart]:
+def runs_apart(
+    folder: Path, model: str, rule: str, cases: list[Case], layers: int
+) -> dict[Case, Apart]:
     """Train on 1 rank and on each of `cases`, and compare. The text is in `folder`."""
     sizes = {case: LAYOUTS_WITH_EXPERTS[case[0]][0] for case in (ONE, *cases)}
     counts: dict[Case, Counts] = {}
     for size in sorted(set(sizes.values())):
         alike = [case for case in sizes if sizes[case] == size]
-        runs = [run_tables(folder, model, rule, case) for case in alike]
+        runs = [run_tables(folder, model, rule, case, layers) for case in alike]
         for case, ranks in zip(alike, zip(*run_ranks(train_counted, size, *runs))):
             counts[case] = merged(ranks)
-    return {case: apart(folder, model, rule, case, counts) for case in cases}
+    tables = {case: run_tables(folder, model, rule, case, layers) for case in (ONE, *cases)}
+    used = MODELS[model]["n_expert_used"]
+    return {
+        case: apart(tables[case], tables[ONE], counts[case], counts[ONE], used) for case in cases
+    }
 
 
 def merged(ranks: tuple[Counts, ...]) -> Counts:
@@ -123,21 +131,20 @@ def merged(ranks: tuple[Counts, ...]) -> Counts:
     return steps
 
 
-def apart(folder: Path, model: str, rule: str, case: Case, counts: dict[Case, Counts]) -> Apart:
-    """Compare the run of `case` with that on 1 rank."""
-    used, tokens = MODELS[model]["n_expert_used"], 16 * 32
-    moved = []
-    for ours, theirs in zip(counts[case][1:], counts[ONE][1:], strict=True):
+def apart(tables: dict, one: dict, counts: Counts, of_one: Counts, used: int) -> Apart:
+    """Compare a run with the `one` on 1 rank. `used` experts get each token."""
+    tokens, moved = 16 * 32, []
+    for ours, theirs in zip(counts[1:], of_one[1:], strict=True):
         assert ours.keys() == theirs.keys()
         layers = [name for name in ours if name.endswith(".counts")]  # not of the step before
-        assert all(sum(ours[name]) == used * tokens for name in layers), case
+        assert all(sum(ours[name]) == used * tokens for name in layers), tables
         pairs = [(torch.tensor(ours[name]), torch.tensor(theirs[name])) for name in layers]
         moved.append(sum(int((a - b).abs().sum()) for a, b in pairs) // 2)
     first = next((step for step, number in enumerate(moved, 1) if number), STEPS + 1)
     differences = {
-        (name, step): abs(value / metrics(run_tables(folder, model, rule, ONE), name)[step] - 1)
+        (name, step): abs(value / metrics(one, name)[step] - 1)
         for name in ("train/loss", "validation/loss", "train/grad_norm")
-        for step, value in metrics(run_tables(folder, model, rule, case), name).items()
+        for step, value in metrics(tables, name).items()
     }
     assert len(differences) == 2 * STEPS + 2
     norms, before, after = [0.0], [0.0], [0.0]
