@@ -31,8 +31,24 @@ TECHNIQUES = {
     "microbatches": {"training": {"microbatch_size": 1}},
     "bfloat16 state": {"optimizer": NARROW},
     "exact": {"optimizer": {"mode": "exact"}},
+    "exact half": {
+        "optimizer": {"mode": "exact", "exact_fraction": 0.5},
+        "training": {"microbatch_size": 1},
+    },
     "EMA": {"training": {"ema_decay": 0.9}},
     "float8": {"training": {"float8": {"recipe": "tensorwise", "emulate": True}}},
+}
+ROWS = {
+    "rows": {
+        "optimizer": {
+            "orthogonalize": "polar-express",
+            "orthogonalize_form": "gram",
+            "normalize_rows": True,
+            "equilibrate": True,
+            "renormalize": True,
+            "cautious_decay": True,
+        }
+    }
 }
 CASES = [
     *(("gpt2", rule, "FSDP 8", "") for rule in RULES),
@@ -42,7 +58,7 @@ CASES = [
     *(("moe", "mars-m", layout, "") for layout in ("HSDP 2x4", "TP 2", "PP 2 ZBV")),
     ("moe", "mars-adamw", "FSDP 8", "full"),
     *(("gpt2", "mars-adamw", "FSDP 8", technique) for technique in TECHNIQUES),
-    *(("llama", "mars-m", "HSDP 2x4", technique) for technique in TECHNIQUES),
+    *(("llama", "mars-m", "HSDP 2x4", technique) for technique in TECHNIQUES | ROWS),
 ]
 CASES = list(dict.fromkeys(CASES))
 # What a pass of a microbatch starts on a GPU: for each layer, and beside them.
@@ -92,7 +108,7 @@ def tables(model, rule, layout, technique):
         "optimizer": {"name": rule},
         "parallelism": LAYOUTS[layout][1],
     }
-    for section, values in TECHNIQUES.get(technique, {}).items():
+    for section, values in (TECHNIQUES | ROWS).get(technique, {}).items():
         result[section] = result.get(section, {}) | values
     return result
 
