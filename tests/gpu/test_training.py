@@ -93,11 +93,11 @@ from torchmars.parallel.parallel_model import ParallelModel
 torchmars.cluster.watchdog.GRACE_SECONDS = 1.0
 original, calls = ParallelModel.backward, []
 
-def backward(self, *args):
+def backward(self, *args, **options):
     calls.append(1)
     if len(calls) == 4:
         time.sleep(10000)
-    return original(self, *args)
+    return original(self, *args, **options)
 
 ParallelModel.backward = backward
 """

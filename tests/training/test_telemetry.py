@@ -13,7 +13,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.training.trainer import build_trainer
 
 STEPS = 3
-OTHERS = {"loss", "bits_per_byte", "tokens_per_second", "memory_gib"}
+OTHERS = {"loss", "bits_per_byte", "tokens_per_second", "memory_gib", "matrix/orthogonality"}
 
 
 def record(*runs):

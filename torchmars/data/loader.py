@@ -93,16 +93,16 @@ class Loader:
 
     def _stream(self) -> Iterator[Tensor]:
         if self._batches is None:
+            first = self.subset_microbatches * self.microbatch_size * self.ranks
             places = global_order(
                 self.shares,
                 self.windows.lengths,
                 self.seed,
                 self.position,
-                self.global_batch_size,
+                [first, self.global_batch_size - first],
                 self.microbatch_size,
                 self.rank,
                 self.ranks,
-                first_samples=self.subset_microbatches * self.microbatch_size * self.ranks,
             )
             with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
                 warnings.filterwarnings("ignore", message=".*set_vital.*")

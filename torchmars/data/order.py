@@ -52,23 +52,20 @@ def global_order(
     lengths: Sequence[int],
     seed: int,
     position: int,
-    global_batch_size: int,
+    runs: Sequence[int],
     microbatch_size: int,
     rank: int,
     ranks: int,
-    first_samples: int = 0,
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield a rank's microbatches of (part, window), step after step, without end.
 
-    They begin at global sample `position`. A step takes the next `global_batch_size` samples: the
-    `first_samples` of them, then the others. Of R ranks, rank r takes the r-th of R equal runs of
-    both.
+    They begin at global sample `position`. A step takes the next samples, in `runs` of so many. Of
+    R ranks, rank r takes the r-th of R equal parts of each run.
     """
-    parts = (0, first_samples), (first_samples, global_batch_size - first_samples)
-    for step in itertools.count(position, global_batch_size):
-        for start, count in parts:
-            share = count // ranks
-            first = step + start + rank * share
-            for begin in range(first, first + share, microbatch_size):
-                samples = range(begin, begin + microbatch_size)
-                yield [place_of_sample(sample, shares, lengths, seed) for sample in samples]
+    for length in itertools.cycle(runs):
+        share = length // ranks
+        first = position + rank * share
+        for begin in range(first, first + share, microbatch_size):
+            samples = range(begin, begin + microbatch_size)
+            yield [place_of_sample(sample, shares, lengths, seed) for sample in samples]
+        position += length

@@ -58,7 +58,9 @@ class Iteration(Orthogonalizer):
         norms = torch.linalg.vector_norm(
             x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
         )
-        x = x / (self.margin * norms + self.eps)
+        if self.margin != 1:
+            norms = self.margin * norms
+        x = x / (norms + self.eps)
         short, long = x.shape[-2:]
         if in_gram_form(short, long, dtype, form):
             # The digits of bfloat16 are too few for it. All numbers here are in float16's range.

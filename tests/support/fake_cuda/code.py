@@ -74,7 +74,7 @@ def codes(count: int) -> dict[str, str]:
         each, flags = torch.empty(count, device="cuda"), torch.empty(count, device="cuda").bool()
         corrections = Corrections(scale, each, each.clone(), flags, applied, True)
         host = [torch.empty(()) for _ in range(5)]
-        moments = MomentFactors(scale, applied, *host, each.clone(), each.clone())
+        moments = MomentFactors(scale, applied, *host, each.clone(), each.clone(), cautious=False)
         of_stacks = corrections._replace(stacks=True)
         calls = [
             ("", inner_products, tensors(2), None),
@@ -83,7 +83,7 @@ def codes(count: int) -> dict[str, str]:
             (" of stacks", mars_adamw_, tensors(5), (of_stacks, moments)),
             ("", mars_momentum_, tensors(3), (corrections, host[0])),
             (" of stacks", mars_momentum_, tensors(3), (of_stacks, host[0])),
-            ("", step_along_, tensors(2), (each, scale)),
+            ("", step_along_, tensors(2), (each, scale, False)),
         ]
     return {kernel.__name__ + what: code_of(fake, kernel, *given) for what, kernel, *given in calls}
 

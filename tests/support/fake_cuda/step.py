@@ -28,7 +28,7 @@ from tests.support.fake_cuda import device as fake_device
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.models import build_meta_model
-from torchmars.optim import exchange
+from torchmars.optim import traffic
 from torchmars.parallel.layout import Layout, make_groups, make_meshes
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.ema import MovingAverage
@@ -188,7 +188,8 @@ def make_step(
     """
     config = config_from_tables(tables, "of a test")
     model, fake = fake_model(config, world, vocab_size)
-    with OnFakeGpu(fake), mock.patch.object(exchange, "check_same_plan", lambda *args: True):
+    alone = {"check_same_plan": lambda *_: None, "on_all_ranks": lambda here, *_: here}
+    with OnFakeGpu(fake), mock.patch.multiple(traffic, **alone):
         optimizer = build_optimizer(config, model.whole, model.weights, model.layout)
         optimizer.compile = compiled
         average = None
@@ -199,6 +200,8 @@ def make_step(
     )
     windows = torch.zeros(size, config.training.seq_len + 1, dtype=torch.int64)
     watches: list[Watch] = []
+    subset = config.subset_microbatches(model.layout.data.size)
+    pause = (subset, optimizer.take_subset) if subset else None
     with fake, compiled_kernels(watches), without_vote():
         batch = [fake.from_tensor(windows) for _ in range(microbatches)]
         for _ in range(2):  # the first one makes state, and buffers
@@ -206,12 +209,12 @@ def make_step(
             watches += [passes, updates]
             if optimizer.exact:
                 with passes:
-                    model.backward(batch)
+                    model.backward(batch[: subset or None])
                 with updates:
                     optimizer.look_ahead()
                 optimizer.zero_grad()
             with passes:
-                model.backward(batch)
+                model.backward(batch, pause=pause)
             with updates:
                 optimizer.step()
                 model.follow_weights()
