@@ -17,6 +17,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 LONGEST = (
     "commands/test_run_train.py",
     "commands/test_run_ends.py",
+    "parallel/test_expert_losses.py",
     "planning/test_memory.py",
     "checkpoint/test_resume.py",
     "planning/test_plan.py",

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.test_moe import EXPERTS, GLM
+from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import run_folder_of, tiny_tables, write_text
 from torchmars.checkpoint.export import export_file, export_folder
@@ -60,6 +61,7 @@ def fresh_of(config):
     }
 
 
+@FULL
 def test_biases_of_routers_are_kept_on_every_layout_and_in_every_file(tmp_path):
     write_text(tmp_path)
     table = config_from_tables(tables_of(tmp_path), "in a test").model

@@ -181,6 +181,7 @@ def exchanges(cases):
     return found
 
 
+@FULL
 def test_experts_are_gathered_once_a_pass_and_rows_travel_twice():
     """In each of four blocks, on two pairs: experts, and rows with their numbers before."""
     kept = {"reshard_after_forward": "never"}
