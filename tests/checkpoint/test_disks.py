@@ -23,7 +23,7 @@ from tests.support.tiny import (
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.resume import read_verified
-from torchmars.checkpoint.storage import LOCAL, LocalStorage
+from torchmars.checkpoint.storage import LOCAL, LocalFiles
 from torchmars.checkpoint.writer import _TensorFiles
 from torchmars.cluster import process
 from torchmars.core.files import DurableFile
@@ -54,9 +54,9 @@ def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
 def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
     """torch.save's own error says where its archive broke off."""
 
-    class Full(LocalStorage):
-        def create(self, file):
-            return FullFile(file)
+    class Full(LocalFiles):
+        def create(self, name):
+            return FullFile(self.folder / name)
 
     class FullFile(DurableFile):
         left = room
@@ -67,8 +67,7 @@ def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
                 raise OSError(28, "No space left on device")
             return super().write(data)
 
-    storage = Full()
-    writer = _TensorFiles(storage.stage(tmp_path / "aside"), storage)
+    writer = _TensorFiles(tmp_path, Full(tmp_path))
     with pytest.raises(CheckpointException) as failed:
         dcp.save({"weights": torch.zeros(5000)}, storage_writer=writer, no_dist=True)
     assert reason(failed.value) == "No space left on device"

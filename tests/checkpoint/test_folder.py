@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from tests.support.ranks import run_ranks
+from tests.support.storages import keep_on
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
 from torchmars.checkpoint.folder import checkpoints, leftovers, step_of
 from torchmars.checkpoint.resume import read_verified
@@ -110,7 +111,7 @@ def among_links(tables, there):
     (folder / "step-mine.partial").mkdir()
 
     def change(trainer):
-        trainer.checkpointer.saver.storage = Refusing("step-00000008.partial")
+        keep_on(Refusing("step-00000008.partial"))
 
     return said + listen_here(tables, change)
 

@@ -239,7 +239,7 @@ def test_another_run_does_not_continue_this_one(folder, overrides, message):
 def newest(tables):
     """The config of `tables`, the newest checkpoint of its run and that one's manifest."""
     config = config_from_tables(tables, "in a test")
-    path = checkpoints(config.run.checkpoints)[-1]
+    path = checkpoints(config.checkpoints)[-1]
     return config, path, manifests.read(path)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
+from tests.support.storages import Creating, keep_on
 from tests.support.tiny import (
     listen_here,
     metrics,
@@ -22,10 +23,8 @@ from tests.support.tiny import (
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.resume import newest_good, read_verified
 from torchmars.checkpoint.saver import SWITCH_INTERVAL
-from torchmars.checkpoint.storage import LocalStorage
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.core.files import PARTIAL
 from torchmars.training.trainer import build_trainer
 
 
@@ -40,13 +39,11 @@ def change_after_saving(tables):
     saver, let_go = trainer.checkpointer.saver, {step: threading.Event() for step in (1, 2)}
     wait, intervals = saver.wait, []
 
-    class Waiting(LocalStorage):
-        def create(self, file):
-            intervals.append(sys.getswitchinterval())
-            let_go[step_of(file.parent.with_suffix(""))].wait()
-            return super().create(file)
+    def wait_to_be_let_go(staged, name):
+        intervals.append(sys.getswitchinterval())
+        let_go[step_of(staged.with_suffix(""))].wait()
 
-    saver.storage = Waiting()
+    keep_on(Creating(wait_to_be_let_go))
 
     def visible():
         return [step_of(path) for path in checkpoints(saver.folder)]
@@ -114,15 +111,13 @@ def test_asynchronous_and_not_the_losses_and_files_are_the_same(tables):
 def with_failing_saves(tables, failing, on_rank):
     """Train, while the saves of the steps `failing` fail on one rank; what this rank printed."""
 
-    class Failing(LocalStorage):
-        def open(self, file):
-            if file.parent.suffix == PARTIAL and step_of(file.parent.with_suffix("")) in failing:
-                raise OSError(5, "Input/output error", str(file))
-            return super().open(file)
+    def fail(staged, name):
+        if step_of(staged.with_suffix("")) in failing:
+            raise OSError(5, "Input/output error", name)
 
     def change(trainer):
         if trainer.layout.world.rank == on_rank:
-            trainer.checkpointer.saver.storage = Failing()
+            keep_on(Creating(fail))
 
     return listen_here(tables, change)
 

@@ -10,9 +10,10 @@ from torch.distributed.checkpoint import default_planner
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
+from tests.support.storages import Creating, keep_on
 from torchmars.checkpoint.index import INDEX
 from torchmars.checkpoint.reader import read_tensors
-from torchmars.checkpoint.storage import LOCAL, LocalStorage
+from torchmars.checkpoint.storage import LOCAL
 from torchmars.checkpoint.unpickler import IndexUnpickler
 from torchmars.checkpoint.writer import TensorWriter
 from torchmars.config import Degrees
@@ -23,9 +24,8 @@ from torchmars.parallel.layout import Layout
 ROWS, COLUMNS = 7, 3
 
 
-class Full(LocalStorage):
-    def create(self, file):
-        raise OSError(28, "No space left on device")
+def refuse(staged, name):
+    raise OSError(28, "No space left on device")
 
 
 def count_calls():
@@ -59,13 +59,14 @@ def state_of(layout, value, dtype=torch.float32):
 def write_and_read(folder):
     """Write checkpoints one after another, and read each. Return what was counted, and indexes."""
     layout = Layout.create(torch.device("cpu"), Degrees(dp_shard=2))
-    writer, counts, found = TensorWriter(layout), count_calls(), []
+    writer, counts, found = TensorWriter(layout, 2**30), count_calls(), []
 
     def write(name, state, storage=LOCAL):
         counts.clear()
-        staged = layout.on_first(lambda: LOCAL.stage(Path(folder) / name))
+        keep_on(storage)
+        staged = layout.on_first(lambda: storage.stage(Path(folder) / name))
         try:
-            writer.write(state, staged, storage)
+            writer.write(state, staged)
         except UserError as error:
             found.append((dict(counts), str(error)))
             return
@@ -77,7 +78,7 @@ def write_and_read(folder):
         assert index == (staged / INDEX).read_bytes()
 
     second = layout.world.rank == 1
-    broken = Full() if second else LOCAL
+    broken = Creating(refuse) if second else LOCAL
     write("failed at first", state_of(layout, 1), broken)
     write("first", state_of(layout, 2))
     write("second", state_of(layout, 3))
@@ -93,8 +94,10 @@ def write_and_read(folder):
 def test_a_checkpoint_is_planned_once_while_its_tensors_are_the_same(tmp_path):
     first, second = run_ranks(write_and_read, 2, str(tmp_path))
     # Two shards, what both have once, and what each has alone.
-    made, kept, full = {"planned": 5, "gathered": 2}, {}, "No space left on device"
-    assert [each for each, _ in first] == [made, made, kept, kept, kept, made, made]
+    # Sizes and checksums of the files are gathered too, of a checkpoint that is whole.
+    failed, made = ({"planned": 5, "gathered": number} for number in (2, 3))
+    kept, full = {"gathered": 1}, "No space left on device"
+    assert [each for each, _ in first] == [failed, made, kept, {}, kept, made, made]
     indexes = [index for _, index in first]
     assert indexes == [index for _, index in second]
     assert indexes[0] == indexes[3] == full

@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from torchmars.checkpoint import manifest as manifests
+from torchmars.checkpoint import storage as storages
 from torchmars.checkpoint.storage import LocalStorage
 from torchmars.cluster import startup, watchdog
 
@@ -67,7 +68,7 @@ class CountingStorage(LocalStorage):
         return super().open(file)
 
 
-def test_ranks_share_the_verification_of_a_checkpoint(tmp_path):
+def test_ranks_share_the_verification_of_a_checkpoint(tmp_path, monkeypatch):
     names = [f"__{rank}_0.distcp" for rank in range(64)]
     for name in names:
         (tmp_path / name).write_text(name)
@@ -76,6 +77,7 @@ def test_ranks_share_the_verification_of_a_checkpoint(tmp_path):
     counts = []
     for rank in range(32):
         storage = CountingStorage()
-        manifests.verify(tmp_path, manifest, "size", rank, 32, storage)
+        monkeypatch.setattr(storages, "LOCAL", storage)
+        manifests.verify(tmp_path, manifest, "size", rank, 32)
         counts.append((storage.listed, storage.opened))
     assert counts == [(1, 2)] + [(0, 2)] * 31  # the first one alone lists the folder

@@ -46,7 +46,7 @@ def test_checkpoints_that_are_kept_must_be_there(trial, tmp_path):
     report(trial, 20, 3.0)
     assert read_trial(trial).state == "done"
     assert read_trial(keeping).state == "pending"  # killed before its only save
-    checkpoints = trial.config.run.checkpoints
+    checkpoints = trial.config.run.path / "checkpoints"
     (checkpoints / "step-00000010").mkdir(parents=True)
     assert read_trial(keeping).state == "pending"  # killed in its last save
     (checkpoints / "step-00000020").mkdir()

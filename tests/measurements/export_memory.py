@@ -78,7 +78,7 @@ def save(size: str, folder: Path) -> None:
         config=asdict(config),
     )
     events = EventLog(None)
-    saver = Saver(config.checkpoint, config.run.checkpoints, layout, events.add, events.deleted)
+    saver = Saver(config.checkpoint, config.checkpoints, layout, events.add, events.deleted)
     saver.save(manifest, model_state(model.weights))
     saver.finish()
 

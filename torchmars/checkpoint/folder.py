@@ -1,11 +1,18 @@
 """A run's folder of checkpoints: which there are."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TypeVar
 
-from torchmars.checkpoint.storage import DAMAGED, DELETED, LOCAL, Storage
+from torchmars.checkpoint.storage import DAMAGED, DELETED, storage_of
+from torchmars.config.toml_files import read_toml
+from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL
+from torchmars.core.places import place
+
+P = TypeVar("P", bound=PurePath)
 
 # The names that runs make. Everything else in the folder is the user's and is left alone.
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
@@ -13,44 +20,58 @@ SUFFIXES = "|".join(map(re.escape, (PARTIAL, DELETED, DAMAGED)))
 LEFTOVER = re.compile(rf"{STEP.pattern}(-\d+)?({SUFFIXES})")
 
 
-def step_folder(folder: Path, step: int) -> Path:
+def folder_of(run: Path | PurePath) -> PurePath:
+    """Return the folder of checkpoints that a name stands for.
+
+    That is a run's folder, whose config may name another place, or the folder itself.
+    """
+    if not isinstance(run, Path):
+        return run
+    with contextlib.suppress(UserError):  # its config is missing, or damaged
+        table = read_toml(run / "config.toml").get("checkpoint")
+        named = table.get("folder") if isinstance(table, dict) else None
+        if isinstance(named, str):
+            return place(named)
+    return run if checkpoints(run) else run / "checkpoints"
+
+
+def step_folder(folder: P, step: int) -> P:
     """Return the checkpoint of `step` in a run's `checkpoints` folder."""
     return folder / f"step-{step:08d}"
 
 
-def step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: PurePath) -> int:
     """Return the step of a checkpoint, by its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def checkpoints(folder: Path, storage: Storage = LOCAL) -> list[Path]:
+def checkpoints(folder: P) -> list[P]:
     """Return the checkpoints in a run's `checkpoints` folder, oldest first.
 
     Each was complete when it appeared. Whether it is still good, `manifest.verify` checks.
     """
-    found = storage.list(folder).items()
+    found = storage_of(folder).list(folder).items()
     return sorted(
         (folder / name for name, is_folder in found if is_folder and STEP.fullmatch(name)),
         key=step_of,
     )
 
 
-def leftovers(folder: Path, storage: Storage = LOCAL) -> list[Path]:
+def leftovers(folder: P) -> list[P]:
     """Return what crashed saves and deletions left, and what was set aside.
 
     They are folders, files or links.
     """
-    return sorted(folder / name for name in storage.list(folder) if LEFTOVER.fullmatch(name))
+    found = storage_of(folder).list(folder)
+    return sorted(folder / name for name in found if LEFTOVER.fullmatch(name))
 
 
-def delete_all(
-    paths: Iterable[Path], warn: Callable[[str], None], storage: Storage = LOCAL
-) -> list[Path]:
+def delete_all(paths: Iterable[P], warn: Callable[[str], None]) -> list[P]:
     """Delete checkpoints and leftovers. Warn of those that cannot be deleted, and return them."""
     undeletable = []
     for path in paths:
         try:
-            storage.delete(path)
+            storage_of(path).delete(path)
         except OSError as error:
             warn(f"warning: cannot delete {path}: {error.strerror}")
             undeletable.append(path)

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,17 +20,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, File
-from torchmars.checkpoint.storage import LOCAL, Storage
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.storage import File, storage_of
 from torchmars.checkpoint.unpickler import IndexUnpickler
 
 INDEX = ".metadata"
 MOST_DIMS = 8  # the corners of a chunk are 2 to this power
 
 
-def read_index(
-    folder: Path, manifest: CheckpointManifest, storage: Storage = LOCAL
-) -> dcp.Metadata:
+def read_index(folder: PurePath, manifest: CheckpointManifest) -> dcp.Metadata:
     """Return DCP's index of the tensors in the checkpoint `folder`, whose `manifest` is given.
 
     Raises `DamagedCheckpoint` if it is missing, not an index, or not one of whole tensors in the
@@ -38,7 +36,7 @@ def read_index(
     """
     path = folder / INDEX
     try:
-        with storage.open(path) as stream, without_garbage_collection():
+        with storage_of(path).open(path) as stream, without_garbage_collection():
             index: dcp.Metadata = IndexUnpickler(stream).load()
         wrong = index_problem(index, manifest.files)
     except OSError as error:

@@ -4,14 +4,14 @@ import contextlib
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from torchmars.checkpoint.folder import checkpoints, step_folder, step_of
+from torchmars.checkpoint.folder import checkpoints, folder_of, step_folder, step_of
 from torchmars.checkpoint.huggingface import (
     TOKENIZER,
     FolderModel,
@@ -32,6 +32,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.config.run import RunConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
+from torchmars.core.places import place
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.models.documents import document_starts
@@ -43,7 +44,7 @@ from torchmars.parallel.parallel_model import ParallelModel
 class SavedModel:
     """The model of a checkpoint, whose weights are still on the disk."""
 
-    folder: Path
+    folder: PurePath
     manifest: CheckpointManifest
     config: ResolvedConfig
     model: Model
@@ -69,7 +70,7 @@ class SavedModel:
         return value
 
 
-def open_model(folder: Path, step: int | None = None, average: bool = False) -> SavedModel:
+def open_model(folder: PurePath, step: int | None = None, average: bool = False) -> SavedModel:
     """Open the model of a checkpoint, or of a run: its newest good one, or that of `step`.
 
     With `average`, its weights are the moving average of the run's. Raises `UserError` if there is
@@ -103,7 +104,7 @@ def open_last(
     newest = open_model(folder, step, average)
     if count == 1:
         return [newest]
-    found = [path for path in checkpoints(folder / "checkpoints") if step_of(path) <= newest.step]
+    found = [path for path in checkpoints(folder_of(place(folder))) if step_of(path) <= newest.step]
     if len(found) < count:
         raise UserError(
             f"{folder} has {len(found)} checkpoints up to step {newest.step}: lower --average"
@@ -112,13 +113,14 @@ def open_last(
     return [newest, *(open_model(path, average=average) for path in earlier)]
 
 
-def checkpoint_of(run: Path, step: int) -> Path:
+def checkpoint_of(run: PurePath, step: int) -> PurePath:
     """Return the checkpoint of a run's `step`. Raises `UserError` if there is none."""
-    steps = [step_of(path) for path in checkpoints(run / "checkpoints")]
+    folder = folder_of(place(run))
+    steps = [step_of(path) for path in checkpoints(folder)]
     if step not in steps:
         there_are = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
         raise UserError(f"{run} has no checkpoint of step {step}: {there_are}")
-    return step_folder(run / "checkpoints", step)
+    return step_folder(folder, step)
 
 
 def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
@@ -182,9 +184,9 @@ def tokenizer_of(found: SavedModel | FolderModel) -> Tokenizer:
         return load_tokenizer(name)
     run = Path(os.path.realpath(found.folder)).parent.parent
     copy = RunConfig(run.name, str(run.parent)).tokenizer
-    for place in (str(copy), name):
+    for file in (str(copy), name):
         with contextlib.suppress(UserError):  # it is not there
-            tokenizer = load_tokenizer(place)
+            tokenizer = load_tokenizer(file)
             if tokenizer.sha256 == found.manifest.tokenizer_sha256:
                 return tokenizer
     raise UserError(

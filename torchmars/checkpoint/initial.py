@@ -1,6 +1,6 @@
 """The start of a new run from weights: those of another run's checkpoint, or exported ones."""
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from torch import Tensor
@@ -104,7 +104,9 @@ def weights_of(source: str, model: Model) -> dict[str, SavedWeight] | None:
     return saved
 
 
-def open_source(source: Path, level: Literal["full", "size"]) -> tuple[Path, CheckpointManifest]:
+def open_source(
+    source: Path, level: Literal["full", "size"]
+) -> tuple[PurePath, CheckpointManifest]:
     """Return the checkpoint that checkpoint.init_from names. Raises `UserError`."""
     try:
         return find_checkpoint(source, say, level)

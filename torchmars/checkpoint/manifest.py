@@ -4,11 +4,11 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
-from torchmars.checkpoint.storage import LOCAL, MANIFEST, Storage
+from torchmars.checkpoint.storage import MANIFEST, File, storage_of
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
@@ -32,14 +32,6 @@ Number = Annotated[int, Range(0, 2**63 - 1)]
 
 class DamagedCheckpoint(UserError):
     """A checkpoint that cannot be trusted. The message names the file and what is wrong with it."""
-
-
-@dataclass
-class File:
-    """A file of a checkpoint: its size in bytes and SHA-256."""
-
-    size: Number
-    sha256: str
 
 
 @dataclass
@@ -79,7 +71,7 @@ class CheckpointManifest:
         return sum(file.size for file in self.files.values())
 
 
-def read(folder: Path, storage: Storage = LOCAL) -> CheckpointManifest:
+def read(folder: PurePath) -> CheckpointManifest:
     """Return the manifest of the checkpoint `folder`.
 
     Raises `DamagedCheckpoint` if a single byte of it is not as it was written, and
@@ -87,7 +79,7 @@ def read(folder: Path, storage: Storage = LOCAL) -> CheckpointManifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = FORMAT.read(path, CheckpointManifest, storage.open)
+        manifest = FORMAT.read(path, CheckpointManifest, storage_of(path).open)
         for section, key in NEEDED:
             if key not in manifest.config.get(section, {}):
                 raise ValueError(f"config.{section}.{key} is missing in it")
@@ -106,20 +98,19 @@ def read(folder: Path, storage: Storage = LOCAL) -> CheckpointManifest:
     return manifest
 
 
-def describe(path: Path, storage: Storage = LOCAL) -> File:
+def describe(path: PurePath) -> File:
     """Return the size and checksum of a file as it is now."""
-    with storage.open(path) as stream:
+    with storage_of(path).open(path) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
         return File(stream.tell(), digest)
 
 
 def verify(
-    folder: Path,
+    folder: PurePath,
     manifest: CheckpointManifest,
     level: Literal["full", "size", "off"],
     part: int = 0,
     parts: int = 1,
-    storage: Storage = LOCAL,
 ) -> None:
     """Raise `DamagedCheckpoint` for a file of `folder` that is missing, truncated or altered.
 
@@ -129,6 +120,7 @@ def verify(
     """
     if level == "off":
         return
+    storage = storage_of(folder)
     found = {} if part else storage.list(folder)
     if foreign := sorted(found.keys() - manifest.files - {MANIFEST}):
         raise DamagedCheckpoint(f"{folder / foreign[0]} is not a file of this checkpoint")
@@ -140,7 +132,7 @@ def verify(
                 size = stream.seek(0, os.SEEK_END)
             if size != wanted.size:
                 raise DamagedCheckpoint(f"{path} has {size} bytes instead of {wanted.size}")
-            if level == "full" and describe(path, storage) != wanted:
+            if level == "full" and describe(path) != wanted:
                 raise DamagedCheckpoint(f"{path} was altered: its SHA-256 is not the manifest's")
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None

@@ -8,7 +8,7 @@ process of its own read and check it, and gives every rank of the machine its pa
 import multiprocessing
 import pickle
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from torchmars.checkpoint.index import read_index, tensors_in
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.storage import LOCAL, Storage
 from torchmars.cluster import process
 from torchmars.cluster.signals import ignore_stop_signals
 from torchmars.optim.matrices import Interval
@@ -32,11 +31,10 @@ Boxes = Mapping[str, tuple[Interval, ...]]
 
 
 def read_index_part(
-    folder: Path,
+    folder: PurePath,
     manifest: CheckpointManifest,
     layout: Layout,
     state: Mapping[str, Tensor],
-    storage: Storage = LOCAL,
 ) -> dcp.Metadata:
     """Return the index of the checkpoint `folder`, of chunks that this rank's `state` needs alone.
 
@@ -54,7 +52,7 @@ def read_index_part(
 
     def read() -> None:
         if rank == reader:
-            parts.update(in_child(lambda: parts_of(read_index(folder, manifest, storage), wanted)))
+            parts.update(in_child(lambda: parts_of(read_index(folder, manifest), wanted)))
 
     layout.on_all(read)
     if rank == reader:

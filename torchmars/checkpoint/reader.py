@@ -5,7 +5,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import IO, Any
 
 import torch
@@ -18,15 +18,10 @@ from torch.futures import Future
 
 from torchmars.checkpoint.index import tensors_in
 from torchmars.checkpoint.manifest import DamagedCheckpoint
-from torchmars.checkpoint.storage import LOCAL, Storage
+from torchmars.checkpoint.storage import storage_of
 
 
-def read_tensors(
-    folder: Path,
-    state: dict[str, Tensor],
-    index: dcp.Metadata,
-    storage: Storage = LOCAL,
-) -> None:
+def read_tensors(folder: PurePath, state: dict[str, Tensor], index: dcp.Metadata) -> None:
     """Fill `state` in place from the checkpoint `folder`, of which `read_index` gave the index.
 
     Each rank reads what it has a part of by itself: a plan of what all ranks read would pass
@@ -39,7 +34,7 @@ def read_tensors(
             warnings.filterwarnings("ignore", message="torch.distributed is")
             dcp.load(
                 state,
-                storage_reader=_TensorReader(folder, index, storage),
+                storage_reader=_TensorReader(folder, index),
                 no_dist=True,
             )
     except CheckpointException as error:
@@ -49,7 +44,7 @@ def read_tensors(
         raise DamagedCheckpoint(f"{folder} cannot be read: {reason(error)}") from None
 
 
-def check_tensors(folder: Path, index: dcp.Metadata) -> None:
+def check_tensors(folder: PurePath, index: dcp.Metadata) -> None:
     """Raise `DamagedCheckpoint` where a chunk of a tensor is not what the index says.
 
     The shape and dtype of each are read, and not its numbers.
@@ -60,7 +55,7 @@ def check_tensors(folder: Path, index: dcp.Metadata) -> None:
         for number, chunk in enumerate(tensor.chunks)
         if math.prod(chunk.sizes)
     ]
-    for _ in _TensorReader(folder, index, LOCAL).chunks(wanted, "meta"):
+    for _ in _TensorReader(folder, index).chunks(wanted, "meta"):
         pass
 
 
@@ -76,9 +71,8 @@ def reason(error: CheckpointException) -> str:
 class _TensorReader(dcp.FileSystemReader):
     """DCP's reader, given the index, that trusts neither names, shapes nor dtypes of files."""
 
-    def __init__(self, folder: Path, index: dcp.Metadata, storage: Storage) -> None:
-        super().__init__(folder)
-        self.storage = storage
+    def __init__(self, folder: PurePath, index: dcp.Metadata) -> None:
+        super().__init__(str(folder))
         self.folder, self.index, self.storage_data = folder, index, index.storage_data
         self.tensors = tensors_in(index)
 
@@ -111,16 +105,17 @@ class _TensorReader(dcp.FileSystemReader):
         files = [place.relative_path for place in places]
         order = sorted(range(len(wanted)), key=lambda each: (files[each], places[each].offset))
         for file, numbers in itertools.groupby(order, key=files.__getitem__):
-            path = self.folder / file
+            path, in_file = self.folder / file, list(numbers)
+            ranges = [(places[number].offset, places[number].length) for number in in_file]
             try:
-                with self.storage.open(path) as stream:
-                    for number in numbers:
-                        part = self._slice_file(stream, places[number])
-                        yield number, self.chunk(path, part, wanted[number], device)
+                for number, part in zip(in_file, storage_of(path).read(path, ranges)):
+                    yield number, self.chunk(path, part, wanted[number], device)
             except OSError as error:
                 raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
 
-    def chunk(self, path: Path, stream: IO[bytes], wanted: MetadataIndex, device: str) -> Tensor:
+    def chunk(
+        self, path: PurePath, stream: IO[bytes], wanted: MetadataIndex, device: str
+    ) -> Tensor:
         """Read one chunk of the file `path`, from `stream`. Raises `DamagedCheckpoint`."""
         tensor, number = self.tensors[wanted.fqn], wanted.index
         assert number is not None

@@ -1,35 +1,37 @@
 """Resuming: which checkpoint a run resumes from, and whether it still is the same run."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.folder import checkpoints, folder_of
 from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
-from torchmars.checkpoint.storage import LOCAL, MANIFEST
+from torchmars.checkpoint.storage import MANIFEST, storage_of
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE
 from torchmars.config.dtypes import COMPUTE, MATRIX
 from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
+from torchmars.core.places import place
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.optim import MARS
 
+P = TypeVar("P", bound=PurePath)
 T = TypeVar("T")
 
 TOKENIZER = "data.tokenizer"
 
 
 def newest_good(
-    found: list[Path], check: Callable[[Path], T], warn: Callable[[str], None]
-) -> tuple[Path, T] | None:
+    found: list[P], check: Callable[[P], T], warn: Callable[[str], None]
+) -> tuple[P, T] | None:
     """Return the newest good one of the checkpoints `found` (oldest first), and its `check`.
 
     `check` raises `DamagedCheckpoint` for one that is not good. None if none was found. Raises
@@ -51,7 +53,7 @@ def newest_good(
     return None
 
 
-def read_verified(folder: Path, level: Literal["full", "size", "off"]) -> CheckpointManifest:
+def read_verified(folder: PurePath, level: Literal["full", "size", "off"]) -> CheckpointManifest:
     """Verify a checkpoint in this process alone. Return its manifest.
 
     At the level "full" its index and the tensors' places are checked, too. Raises
@@ -59,32 +61,33 @@ def read_verified(folder: Path, level: Literal["full", "size", "off"]) -> Checkp
     """
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, level)
-    if level == "full":
+    if level == "full" and isinstance(folder, Path):  # not to read all from a store again
         check_tensors(folder, read_index(folder, manifest))
     return manifest
 
 
 def find_checkpoint(
-    folder: Path, warn: Callable[[str], None], level: Literal["full", "size"] = "full"
-) -> tuple[Path, CheckpointManifest]:
+    folder: PurePath, warn: Callable[[str], None], level: Literal["full", "size"] = "full"
+) -> tuple[PurePath, CheckpointManifest]:
     """Return the checkpoint that `folder` names, and its manifest, verified by this process.
 
     It is `folder` itself or, if that is a run, its newest good one. Raises `UserError` if there
     is none.
     """
-    if wrong := path_problem(folder, "folder"):
+    folder = place(folder)
+    if isinstance(folder, Path) and (wrong := path_problem(folder, "folder")):
         raise UserError(f"{folder} is neither a checkpoint nor a run with one ({wrong})")
-    if MANIFEST in LOCAL.list(folder):
+    if MANIFEST in storage_of(folder).list(folder):
         return folder, read_verified(folder, level)
     found = newest_good(
-        checkpoints(folder / "checkpoints"), lambda path: read_verified(path, level), warn
+        checkpoints(folder_of(folder)), lambda path: read_verified(path, level), warn
     )
     if found is None:
         raise UserError(f"{folder} is neither a checkpoint nor a run with one")
     return found
 
 
-def newest_config(found: list[Path]) -> dict[str, Any] | None:
+def newest_config(found: Sequence[PurePath]) -> dict[str, Any] | None:
     """Return the config of the newest good manifest among the checkpoints `found` (oldest first).
 
     None if there is none.
@@ -98,7 +101,11 @@ def newest_config(found: list[Path]) -> dict[str, Any] | None:
 
 
 def check_same_run(
-    folder: Path, manifest: CheckpointManifest, config: ResolvedConfig, data: str, optimizer: MARS
+    folder: PurePath,
+    manifest: CheckpointManifest,
+    config: ResolvedConfig,
+    data: str,
+    optimizer: MARS,
 ) -> list[str]:
     """Raise `UserError`, with the difference and the remedy, where a checkpoint is another run's.
 

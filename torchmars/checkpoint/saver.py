@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torchmars.checkpoint.folder import (
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.staging import Staging
-from torchmars.checkpoint.storage import DAMAGED, LOCAL, Storage
+from torchmars.checkpoint.storage import DAMAGED, Storage, storage_of
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import CheckpointConfig
 from torchmars.core.errors import UserError
@@ -56,32 +56,36 @@ class Saver:
     def __init__(
         self,
         config: CheckpointConfig,
-        folder: Path,
+        folder: PurePath,
         layout: Layout,
         record: Callable[..., None],
-        deleted: Callable[[int, Path], None],
-        storage: Storage = LOCAL,
+        deleted: Callable[[int, PurePath], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder` is the run's folder of checkpoints, on `storage`.
+        """`folder` is the run's folder of checkpoints.
 
         `record` is `EventLog.add`, for each checkpoint that is complete, and `deleted` is
         `EventLog.deleted`, for a folder that is gone. A thread calls them.
         """
         self.config, self.folder = config, folder
         self.record, self.deleted = record, deleted
-        self.storage, self.had_some = storage, bool(storage.list(folder))
+        self.had_some = layout.on_first(lambda: bool(self.storage.list(folder)))
         # The collectives of a save run beside those of the training. They need a group of their
         # own: in one group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
-        self.tensors = TensorWriter(self.layout)
+        self.tensors = TensorWriter(self.layout, config.staging_mib * 2**20)
         self.on_gpu = layout.device.type == "cuda"
         self.staging = Staging(layout.device)
         self.thread: threading.Thread | None = None
         self.error: str | None = None
         self.failures = 0
-        self.undeletable: list[Path] = []  # a warning was printed of these
+        self.undeletable: list[PurePath] = []  # a warning was printed of these
         self.clock, self.saved_at = clock, clock()
+
+    @property
+    def storage(self) -> Storage:
+        """Where the folder lies."""
+        return storage_of(self.folder)
 
     @property
     def group(self) -> str:
@@ -186,19 +190,16 @@ class Saver:
             self._tidy(manifest.step)
 
     def _write(
-        self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: Path
+        self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: PurePath
     ) -> CheckpointManifest:
         """Write a checkpoint. Return its complete manifest."""
         staged = self.layout.on_first(lambda: self._stage(folder, manifest.step))
-        self.tensors.write(state, staged, self.storage)
-        parts = self.layout.gather(lambda: self._describe_own_files(staged))
-        files = {name: file for part in parts for name, file in sorted(part.items())}
-        complete = replace(manifest, files=files)
+        complete = replace(manifest, files=self.tensors.write(state, staged))
         self.layout.on_first(lambda: self._publish(complete, staged, folder))
         return complete
 
     @reporting_disk_errors()
-    def _stage(self, folder: Path, step: int) -> Path:
+    def _stage(self, folder: PurePath, step: int) -> PurePath:
         """Return the folder that `folder` is until it is complete."""
         if self.had_some and not self.storage.list(self.folder):
             self.deleted(step, self.folder)
@@ -208,20 +209,12 @@ class Saver:
         return staged
 
     @reporting_disk_errors()
-    def _describe_own_files(self, staged: Path) -> dict[str, manifests.File]:
-        """Return size and checksum of each file that this rank has written, by name."""
-        names = self.tensors.written()
-        return {name: manifests.describe(staged / name, self.storage) for name in names}
-
-    @reporting_disk_errors()
-    def _publish(self, manifest: CheckpointManifest, staged: Path, folder: Path) -> None:
+    def _publish(self, manifest: CheckpointManifest, staged: PurePath, folder: PurePath) -> None:
         self.storage.publish(staged, folder, manifest.text())
 
     def _clear(self) -> None:
         """Delete what crashed or failed saves and deletions left."""
-        self._delete(
-            path for path in leftovers(self.folder, self.storage) if path.suffix != DAMAGED
-        )
+        self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
 
     def _tidy(self, step: int) -> None:
         """Delete the checkpoints that need not be kept, now that a newer one is durable.
@@ -231,12 +224,12 @@ class Saver:
         try:
             steps: list[int] = []
             losses: dict[int, float] = {}
-            for path in checkpoints(self.folder, self.storage):
+            for path in checkpoints(self.folder):
                 if step_of(path) > step:  # the run went back behind it, so it could not be loaded
                     self.storage.set_aside(path)
                     continue
                 try:
-                    loss = manifests.read(path, self.storage).validation_loss
+                    loss = manifests.read(path).validation_loss
                 except OtherVersion:
                     continue
                 except DamagedCheckpoint:
@@ -248,7 +241,7 @@ class Saver:
         except OSError as error:
             self.layout.say(f"warning: cannot tidy {self.folder}: {error}")
 
-    def _delete(self, paths: Iterable[Path]) -> None:
+    def _delete(self, paths: Iterable[PurePath]) -> None:
         """Delete what can be deleted, and warn once of what cannot."""
         paths = [path for path in paths if path not in self.undeletable]
-        self.undeletable += delete_all(paths, self.layout.say, self.storage)
+        self.undeletable += delete_all(paths, self.layout.say)

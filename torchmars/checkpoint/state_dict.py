@@ -5,7 +5,7 @@ The saver writes them.
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
-from torchmars.checkpoint.storage import LOCAL, Storage
 from torchmars.optim import MARS
 from torchmars.optim.tensors import unwrapped
 from torchmars.parallel.layout import Layout
@@ -103,13 +102,12 @@ def seed_rng(*what: int) -> None:
 
 
 def load(
-    folder: Path,
+    folder: PurePath,
     manifest: CheckpointManifest,
     layout: Layout,
     model: ParallelModel,
     optimizer: MARS,
     average: Mapping[str, Tensor],
-    storage: Storage = LOCAL,
 ) -> bool:
     """Load the checkpoint `folder` into `model`, `optimizer` and `average` in place.
 
@@ -119,7 +117,7 @@ def load(
     and state are then of no use until another load.
     """
     whole = training_state(layout, model, optimizer, average)
-    index = read_index_part(folder, manifest, layout, whole, storage)
+    index = read_index_part(folder, manifest, layout, whole)
     saved = index.state_dict_metadata
     has_average = any(name.startswith("ema.") for name in saved)
     absent = ("rng.", "balance.") if has_average else ("rng.", "balance.", "ema.")
@@ -129,7 +127,7 @@ def load(
     for name in whole.keys() - saved.keys():
         if name.startswith("balance."):  # as before the first step
             whole[name].zero_()
-    layout.on_all(lambda: read_tensors(folder, state, index, storage))
+    layout.on_all(lambda: read_tensors(folder, state, index))
     model.follow_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     if manifest.world_size == layout.world.size:

@@ -1,68 +1,148 @@
 """Where checkpoints lie: what is asked of such a place, and folders of local files."""
 
 import contextlib
+import hashlib
+import io
 import os
-from pathlib import Path
-from typing import BinaryIO, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Annotated, Any, BinaryIO, Protocol, cast
 
-from torchmars.core.files import PARTIAL, DurableFile, open_file, remove, sync_folder, write_durably
+from torchmars.core.bounds import Range
+from torchmars.core.files import (
+    PARTIAL,
+    DurableFile,
+    open_file,
+    remove,
+    sync_folder,
+    write_durably,
+)
 
 MANIFEST = "manifest.json"
 # End the names of checkpoints that are to be deleted, or that could not be loaded.
 DELETED, DAMAGED = ".deleted", ".damaged"
 
 
+@dataclass
+class File:
+    """A file of a checkpoint: its size in bytes and SHA-256."""
+
+    size: Annotated[int, Range(0, 2**63 - 1)]
+    sha256: str
+
+
+class NewFile(io.RawIOBase):
+    """A new file, written from its begin to its end, that counts and hashes what is written."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        """Write to `stream`, which is closed with this file."""
+        self.stream, self.hash, self.size = stream, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        self.size += self.stream.write(data)
+        return memoryview(data).nbytes
+
+    def tell(self) -> int:
+        return self.size
+
+    def close(self) -> None:
+        """Close the file. Raises `OSError` where its bytes cannot be written."""
+        if not self.closed:
+            super().close()
+            self.stream.close()
+
+    def describe(self) -> File:
+        """Return the size and checksum of what was written."""
+        return File(self.size, self.hash.hexdigest())
+
+
+class NewFiles(Protocol):
+    """The files that one process adds to a checkpoint that is not published yet."""
+
+    size: int
+    """How many bytes a file should have at most, so that several are on their way at a time."""
+
+    def create(self, name: str) -> BinaryIO:
+        """Open a new file. Raises `OSError`."""
+
+    def finish(self) -> dict[str, File]:
+        """Wait until all files that were closed are durable. Return size and checksum by name.
+
+        Raises `OSError`.
+        """
+
+
 class Storage(Protocol):
     """A place for checkpoints. A checkpoint is there from `publish` to `delete`, and always whole.
 
     A crash may leave others, whose names end in PARTIAL, DELETED or DAMAGED. All methods raise
-    `OSError`.
+    `OSError`. A store that does not answer raises `Unreachable` where something is to be read.
     """
 
-    def list(self, folder: Path) -> dict[str, bool]:
+    def list(self, folder: PurePath) -> dict[str, bool]:
         """Return the names in a folder, and whether each is a folder; none where it is missing."""
 
-    def open(self, file: Path) -> BinaryIO:
+    def open(self, file: PurePath) -> BinaryIO:
         """Open a file, of which any range can be read."""
 
-    def stage(self, checkpoint: Path) -> Path:
+    def read(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
+        """Yield each of `ranges`, (offset, bytes) in ascending order, as a stream of its own."""
+
+    def stage(self, checkpoint: PurePath) -> PurePath:
         """Return the empty folder for the files of a checkpoint that is not published yet."""
 
-    def create(self, file: Path) -> BinaryIO:
-        """Open a new file of a staged checkpoint. It is durable once it is closed."""
+    def new_files(self, staged: PurePath, limit: int) -> NewFiles:
+        """Return what adds files to a staged checkpoint.
 
-    def publish(self, staged: Path, checkpoint: Path, manifest: str) -> None:
+        `limit` is how many bytes of them may wait on this machine to be durable elsewhere.
+        """
+
+    def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
         """Add the manifest, durably: the checkpoint is there now. One of its name is set aside."""
 
-    def set_aside(self, checkpoint: Path) -> None:
+    def set_aside(self, checkpoint: PurePath) -> None:
         """Rename a damaged checkpoint, durably."""
 
-    def delete(self, path: Path) -> None:
+    def delete(self, path: PurePath) -> None:
         """Delete a checkpoint, or what a crash left. Of a linked one delete the link alone."""
 
 
 class LocalStorage:
     """Folders of local files. A checkpoint is staged under another name, and renamed last."""
 
-    def list(self, folder: Path) -> dict[str, bool]:
+    def list(self, folder: PurePath) -> dict[str, bool]:
         try:
             with os.scandir(folder) as found:
                 return {each.name: each.is_dir() for each in found}
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return {}
 
-    def open(self, file: Path) -> BinaryIO:
-        return open_file(file)
+    def open(self, file: PurePath) -> BinaryIO:
+        return open_file(Path(file))
 
-    def stage(self, checkpoint: Path) -> Path:
-        staged = self._free(checkpoint, PARTIAL)
+    def read(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
+        # Not at the top: commands that only list checkpoints need not wait for torch.
+        from torch.distributed.checkpoint.utils import _create_file_view
+
+        with self.open(file) as stream:
+            for begin, size in ranges:
+                yield cast(BinaryIO, _create_file_view(cast(io.IOBase, stream), begin, size))
+
+    def stage(self, checkpoint: PurePath) -> PurePath:
+        staged = self._free(Path(checkpoint), PARTIAL)
         staged.mkdir(parents=True)
         return staged
 
-    def create(self, file: Path) -> BinaryIO:
-        return DurableFile(file)
+    def new_files(self, staged: PurePath, limit: int) -> NewFiles:
+        return LocalFiles(Path(staged))
 
-    def publish(self, staged: Path, checkpoint: Path, manifest: str) -> None:
+    def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
+        staged, checkpoint = Path(staged), Path(checkpoint)
         write_durably(staged / MANIFEST, manifest)  # and the names of all files beside it
         if os.path.lexists(checkpoint):  # what the run could not resume from
             self.set_aside(checkpoint)
@@ -70,10 +150,11 @@ class LocalStorage:
         sync_folder(checkpoint.parent)
         sync_folder(checkpoint.parent.parent)  # the folder of checkpoints may be new
 
-    def set_aside(self, checkpoint: Path) -> None:
-        self._rename(checkpoint, DAMAGED)
+    def set_aside(self, checkpoint: PurePath) -> None:
+        self._rename(Path(checkpoint), DAMAGED)
 
-    def delete(self, path: Path) -> None:
+    def delete(self, path: PurePath) -> None:
+        path = Path(path)
         self.remove(path if path.suffix else self._rename(path, DELETED))
 
     remove = staticmethod(remove)
@@ -99,4 +180,30 @@ class LocalStorage:
             path = checkpoint.with_name(f"{checkpoint.name}-{number}{suffix}")
 
 
+class LocalFiles:
+    """New files of a local folder. Each is durable once it is closed."""
+
+    size = 2**63
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.created: dict[str, NewFile] = {}
+
+    def create(self, name: str) -> BinaryIO:
+        self.created[name] = NewFile(DurableFile(self.folder / name))
+        return cast(BinaryIO, self.created[name])
+
+    def finish(self) -> dict[str, File]:
+        return {name: file.describe() for name, file in sorted(self.created.items())}
+
+
 LOCAL = LocalStorage()
+
+
+def storage_of(path: PurePath) -> Storage:
+    """Return where a path, which `place` gave, lies. Raises `UserError` for an unknown store."""
+    if isinstance(path, Path):
+        return LOCAL
+    from torchmars.checkpoint.objects import object_storage_of  # fsspec takes a while
+
+    return object_storage_of(path.parts[0].removesuffix(":"))

@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers, step_of
+from torchmars.checkpoint.folder import checkpoints, delete_all, folder_of, leftovers, step_of
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.retention import steps_to_delete
@@ -15,6 +15,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem
 from torchmars.core.formats import OtherVersion
+from torchmars.core.places import place
 from torchmars.core.tables import table
 from torchmars.core.words import counted
 
@@ -25,17 +26,18 @@ LEFT = {
 }
 
 
-def checkpoints_of(run: Path) -> Path:
+def checkpoints_of(run: PurePath) -> PurePath:
     """Return the folder of a run's checkpoints. Raises `UserError` if there are none."""
-    if wrong := path_problem(run, "folder"):
+    run = place(run)
+    if isinstance(run, Path) and (wrong := path_problem(run, "folder")):
         raise UserError(f"{run} has no checkpoints ({wrong}): {NO_CHECKPOINTS}")
-    folder = run / "checkpoints"
+    folder = folder_of(run)
     if not checkpoints(folder) and not leftovers(folder):
         raise UserError(f"{run} has no checkpoints: {NO_CHECKPOINTS}")
     return folder
 
 
-def list_checkpoints(folder: Path) -> None:
+def list_checkpoints(folder: PurePath) -> None:
     """Print a line for each checkpoint and for what is left of others."""
     rows = [("step", "ranks", "validation loss", "MiB", "state")]
     for path in checkpoints(folder):
@@ -53,7 +55,7 @@ def list_checkpoints(folder: Path) -> None:
         say(f"{path.name}: {LEFT.get(path.suffix, 'not used any more')}")
 
 
-def verify_checkpoints(folder: Path) -> None:
+def verify_checkpoints(folder: PurePath) -> None:
     """Read everything. Raises `UserError` at the end if a checkpoint cannot be loaded."""
     found = checkpoints(folder)
     good, other = read_all(found)
@@ -75,7 +77,7 @@ def verify_checkpoints(folder: Path) -> None:
 
 
 def prune_checkpoints(
-    folder: Path, asked: dict[str, int], damaged: bool = False, dry_run: bool = False
+    folder: PurePath, asked: dict[str, int], damaged: bool = False, dry_run: bool = False
 ) -> None:
     """Delete the checkpoints that neither the run's settings nor `asked` keep.
 
@@ -103,7 +105,7 @@ def prune_checkpoints(
         raise UserError(f"{len(stuck)} of {len(unwanted)} could not be deleted: see the warnings")
 
 
-def not_kept(good: dict[Path, CheckpointManifest], asked: dict[str, int]) -> list[Path]:
+def not_kept(good: dict[PurePath, CheckpointManifest], asked: dict[str, int]) -> list[PurePath]:
     """Return the good checkpoints that neither `asked` nor the run's settings keep."""
     newest = good[max(good, key=step_of)]
     settings = config_from_tables(newest.config, "in the newest checkpoint").checkpoint
@@ -118,7 +120,9 @@ def not_kept(good: dict[Path, CheckpointManifest], asked: dict[str, int]) -> lis
     return [by_step[step] for step in steps]
 
 
-def read_all(found: list[Path]) -> tuple[dict[Path, CheckpointManifest], list[Path]]:
+def read_all(
+    found: list[PurePath],
+) -> tuple[dict[PurePath, CheckpointManifest], list[PurePath]]:
     """Return the good ones among checkpoints with their manifests, and those of another version.
 
     Prints what is wrong with all but the good ones.

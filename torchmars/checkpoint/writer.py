@@ -1,10 +1,12 @@
 """Writes the tensors of checkpoints, each rank its own part, by a plan that is made once."""
 
 import contextlib
+import math
 import os
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -17,9 +19,8 @@ from torch.futures import Future
 
 from torchmars.checkpoint.index import INDEX
 from torchmars.checkpoint.reader import reason
-from torchmars.checkpoint.storage import Storage
+from torchmars.checkpoint.storage import File, NewFiles, storage_of
 from torchmars.core.errors import UserError
-from torchmars.core.files import read_bytes
 from torchmars.parallel.layout import Layout
 
 
@@ -56,17 +57,29 @@ class TensorWriter:
     2.11), and the index is still put together for each checkpoint.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, limit: int) -> None:
+        """`limit` is as in `Storage.new_files`."""
+        self.layout, self.limit = layout, limit
         self.plan: _Plan | None = None
         """Kept on all ranks or on none."""
 
-    def write(self, state: dict[str, Tensor], staged: Path, storage: Storage) -> None:
+    def write(self, state: dict[str, Tensor], staged: PurePath) -> dict[str, File]:
         """Write `state`, and the index, to the folder `staged`. Raises `UserError` on every rank.
 
-        `state` is a rank's part, by name.
+        `state` is a rank's part, by name. Returns size and checksum of the files of all ranks.
         """
-        planner, files = DefaultSavePlanner(), _TensorFiles(staged, storage)
+        files = storage_of(staged).new_files(staged, self.limit)
+        try:
+            self._write(state, _TensorFiles(staged, files))
+        except BaseException:
+            with contextlib.suppress(OSError):  # nothing may arrive when others are written
+                files.finish()
+            raise
+        parts = self.layout.gather(reporting_disk_errors()(files.finish))
+        return {name: file for part in parts for name, file in part.items()}
+
+    def _write(self, state: dict[str, Tensor], files: "_TensorFiles") -> None:
+        planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=self.layout.first)
         tensors = planner.create_local_plan()
         plan = self.plan
@@ -81,15 +94,6 @@ class TensorWriter:
             raise UserError(reason(error)) from None
         self.plan = _Plan(tensors, files.mine, files.places, files.index)
 
-    def written(self) -> list[str]:
-        """Return the names of the files that this rank writes.
-
-        To find them in the folder, every rank would list the files of all.
-        """
-        assert self.plan is not None
-        files = {place.storage_data.relative_path for place in self.plan.places}
-        return sorted(files) + [INDEX] * bool(self.plan.index)
-
 
 class _TensorFiles(dcp.FileSystemWriter):
     """DCP's writer to a storage. It keeps what it is told to write, and raises the disk's errors.
@@ -101,16 +105,18 @@ class _TensorFiles(dcp.FileSystemWriter):
     places: list[WriteResult]
     index = b""
 
-    def __init__(self, staged: Path, storage: Storage) -> None:
-        super().__init__(staged, sync_files=False)  # the storage does
-        self.fs = _StagedFiles(storage)
-        self.staged, self.storage = staged, storage
+    def __init__(self, staged: PurePath, files: NewFiles) -> None:
+        super().__init__(str(staged), sync_files=False)  # the storage does
+        self.fs = _StagedFiles(files)
+        self.files = files
 
     def storage_meta(self) -> None:
         return None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.mine = plan
+        # DCP makes a file for each of its threads.
+        self.thread_count = max(1, math.ceil(bytes_of(plan) / self.files.size))
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:  # of torch.save, which only says at which byte it ended
@@ -120,9 +126,14 @@ class _TensorFiles(dcp.FileSystemWriter):
         self.places = written.value()
         return written
 
+    def _write_data(self, *args: Any) -> Future[list[WriteResult]]:
+        # One thread writes all files: an error in another thread of DCP's would be lost.
+        self.thread_count = 1
+        return super()._write_data(*args)
+
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self.index = read_bytes(self.staged / INDEX, self.storage.open)
+        self.index = pickle.dumps(metadata)
 
     @reporting_disk_errors()
     def write_again(self, plan: _Plan, tensors: SavePlan, planner: SavePlanner) -> bool:
@@ -134,9 +145,18 @@ class _TensorFiles(dcp.FileSystemWriter):
             return False
         self.write_data(plan.mine, planner)
         if plan.index:
-            with self.storage.create(self.staged / INDEX) as stream:
+            with self.files.create(INDEX) as stream:
                 stream.write(plan.index)
         return self.places == plan.places
+
+
+def bytes_of(plan: SavePlan) -> int:
+    """Return how many bytes the tensors have that a rank writes by `plan`."""
+    return sum(
+        math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+        for item in plan.items
+        if item.tensor_data
+    )
 
 
 class _StagedFiles(FileSystem):
@@ -145,11 +165,11 @@ class _StagedFiles(FileSystem):
     The index gets its own name at once: nobody reads it before it is published.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    def __init__(self, files: NewFiles) -> None:
+        self.files = files
 
     def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
-        return self.storage.create(Path(str(path).removesuffix(".tmp")))
+        return self.files.create(PurePath(path).name.removesuffix(".tmp"))
 
     def exists(self, path: str | os.PathLike) -> bool:
         return False

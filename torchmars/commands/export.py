@@ -83,7 +83,8 @@ def after_folder(target: Path, model: "SavedModel") -> list[list[str]]:
 
 def after_file(target: Path, model: "SavedModel") -> list[list[str]]:
     """Return the command that trains a new run from a file of weights, if its config is there."""
-    config, name = model.folder.parent.parent / "config.toml", f"{model.config.run.name}-next"
+    run, name = model.folder.parent.parent, f"{model.config.run.name}-next"
+    config = Path(run / "config.toml")
     if not config.is_file():
         return []
     new = ["--run.name", name, "--checkpoint.init_from", str(target)]

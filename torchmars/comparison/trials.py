@@ -102,7 +102,7 @@ def delete_checkpoints(trial: Trial, result: TrialResult) -> None:
     """Delete the checkpoints of a trial that needs them no longer."""
     if result.state == "diverged" or result.state == "done" and not trial.config.checkpoint.at_end:
         with contextlib.suppress(OSError):
-            remove(trial.config.run.checkpoints)
+            remove(trial.config.run.path / "checkpoints")
 
 
 def last_error(trial: Trial) -> str:

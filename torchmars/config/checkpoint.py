@@ -14,6 +14,11 @@ class CheckpointConfig:
     A run continues from its newest good checkpoint.
     """
 
+    folder: Annotated[str, Place()] | None = None
+    """Where checkpoints are kept: a folder, or one of an object store, as s3://BUCKET/RUN, of this
+    run alone. Default: checkpoints in the run's own folder."""
+    staging_mib: Positive = 1024
+    """MiB of files that each rank may have on its way to an object store, in TMPDIR."""
     interval: Count = 100
     """Steps between checkpoints. 0: only at the end."""
     at_end: bool = True

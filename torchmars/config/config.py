@@ -3,6 +3,7 @@
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from torchmars.config.activations import ActivationCheckpointConfig
@@ -20,6 +21,7 @@ from torchmars.config.run import RunConfig
 from torchmars.config.schedule import ScheduleConfig
 from torchmars.config.training import TrainingConfig
 from torchmars.config.validation import ValidationConfig
+from torchmars.core.places import place
 from torchmars.optim.rules import variance_reduced
 
 
@@ -80,6 +82,12 @@ class Config:
         )
         resolved = {"data": data, "optimizer": optimizer, "schedule": schedule}
         return ResolvedConfig(**vars(self) | resolved)
+
+    @property
+    def checkpoints(self) -> PurePath:
+        """The folder of the run's checkpoints."""
+        named = self.checkpoint.folder
+        return self.run.path / "checkpoints" if named is None else place(named)
 
     def subset_microbatches(self, data_ranks: int) -> int:
         """Return how many microbatches of each rank are of the part of a batch that corrects.

@@ -26,11 +26,6 @@ class RunConfig:
         return Path(self.folder) / self.name
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
     def tokenizer(self) -> Path:
         """The folder of a copy of the run's tokenizer, if that is a file."""
         return self.path / "tokenizer"

@@ -31,6 +31,10 @@ class NotMet(UserError):
     """The machines of a job have not met in time. They may be slow, and the command right."""
 
 
+class Unreachable(UserError):
+    """A store across the network does not answer, or refuses. It may do so later."""
+
+
 def missing_package(package: str, purpose: str, extra: str = "data") -> UserError:
     """Return the error of an optional package, of an extra, that is not installed."""
     return UserError(f"{purpose} needs the package {package}: pip install 'torchmars[{extra}]'")
@@ -68,7 +72,7 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     except UserError as error:
         if not quiet:
             say_error(error)
-        code = EXIT_UNCONNECTED if isinstance(error, NotMet) else EXIT_MISTAKE
+        code = EXIT_UNCONNECTED if isinstance(error, (NotMet, Unreachable)) else EXIT_MISTAKE
         raise SystemExit(code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

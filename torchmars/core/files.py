@@ -13,7 +13,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import BinaryIO, Literal
 
 from torchmars.core.console import say
@@ -24,7 +24,7 @@ DEEPEST = 200  # folders within each other; Python makes them by as many calls w
 LARGEST = 2**30  # bytes of a text file that is read whole
 
 
-def name_problem(path: Path | str) -> str:
+def name_problem(path: PurePath | str) -> str:
     """Return why nothing can have this path; an empty text where something can."""
     if os.fspath(path).count("/") > DEEPEST:
         return f"it has more than {DEEPEST} folders within each other"
@@ -37,7 +37,7 @@ def name_problem(path: Path | str) -> str:
     return ""
 
 
-def path_problem(path: Path | str, kind: Literal["file", "folder"]) -> str:
+def path_problem(path: PurePath | str, kind: Literal["file", "folder"]) -> str:
     """Return why `path` cannot be a regular file or a folder; an empty text where it can.
 
     It need not exist.
@@ -74,17 +74,17 @@ def check_writable(folder: Path, option: str = "run.folder") -> None:
     raise UserError(f"cannot write to {folder}: {wrong}: set {option} to a folder you can write")
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: PurePath) -> BinaryIO:
     """Open a regular file to be read. Raises `OSError` for anything else.
 
     Anything else is not even opened: whoever opens a FIFO waits for its other end.
     """
     if wrong := path_problem(path, "file"):
         raise OSError(errno.EINVAL, wrong, str(path))
-    return path.open("rb")
+    return Path(path).open("rb")
 
 
-def read_bytes(path: Path, open: Callable[[Path], BinaryIO] = open_file) -> bytes:
+def read_bytes(path: PurePath, open: Callable[[PurePath], BinaryIO] = open_file) -> bytes:
     """Return the content of a regular file. Raises `OSError` for anything else."""
     with open(path) as stream:
         content = stream.read(LARGEST + 1)
@@ -248,13 +248,13 @@ def is_at(descriptor: int, path: Path) -> bool:
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
-def is_gone(file: Path) -> bool:
+def is_gone(file: PurePath) -> bool:
     """Return whether a file that existed does not exist any more.
 
     Where the file system cannot be asked just now, it counts as existing.
     """
     try:
-        file.stat()
+        os.stat(file)
     except FileNotFoundError:
         return True
     except OSError:

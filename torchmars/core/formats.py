@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from torchmars.core.errors import UserError
@@ -50,7 +50,12 @@ class Format:
         digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
         return json.dumps(entries | {"sha256": digest}, indent=1) + "\n"
 
-    def read(self, path: Path, kind: type[T], open: Callable[[Path], BinaryIO] = open_file) -> T:
+    def read(
+        self,
+        path: PurePath,
+        kind: type[T],
+        open: Callable[[PurePath], BinaryIO] = open_file,
+    ) -> T:
         """Return what a file holds as a `kind`, a dataclass.
 
         Raises `OSError` if it cannot be read, `OtherVersion`, and `ValueError` where it is

@@ -5,7 +5,7 @@ import json
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, Literal
 
@@ -90,7 +90,7 @@ class EventLog:
             finally:
                 os.close(descriptor)
 
-    def deleted(self, step: int, path: Path) -> None:
+    def deleted(self, step: int, path: PurePath) -> None:
         """Say that a file or folder of the run was deleted before `step`, and add the event.
 
         Of a run folder that is gone itself nothing is said: that ends the run.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmars.checkpoint.folder import checkpoints, step_of
+from torchmars.checkpoint.folder import checkpoints, folder_of, step_of
 from torchmars.config.toml_files import Tables, read_toml
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
@@ -98,7 +98,7 @@ class Run:
     @property
     def checkpoints(self) -> list[int]:
         """The steps of which it has checkpoints, in order."""
-        return [step_of(path) for path in checkpoints(self.folder / "checkpoints")]
+        return [step_of(path) for path in checkpoints(folder_of(self.folder))]
 
     def along(self, axis: Along, steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return where `steps` are on an axis."""

@@ -27,7 +27,7 @@ def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedCo
     device = layout.device
     weights = weight_device(config.parallelism, device)
     native_bfloat16 = layout.agree(lambda: multiplies_bfloat16(weights))
-    saved = layout.on_first(lambda: newest_config(checkpoints(config.run.checkpoints)))
+    saved = layout.on_first(lambda: newest_config(checkpoints(config.checkpoints)))
     config = resolve_dtypes(config, device, native_bfloat16, saved)
     able = layout.agree(lambda: can_compile(device))
     config = resolve_compile(config, device, able, layout.group("tp").size, saved)

@@ -113,7 +113,7 @@ def resume_optimizer(
     """Make the optimizer; resume it, the model and the data from the newest good checkpoint."""
     optimizer = build_optimizer(config, model.whole, model.parallel.weights, layout)
     whole = build_optimizer(config, model.whole)
-    saver = Saver(config.checkpoint, config.run.checkpoints, layout, events.add, events.deleted)
+    saver = Saver(config.checkpoint, config.checkpoints, layout, events.add, events.deleted)
     seed_rng(config.run.seed, 0, layout.world.rank)
     layout.on_first(lambda: lock(config.run.lock, f"training the run {config.run.path}"))
     checkpointer = Checkpointer(

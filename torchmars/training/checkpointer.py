@@ -2,7 +2,7 @@
 
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 
 from torch import Tensor
 
@@ -45,7 +45,7 @@ class Resumed:
     state: RunState
     origin: str | None = None
     """What the run resumes from, in words; None for a new run."""
-    folder: Path | None = None
+    folder: PurePath | None = None
     """The checkpoint that was loaded, if one of the run's own was."""
     changes: list[str] = field(default_factory=list)
     """Of the config since the checkpoint, a line each."""
@@ -107,29 +107,24 @@ class Checkpointer:
         Raises `UserError` if there are some, but none is good.
         """
         self.saver.wait()
-        found = self.layout.on_first(lambda: checkpoints(self.saver.folder, self.saver.storage))
+        found = self.layout.on_first(lambda: checkpoints(self.saver.folder))
         newest = newest_good(found, self.load, warn=self.layout.say)
         return newest[1] if newest else None
 
-    def load(self, folder: Path) -> Resumed:
+    def load(self, folder: PurePath) -> Resumed:
         """Verify the checkpoint `folder`, and load it into model and optimizer.
 
         Raises `DamagedCheckpoint` or, if it is another run's, `UserError`, on every rank.
         """
         layout, config, world = self.layout, self.config, self.layout.world
-        storage = self.saver.storage
         level = config.checkpoint.verify
-        manifest = layout.on_first(lambda: manifests.read(folder, storage))
-        layout.on_all(
-            lambda: manifests.verify(folder, manifest, level, world.rank, world.size, storage)
-        )
+        manifest = layout.on_first(lambda: manifests.read(folder))
+        layout.on_all(lambda: manifests.verify(folder, manifest, level, world.rank, world.size))
         changes = layout.on_first(
             lambda: check_same_run(folder, manifest, config, self.fingerprint, self.whole_optimizer)
         )
         if (
-            not state_dict.load(
-                folder, manifest, layout, self.model, self.optimizer, self.averages, storage
-            )
+            not state_dict.load(folder, manifest, layout, self.model, self.optimizer, self.averages)
             and self.average
         ):  # training.ema_decay is new
             self.average.begin()

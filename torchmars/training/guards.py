@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import PurePath
 
 from torchmars.config import GuardsConfig
 from torchmars.core.errors import UserError
@@ -46,7 +46,7 @@ class LossGuard:
         recent.append(loss)
         return False
 
-    def count_rollback(self, step: int, checkpoint: Path) -> None:
+    def count_rollback(self, step: int, checkpoint: PurePath) -> None:
         """Count a return to the `checkpoint` of `step`. Raises `UserError` after too many."""
         self.rollbacks[step] += 1
         if self.rollbacks[step] > MAX_ROLLBACKS:

@@ -45,7 +45,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
         from torchmars.training.optimizer import build_optimizer
 
         build_optimizer(config, model)
-    if checkpoints(config.run.checkpoints) or config.checkpoint.init_from:
+    if checkpoints(config.checkpoints) or config.checkpoint.init_from:
         from torchmars.training.resumption import check_resume
 
         check_resume(config, data, model)
@@ -115,7 +115,9 @@ def write_settings(config: ResolvedConfig) -> None:
     cannot be written.
     """
     folder = config.run.path
-    check_writable(config.run.checkpoints)
+    if isinstance(config.checkpoints, Path):
+        own = config.checkpoint.folder is None
+        check_writable(config.checkpoints, "run.folder" if own else "checkpoint.folder")
     tokenizer = load_tokenizer(config.data.tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)

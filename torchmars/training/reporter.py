@@ -1,6 +1,6 @@
 """What a run reports of itself: lines on the console, metrics, and events."""
 
-from pathlib import Path
+from pathlib import PurePath
 
 from torch import Tensor
 
@@ -56,7 +56,7 @@ class RunReporter:
             changes=resumed.changes,
         )
 
-    def rewind(self, reached: int, state: RunState, checkpoint: Path) -> None:
+    def rewind(self, reached: int, state: RunState, checkpoint: PurePath) -> None:
         """Report that the run went back from step `reached` to `checkpoint`."""
         validated = state.validation_loss is not None
         self.layout.on_first(lambda: self.metrics.rewind(state.step, validated))

@@ -22,7 +22,7 @@ def check_resume(config: ResolvedConfig, data: Mixture, model: Model) -> None:
     """
     level: Literal["off", "size"] = "off" if config.checkpoint.verify == "off" else "size"
     found = newest_good(
-        checkpoints(config.run.checkpoints),
+        checkpoints(config.checkpoints),
         lambda path: read_verified(path, level),
         warn=lambda text: None,
     )

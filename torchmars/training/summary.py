@@ -1,7 +1,7 @@
 """What a run is about to do, in lines for the console."""
 
 import re
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def introduction(
     for corpus in config.data.corpora() if layout.first else []:
         if changed := sources.warning(corpus):
             lines += labelled("warning", changed)
-    lines += continuation(config.run.checkpoints, config.training.steps, resumed)
+    lines += continuation(config.checkpoints, config.training.steps, resumed)
     note = eager_note(config, layout.device, abilities.compile, layout.group("tp").size)
     return lines + labelled("note", note) if note else lines
 
@@ -123,7 +123,7 @@ def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[
     return lines
 
 
-def continuation(checkpoints: Path, steps: int, resumed: Resumed) -> list[str]:
+def continuation(checkpoints: PurePath, steps: int, resumed: Resumed) -> list[str]:
     """Return where the run resumes, in lines; none for a new run."""
     step = resumed.state.step
     if step >= steps:
