@@ -6,6 +6,8 @@ tensors by it reads each element once, and no file but the checkpoint's.
 
 import contextlib
 import gc
+import hashlib
+import io
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -36,8 +38,12 @@ def read_index(folder: PurePath, manifest: CheckpointManifest) -> dcp.Metadata:
     """
     path = folder / INDEX
     try:
-        with storage_of(path).open(path) as stream, without_garbage_collection():
-            index: dcp.Metadata = IndexUnpickler(stream).load()
+        with storage_of(path).open(path) as stream:
+            content = stream.read()
+        if hashlib.sha256(content).hexdigest() != manifest.files[INDEX].sha256:
+            raise ValueError("its SHA-256 is not the manifest's")
+        with without_garbage_collection():
+            index: dcp.Metadata = IndexUnpickler(io.BytesIO(content)).load()
         wrong = index_problem(index, manifest.files)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None

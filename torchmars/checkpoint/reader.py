@@ -108,7 +108,7 @@ class _TensorReader(dcp.FileSystemReader):
             path, in_file = self.folder / file, list(numbers)
             ranges = [(places[number].offset, places[number].length) for number in in_file]
             try:
-                for number, part in zip(in_file, storage_of(path).read(path, ranges)):
+                for number, part in zip(in_file, storage_of(path).archives(path, ranges)):
                     yield number, self.chunk(path, part, wanted[number], device)
             except OSError as error:
                 raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None

@@ -40,7 +40,12 @@ def newest_good(
     damage = []
     for path in reversed(found):
         try:
-            return path, check(path)
+            try:
+                return path, check(path)
+            except DamagedCheckpoint:
+                if isinstance(path, Path):
+                    raise
+                return path, check(path)  # once more: the network may have spoiled it
         except DamagedCheckpoint as error:
             damage.append(str(error))
             if len(damage) < len(found):

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import torch
 from torch import Tensor
@@ -19,13 +19,15 @@ from torchmars.checkpoint.folder import (
     step_folder,
     step_of,
 )
+from torchmars.checkpoint.lease import Lease, LostLease
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.objects import ObjectStorage
 from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.staging import Staging
 from torchmars.checkpoint.storage import DAMAGED, Storage, storage_of
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import CheckpointConfig
-from torchmars.core.errors import UserError
+from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
 
@@ -78,9 +80,21 @@ class Saver:
         self.staging = Staging(layout.device)
         self.thread: threading.Thread | None = None
         self.error: str | None = None
+        self.lease: Lease | None = None
+        """Of the folder, on the first rank, where that is in an object store."""
+        self.lost = False  # the lease
         self.failures = 0
         self.undeletable: list[PurePath] = []  # a warning was printed of these
         self.clock, self.saved_at = clock, clock()
+
+    def take_folder(self, run: Path) -> None:
+        """Keep other runs from the folder, if no lock of the run's own folder `run` does.
+
+        Raises `UserError` on every rank.
+        """
+        storage = self.storage
+        if isinstance(storage, ObjectStorage):
+            self.lease = self.layout.only_first(lambda: Lease(storage.store, self.folder, run))
 
     @property
     def storage(self) -> Storage:
@@ -143,14 +157,20 @@ class Saver:
         self.wait()
         if self.error:
             raise UserError(self.error)
+        self.close()
 
     def close(self) -> None:
-        """Let a save that is under way end, whatever comes of it."""
+        """Let a save that is under way end, whatever comes of it. Let others have the folder."""
         if self.thread is not None:
             self.thread.join()
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
 
     def _count(self) -> None:
         self.failures = self.failures + 1 if self.error else 0
+        if self.error and self.lost:
+            raise UserError(self.error)
         if self.failures >= self.config.max_failures:
             raise UserError(
                 f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row "
@@ -175,11 +195,12 @@ class Saver:
             complete()
             written = self._write(manifest, state, folder)
         except Exception as error:
+            self.lost = isinstance(error, LostLease)
             self.error = (
                 f"the checkpoint {folder} could not be written: {' '.join(str(error).split())}"
             )
-            if self.layout.first:
-                with contextlib.suppress(OSError):
+            if self.layout.first and not self.lost:
+                with contextlib.suppress(OSError, UserError):
                     self._clear()  # a full disk needs the space
             self.layout.say(f"warning: {self.error}; the one before stays the newest")
             return
@@ -210,6 +231,8 @@ class Saver:
 
     @reporting_disk_errors()
     def _publish(self, manifest: CheckpointManifest, staged: PurePath, folder: PurePath) -> None:
+        if self.lease is not None:
+            self.lease.check()
         self.storage.publish(staged, folder, manifest.text())
 
     def _clear(self) -> None:
@@ -238,7 +261,7 @@ class Saver:
                 losses |= {} if loss is None else {step_of(path): loss}
             old = steps_to_delete(steps, losses, self.config)
             self._delete(step_folder(self.folder, step) for step in old)
-        except OSError as error:
+        except (OSError, Unreachable) as error:
             self.layout.say(f"warning: cannot tidy {self.folder}: {error}")
 
     def _delete(self, paths: Iterable[PurePath]) -> None:

@@ -18,6 +18,7 @@ from torchmars.core.files import (
     sync_folder,
     write_durably,
 )
+from torchmars.core.stores import store_of
 
 MANIFEST = "manifest.json"
 # End the names of checkpoints that are to be deleted, or that could not be loaded.
@@ -90,8 +91,11 @@ class Storage(Protocol):
     def open(self, file: PurePath) -> BinaryIO:
         """Open a file, of which any range can be read."""
 
-    def read(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
-        """Yield each of `ranges`, (offset, bytes) in ascending order, as a stream of its own."""
+    def archives(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
+        """Yield each of `ranges`, (offset, bytes) in ascending order, as a stream of its own.
+
+        Each is what torch.save wrote at one time.
+        """
 
     def stage(self, checkpoint: PurePath) -> PurePath:
         """Return the empty folder for the files of a checkpoint that is not published yet."""
@@ -125,7 +129,7 @@ class LocalStorage:
     def open(self, file: PurePath) -> BinaryIO:
         return open_file(Path(file))
 
-    def read(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
+    def archives(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
         # Not at the top: commands that only list checkpoints need not wait for torch.
         from torch.distributed.checkpoint.utils import _create_file_view
 
@@ -204,6 +208,6 @@ def storage_of(path: PurePath) -> Storage:
     """Return where a path, which `place` gave, lies. Raises `UserError` for an unknown store."""
     if isinstance(path, Path):
         return LOCAL
-    from torchmars.checkpoint.objects import object_storage_of  # fsspec takes a while
+    from torchmars.checkpoint.objects import ObjectStorage  # fsspec takes a while
 
-    return object_storage_of(path.parts[0].removesuffix(":"))
+    return ObjectStorage(store_of(path))

@@ -6,13 +6,10 @@ import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from torchmars.checkpoint.storage import File, NewFile
-from torchmars.checkpoint.store_errors import writing
-
-if TYPE_CHECKING:
-    from torchmars.checkpoint.objects import ObjectStorage
+from torchmars.core.stores import Store, writing
 
 UPLOADS = 4  # at a time
 PART = 16 * 2**20  # bytes of a larger file that travel in one request
@@ -23,9 +20,9 @@ OPTIONS = {"chunksize": PART, "max_concurrency": 2}
 class ObjectFiles:
     """New files of a folder in an object store, `storage.NewFiles`."""
 
-    def __init__(self, storage: "ObjectStorage", folder: PurePath, limit: int) -> None:
+    def __init__(self, store: Store, folder: PurePath, limit: int) -> None:
         """`limit` is as in `Storage.new_files`; a file that is larger waits there alone."""
-        self.storage, self.folder, self.limit = storage, folder, limit
+        self.store, self.folder, self.limit = store, folder, limit
         self.size = max(limit // (2 * UPLOADS), 1)
         self.pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload")
         self.uploads: dict[str, Future[File]] = {}
@@ -54,11 +51,11 @@ class ObjectFiles:
 
     def _upload(self, name: str, content: BinaryIO, file: File) -> File:
         path = self.folder / name
-        store, options = self.storage.store, OPTIONS if self.storage.protocol[:2] == "s3" else {}
+        files, options = self.store.files, OPTIONS if self.store.protocol == "s3" else {}
         try:
             with content, writing(path):
-                store.put_file(f"/proc/self/fd/{content.fileno()}", str(path), **options)
-                arrived = store.info(str(path))["size"]
+                files.put_file(f"/proc/self/fd/{content.fileno()}", str(path), **options)
+                arrived = files.info(str(path))["size"]
             if arrived != file.size:
                 raise OSError(errno.EIO, f"{arrived} of {file.size} bytes arrived", str(path))
             return file

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torchmars.core.errors import UserError
+from torchmars.core.places import PROTOCOL
 from torchmars.core.typed import nearest
 
 
@@ -62,10 +63,14 @@ def parse_source(text: str) -> DataSource:
             f"{', '.join(known)}; did you mean {nearest(name, known)}?"
         )
     parts = KINDS[name].parts
+    store = PROTOCOL.match(rest)
+    of_store = store.group() if store and rest.startswith("//", store.end()) else ""
+    rest = rest.removeprefix(of_store)
     values = rest.split(":", len(parts) - 1) if len(parts) > 1 else [rest] if rest else []
     if len(values) > len(parts) or any(":" in value for value in values) and len(parts) != 1:
         form = ":".join([name, *(part.upper() for part in parts)])
         raise UserError(f"data.source = {text!r} has too many parts: it must look like {form}")
+    values[:1] = [of_store + value for value in values[:1]]
     given = {part: value for part, value in zip(parts, values) if value}
     if "dataset" in parts and "dataset" not in given:
         raise UserError(f"data.source = {text!r} names no data set: it must look like hf:DATASET")

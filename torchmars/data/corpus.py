@@ -6,7 +6,7 @@ import os
 import re
 import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from torchmars.config import DataConfig
@@ -14,6 +14,8 @@ from torchmars.config.source import KINDS, OF_FILES, DataSource, parse_source
 from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import sha256
+from torchmars.core.places import place
+from torchmars.core.stores import store_of
 
 COMPRESSED = (".gz", ".zst", ".xz")
 PIECES = 2048  # about how many pieces a large corpus has
@@ -98,26 +100,34 @@ def is_plain(kind: str, name: str) -> bool:
     return KINDS[kind].plain and not name.endswith(COMPRESSED)
 
 
-def describe(file: Path) -> Input:
+def describe(file: PurePath) -> Input:
     """Return a file as it is now. Raises `UserError` if it cannot be read."""
     try:
-        stat = file.stat()
+        size, changed = size_and_time(file)
     except OSError as error:
         raise UserError(f"cannot read {file} of the corpus: {error.strerror}") from None
-    return Input(str(file), stat.st_size, stat.st_mtime_ns)
+    return Input(str(file), size, changed)
 
 
-def source_files(config: DataConfig) -> list[Path]:
+def size_and_time(file: PurePath) -> tuple[int, int]:
+    """Return the bytes of a file, and when it was last written to, in ns. Raises `OSError`."""
+    if not isinstance(file, Path):
+        return store_of(file).describe(file)
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def source_files(config: DataConfig) -> list[PurePath]:
     """Return the files of the corpus, sorted. A data set of Hugging Face has none.
 
     Raises `UserError` if a pattern matches none.
     """
     source = parse_source(config.source)
     if source.kind == "stdlib":
-        return _stdlib_files()
+        return list(_stdlib_files())
     if source.kind not in OF_FILES:
         return []
-    files: set[Path] = set()
+    files: set[PurePath] = set()
     if source.glob:
         files.update(matches(source.glob, source.kind, "data.source"))
     for pattern in config.files:
@@ -127,19 +137,23 @@ def source_files(config: DataConfig) -> list[Path]:
     return sorted(files)
 
 
-def matches(pattern: str, kind: str, option: str) -> list[Path]:
+def matches(pattern: str, kind: str, option: str) -> list[PurePath]:
     """Return the files that a path, a folder or a glob names. Raises `UserError` for none."""
-    path = Path(os.path.expanduser(pattern))
+    path = place(os.path.expanduser(pattern))
     is_folder = os.path.isdir(path)
     plain = KINDS[kind].suffixes
     packed = tuple(suffix + more for suffix in plain for more in COMPRESSED if KINDS[kind].plain)
+    found: list[PurePath] = []
     try:
         with say_if_long(looking(pattern, option)):
-            if is_folder:
-                found = [file for file in path.rglob("*") if file.name.endswith(plain + packed)]
+            if not isinstance(path, Path):
+                found += store_of(path).glob(pattern)
+                is_folder = not (glob.has_magic(pattern) or found == [path])
             else:
-                found = [Path(name) for name in glob.glob(str(path), recursive=True)]
-            found = [file for file in found if file.is_file()]
+                names = path.rglob("*") if is_folder else glob.glob(str(path), recursive=True)
+                found += (file for file in map(Path, names) if file.is_file())
+            if is_folder:
+                found = [file for file in found if file.name.endswith(plain + packed)]
     except (OSError, ValueError):  # no characters of a path
         found = []
     if not found:

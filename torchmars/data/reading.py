@@ -7,10 +7,14 @@ and documents end. What they hold is left to `documents`.
 import lzma
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
+from torchmars.core.places import place
+from torchmars.core.stores import store_of
 from torchmars.data.corpus import Input, Piece, Sizes, is_plain
 from torchmars.data.documents import (
     SEPARATOR,
@@ -68,7 +72,8 @@ def text_parts(
     each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
 ) -> Iterator[ReadPart]:
     """Yield a file of text or of lines from byte `offset` on, before which are `lines` lines."""
-    with open(each.name, "rb") as file:
+    path = place(each.name)
+    with path.open("rb") if isinstance(path, Path) else store_of(path).open(path) as file:
         yield from TextReader(file, each, source.kind, offset).parts(lines, sizes)
 
 
@@ -98,7 +103,8 @@ class TextReader:
         self.begin = offset if self.entered else source.begin - 1
         """Where `data` begins in the file, or in what a compressed file holds."""
         self.data = bytearray()
-        self.chunks = (read_plain if self.plain else read_compressed)(file, self.begin)
+        read = read_plain if self.plain else partial(read_compressed, name=source.name)
+        self.chunks = read(file, self.begin)
         self.ended = False
         self.damage: Damage | None = None
         """Why the file cannot be read to its end."""
@@ -233,23 +239,23 @@ def read_plain(file: BinaryIO, offset: int) -> Iterator[bytes]:
         yield chunk
 
 
-def read_compressed(file: BinaryIO, offset: int) -> Iterator[bytes]:
+def read_compressed(file: BinaryIO, offset: int, name: str) -> Iterator[bytes]:
     """Yield what a compressed file holds from an offset on.
 
     Raises `Damage` where it is damaged or cut short.
     """
-    for chunk in decompressed(file):
+    for chunk in decompressed(file, name):
         if offset < len(chunk):
             yield chunk[offset:]
         offset = max(0, offset - len(chunk))
 
 
-def decompressed(file: BinaryIO) -> Iterator[bytes]:
+def decompressed(file: BinaryIO, name: str) -> Iterator[bytes]:
     """Yield what a file holds, which may have been compressed in several streams.
 
     However much that is, it comes in pieces of about `CHUNK` at most. Raises `Damage`.
     """
-    begin, contents = decoder_of(file.name)
+    begin, contents = decoder_of(name)
     stream = None
     while chunk := file.read(COMPRESSED_CHUNK):
         while chunk:

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
+from torchmars.core.places import place
+from torchmars.core.stores import store_of
 from torchmars.data.corpus import Input, Sizes, in_a_line, load_dataset
 from torchmars.data.documents import Damage, ReadPart, Record, TextPart
 
@@ -28,7 +31,9 @@ def parquet_parts(
     damaged = (pyarrow.ArrowException, OSError)
     try:
         # pre_buffer would hold all row groups in memory.
-        table = pyarrow.parquet.ParquetFile(file.name, pre_buffer=False, buffer_size=2**20)
+        path = place(file.name)
+        opened = path if isinstance(path, Path) else store_of(path).open(path)
+        table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
     except damaged as error:
         part = TextPart(file.name, [damage_of(error)], offset, "row")
         yield ReadPart(part, offset, read=file.size, last=True)

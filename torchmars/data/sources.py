@@ -7,14 +7,15 @@ SHA-256 of each file where the corpus is not too large to be read once more for 
 import contextlib
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, sha256, write_durably
+from torchmars.core.places import place
 from torchmars.core.typed import make, parse_json
-from torchmars.data.corpus import source_files
+from torchmars.data.corpus import size_and_time, source_files
 from torchmars.data.corpus_plan import CorpusPlan
 
 NAME = "sources.json"
@@ -40,8 +41,11 @@ def write(folder: Path, plan: CorpusPlan) -> None:
         source = sources.setdefault(each.name, SourceFile(0, each.mtime_ns))
         source.size += each.size  # of all its ranges
     for name, source in sources.items():
-        if plan.size <= LARGEST_HASHED and change(Path(name), source) is None:
-            source.sha256 = sha256(Path(name))
+        path = place(name)
+        if not isinstance(path, Path):  # it would be read once more
+            continue
+        if plan.size <= LARGEST_HASHED and change(path, source) is None:
+            source.sha256 = sha256(path)
     entries = {name: asdict(source) for name, source in sources.items()}
     write_durably(folder / NAME, json.dumps(entries, indent=1) + "\n")
 
@@ -56,15 +60,15 @@ def warning(config: ResolvedData) -> str | None:
     folder = Path(config.path)
     try:
         entries = parse_json(read_text(folder / NAME))
-        sources = {Path(name): make(SourceFile, entry) for name, entry in entries.items()}
+        sources = {place(name): make(SourceFile, entry) for name, entry in entries.items()}
     except FileNotFoundError:  # the tokens are another program's
         return None
     except (OSError, ValueError, AttributeError, UserError) as error:
         return (
             f"{folder / NAME} cannot be read ({error}): whether the corpus has changed is not known"
         )
-    if not any(file.exists() for file in sources):
-        return None
+    if not any(isinstance(file, Path) and file.exists() for file in sources):
+        return None  # an object store is not asked at each start
     changes = [
         f"{file} {what}" for file, source in sources.items() if (what := change(file, source))
     ]
@@ -82,18 +86,18 @@ def warning(config: ResolvedData) -> str | None:
     )
 
 
-def change(file: Path, source: SourceFile) -> str | None:
+def change(file: PurePath, source: SourceFile) -> str | None:
     """Return how a file differs from `source`; None if its content is the same.
 
     Reads the file only where it was written to.
     """
     try:
-        stat = file.stat()
-        if stat.st_size != source.size:
+        size, changed = size_and_time(file)
+        if size != source.size:
             return "has changed"
-        if stat.st_mtime_ns == source.mtime_ns:
+        if changed == source.mtime_ns:
             return None
-        if source.sha256 is None:
+        if source.sha256 is None or not isinstance(file, Path):
             return "was written to"
         return None if sha256(file) == source.sha256 else "has changed"
     except OSError:

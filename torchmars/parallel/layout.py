@@ -185,6 +185,12 @@ class Layout:
         self.on_all(lambda: result.append(work()) if self.first else None)
         return self._broadcast(result, 0)[0]
 
+    def only_first(self, work: Callable[[], T]) -> T | None:
+        """Run `work` on the first rank, which alone gets its result; raise its error on all."""
+        result: list[T] = []
+        self.on_all(lambda: result.append(work()) if self.first else None)
+        return result[0] if result else None
+
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank; return the results of all on the first rank, none elsewhere.
 

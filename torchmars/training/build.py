@@ -116,6 +116,7 @@ def resume_optimizer(
     saver = Saver(config.checkpoint, config.checkpoints, layout, events.add, events.deleted)
     seed_rng(config.run.seed, 0, layout.world.rank)
     layout.on_first(lambda: lock(config.run.lock, f"training the run {config.run.path}"))
+    saver.take_folder(config.run.path)
     checkpointer = Checkpointer(
         config, layout, model.parallel, optimizer, model.average, whole, saver, data.mixture
     )
