@@ -112,6 +112,7 @@ class _Object(io.RawIOBase):
 
     def __init__(self, store: "Store", file: PurePath, size: int) -> None:
         self.store, self.file, self.size, self.place = store, file, size, 0
+        self.name = str(file)
 
     def readable(self) -> bool:
         return True
@@ -124,6 +125,11 @@ class _Object(io.RawIOBase):
             offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
         )
         return self.place
+
+    def readall(self) -> bytes:
+        content = self.store.fetch(self.file, self.place, self.size)
+        self.place = self.size
+        return content
 
     def readinto(self, buffer: Any) -> int:
         end = min(self.size, self.place + len(buffer))
@@ -168,6 +174,6 @@ def reason(error: Exception) -> str:
     """Return in one line what a store says is wrong. It never holds credentials."""
     text = " ".join(str(error).split()) or type(error).__name__
     for name, value in os.environ.items():
-        if value and name.endswith(SECRETS):
+        if len(value) >= 8 and name.endswith(SECRETS):
             text = text.replace(value, "...")
     return text

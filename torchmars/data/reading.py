@@ -7,7 +7,6 @@ and documents end. What they hold is left to `documents`.
 import lzma
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -103,8 +102,7 @@ class TextReader:
         self.begin = offset if self.entered else source.begin - 1
         """Where `data` begins in the file, or in what a compressed file holds."""
         self.data = bytearray()
-        read = read_plain if self.plain else partial(read_compressed, name=source.name)
-        self.chunks = read(file, self.begin)
+        self.chunks = (read_plain if self.plain else read_compressed)(file, self.begin)
         self.ended = False
         self.damage: Damage | None = None
         """Why the file cannot be read to its end."""
@@ -239,23 +237,23 @@ def read_plain(file: BinaryIO, offset: int) -> Iterator[bytes]:
         yield chunk
 
 
-def read_compressed(file: BinaryIO, offset: int, name: str) -> Iterator[bytes]:
+def read_compressed(file: BinaryIO, offset: int) -> Iterator[bytes]:
     """Yield what a compressed file holds from an offset on.
 
     Raises `Damage` where it is damaged or cut short.
     """
-    for chunk in decompressed(file, name):
+    for chunk in decompressed(file):
         if offset < len(chunk):
             yield chunk[offset:]
         offset = max(0, offset - len(chunk))
 
 
-def decompressed(file: BinaryIO, name: str) -> Iterator[bytes]:
+def decompressed(file: BinaryIO) -> Iterator[bytes]:
     """Yield what a file holds, which may have been compressed in several streams.
 
     However much that is, it comes in pieces of about `CHUNK` at most. Raises `Damage`.
     """
-    begin, contents = decoder_of(name)
+    begin, contents = decoder_of(file.name)
     stream = None
     while chunk := file.read(COMPRESSED_CHUNK):
         while chunk:
