@@ -92,7 +92,22 @@ class ObjectStorage:
     def stage(self, checkpoint: PurePath) -> PurePath:
         if self.list(checkpoint):  # one that the run could not resume from
             self.delete(checkpoint)
+        self._drop_uploads(checkpoint.parent)
         return checkpoint
+
+    def _drop_uploads(self, folder: PurePath) -> None:
+        """Give up the parts of files that a killed process left in a folder.
+
+        No listing has them, and S3 bills them. Other stores forget them by themselves.
+        """
+        files = self.store.files
+        if not hasattr(files, "list_multipart_uploads"):
+            return
+        with contextlib.suppress(Exception):  # it may be forbidden, and nothing depends on it
+            bucket, prefix, _ = files.split_path(f"{folder}/")
+            for each in files.list_multipart_uploads(bucket):
+                if each["Key"].startswith(prefix):
+                    files.abort_mpu(bucket, each["Key"], each["UploadId"])
 
     def new_files(self, staged: PurePath, limit: int) -> NewFiles:
         return ObjectFiles(self.store, staged, limit)

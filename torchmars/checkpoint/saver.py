@@ -27,7 +27,7 @@ from torchmars.checkpoint.staging import Staging
 from torchmars.checkpoint.storage import DAMAGED, Storage, storage_of
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import CheckpointConfig
-from torchmars.core.errors import Unreachable, UserError
+from torchmars.core.errors import UserError
 from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
 
@@ -261,7 +261,7 @@ class Saver:
                 losses |= {} if loss is None else {step_of(path): loss}
             old = steps_to_delete(steps, losses, self.config)
             self._delete(step_folder(self.folder, step) for step in old)
-        except (OSError, Unreachable) as error:
+        except (OSError, UserError) as error:
             self.layout.say(f"warning: cannot tidy {self.folder}: {error}")
 
     def _delete(self, paths: Iterable[PurePath]) -> None:

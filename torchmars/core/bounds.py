@@ -8,6 +8,8 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from torchmars.core.places import CREDENTIALS
+
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -91,4 +93,6 @@ class Place(Bounds):
             raise ValueError(
                 f"must be the path of a file or folder, not empty and not /, got {value!r}"
             )
+        if CREDENTIALS.search(value):
+            raise ValueError("must not hold credentials: a store's own variables and files do")
         return value

@@ -4,7 +4,7 @@ import re
 from pathlib import Path, PurePath, PurePosixPath
 
 PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*:")  # begins the name of an object
-CREDENTIALS = re.compile(r"://[^/]*@")
+CREDENTIALS = re.compile(r"://[^/]*:[^/]*@")  # USER:PASSWORD@ in such a name
 
 
 class ObjectPath(PurePosixPath):

@@ -26,11 +26,16 @@ EXTRAS = {
     "az": ("az", "adlfs"),
     "abfs": ("az", "adlfs"),
 }
+ATTEMPTS = 3  # to read bytes that come altered
 NO_BUCKET = re.compile("bucket does not exist|container does not exist", re.IGNORECASE)
 # When an object was last written to, in what the stores say of one.
 CHANGED = ("LastModified", "mtime", "updated", "last_modified")
 # How the names end of variables that hold what nobody may read.
 SECRETS = ("KEY", "KEY_ID", "TOKEN", "SECRET", "PASSWORD")
+
+
+class Altered(UserError):
+    """The store's own checksum does not match what has come."""
 
 
 class Store:
@@ -39,15 +44,18 @@ class Store:
     def __init__(self, protocol: str) -> None:
         """Raises `UserError` where there is no such store, or its package is missing."""
         self.protocol = protocol
-        self.connected: tuple[int, Any] = (0, None)
+        # By process. That of a parent is kept: were it collected in the child, it would let the
+        # parent's own loop forget its connections, whose epoll both have.
+        self.connections: dict[int, Any] = {}
         self.files  # noqa: B018, connects
 
     @property
     def files(self) -> Any:
         """The file system of fsspec."""
-        if self.connected[0] != os.getpid():
-            self.connected = os.getpid(), self._connect()
-        return self.connected[1]
+        own = os.getpid()
+        if own not in self.connections:
+            self.connections[own] = self._connect()
+        return self.connections[own]
 
     def open(self, file: PurePath) -> BinaryIO:
         """Open an object, of which any range can be read. Raises `OSError` and `Unreachable`."""
@@ -74,8 +82,14 @@ class Store:
 
     def fetch(self, file: PurePath, begin: int, end: int) -> bytes:
         """Return bytes [begin, end) of an object. Raises `OSError` where it has fewer."""
-        with reading(file):
-            content: bytes = self.files.cat_file(str(file), start=begin, end=end)
+        for attempt in range(ATTEMPTS):
+            try:
+                with reading(file):
+                    content: bytes = self.files.cat_file(str(file), start=begin, end=end)
+                break
+            except Altered:  # its own client does not ask again
+                if attempt == ATTEMPTS - 1:
+                    raise
         if len(content) != end - begin:
             raise OSError(errno.EIO, f"it has no bytes {begin} to {end}", str(file))
         return content
@@ -143,19 +157,28 @@ class _Object(io.RawIOBase):
 
 @contextlib.contextmanager
 def reading(path: PurePath) -> Iterator[None]:
-    """Raise `Unreachable` for whatever a store raises but for an object that is missing."""
+    """Raise a `UserError`, mostly `Unreachable`, for all that a store raises.
+
+    But an object that is missing stays a `FileNotFoundError`.
+    """
     try:
         yield
     except (UserError, GeneratorExit):
         raise
     except FileNotFoundError as error:
         if NO_BUCKET.search(str(error)):
-            raise Unreachable(f"{path}: {reason(error)}: make it, or name another one") from None
+            raise UserError(f"{path}: {reason(error)}: make it, or name another one") from None
         raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from None
     except Exception as error:
+        if "Checksum" in type(error).__name__:
+            raise Altered(f"{path}: what comes is not what was written ({reason(error)})") from None
+        if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+            raise UserError(
+                f"{path}: the store refuses ({reason(error)}): give it credentials that may use "
+                "the folder, where its own tools take them"
+            ) from None
         raise Unreachable(
-            f"{path} cannot be read ({reason(error)}): see that the store answers and lets you "
-            "read there, and start it again"
+            f"{path} cannot be read ({reason(error)}): see that the store answers, and start again"
         ) from None
 
 

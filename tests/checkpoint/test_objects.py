@@ -1,0 +1,244 @@
+"""Checkpoints in an object store: moto's server of S3 on the loopback, also behind a proxy."""
+
+import os
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.store import BUCKET, SECRETS, Proxy, s3_server
+from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
+from torchmars.checkpoint import lease as leases
+from torchmars.checkpoint.folder import checkpoints, leftovers, step_of
+from torchmars.checkpoint.lease import Lease, LostLease
+from torchmars.checkpoint.manifest import describe
+from torchmars.checkpoint.resume import read_verified
+from torchmars.checkpoint.storage import MANIFEST, storage_of
+from torchmars.core.errors import Unreachable, UserError
+from torchmars.core.places import place
+from torchmars.core.stores import store_by_name, store_of
+
+pytest.importorskip("moto")
+pytest.importorskip("s3fs")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def folder(server, request):
+    """A folder of the store, of this test's own."""
+    return place(f"s3://{BUCKET}/{request.node.name.replace('[', '-').strip(']')}")
+
+
+@pytest.fixture
+def proxy(server, monkeypatch):
+    with Proxy(server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
+        store_by_name.cache_clear()  # it is connected to the server
+        yield proxy
+    store_by_name.cache_clear()
+
+
+def tables_of(tmp_path, folder, **checkpoint):
+    write_text(tmp_path)
+    own = {"interval": 2, "keep_best": False, "folder": str(folder)}
+    return tiny_tables(tmp_path, training={"steps": 8}, checkpoint=own | checkpoint)
+
+
+def train_all(environment, *runs):
+    """Train runs one after the other on the ranks of this process group; what each has said."""
+    os.environ.update(environment)
+    return [listen_here(tables) for tables in runs]
+
+
+def train_on(ranks, *runs):
+    """Train runs one after the other; what the first rank has said of each."""
+    return run_ranks(train_all, ranks, dict(os.environ), *runs)[0]
+
+
+def stopped(tables, steps):
+    return tables | {"training": tables["training"] | {"steps": steps}}
+
+
+def written(store, file, content):
+    store.files.pipe_file(str(file), content)
+
+
+def test_a_run_goes_on_from_a_store_bit_for_bit(tmp_path, folder):
+    """Ranks write files of their own, and the whole is there with its manifest."""
+    tables = tables_of(tmp_path, folder)
+    local = tables_of(tmp_path, tmp_path / "there")
+    local["run"] = local["run"] | {"name": "local"}
+    said = train_on(2, stopped(tables, 4), tables, local)
+    assert f"from step 4: {folder}/step-00000004" in said[1]
+    assert list(map(step_of, checkpoints(folder))) == [2, 4, 6, 8]
+    ours, theirs = (
+        read_verified(place(each) / "step-00000008", "full").files
+        for each in (folder, tmp_path / "there")
+    )
+    assert ours.keys() == theirs.keys() and len(ours) == 3
+    assert ours["__0_0.distcp"] == theirs["__0_0.distcp"]
+    assert ours["__1_0.distcp"] == theirs["__1_0.distcp"]
+    mine = run_folder_of(tables)
+    assert not (mine / "checkpoints").exists()
+    everything = b"".join(file.read_bytes() for file in mine.rglob("*") if file.is_file())
+    for secret in SECRETS.values():
+        assert secret.encode() not in everything and secret not in "".join(said)
+
+
+def test_a_checkpoint_is_there_with_its_manifest_alone(folder):
+    store, storage = store_of(folder), storage_of(folder)
+    whole, cut, set_aside = (folder / f"step-0000000{step}" for step in (1, 2, 3))
+    for checkpoint in (whole, cut, set_aside):
+        written(store, checkpoint / "__0_0.distcp", b"tensors")
+    for checkpoint in (whole, set_aside):
+        storage.publish(checkpoint, checkpoint, "{}")
+    storage.set_aside(set_aside)
+    assert checkpoints(folder) == [whole]
+    left = [cut.with_suffix(".partial"), set_aside.with_suffix(".damaged")]
+    assert leftovers(folder) == left
+    for path in (whole, *left):
+        storage.delete(path)
+    assert storage.list(folder) == {} and store.files.find(str(folder)) == []
+    assert storage.list(folder / "never") == {}
+
+
+def test_a_folder_without_a_bucket_is_not_empty():
+    """Else a run whose bucket is gone would begin again."""
+    gone = place("s3://gone/run")
+    with pytest.raises(UserError, match="bucket does not exist: make it, or name another"):
+        checkpoints(gone)
+
+
+def test_files_wait_in_a_bounded_place(folder, monkeypatch):
+    """Files go up several at a time, and what is larger than a part goes in parts."""
+    from torchmars.checkpoint import uploads
+
+    monkeypatch.setitem(uploads.OPTIONS, "chunksize", 5 * 2**20)
+    files = storage_of(folder).new_files(folder, 2**20)
+    assert files.size == 2**17
+    contents = {f"{number}": os.urandom(2**17 * number) for number in (0, 1, 3, 96)}
+    for name, content in contents.items():
+        with files.create(name) as file:
+            file.write(content)
+    found = files.finish()
+    assert found.keys() == contents.keys()
+    for name, content in contents.items():
+        assert describe(folder / name) == found[name]
+        with storage_of(folder).open(folder / name) as stream:
+            assert stream.read() == content
+            stream.seek(len(content) // 2)
+            assert stream.read(7) == content[len(content) // 2 :][:7]
+
+
+def test_a_file_that_an_error_ends_is_dropped(folder):
+    files = storage_of(folder).new_files(folder, 2**20)
+    with pytest.raises(ValueError), files.create("broken") as file:
+        file.write(b"half")
+        raise ValueError
+    assert files.finish() == {} and storage_of(folder).list(folder) == {}
+
+
+def test_a_store_keeps_a_second_run_off(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "LAPSE_SECONDS", 3.0)
+    store = store_of(folder)
+    first = Lease(store, folder, tmp_path / "one")
+    with pytest.raises(UserError, match="another run uses .*: stop it first, or set checkpoint.f"):
+        Lease(store, folder, tmp_path / "two")
+    again = Lease(store, folder, tmp_path / "one")  # its former process is over
+    with pytest.raises(LostLease, match="was taken by process"):
+        first.check()
+    first.release()
+    again.check()
+    again.ended.set(), again.thread.join()  # as if it were killed
+    other = Lease(store, folder, tmp_path / "two")
+    with pytest.raises(LostLease):
+        again.check()
+    other.release()
+    assert storage_of(folder).list(folder) == {}
+
+
+def test_a_store_without_exclusive_creation_is_told(tmp_path, folder, proxy, capsys):
+    """Such a store ignores If-None-Match."""
+
+    def forget(request, passed):
+        status, headers, content = passed()
+        return (200, [], b"") if status == 412 else (status, headers, content)
+
+    proxy.fault = forget
+    Lease(store_of(folder), folder, tmp_path).release()
+    assert "nothing keeps a second run from the same folder" in capsys.readouterr().out
+
+
+def spoil_once(part, how):
+    """Spoil the first answer to a GET of a path that ends in `part`."""
+    spoiled = []
+
+    def fault(request, passed):
+        answer = passed()
+        if request.method == "GET" and part in request.path and not spoiled and answer[0] < 300:
+            spoiled.append(request)
+            return how(*answer)
+        return answer
+
+    return fault, spoiled
+
+
+def altered(status, headers, content):
+    middle = len(content) // 2
+    return status, headers, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("file", [MANIFEST, ".metadata", "__0_0.distcp"])
+def test_a_byte_that_the_network_alters_is_read_again(tmp_path, folder, proxy, file):
+    tables = tables_of(tmp_path, folder)
+    train_on(1, stopped(tables, 4))
+    proxy.fault, spoiled = spoil_once(f"step-00000004/{file}", altered)
+    (said,) = train_on(1, tables)
+    assert spoiled and f"from step 4: {folder}/step-00000004" in said
+
+
+def test_answers_that_fail_are_asked_for_again(tmp_path, folder, proxy):
+    """Some requests fail, and of some the answer ends in its middle."""
+
+    def fault(request, passed):
+        if request.number % 25 == 8:
+            return 500, [], b"<Error><Code>InternalError</Code></Error>"
+        if request.number % 25 == 20:
+            status, headers, content = passed()
+            return status, headers, content[: len(content) // 2] if len(content) > 100 else content
+        return passed()
+
+    proxy.fault = fault
+    tables = tables_of(tmp_path, folder)
+    train_on(1, stopped(tables, 4), tables)
+    assert list(map(step_of, checkpoints(folder))) == [2, 4, 6, 8]
+    assert list(metrics(tables)) == list(range(1, 9))
+
+
+def test_a_save_that_a_store_refuses_is_told_and_the_run_goes_on(tmp_path, folder, proxy):
+    def refuse(request, passed):
+        if request.method == "PUT" and "step-00000004/__0" in request.path:
+            return (
+                403,
+                [],
+                b"<Error><Code>ExpiredToken</Code><Message>It has expired</Message></Error>",
+            )
+        return passed()
+
+    proxy.fault = refuse
+    (said,) = train_on(1, tables_of(tmp_path, folder))
+    warning = f"warning: the checkpoint {folder}/step-00000004 could not be written: "
+    assert warning in said and "expired" in said
+    assert list(map(step_of, checkpoints(folder))) == [2, 6, 8] and leftovers(folder) == []
+
+
+def test_a_store_that_does_not_answer_is_not_an_empty_one(folder, proxy, monkeypatch):
+    proxy.fault = lambda request, passed: (503, [], b"")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(Unreachable, match="cannot be read .* see that the store answers"):
+        checkpoints(folder)

@@ -1,0 +1,123 @@
+"""An S3 server on the loopback, and a proxy before it that spoils what a test says.
+
+`Store` is moto's server. It keeps everything in memory. Clients are told of it, or of the proxy, by
+the variables that they take credentials from.
+"""
+
+import contextlib
+import http.client
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+BUCKET = "bucket"
+SECRETS = {"AWS_ACCESS_KEY_ID": "AKIAOFATEST", "AWS_SECRET_ACCESS_KEY": "secret-of-a-test"}
+
+
+def variables(address: str) -> dict[str, str]:
+    """The environment variables of clients of the store at an address."""
+    return SECRETS | {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": address}
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    """Run a server with an empty bucket; its address. The variables name it meanwhile."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    address = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    before = dict(os.environ)
+    os.environ.update(variables(address))
+    try:
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        yield address
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        server.stop()
+
+
+@dataclass
+class Request:
+    """What a client asks for."""
+
+    method: str
+    path: str
+    number: int
+    """How many came before it."""
+
+
+# What a fault makes of an answer: (status, headers, body), or None for a connection that is cut.
+Answer = tuple[int, list[tuple[str, str]], bytes]
+Fault = Callable[[Request, Callable[[], Answer]], Answer | None]
+
+
+@dataclass
+class Proxy:
+    """What stands before a store, and lets each request pass through a fault."""
+
+    target: str
+    fault: Fault = lambda request, passed: passed()
+    requests: list[Request] = field(default_factory=list)
+
+    def __enter__(self) -> "Proxy":
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                request = Request(self.command, self.path, len(proxy.requests))
+                proxy.requests.append(request)
+
+                def passed() -> Answer:
+                    connection = http.client.HTTPConnection(proxy.target.removeprefix("http://"))
+                    connection.request(self.command, self.path, body, dict(self.headers))
+                    got = connection.getresponse()
+                    content = got.read()
+                    connection.close()
+                    return got.status, got.getheaders(), content
+
+                with contextlib.suppress(OSError):
+                    self.send(proxy.fault(request, passed))
+
+            def send(self, answer: Answer | None) -> None:
+                if answer is None:
+                    self.close_connection = True
+                    self.connection.close()
+                    return
+                status, headers, content = answer
+                self.send_response_only(status)
+                for name, value in headers:
+                    if name.lower() not in ("connection", "transfer-encoding"):
+                        self.send_header(name, value)
+                if not any(name.lower() == "content-length" for name, _ in headers):
+                    self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+                said = next((int(each[1]) for each in headers if each[0] == "Content-Length"), 0)
+                self.close_connection |= len(content) < said and self.command != "HEAD"  # cut short
+
+            def log_message(self, *unused: Any) -> None: ...
+
+        for method in ("GET", "PUT", "POST", "HEAD", "DELETE"):
+            setattr(Handler, f"do_{method}", Handler.answer)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    @property
+    def address(self) -> str:
+        """Where clients reach it."""
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
