@@ -1,13 +1,17 @@
 """An S3 server on the loopback, and a proxy before it that spoils what a test says.
 
-`Store` is moto's server. It keeps everything in memory. Clients are told of it, or of the proxy, by
+It is moto's server, which keeps everything in memory. Clients are told of it, or of the proxy, by
 the variables that they take credentials from.
 """
 
 import contextlib
 import http.client
 import os
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,6 +46,56 @@ def s3_server() -> Iterator[str]:
         server.stop()
 
 
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+class ServerProcess:
+    """The server in a process of its own, which can be killed. What it kept is gone then."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, without any bucket, and wait until it answers."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", f"{self.port}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            assert self.process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> "ServerProcess":
+        """Start it with an empty bucket."""
+        import boto3
+
+        self.start()
+        boto3.client(
+            "s3",
+            endpoint_url=self.address,
+            region_name="us-east-1",
+            aws_access_key_id=SECRETS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=SECRETS["AWS_SECRET_ACCESS_KEY"],
+        ).create_bucket(Bucket=BUCKET)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+
 @dataclass
 class Request:
     """What a client asks for."""
@@ -50,6 +104,8 @@ class Request:
     path: str
     number: int
     """How many came before it."""
+    body: bytes = b""
+    """What is passed on: a fault may change it."""
 
 
 # What a fault makes of an answer: (status, headers, body), or None for a connection that is cut.
@@ -64,6 +120,7 @@ class Proxy:
     target: str
     fault: Fault = lambda request, passed: passed()
     requests: list[Request] = field(default_factory=list)
+    connections: set[socket.socket] = field(default_factory=set)
 
     def __enter__(self) -> "Proxy":
         proxy = self
@@ -71,21 +128,35 @@ class Proxy:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def setup(self) -> None:
+                super().setup()
+                proxy.connections.add(self.connection)
+
+            def finish(self) -> None:
+                proxy.connections.discard(self.connection)
+                with contextlib.suppress(OSError):
+                    super().finish()
+
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                request = Request(self.command, self.path, len(proxy.requests))
+                request = Request(self.command, self.path, len(proxy.requests), body)
                 proxy.requests.append(request)
 
                 def passed() -> Answer:
+                    headers = dict(self.headers)
+                    if "Content-Length" in headers:
+                        headers["Content-Length"] = f"{len(request.body)}"
                     connection = http.client.HTTPConnection(proxy.target.removeprefix("http://"))
-                    connection.request(self.command, self.path, body, dict(self.headers))
+                    connection.request(self.command, self.path, request.body, headers)
                     got = connection.getresponse()
                     content = got.read()
                     connection.close()
                     return got.status, got.getheaders(), content
 
-                with contextlib.suppress(OSError):
+                try:
                     self.send(proxy.fault(request, passed))
+                except OSError:  # whoever asked is gone, or the server is
+                    self.close_connection = True
 
             def send(self, answer: Answer | None) -> None:
                 if answer is None:
@@ -108,14 +179,30 @@ class Proxy:
 
         for method in ("GET", "PUT", "POST", "HEAD", "DELETE"):
             setattr(Handler, f"do_{method}", Handler.answer)
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", free_port()), Handler)
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self._serve()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+    def _serve(self) -> None:
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def refuse(self) -> None:
+        """Cut all connections, and refuse new ones until `accept`."""
+        self.server.shutdown()
+        self.server.socket.shutdown(socket.SHUT_RDWR)  # it still has its port
+        for connection in list(self.connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def accept(self) -> None:
+        """Accept connections again."""
+        self.server.socket.listen()
+        self._serve()
 
     @property
     def address(self) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torchmars.checkpoint.index import read_index, tensors_in
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.cluster import process
-from torchmars.cluster.signals import ignore_stop_signals
+from torchmars.cluster.signals import be_helper
 from torchmars.optim.matrices import Interval
 from torchmars.optim.tensors import local_intervals
 from torchmars.parallel.layout import Layout
@@ -102,7 +102,7 @@ def in_child(work: Callable[[], Any]) -> Any:
     receive, send = context.Pipe(duplex=False)
 
     def run() -> None:
-        ignore_stop_signals()  # the rank ends it
+        be_helper()  # the rank ends it
         try:
             send.send((work(), None))
         except Exception as error:

@@ -4,6 +4,8 @@ The first signal asks it to save and end, a second one ends it at once. Those si
 SIGINT, SIGUSR1 and SIGHUP. The end of the launcher counts as the first.
 """
 
+import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -16,6 +18,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # What a rank sends itself when its launcher is gone.
 ORPHANED = signal.SIGUSR2
 # A launcher passes on a signal that its ranks were sent as well. That is one request, not two.
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 ECHO_SECONDS = 1.0
 # The environment variable with the process number of the launcher, for its ranks.
 LAUNCHER = "TORCHMARS_LAUNCHER"
@@ -33,14 +36,17 @@ def stopping() -> list[signal.Signals]:
     ]
 
 
-def ignore_stop_signals(*unused: Any) -> None:
-    """Make this process ignore the signals.
+def be_helper(*unused: Any) -> None:
+    """Make this process, a fork of a rank, ignore the signals and end with the rank.
 
-    It is a helper of a rank, which needs it until it has saved. Launchers signal whole process
-    groups.
+    The rank needs it until it has saved, and launchers signal whole process groups. A fork has the
+    rank's connections, too. While it lives, no other rank sees that the rank was killed: data
+    workers of torch live on for 5 seconds.
     """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def follow_launcher() -> None:

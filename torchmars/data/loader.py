@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchmars.cluster.signals import ignore_stop_signals
+from torchmars.cluster.signals import be_helper
 from torchmars.data.mixture import MixedWindows, Shares, shares_from_start
 from torchmars.data.order import global_order
 from torchmars.data.windows import ChangedData
@@ -114,7 +114,7 @@ class Loader:
                         num_workers=self.num_workers,
                         pin_memory=self.pin_memory,
                         generator=torch.Generator(),
-                        worker_init_fn=ignore_stop_signals,
+                        worker_init_fn=be_helper,
                     )
                 )
         return self._batches
