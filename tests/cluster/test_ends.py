@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from socket import gethostname
 
 from tests.support.commands import ROOT, Command
 from tests.support.ranks import context
@@ -39,7 +40,8 @@ def test_an_error_is_told_where_leaving_the_process_group_blocks(tmp_path):
     command = Command("launch", options, ROOT, os.environ | {"RDZV_TIMEOUT": "300"}, ranks=2)
     _, err = command.communicate(timeout=600)
     error = "ValueError: CUDA error: an illegal memory access was encountered"
-    assert command.returncode == 1 and err.splitlines()[-1] == error, err
+    last = err.splitlines()[-1]
+    assert command.returncode == 1 and f"rank 1 on {gethostname()} failed first: {error}" in last
     folder = run_folder_of(tables)
     assert error in (folder / "logs" / "rank-00001.log").read_text()
     [failed] = [each for each in read_events(folder / EVENTS_FILE) if each.kind == "failed"]

@@ -34,7 +34,9 @@ def ending(tmp_path, monkeypatch, capsys):
         logs.launch = "n1-1234"
         logs.exit_code_file.write_text("" if left is None else str(left))
         args = parse(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "script"])
-        code = launcher.launch(args, logs, tmp_path / "hang", 0, lambda failure: None, start)
+        code = launcher.launch(
+            args, logs, tmp_path / "hang", 0, lambda failure: None, lambda: 0, start
+        )
         out, err = capsys.readouterr()
         return code, out + err
 

@@ -53,6 +53,11 @@ class Failure:
     message: str
     kind: Kind
 
+    @property
+    def line(self) -> str:
+        """The last line of its message: what went wrong, without where."""
+        return self.message.rstrip().rpartition("\n")[2].removeprefix("error: ")
+
 
 def failure_of(rank: int, ended: ProcessFailure, last_lines: list[str]) -> Failure:
     """Return the failure of a rank that ended with an error, after it had printed `last_lines`."""
@@ -64,7 +69,11 @@ def failure_of(rank: int, ended: ProcessFailure, last_lines: list[str]) -> Failu
     else:
         killed = ended.exitcode < 0
         error = ended.message if killed else f"it ended with exit code {ended.exitcode}"
-        text = "\n".join([*last_lines, error])
+        if not killed and last_lines:  # the last one may say why
+            *last_lines, why = last_lines
+            text = "\n".join([*last_lines, f"{why}; {error}"])
+        else:
+            text = "\n".join([*last_lines, error])
     kind = Kind.FALLOUT if FALLOUT_MESSAGE.search(error) else Kind.CAUSE
     if error.startswith("NoTraffic: "):
         kind = Kind.SYMPTOM

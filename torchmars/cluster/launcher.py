@@ -8,23 +8,27 @@ import argparse
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
     rendezvous_handler_registry,
 )
+from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args
 
 from torchmars.cluster import process
+from torchmars.cluster.agent import Agent
 from torchmars.cluster.failures import (
     Failure,
     Kind,
@@ -72,24 +76,29 @@ def launch(
     hang: Path,
     hang_seconds: float,
     record: Callable[[Failure], None],
+    reached: Callable[[], int],
     start: Callable[[LaunchConfig, Any], Callable[..., object]] = torchrun,
 ) -> int:
     """Start the ranks and wait for their end. Return the exit code, negative for a signal.
 
     `hang` is the folder of the watchdogs, `hang_seconds` their limit. `record` is called with the
-    first failure, on the machine that had it. `start` starts them.
+    first failure, on the machine that had it, and `reached` returns the last step that the run has
+    reported. `start` starts the ranks.
     """
     with refused_by_torchrun():
         config, command, arguments = config_from_args(args)
     config.logs_specs, config.rdzv_backend = logs, BACKEND
     failures: list[Failure] = []
     code, by, lost = 0, "", ""
+    api.LocalElasticAgent = partial(  # type: ignore[misc, assignment]
+        Agent, restarting=Restarts(logs, hang, hang_seconds, record, reached)
+    )
     try:
         with guarded_rendezvous(args):
             start(config, command)(*arguments)
     except ChildFailedError as error:
         logs.close()
-        failures = failures_of(error, logs, hang, hang_seconds)
+        failures = failures_of(error.failures, logs, hang, hang_seconds)
     except SignalException as error:
         code, by = 128 + error.sigval, error.sigval.name
     except (RendezvousError, DistError) as error:
@@ -143,12 +152,42 @@ def say_stopped(how: str) -> None:
     say("\n".join(labelled("stopped", f"{how}; the same command resumes")))
 
 
+@dataclass
+class Restarts:
+    """Tells why all ranks start again, and whether the run has made progress: `agent.Restarting`.
+
+    The fields are the parameters of `launch`.
+    """
+
+    logs: RankLogs
+    hang: Path
+    hang_seconds: float
+    record: Callable[[Failure], None]
+    reached: Callable[[], int]
+    furthest: int = 0
+
+    def __call__(self, ended: Mapping[int, ProcessFailure], left: int) -> bool:
+        """Print and record the failure. Return whether the run got further than ever before."""
+        failures = failures_of(ended, self.logs, self.hang, self.hang_seconds)
+        why = "those of another machine do"
+        if failures:
+            first = min(failures, key=lambda failure: (failure.kind, failure.time, failure.rank))
+            self.record(first)
+            why = f"rank {first.rank} on {first.node} failed ({first.line})"
+        step, before = self.reached(), self.furthest
+        self.furthest = max(step, before)
+        further = step > before
+        more = "" if further else f"; without progress they do so {left} more times"
+        say(f"warning: all ranks start again, since {why}, after step {step}{more}", error=True)
+        return further
+
+
 def failures_of(
-    error: ChildFailedError, logs: RankLogs, hang: Path, hang_seconds: float
+    ended_ranks: Mapping[int, ProcessFailure], logs: RankLogs, hang: Path, hang_seconds: float
 ) -> list[Failure]:
     """Return the failures of the ranks of this machine."""
     failures = []
-    for rank, ended in error.failures.items():
+    for rank, ended in ended_ranks.items():
         if ended.exitcode == EXIT_HUNG or was_blocked(hang, rank, ended.pid):
             report = hang_report(hang, logs.ranks, hang_seconds)
             failures.append(hang_of(rank, ended, report))
@@ -162,15 +201,14 @@ def report_failure(first: Failure, logs: RankLogs) -> None:
     if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE:
         return  # the rank has printed it
     if first.kind == Kind.CAUSE:
-        say(
-            f"error: rank {first.rank} on {first.node} failed first; "
-            f"all it printed is in {logs.file(first.rank)}:\n{first.message}",
-            error=True,
+        say_error(
+            f"rank {first.rank} on {first.node} failed first: {first.line}: "
+            f"all it printed is in {logs.file(first.rank)}"
         )
     elif first.message.startswith("error: "):
         say(first.message, error=True)
     else:
-        say_error(first.message.splitlines()[-1])
+        say_error(first.line)
 
 
 def report_rendezvous(args: argparse.Namespace, reason: str) -> int:

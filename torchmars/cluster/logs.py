@@ -7,6 +7,7 @@ The console gets what the ranks print that are shown.
 import codecs
 import contextlib
 import os
+import re
 import selectors
 import sys
 import threading
@@ -22,6 +23,7 @@ from torchmars.cluster import process
 from torchmars.core.console import harmless, is_shown
 from torchmars.core.files import is_at, is_gone
 
+TRACEBACK = re.compile(rb"\[rank\d+\]: ")  # begins each line of a traceback of torch's
 LAST_LINES = 10  # of a rank, to be shown once it has failed
 
 
@@ -144,6 +146,7 @@ class RankOutput:
     def __post_init__(self) -> None:
         self.filtered = self.console == 1 and not is_shown()
         self.rest = b""
+        self.hidden, self.line_ended = False, True
         # A terminal gets whole characters that do not steer it.
         self.decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self.file: int | None = None
@@ -154,10 +157,20 @@ class RankOutput:
         if self.file is not None and not is_at(self.file, self.path):
             self._begin_anew(self.file)
         if not (self.marked or self.filtered):
-            self._show(data)
+            self._show(self._without_tracebacks(data))
         *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
             self._line(line)
+
+    def _without_tracebacks(self, data: bytes) -> bytes:
+        """Return what of `data` the console gets: the launcher says in a line how a rank failed."""
+        shown = []
+        for part in data.splitlines(keepends=True):
+            if self.line_ended:
+                self.hidden = TRACEBACK.match(part) is not None
+            shown += [] if self.hidden else [part]
+            self.line_ended = part.endswith(b"\n")
+        return b"".join(shown)
 
     def close(self) -> None:
         """Write what has no end of line yet."""
@@ -187,7 +200,8 @@ class RankOutput:
         self.last.append(text)
         whole = self.prefix.encode() + line + b"\n"
         self._put(self.file, time.strftime("%Y-%m-%d %H:%M:%S ").encode() + whole)
-        if is_shown(text) if self.filtered else self.marked:
+        shown = is_shown(text) if self.filtered else self.marked
+        if shown and not TRACEBACK.match(line):
             self._show(whole if self.marked else line + b"\n")
 
     def _show(self, data: bytes) -> None:

@@ -100,7 +100,8 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         os.environ[EXIT_CODE_FILE] = str(logs.exit_code_file)
         hang, hang_seconds = config.run.hang, config.guards.hang_seconds
         record = partial(record_failure, config.run.path)
-        code = launch(args, logs, hang, hang_seconds, record)
+        reached = partial(last_step, config.run.path / METRICS_FILE)
+        code = launch(args, logs, hang, hang_seconds, record, reached)
     # A negative code is the signal that ended the rank.
     sys.exit(code if code >= 0 else 128 - code)
 
