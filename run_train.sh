@@ -17,7 +17,7 @@
 #   NGPU           ranks to start on each machine (default: one for each GPU; 2 without GPUs)
 #   LOG_RANK       ranks of each machine whose output is shown, separated by commas (default: 0)
 #   MAX_RESTARTS   times that all ranks are started again, from the newest checkpoint, after one has
-#                  died (default: 0)
+#                  died and the run has made no progress since the last time (default: 0)
 #   NNODES         machines (default: the job's; 1 outside of one)
 #   NODE_RANK      number of this machine, 0 for the one that RDZV_ENDPOINT names (default: found
 #                  out; in a job, its number there)

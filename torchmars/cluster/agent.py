@@ -1,15 +1,24 @@
 """torchrun's agent of one machine, which starts the ranks again after one has died."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# Is told by which ranks of this machine all ranks start again, and how many more times they may
-# without progress. Returns whether the run has made progress since the last time.
-Restarting = Callable[[Mapping[int, ProcessFailure], int], bool]
+
+class Restarting(Protocol):
+    """What an agent asks, and tells, of the run whose ranks it starts again."""
+
+    def progressed(self) -> bool:
+        """Return whether the run got further than at any failure before."""
+
+    def tell(self, ended: Mapping[int, ProcessFailure], left: int) -> None:
+        """Say why all ranks start again: `ended` are those of this machine that died, if any.
+
+        They may do so `left` more times without progress.
+        """
 
 
 class Agent(LocalElasticAgent):
@@ -27,11 +36,10 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         self.failures = result.failures
+        if self.failures and self.restarting.progressed():
+            self._remaining_restarts = worker_group.spec.max_restarts
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        most = worker_group.spec.max_restarts
-        if self.restarting(self.failures, self._remaining_restarts):
-            # What made this one necessary counts as the first of the new count.
-            self._remaining_restarts = most - bool(self.failures)
+        self.restarting.tell(self.failures, self._remaining_restarts)
         super()._restart_workers(worker_group)

@@ -34,7 +34,7 @@ class Environment:
     """Seconds that machines and ranks wait for each other at the start. Default: by their number.
     """
     MAX_RESTARTS: Annotated[int, Range(0, 1_000_000)] = 0
-    """Times that all ranks are started again after one has died."""
+    """Times that all ranks are started again after one has died, without progress between."""
     LOG_RANK: list[Annotated[int, Range(0, 1_000)]] = field(default_factory=lambda: [0])
     """Ranks of this machine whose output is shown."""
     OMP_NUM_THREADS: Cores | None = None

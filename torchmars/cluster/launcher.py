@@ -154,9 +154,9 @@ def say_stopped(how: str) -> None:
 
 @dataclass
 class Restarts:
-    """Tells why all ranks start again, and whether the run has made progress: `agent.Restarting`.
+    """Whether a run makes progress, and why all its ranks start again: `agent.Restarting`.
 
-    The fields are the parameters of `launch`.
+    The first fields are parameters of `launch`.
     """
 
     logs: RankLogs
@@ -165,21 +165,21 @@ class Restarts:
     record: Callable[[Failure], None]
     reached: Callable[[], int]
     furthest: int = 0
+    """The last step that was reported when a rank died, of all times."""
 
-    def __call__(self, ended: Mapping[int, ProcessFailure], left: int) -> bool:
-        """Print and record the failure. Return whether the run got further than ever before."""
+    def progressed(self) -> bool:
+        before, self.furthest = self.furthest, max(self.furthest, self.reached())
+        return self.furthest > before
+
+    def tell(self, ended: Mapping[int, ProcessFailure], left: int) -> None:
         failures = failures_of(ended, self.logs, self.hang, self.hang_seconds)
         why = "those of another machine do"
         if failures:
             first = min(failures, key=lambda failure: (failure.kind, failure.time, failure.rank))
             self.record(first)
             why = f"rank {first.rank} on {first.node} failed ({first.line})"
-        step, before = self.reached(), self.furthest
-        self.furthest = max(step, before)
-        further = step > before
-        more = "" if further else f"; without progress they do so {left} more times"
-        say(f"warning: all ranks start again, since {why}, after step {step}{more}", error=True)
-        return further
+        more = f"{left} more times without progress" if left else "no more without progress"
+        say(f"warning: all ranks start again, since {why}; they may do so {more}", error=True)
 
 
 def failures_of(
