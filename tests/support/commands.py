@@ -39,6 +39,7 @@ MODULES = {
             "prepare",
             "plan",
             "presets",
+            "runs",
             "generate",
             "export",
             "evaluate",

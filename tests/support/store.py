@@ -132,6 +132,10 @@ class Proxy:
                 super().setup()
                 proxy.connections.add(self.connection)
 
+            def handle(self) -> None:
+                with contextlib.suppress(ConnectionError):  # of a client that is gone
+                    super().handle()
+
             def finish(self) -> None:
                 proxy.connections.discard(self.connection)
                 with contextlib.suppress(OSError):
@@ -171,9 +175,11 @@ class Proxy:
                 if not any(name.lower() == "content-length" for name, _ in headers):
                     self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
+                if self.command == "HEAD":
+                    return
                 self.wfile.write(content)
                 said = next((int(each[1]) for each in headers if each[0] == "Content-Length"), 0)
-                self.close_connection |= len(content) < said and self.command != "HEAD"  # cut short
+                self.close_connection |= len(content) < said  # cut short
 
             def log_message(self, *unused: Any) -> None: ...
 

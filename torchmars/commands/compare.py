@@ -101,6 +101,11 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
             "validation.interval = 0: optimizers are compared by their validation loss, so set the "
             "steps between validations"
         )
+    if config.checkpoint.folder is not None:
+        raise UserError(
+            "checkpoint.folder has no meaning in a comparison, whose trials have folders of their "
+            "own: leave it out"
+        )
     if options.lr_grid is None:
         raise UserError("--lr-grid is missing: give the learning rates to try, 1e-3,2e-3,4e-3")
     if options.slurm and options.jobs is not None:

@@ -5,18 +5,19 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
+from torchmars.core.places import place
 from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
 from torchmars.core.words import duration
 from torchmars.metrics.lines import warn_of_damage
-from torchmars.records.overview import Overview, find_runs, overview
+from torchmars.records.overview import Overview, find_runs, overview, stored_overview, stored_runs
 from torchmars.records.run import LINES
 
 HEADINGS = ("run", "step", "loss", "validation", "bits/byte", "tokens/s", "last write", "state")
@@ -31,7 +32,7 @@ class Runs:
     """
 
     folder: Positional[Path] = Path("runs")
-    """Folder of runs, or one run."""
+    """Folder of runs, or one run. In an object store: by the newest checkpoint alone."""
     json: Path | None = None
     """Write the list to this file too."""
 
@@ -41,14 +42,14 @@ def main() -> None:
     with exit_on_user_error():
         options = parse(Runs, sys.argv[1:], "torchmars runs")
         check_results_file(options.json)
-        folder = options.folder
-        if not folder.is_dir():
+        folder = place(options.folder)
+        if isinstance(folder, Path) and not folder.is_dir():
             why = path_problem(folder, "folder") or "it does not exist"
             raise UserError(f"there are no runs in {folder} ({why}): name a folder of runs")
-        found: dict[Path, Overview | UserError] = {}
-        for run in find_runs(folder):
+        found: dict[PurePath, Overview | UserError] = {}
+        for run in find_runs(folder) if isinstance(folder, Path) else stored_runs(folder):
             try:
-                found[run] = overview(run)
+                found[run] = overview(run) if isinstance(run, Path) else stored_overview(run)
             except UserError as error:
                 found[run] = error
         if options.json is not None:
@@ -59,11 +60,11 @@ def main() -> None:
         rows = [HEADINGS, *(row(run, each) for run, each in found.items())]
         say("\n".join(table(rows, right=range(1, len(HEADINGS) - 1))))
         for run, each in found.items():
-            if isinstance(each, Overview):
+            if isinstance(each, Overview) and isinstance(run, Path):
                 warn_of_damage(run / LINES, each.damaged_lines)
 
 
-def row(folder: Path, run: Overview | UserError) -> tuple[str, ...]:
+def row(folder: PurePath, run: Overview | UserError) -> tuple[str, ...]:
     """Return the cells of a run."""
     if isinstance(run, UserError):
         return (str(folder), *[""] * (len(HEADINGS) - 2), f"damaged: {run}")
@@ -84,7 +85,7 @@ def number(value: float | None, pattern: str) -> str:
     return "-" if value is None or math.isnan(value) else format(value, pattern)
 
 
-def results_json(found: dict[Path, Overview | UserError]) -> str:
+def results_json(found: dict[PurePath, Overview | UserError]) -> str:
     """Return the list as JSON: what is known of each run, or what is wrong with it."""
     runs = [
         {"folder": str(folder)}

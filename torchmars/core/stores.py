@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from glob import has_magic
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from torchmars.core.errors import Unreachable, UserError, missing_package
@@ -119,6 +119,14 @@ def store_of(path: PurePath) -> Store:
 
 
 store_by_name = cache(Store)
+
+
+def size_and_time(file: PurePath) -> tuple[int, int]:
+    """Return the bytes of a file, and when it was last written to, in ns. Raises `OSError`."""
+    if not isinstance(file, Path):
+        return store_of(file).describe(file)
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 class _Object(io.RawIOBase):

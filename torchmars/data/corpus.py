@@ -15,7 +15,7 @@ from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import sha256
 from torchmars.core.places import place
-from torchmars.core.stores import store_of
+from torchmars.core.stores import size_and_time, store_of
 
 COMPRESSED = (".gz", ".zst", ".xz")
 PIECES = 2048  # about how many pieces a large corpus has
@@ -107,14 +107,6 @@ def describe(file: PurePath) -> Input:
     except OSError as error:
         raise UserError(f"cannot read {file} of the corpus: {error.strerror}") from None
     return Input(str(file), size, changed)
-
-
-def size_and_time(file: PurePath) -> tuple[int, int]:
-    """Return the bytes of a file, and when it was last written to, in ns. Raises `OSError`."""
-    if not isinstance(file, Path):
-        return store_of(file).describe(file)
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
 
 
 def source_files(config: DataConfig) -> list[PurePath]:
