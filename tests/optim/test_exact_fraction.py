@@ -107,3 +107,14 @@ def test_what_is_missing_is_named():
     optimizer.step()
     with pytest.raises(RuntimeError, match="needs an exact_fraction below 1"):
         MARS([parameter], exact=True).take_subset()
+
+
+def test_a_step_that_was_given_up_after_its_part_leaves_nothing():
+    """As the guard against loss spikes does, which rolls back in the middle of a step."""
+    parameter = nn.Parameter(torch.ones(4, 4))
+    optimizer = MARS([parameter], exact=True, exact_fraction=0.5)
+    parameter.grad = torch.ones(4, 4)
+    for _ in range(2):
+        optimizer.look_ahead()
+        optimizer.take_subset()
+    optimizer.step()

@@ -205,3 +205,31 @@ def test_ranks_on_different_cpus_agree_on_one_dtype():
     first, second = run_ranks(agreed, 2, asked)
     refused = "matrix_dtype must be the same on all ranks, they were given several"
     assert first == second == ["mixed", "bfloat16", refused]
+
+
+def different_options():
+    """Return the error where one rank makes other directions of the same matrices."""
+    parameter = nn.Parameter(
+        distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    )
+    method = ["newton-schulz", "polar-express"][dist.get_rank()]
+    try:
+        MARS([{"params": [parameter], "rule": "mars-m", "orthogonalize": method}])
+    except ValueError as error:
+        return str(error)
+
+
+def columns_of_rows():
+    """Return the error where a rank has no columns of rows whose squares it should keep."""
+    parameter = nn.Parameter(
+        distribute_tensor(torch.ones(6, 5), init_device_mesh("cpu", (4,)), [Shard(1)])
+    )
+    try:
+        MARS([{"params": [parameter], "rule": "mars-m", "normalize_rows": True}])
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_with_other_options_or_without_columns_say_so():
+    assert all("must be the same on all ranks" in each for each in run_ranks(different_options, 2))
+    assert all("leaves a rank none" in each for each in run_ranks(columns_of_rows, 4))

@@ -118,6 +118,8 @@ def test_defaults_are_those_of_the_rule(rule):
         ("Rule", "rule"),
         ("flaten", "flatten"),
         ("gamma_nxt", "gamma_next"),
+        ("orthogonalise", "orthogonalize"),
+        ("normalise_rows", "normalize_rows"),
     ],
 )
 def test_a_misspelt_key_is_refused(key, meant):

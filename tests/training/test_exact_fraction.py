@@ -8,6 +8,7 @@ from tests.parallel.test_gradients import gathered
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen, metrics, tiny_tables, train_here, write_text
+from torchmars.config.load import config_from_tables
 from torchmars.data.order import place_of_sample
 from torchmars.models import build_model
 
@@ -104,6 +105,17 @@ def test_losses_are_those_of_one_rank(tmp_path):
         losses[layout] = [*metrics(tables).values()]
     for found in losses.values():
         assert found == pytest.approx(losses["1 rank"], rel=1e-5)
+
+
+@pytest.mark.parametrize("fraction,batch", [(0.07, 100), (0.29, 100), (0.14, 50), (0.5, 2)])
+def test_a_fraction_that_divides_is_one_whatever_floats_make_of_it(fraction, batch):
+    tables = {
+        "data": {"source": "text", "files": ["x.txt"]},
+        "training": {"global_batch_size": batch, "microbatch_size": 1},
+        "optimizer": {"name": "mars-adamw", "mode": "exact", "exact_fraction": fraction},
+    }
+    config = config_from_tables(tables, "in a test")
+    assert config.subset_microbatches(1) == round(fraction * batch)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """All settings of one run: as files give them, and resolved."""
 
+import math
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
@@ -105,13 +106,14 @@ class Config:
         )
         size, microbatches = self.training.microbatches(data_ranks)
         count = fraction * microbatches
+        whole = round(count)  # 0.29 x 100 is 28.999999999999996
         require(
-            count == int(count) > 0,
+            whole > 0 and math.isclose(count, whole),
             f"optimizer.exact_fraction = {fraction:g} of training.global_batch_size = {batch} are "
             f"no whole microbatches of {size} on each of {data_ranks} ranks: choose "
             "training.microbatch_size or training.global_batch_size so that they are",
         )
-        return int(count)
+        return whole
 
 
 @dataclass(frozen=True, kw_only=True)

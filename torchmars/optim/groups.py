@@ -162,8 +162,9 @@ def complete_group(
     the group has twice.
     """
     group = dict(param_group)
-    for key in set(group) - set(defaults):
-        for meant in difflib.get_close_matches(str(key).lower(), defaults, n=1, cutoff=0.8):
+    known = set(defaults) | set(group_settings())
+    for key in set(group) - known:
+        for meant in difflib.get_close_matches(str(key).lower(), sorted(known), n=1, cutoff=0.8):
             if not (key.startswith(f"{meant}_") or key.endswith(f"_{meant}")):  # weight_decay_mult
                 raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
     if "params" not in group:

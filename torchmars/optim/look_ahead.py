@@ -50,7 +50,8 @@ class LookAhead:
             # Where one is broken none of them is used, since their norm is unknown.
             (values,) = flat_parts([target])
             values.copy_(torch.where(reduction.applied, used, math.nan))
-        self.taken = True
+        # Not of the step before: it may have been given up after its part was subtracted.
+        self.taken, self.subtracted = True, self.fraction == 1
 
     def subtract(self, groups: Sequence[GroupTensors]) -> None:
         """Subtract the gradients of S at today's weights from its last gradients.

@@ -401,8 +401,8 @@ class MARS(torch.optim.Optimizer):
         gradients also has "ROLE/clipped" (the fraction of its tensors whose corrected gradient was
         clipped), "ROLE/correction" (the size of the correction relative to the gradient) and
         "ROLE/cosine" (of the gradient and the last one). A role of matrices has
-        "ROLE/orthogonality", ||O O^T - I|| / ||I||, if `measures` was true before the step; where
-        the step was skipped it is 1.
+        "ROLE/orthogonality", ||O O^T - I|| / ||I||, if `measures` was true before the step; it is
+        left out where the step was skipped.
         """
         self._follow()
         memories = squared_memories(self.param_groups, self.state, self.plans)

@@ -131,10 +131,16 @@ class SingularValues(Orthogonalizer):
     def __call__(
         self, matrices: Tensor, dtype: torch.dtype | None = None, form: str = "direct"
     ) -> Tensor:
-        wide = torch.promote_types(matrices.dtype, torch.float32)
-        left, values, right = torch.linalg.svd(matrices.to(wide), full_matrices=False)
-        least = values[..., :1] * max(matrices.shape[-2:]) * torch.finfo(wide).eps
-        return ((left * (values > least)[..., None, :]) @ right).to(dtype or matrices.dtype)
+        # In float32 a singular value of 1e-4 of the largest is already in doubt. And one by one: a
+        # batch does not give the bits of its matrices alone, of which another layout has others.
+        factors = [self._factor(matrix) for matrix in matrices.to(torch.float64)]
+        return torch.stack(factors).to(dtype or matrices.dtype)
+
+    @staticmethod
+    def _factor(matrix: Tensor) -> Tensor:
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        least = values[:1] * max(matrix.shape) * torch.finfo(matrix.dtype).eps
+        return (left * (values > least)) @ right
 
     def flops(self, rows: int, cols: int, gram: bool = False) -> int:
         # Golub & Van Loan, Matrix Computations, 4th edition, table 8.6.1: R-SVD with U and V.

@@ -17,6 +17,7 @@ def check_same_plan(
     descriptions: list[str],
     plan: object,
     matrix_dtype: str,
+    directions: object,
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
 ) -> None:
@@ -24,14 +25,21 @@ def check_same_plan(
 
     `descriptions` are those of this rank's matrices, in order; `groups` are those of a mesh's
     shards and replicas. Raises `ValueError` likewise where the ranks were given another
-    `matrix_dtype`. Collective over `groups`.
+    `matrix_dtype`, or other settings of `directions`. Collective over `groups`.
     """
-    same = [fingerprint(repr((descriptions, plan))), fingerprint(matrix_dtype)]
-    values = [*same, *(-value for value in same)]
-    plan_low, dtype_low, plan_high, dtype_high = _least(values, groups, device)
-    if dtype_low != -dtype_high:
+    same = [fingerprint(repr(each)) for each in ((descriptions, plan), matrix_dtype, directions)]
+    least = _least([*same, *(-value for value in same)], groups, device)
+    plan_agrees, dtype_agrees, directions_agree = (
+        low == -high for low, high in zip(least[:3], least[3:])
+    )
+    if not dtype_agrees:
         raise ValueError("matrix_dtype must be the same on all ranks, they were given several")
-    if plan_low != -plan_high:
+    if not directions_agree:
+        raise ValueError(
+            "orthogonalize and the other options of matrices must be the same on all ranks, they "
+            "were given several"
+        )
+    if not plan_agrees:
         raise RuntimeError(
             "the ranks do not hold the same parameters in the same order: "
             + first_difference(gather_descriptions(descriptions, groups))

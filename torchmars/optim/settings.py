@@ -126,7 +126,7 @@ SPLIT = Rows("split", "Parts that a matrix is cut into by rows.", 1, scope="grou
 
 CAUTIOUS_DECAY = Flag(
     "cautious_decay",
-    "Decay a weight only where its update has its sign or is 0: where both make it smaller.",
+    "Decay a weight only where the rest of the step moves it towards 0 too, or leaves it.",
     False,
 )
 
@@ -171,7 +171,7 @@ MATRIX_SETTINGS = (
 )
 
 # Settings of a group that plans and state follow from: they cannot change later.
-FIXED = ("rule", "flatten", "split", "orthogonalize", "orthogonalize_form", "normalize_rows")
+FIXED = ("rule", *(each.name for each in MATRIX_SETTINGS))
 
 # Of the rules that reduce the variance of the gradient.
 GAMMA = Number(

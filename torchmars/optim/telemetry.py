@@ -108,15 +108,17 @@ def report(
     `memories` are those of `squared_memories`.
     """
     deviations = deviations_of(plans.traffic)
-    total, _, longest = skipped.unbind()
-    of_all = torch.stack([grad_norm, total.double(), longest.double()])
+    total, in_a_row, longest = skipped.unbind()
+    of_all = torch.stack([grad_norm, total.double(), longest.double(), in_a_row.double()])
     sums: dict[str, Tensor] = {}
     for group in groups:
         of_group = group.sums(memories, deviations)
         sums[group.role] = sums[group.role] + of_group if group.role in sums else of_group
-    first, *rows = torch.stack([F.pad(of_all, (0, 8)), *sums.values()]).tolist()
+    first, *rows = torch.stack([F.pad(of_all, (0, 7)), *sums.values()]).tolist()
     numbers = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), first))
     for role, row in plans.totals.add_up(dict(zip(sums, rows))).items():
+        if first[3]:  # the step was skipped: nothing of it is in the directions
+            row[-1] = 0.0
         numbers |= {f"{role}/{name}": value for name, value in role_numbers(row).items()}
     return numbers
 

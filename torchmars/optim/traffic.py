@@ -131,7 +131,9 @@ class MatrixTraffic:
             f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, placed {placed}"
             for shape, placed in zip(shapes, placements)
         ]
-        check_same_plan(descriptions, plan, matrix_dtype, self.place.groups, self.device)
+        check_same_plan(
+            descriptions, plan, matrix_dtype, directions, self.place.groups, self.device
+        )
         self.buckets = [rank_bucket(planned, blocks, self.place) for planned in plan]
         if directions.normalize_rows:
             of_rows = [rank_bucket(each, blocks, self.place, of_rows=True) for each in plan]

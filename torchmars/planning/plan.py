@@ -155,23 +155,23 @@ class Plan:
 
     @property
     def owner_loads(self) -> OwnerLoads:
-        """The Newton–Schulz FLOPs of each rank, for each set of ranks that share the work."""
+        """The orthogonalisation FLOPs of each rank, for each set of ranks that share the work."""
         return self.simulation.optimizer.plans.owner_loads
 
     @property
     def largest_load(self) -> int:
-        """The largest Newton–Schulz work of a rank, in FLOPs."""
+        """The largest orthogonalisation work of a rank, in FLOPs."""
         return sum(max(loads.values()) for loads in self.owner_loads.values())
 
     @property
     def imbalance(self) -> float:
-        """The largest over the mean Newton–Schulz work of a rank."""
+        """The largest over the mean orthogonalisation work of a rank."""
         sets = self.owner_loads.values()
         return self.largest_load / sum(sum(loads.values()) / len(loads) for loads in sets)
 
     @property
     def owner_share(self) -> float:
-        """The largest Newton–Schulz work of a rank over its forward and backward passes'."""
+        """The largest orthogonalisation work of a rank over its forward and backward passes'."""
         flops = self.flops_per_token * self.config.training.tokens_per_step
         return self.largest_load * self.layout.world.size / flops
 

@@ -133,7 +133,7 @@ def owners(plan: Plan) -> list[str]:
     ranks = {rank for each in loads.values() for rank in each}
     busy = {rank for each in loads.values() for rank, load in each.items() if load}
     return [
-        f"largest over mean Newton–Schulz work of a rank: {plan.imbalance:.2f}; "
+        f"largest over mean orthogonalisation work of a rank: {plan.imbalance:.2f}; "
         f"{len(ranks - busy)} of {counted(len(ranks), 'rank')} own no matrix",
         f"the largest is {plan.owner_share:.1%} of a rank's forward and backward FLOPs",
     ]
