@@ -65,3 +65,18 @@ def test_a_quiet_console_gets_warnings_and_errors_and_the_log_has_all(tmp_path, 
             output.write(part)
     assert capfd.readouterr() == ("warning: b\na | warning: b\n", "step 3\nwarning: b\n")
     assert (tmp_path / "0.log").read_text().count("a | step 3\n") == 3
+
+
+def test_a_traceback_goes_to_the_log_alone(tmp_path, capfd):
+    """The launcher says in a line how the rank failed."""
+    traceback = b"[rank1]: Traceback (most recent call last):\n[rank1]:   File 1\n"
+    for number, marked in enumerate((False, True)):
+        file = tmp_path / f"{number}.log"
+        output = RankOutput(file, "a | ", 2, marked, deque(), print)
+        for part in (b"a bar 1%\ra bar", b" 2%\n", traceback, b"[rank1]: Err", b"or\nafter it\n"):
+            output.write(part)
+        shown = capfd.readouterr().err
+        assert "rank1" not in shown and "or\n" not in shown
+        assert shown.count("a bar 2%\n") == 1 and shown.endswith("after it\n")
+        assert [line in file.read_bytes() for line in traceback.splitlines()] == [True, True]
+        assert b"[rank1]: Error\n" in file.read_bytes()

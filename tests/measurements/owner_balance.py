@@ -2,8 +2,8 @@
 
     python -m tests.measurements.owner_balance
 
-For each model and number of FSDP ranks it prints the largest over the mean orthogonalisation work of
-a rank, and the seconds of CPU time that one rank needs to plan. It builds no model and starts no
+For each model and number of FSDP ranks it prints the largest over the mean orthogonalisation work
+of a rank, and the seconds of CPU time that one rank needs to plan. It builds no model and starts no
 process.
 """
 
