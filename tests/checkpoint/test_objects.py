@@ -242,3 +242,33 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(folder, proxy, monkeyp
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(Unreachable, match="cannot be read .* see that the store answers"):
         checkpoints(folder)
+
+
+@pytest.mark.parametrize("file", [MANIFEST, ".metadata", "__0_0.distcp"])
+def test_a_run_falls_back_from_what_is_altered_in_the_store(tmp_path, folder, proxy, file):
+    """Its client refuses such an object each time, by the checksum that the store has of it."""
+    tables = tables_of(tmp_path, folder)
+    train_on(1, stopped(tables, 4))
+
+    def fault(request, passed):
+        answer = passed()
+        bad = request.method == "GET" and f"step-00000004/{file}" in request.path
+        return altered(*answer) if bad and answer[0] < 300 else answer
+
+    proxy.fault = fault
+    (said,) = train_on(1, tables)
+    assert "falling back to an older checkpoint" in said
+    assert f"from step 2: {folder}/step-00000002" in said
+    assert list(map(step_of, checkpoints(folder))) == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]"])
+def test_a_damaged_lease_lapses(tmp_path, folder, monkeypatch, content):
+    monkeypatch.setattr(leases, "LAPSE_SECONDS", 1.0)
+    store = store_of(folder)
+    written(store, folder / leases.NAME, content)
+    lease = Lease(store, folder, tmp_path)
+    lease.check()
+    written(store, folder / leases.NAME, content)
+    with pytest.raises(Unreachable, match="it is no lease"):
+        lease.check()

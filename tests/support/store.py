@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -146,19 +147,8 @@ class Proxy:
                 request = Request(self.command, self.path, len(proxy.requests), body)
                 proxy.requests.append(request)
 
-                def passed() -> Answer:
-                    headers = dict(self.headers)
-                    if "Content-Length" in headers:
-                        headers["Content-Length"] = f"{len(request.body)}"
-                    connection = http.client.HTTPConnection(proxy.target.removeprefix("http://"))
-                    connection.request(self.command, self.path, request.body, headers)
-                    got = connection.getresponse()
-                    content = got.read()
-                    connection.close()
-                    return got.status, got.getheaders(), content
-
                 try:
-                    self.send(proxy.fault(request, passed))
+                    self.send(proxy.fault(request, lambda: proxy._pass(request, self.headers)))
                 except OSError:  # whoever asked is gone, or the server is
                     self.close_connection = True
 
@@ -193,6 +183,17 @@ class Proxy:
     def __exit__(self, *exception: object) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+    def _pass(self, request: Request, headers: Message) -> Answer:
+        own = dict(headers)
+        if "Content-Length" in own:
+            own["Content-Length"] = f"{len(request.body)}"
+        connection = http.client.HTTPConnection(self.target.removeprefix("http://"))
+        connection.request(request.method, request.path, request.body, own)
+        got = connection.getresponse()
+        content = got.read()
+        connection.close()
+        return got.status, got.getheaders(), content
 
     def _serve(self) -> None:
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()

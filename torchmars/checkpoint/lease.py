@@ -16,8 +16,8 @@ from pathlib import Path, PurePath
 
 from torchmars.cluster import process
 from torchmars.core.console import say
-from torchmars.core.errors import UserError
-from torchmars.core.stores import Store, reading, writing
+from torchmars.core.errors import Unreachable, UserError
+from torchmars.core.stores import Altered, Store, reading, writing
 
 NAME = "lease.json"
 RENEW_SECONDS, LAPSE_SECONDS = 20.0, 60.0
@@ -53,6 +53,8 @@ class Lease:
         """Raise `LostLease` if another process has taken the lease, and `Unreachable`."""
         found = self._read()
         if found.get("token") != self.me["token"]:
+            if "unknown" in found:  # it may have been spoiled on its way
+                raise Unreachable(f"{self.file} cannot be read: it is no lease")
             holder = named(found) if found else "somebody who deleted it"
             raise LostLease(
                 f"{self.file} was taken by {holder}: this process was silent for too long, and "
@@ -111,12 +113,21 @@ class Lease:
                 self._write()
 
     def _read(self) -> dict[str, str]:
+        """Return what the lease says: nothing where there is none, "unknown" where it is damaged.
+
+        A damaged one is waited for as another run's is. Else it would keep all runs off for good.
+        """
+        content = b""
         try:
             with reading(self.file):
-                found = json.loads(self.store.files.cat_file(str(self.file)))
+                content = self.store.files.cat_file(str(self.file))
+            found = json.loads(content)
         except FileNotFoundError:
             return {}
-        return found if isinstance(found, dict) else {}
+        except (Altered, ValueError):
+            found = None
+        unknown = {"process": "an unknown process", "since": "?", "unknown": repr(content)}
+        return found if isinstance(found, dict) else unknown
 
     def _write(self) -> None:
         with reading(self.file):

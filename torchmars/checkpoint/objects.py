@@ -119,8 +119,11 @@ class ObjectStorage:
     def set_aside(self, checkpoint: PurePath) -> None:
         """Keep the manifest under another name, beside the checkpoint."""
         files, manifest = self.store.files, str(checkpoint / MANIFEST)
+        content = b""
+        with contextlib.suppress(Exception):  # it may be what is damaged
+            content = files.cat_file(manifest)
         with writing(checkpoint):
-            files.pipe_file(f"{checkpoint}{DAMAGED}", files.cat_file(manifest))
+            files.pipe_file(f"{checkpoint}{DAMAGED}", content)
             files.rm_file(manifest)
 
     def delete(self, path: PurePath) -> None:

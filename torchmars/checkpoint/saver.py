@@ -27,7 +27,7 @@ from torchmars.checkpoint.staging import Staging
 from torchmars.checkpoint.storage import DAMAGED, Storage, storage_of
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import CheckpointConfig
-from torchmars.core.errors import UserError
+from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.formats import OtherVersion
 from torchmars.parallel.layout import Layout
 
@@ -172,10 +172,12 @@ class Saver:
         if self.error and self.lost:
             raise UserError(self.error)
         if self.failures >= self.config.max_failures:
-            raise UserError(
-                f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row "
-                "ends the run: make room or set run.folder"
-            )
+            ends = f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row"
+            if not isinstance(self.folder, Path):  # a store that may come back
+                raise Unreachable(
+                    f"{ends} ends the run: see that the store answers, and start again"
+                )
+            raise UserError(f"{ends} ends the run: make room or set run.folder")
 
     def _save(
         self,

@@ -88,8 +88,10 @@ class Store:
                     content: bytes = self.files.cat_file(str(file), start=begin, end=end)
                 break
             except Altered:  # its own client does not ask again
-                if attempt == ATTEMPTS - 1:
-                    raise
+                if attempt == ATTEMPTS - 1:  # the store itself has it so
+                    raise OSError(
+                        errno.EIO, "its bytes are not those that were written", str(file)
+                    ) from None
         if len(content) != end - begin:
             raise OSError(errno.EIO, f"it has no bytes {begin} to {end}", str(file))
         return content
