@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 
@@ -17,7 +18,7 @@ from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
 from torchmars.core.words import duration
 from torchmars.metrics.lines import warn_of_damage
-from torchmars.records.overview import Overview, find_runs, overview, stored_overview, stored_runs
+from torchmars.records.overview import Overview, find_runs, overview
 from torchmars.records.run import LINES
 
 HEADINGS = ("run", "step", "loss", "validation", "bits/byte", "tokens/s", "last write", "state")
@@ -47,9 +48,9 @@ def main() -> None:
             why = path_problem(folder, "folder") or "it does not exist"
             raise UserError(f"there are no runs in {folder} ({why}): name a folder of runs")
         found: dict[PurePath, Overview | UserError] = {}
-        for run in find_runs(folder) if isinstance(folder, Path) else stored_runs(folder):
+        for run in runs_in(folder):
             try:
-                found[run] = overview(run) if isinstance(run, Path) else stored_overview(run)
+                found[run] = overview_of(run)
             except UserError as error:
                 found[run] = error
         if options.json is not None:
@@ -62,6 +63,24 @@ def main() -> None:
         for run, each in found.items():
             if isinstance(each, Overview) and isinstance(run, Path):
                 warn_of_damage(run / LINES, each.damaged_lines)
+
+
+def runs_in(folder: PurePath) -> Sequence[PurePath]:
+    """Return the runs in a folder of a disk or of an object store."""
+    if isinstance(folder, Path):
+        return find_runs(folder)
+    from torchmars.records.stored import stored_runs  # it takes torch
+
+    return stored_runs(folder)
+
+
+def overview_of(run: PurePath) -> Overview:
+    """Return how far a run is. Raises `UserError` if it is damaged, or none."""
+    if isinstance(run, Path):
+        return overview(run)
+    from torchmars.records.stored import stored_overview
+
+    return stored_overview(run)
 
 
 def row(folder: PurePath, run: Overview | UserError) -> tuple[str, ...]:

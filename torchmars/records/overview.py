@@ -3,15 +3,10 @@
 import contextlib
 import time
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Literal
 
-from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import checkpoints
-from torchmars.checkpoint.storage import MANIFEST, storage_of
-from torchmars.core.errors import UserError
 from torchmars.core.files import is_locked
-from torchmars.core.stores import size_and_time
 from torchmars.metrics.events import EVENTS_FILE
 from torchmars.metrics.journal import METRICS_FILE, last_rows
 from torchmars.records.run import BITS, CONFIG_FILE, SPEED, Run, read_run
@@ -59,32 +54,6 @@ def overview(folder: Path) -> Overview:
         last_written(folder),
         run.events.damaged + damaged,
     )
-
-
-def stored_overview(folder: PurePath) -> Overview:
-    """Return how far the run is whose checkpoints are in `folder`, by the newest one alone.
-
-    Raises `UserError` if it has none that can be read.
-    """
-    found = checkpoints(folder)
-    if not found:
-        raise UserError(f"{folder} has no checkpoints")
-    manifest = manifests.read(found[-1])
-    steps = int(manifest.config["training"]["steps"])
-    state: State = "complete" if manifest.step >= steps else "saved"
-    written = size_and_time(found[-1] / MANIFEST)[1] / 1e9
-    loss = manifest.validation_loss
-    return Overview(state, manifest.step, steps, None, loss, None, None, written, 0)
-
-
-def stored_runs(folder: PurePath) -> list[PurePath]:
-    """Return the folders in an object store that have checkpoints: this one, or those in it."""
-    if checkpoints(folder):
-        return [folder]
-    inside = [
-        folder / name for name, is_folder in storage_of(folder).list(folder).items() if is_folder
-    ]
-    return [each for each in sorted(inside) if checkpoints(each)]
 
 
 def state_of(run: Run) -> State:
