@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.ranks import run_ranks
 from torchmars.checkpoint import parts
 from torchmars.checkpoint.index import INDEX, read_index
-from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, File
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, File, describe
 from torchmars.config import Degrees
 from torchmars.parallel.layout import Layout
 
@@ -47,8 +47,9 @@ def write_index(folder, ranks, tensors):
     return (folder / INDEX).stat().st_size
 
 
-def manifest_of(ranks, tensors):
+def manifest_of(folder, ranks, tensors):
     files = {f"__{rank}_0.distcp": File(tensors * GAP, "") for rank in range(ranks)}
+    files[INDEX] = describe(folder / INDEX)
     return CheckpointManifest(1, 0, ranks, "", 2, {}, {}, files=files)
 
 
@@ -73,7 +74,7 @@ def read_part(folder, ranks, tensors):
     state = state_of(layout, ranks)
     gc.collect()
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    part = parts.read_index_part(folder, manifest_of(ranks, tensors), layout, state)
+    part = parts.read_index_part(folder, manifest_of(folder, ranks, tensors), layout, state)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     [chunks] = [each.chunks for name, each in part.state_dict_metadata.items() if name in state]
     places = [(key.fqn, key.index, place.relative_path) for key, place in part.storage_data.items()]
@@ -103,7 +104,7 @@ def test_one_rank_of_each_machine_reads_the_index_in_another_process(tmp_path):
 def refuse(folder):
     layout = Layout.create(torch.device("cpu"), Degrees(dp_shard=2))
     try:
-        parts.read_index_part(folder, manifest_of(8, 3), layout, state_of(layout, 8))
+        parts.read_index_part(folder, manifest_of(folder, 8, 3), layout, state_of(layout, 8))
     except DamagedCheckpoint as error:
         return str(error)
 

@@ -12,11 +12,14 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from torchmars.core.stores import store_by_name
 
 BUCKET = "bucket"
 SECRETS = {"AWS_ACCESS_KEY_ID": "AKIAOFATEST", "AWS_SECRET_ACCESS_KEY": "secret-of-a-test"}
@@ -36,12 +39,16 @@ def s3_server() -> Iterator[str]:
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     address = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    # All servers of a process share what they keep, and connections outlive them.
+    urllib.request.urlopen(f"{address}/moto-api/reset", data=b"").close()
     before = dict(os.environ)
     os.environ.update(variables(address))
+    store_by_name.cache_clear()
     try:
         boto3.client("s3").create_bucket(Bucket=BUCKET)
         yield address
     finally:
+        store_by_name.cache_clear()
         os.environ.clear()
         os.environ.update(before)
         server.stop()

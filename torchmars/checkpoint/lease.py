@@ -20,7 +20,7 @@ from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.stores import Altered, Store, reading, writing
 
 NAME = "lease.json"
-RENEW_SECONDS, LAPSE_SECONDS = 20.0, 60.0
+RENEW_SECONDS, LAPSE_SECONDS, SETTLE_SECONDS = 20.0, 60.0, 0.5
 
 
 class LostLease(UserError):
@@ -91,7 +91,10 @@ class Lease:
                     f"another run uses {self.file.parent} ({named(now)}): stop it first, or set "
                     "checkpoint.folder to another folder"
                 )
-        self._write()
+        # The former process may have been about to renew it. After that it finds another name.
+        while self._read().get("token") != self.me["token"]:
+            self._write()
+            time.sleep(SETTLE_SECONDS)
 
     def _create(self) -> bool:
         """Write the lease where there is none. Return whether there was none."""

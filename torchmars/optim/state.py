@@ -90,8 +90,6 @@ def row_squares(parameter: Tensor, flatten: bool) -> Tensor:
     `flatten` is as of `MatrixShape`. At least float32.
     """
     dims = 1 if MatrixShape(tuple(parameter.shape), flatten).flattened else parameter.ndim - 1
-    if isinstance(parameter, DTensor):
-        check_columns(parameter, dims)
     local = local_part(parameter)
     wide = torch.promote_types(local.dtype, torch.float32)
     zeros = torch.zeros(local.shape[:dims], dtype=wide, device=local.device)
@@ -106,25 +104,6 @@ def row_squares(parameter: Tensor, flatten: bool) -> Tensor:
     return DTensor.from_local(
         zeros, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
-
-
-def check_columns(parameter: DTensor, dims: int) -> None:
-    """Raise `ValueError` where a shard has none of the dims from `dims` on: it would have no rows.
-
-    All ranks find the same.
-    """
-    for dim in range(dims, parameter.ndim):
-        sizes = [
-            size
-            for size, placed in zip(parameter.device_mesh.shape, parameter.placements)
-            if getattr(placed, "dim", None) == dim
-        ]
-        parts = math.prod(sizes)
-        if -(-parameter.shape[dim] // parts) * (parts - 1) >= parameter.shape[dim]:
-            raise ValueError(
-                f"normalize_rows needs columns of each row on every rank, and dim {dim} of "
-                f"{tuple(parameter.shape)} in {parts} parts leaves a rank none: shard another dim"
-            )
 
 
 def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:
