@@ -85,8 +85,7 @@ sys.meta_path.insert(0, Finder())
 
 def main() -> None:
     """Print the medians of all parts, in seconds."""
-    ranks, rounds = (int(each) for each in (*sys.argv[1:3], "2", "5")[:2])
-    ranks, rounds = (int(sys.argv[1]) if len(sys.argv) > 1 else 2), rounds
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 5
     with tempfile.TemporaryDirectory() as folder:
         times = measure(Path(folder), ranks, rounds)

@@ -13,9 +13,10 @@ import zipfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import BinaryIO
 
+from torchmars.checkpoint.lease import Lease
 from torchmars.checkpoint.storage import DAMAGED, MANIFEST, NewFiles
 from torchmars.checkpoint.uploads import ObjectFiles
 from torchmars.core.files import PARTIAL
@@ -33,6 +34,9 @@ class ObjectStorage:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+
+    def take(self, folder: PurePath, run: Path) -> Lease:
+        return Lease(self.store, folder, run)
 
     def list(self, folder: PurePath) -> dict[str, bool]:
         with reading(folder):

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import checkpoints, folder_of
+from torchmars.checkpoint.folder import P, checkpoints, folder_of
 from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
@@ -23,7 +23,6 @@ from torchmars.core.places import place
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.optim import MARS
 
-P = TypeVar("P", bound=PurePath)
 T = TypeVar("T")
 
 TOKENIZER = "data.tokenizer"
@@ -40,12 +39,7 @@ def newest_good(
     damage = []
     for path in reversed(found):
         try:
-            try:
-                return path, check(path)
-            except DamagedCheckpoint:
-                if isinstance(path, Path):
-                    raise
-                return path, check(path)  # once more: the network may have spoiled it
+            return path, checked(path, check)
         except DamagedCheckpoint as error:
             damage.append(str(error))
             if len(damage) < len(found):
@@ -56,6 +50,19 @@ def newest_good(
             "restore one, or move them away to start over"
         )
     return None
+
+
+def checked(path: P, check: Callable[[P], T]) -> T:
+    """Return the `check` of a checkpoint, of one in a store if need be of a second try.
+
+    The network may have spoiled what came first.
+    """
+    try:
+        return check(path)
+    except DamagedCheckpoint:
+        if isinstance(path, Path):
+            raise
+        return check(path)
 
 
 def read_verified(folder: PurePath, level: Literal["full", "size", "off"]) -> CheckpointManifest:

@@ -21,7 +21,6 @@ from torchmars.checkpoint.folder import (
 )
 from torchmars.checkpoint.lease import Lease, LostLease
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.objects import ObjectStorage
 from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.staging import Staging
 from torchmars.checkpoint.storage import DAMAGED, Storage, storage_of
@@ -88,13 +87,11 @@ class Saver:
         self.clock, self.saved_at = clock, clock()
 
     def take_folder(self, run: Path) -> None:
-        """Keep other runs from the folder, if no lock of the run's own folder `run` does.
+        """Keep other runs than that of the folder `run` from the folder of checkpoints.
 
         Raises `UserError` on every rank.
         """
-        storage = self.storage
-        if isinstance(storage, ObjectStorage):
-            self.lease = self.layout.only_first(lambda: Lease(storage.store, self.folder, run))
+        self.lease = self.layout.only_first(lambda: self.storage.take(self.folder, run))
 
     @property
     def storage(self) -> Storage:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol, cast
 
 from torchmars.core.bounds import Range
 from torchmars.core.files import (
@@ -19,6 +19,9 @@ from torchmars.core.files import (
     write_durably,
 )
 from torchmars.core.stores import store_of
+
+if TYPE_CHECKING:
+    from torchmars.checkpoint.lease import Lease  # it takes torch, which lists need not
 
 MANIFEST = "manifest.json"
 # End the names of checkpoints that are to be deleted, or that could not be loaded.
@@ -85,6 +88,12 @@ class Storage(Protocol):
     `OSError`. A store that does not answer raises `Unreachable` where something is to be read.
     """
 
+    def take(self, folder: PurePath, run: Path) -> "Lease | None":
+        """Keep other runs than that of the folder `run` from a folder of checkpoints.
+
+        None where the lock in `run` does. Raises `UserError` where another run has the folder.
+        """
+
     def list(self, folder: PurePath) -> dict[str, bool]:
         """Return the names in a folder, and whether each is a folder; none where it is missing."""
 
@@ -118,6 +127,9 @@ class Storage(Protocol):
 
 class LocalStorage:
     """Folders of local files. A checkpoint is staged under another name, and renamed last."""
+
+    def take(self, folder: PurePath, run: Path) -> None:
+        return None
 
     def list(self, folder: PurePath) -> dict[str, bool]:
         try:
@@ -208,6 +220,6 @@ def storage_of(path: PurePath) -> Storage:
     """Return where a path, which `place` gave, lies. Raises `UserError` for an unknown store."""
     if isinstance(path, Path):
         return LOCAL
-    from torchmars.checkpoint.objects import ObjectStorage  # fsspec takes a while
+    from torchmars.checkpoint.objects import ObjectStorage  # which imports this module
 
     return ObjectStorage(store_of(path))

@@ -134,7 +134,7 @@ def size_and_time(file: PurePath) -> tuple[int, int]:
 class _Object(io.RawIOBase):
     """An object that is read by ranges."""
 
-    def __init__(self, store: "Store", file: PurePath, size: int) -> None:
+    def __init__(self, store: Store, file: PurePath, size: int) -> None:
         self.store, self.file, self.size, self.place = store, file, size, 0
         self.name = str(file)
 

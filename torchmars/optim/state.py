@@ -280,7 +280,6 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
         saved = {key: value for key, value in theirs.items() if key not in _TORCH_KEYS}
         check_group(ours | saved, number)
         merged |= {key: value for key, value in saved.items() if key not in FIXED}
-        check_group(merged, number)
     return merged | {"params": theirs["params"]}
 
 
