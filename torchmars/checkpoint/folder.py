@@ -20,11 +20,12 @@ SUFFIXES = "|".join(map(re.escape, (PARTIAL, DELETED, DAMAGED)))
 LEFTOVER = re.compile(rf"{STEP.pattern}(-\d+)?({SUFFIXES})")
 
 
-def folder_of(run: Path | PurePath) -> PurePath:
+def folder_of(name: PurePath) -> PurePath:
     """Return the folder of checkpoints that a name stands for.
 
-    That is a run's folder, whose config may name another place, or the folder itself.
+    It names a run's folder, whose config may name another place, or the folder itself.
     """
+    run = place(name)
     if not isinstance(run, Path):
         return run
     with contextlib.suppress(UserError):  # its config is missing, or damaged

@@ -32,7 +32,6 @@ from torchmars.config.load import config_from_tables
 from torchmars.config.run import RunConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.places import place
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.models.documents import document_starts
@@ -104,7 +103,7 @@ def open_last(
     newest = open_model(folder, step, average)
     if count == 1:
         return [newest]
-    found = [path for path in checkpoints(folder_of(place(folder))) if step_of(path) <= newest.step]
+    found = [path for path in checkpoints(folder_of(folder)) if step_of(path) <= newest.step]
     if len(found) < count:
         raise UserError(
             f"{folder} has {len(found)} checkpoints up to step {newest.step}: lower --average"
@@ -115,7 +114,7 @@ def open_last(
 
 def checkpoint_of(run: PurePath, step: int) -> PurePath:
     """Return the checkpoint of a run's `step`. Raises `UserError` if there is none."""
-    folder = folder_of(place(run))
+    folder = folder_of(run)
     steps = [step_of(path) for path in checkpoints(folder)]
     if step not in steps:
         there_are = f"there are {', '.join(map(str, steps))}" if steps else "there are none"

@@ -94,13 +94,20 @@ def lost_machines(reason: str) -> Failure:
     return Failure(process.node(), -1, 1, time.time(), text, Kind.FALLOUT)
 
 
+def first_here(ours: list[Failure]) -> Failure:
+    """Return the failure of the rank of this machine that failed first.
+
+    Here a symptom counts as a cause: torchrun has killed the ranks that did not end.
+    """
+    return min(ours, key=lambda failure: (failure.kind == Kind.FALLOUT, failure.time, failure.rank))
+
+
 def first_failure(ours: list[Failure], logs: RankLogs, clock: Any = time) -> Failure:
     """Return the failure of the rank that failed first, on any machine.
 
     The machines exchange failures by files beside the logs, under a name of this launch.
     """
-    # On one machine a symptom counts as a cause: torchrun has killed the ranks that did not end.
-    mine = min(ours, key=lambda failure: (failure.kind == Kind.FALLOUT, failure.time, failure.rank))
+    mine = first_here(ours)
     folder, known = logs.folder / "failures", [mine]
     # The folder may not be writable, a file half written.
     with contextlib.suppress(OSError, ValueError, TypeError):

@@ -34,6 +34,7 @@ from torchmars.cluster.failures import (
     Kind,
     failure_of,
     first_failure,
+    first_here,
     hang_of,
     lost_machines,
 )
@@ -175,7 +176,7 @@ class Restarts:
         failures = failures_of(ended, self.logs, self.hang, self.hang_seconds)
         why = "those of another machine do"
         if failures:
-            first = min(failures, key=lambda failure: (failure.kind, failure.time, failure.rank))
+            first = first_here(failures)
             self.record(first)
             why = f"rank {first.rank} on {first.node} failed ({first.line})"
         more = f"{left} more times without progress" if left else "no more without progress"
