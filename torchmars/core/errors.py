@@ -18,6 +18,7 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again
 LONGEST = 1000  # characters of an error line
 # The environment variable with the file in which a rank leaves its exit code for its launcher.
 EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # that in which torchrun expects a rank's error
 
 
 class UserError(Exception):
@@ -109,10 +110,25 @@ def report_crash(error: BaseException) -> None:
 
 
 def _leave_for_launcher(error: BaseException) -> None:
-    # Not at the top: a mistake must be reported without the seconds that torch takes to import.
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    """Leave the error in the file that torchrun has named, whole or not at all.
 
-    get_error_handler().record_exception(error)
+    A launcher that has seen another rank die ends this one at any moment, and torchrun fails on the
+    half of a file.
+    """
+    # Not at the top: a mistake must be reported without the seconds that torch takes to import.
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    file = os.environ.get(ERROR_FILE)
+    if file is None:
+        return
+    partial = f"{file}.partial"
+
+    class Partial(ErrorHandler):
+        def _get_error_file_path(self) -> str:
+            return partial
+
+    Partial().record_exception(error)
+    os.replace(partial, file)
 
 
 def end_at_once(code: int) -> NoReturn:

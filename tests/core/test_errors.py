@@ -1,0 +1,33 @@
+"""What a rank leaves of its error for the launcher, which may end it in the middle of that."""
+
+import json
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from torchmars.core.errors import ERROR_FILE, LostRank, report_failure
+
+
+def test_an_error_is_left_whole(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(file))
+    report_failure(LostRank("rank 1 lost rank 0"))
+    ended = ProcessFailure(0, 4711, 1, str(file))
+    assert ended.message["message"] == "LostRank: rank 1 lost rank 0"
+
+
+def test_a_rank_that_is_ended_while_it_leaves_its_error_leaves_none(tmp_path, monkeypatch):
+    """torchrun fails on the half of a file."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(file))
+
+    def end(data, stream):
+        stream.write("{")
+        stream.flush()
+        raise SystemExit  # as by a signal
+
+    monkeypatch.setattr(json, "dump", end)
+    with pytest.raises(SystemExit):
+        report_failure(LostRank("rank 1 lost rank 0"))
+    assert not file.exists()
+    assert "SIGTERM" in ProcessFailure(0, 4711, -15, str(file)).message
