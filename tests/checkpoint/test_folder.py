@@ -90,12 +90,15 @@ class Refusing(LocalStorage):
 
 def test_a_name_that_cannot_be_had_gets_a_number(tmp_path):
     checkpoint = tmp_path / "step-00000004"
-    full_folder(tmp_path / "step-00000004.partial")
-    staged = LOCAL.stage(checkpoint)
-    assert staged.name == "step-00000004.partial" and not os.listdir(staged)
-    (staged / "precious").write_text("x")
-    assert Refusing(staged.name).stage(checkpoint).name == "step-00000004-1.partial"
-    assert whole(staged)
+    damaged = full_folder(tmp_path / "step-00000004.damaged")
+    full_folder(checkpoint)
+    Refusing(damaged.name).set_aside(checkpoint)
+    assert whole(damaged) and whole(tmp_path / "step-00000004-1.damaged")
+
+
+def test_two_saves_of_a_step_never_write_to_one_folder(tmp_path):
+    first, second = (LOCAL.stage(tmp_path / "step-00000004") for _ in range(2))
+    assert first != second and set(leftovers(tmp_path)) == {first, second}
 
 
 def among_links(tables, there):

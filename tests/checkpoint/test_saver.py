@@ -41,7 +41,7 @@ def change_after_saving(tables):
 
     def wait_to_be_let_go(staged, name):
         intervals.append(sys.getswitchinterval())
-        let_go[step_of(staged.with_suffix(""))].wait()
+        let_go[step_of(staged)].wait()
 
     keep_on(Creating(wait_to_be_let_go))
 
@@ -112,7 +112,7 @@ def with_failing_saves(tables, failing, on_rank):
     """Train, while the saves of the steps `failing` fail on one rank; what this rank printed."""
 
     def fail(staged, name):
-        if step_of(staged.with_suffix("")) in failing:
+        if step_of(staged) in failing:
             raise OSError(5, "Input/output error", name)
 
     def change(trainer):

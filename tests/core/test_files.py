@@ -1,57 +1,14 @@
-"""One process at a time trains a run, in a folder that it can write."""
+"""Folders that can be written, files that are gone, and what is no file."""
 
 import errno
 import os
-import re
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import check_writable, is_gone, is_locked, lock, sha256
-
-ROOT = Path(__file__).parents[2]
-HOLDS = """
-import os, sys, time
-from pathlib import Path
-from torchmars.core.files import lock
-lock(Path(sys.argv[1]) / "lock", "training")
-helper = os.fork()
-if helper == 0:  # it outlives this one, as one that reads data may
-    time.sleep(1000)
-    os._exit(0)
-print("locked", helper, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path, capsys):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path)],
-        cwd=ROOT,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    said, helper = holder.stdout.readline().split()
-    assert said == "locked"
-    try:
-        with pytest.raises(UserError, match="another process is training: stop it") as refused:
-            lock(tmp_path / "lock", "training", patience=0.1)
-        assert "waiting for another process that is training" in capsys.readouterr().out
-        owner = rf"\(process {holder.pid} on (.*), since \d{{4}}-[-\d]+ [:\d]+\)"
-        assert re.search(owner, str(refused.value))[1] == socket.gethostname()
-        holder.kill()
-        lock(tmp_path / "lock", "training", patience=300)  # the helper would keep it for longer
-        assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
-    finally:
-        holder.kill()
-        os.kill(int(helper), signal.SIGKILL)
+from torchmars.core.files import check_writable, is_gone, sha256
+from torchmars.core.locks import is_locked
 
 
 def test_a_file_is_gone_only_where_that_is_known(tmp_path):

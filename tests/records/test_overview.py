@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from torchmars.core.files import is_locked
+from torchmars.core.locks import is_locked
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import last_row
 from torchmars.records.overview import find_runs, overview
@@ -16,7 +16,7 @@ from torchmars.records.overview import find_runs, overview
 HOLD = """
 import sys
 from pathlib import Path
-from torchmars.core.files import lock
+from torchmars.core.locks import lock
 lock(Path(sys.argv[1]), "training")
 print("held", flush=True)
 sys.stdin.read()

@@ -42,8 +42,8 @@ def step_folder(folder: P, step: int) -> P:
 
 
 def step_of(checkpoint: PurePath) -> int:
-    """Return the step of a checkpoint, by its name."""
-    return int(checkpoint.name.removeprefix("step-"))
+    """Return the step of a checkpoint, or of what is left of one, by its name."""
+    return int(checkpoint.name.split("-")[1].partition(".")[0])
 
 
 def checkpoints(folder: P) -> list[P]:

@@ -26,8 +26,10 @@ from torchmars.checkpoint.staging import Staging
 from torchmars.checkpoint.storage import DAMAGED, Storage, storage_of
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import CheckpointConfig
+from torchmars.config.run import RunConfig
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.formats import OtherVersion
+from torchmars.core.locks import LostLock, RunLock
 from torchmars.parallel.layout import Layout
 
 # Seconds after which a thread that runs Python gives way to another that wants to, during a save.
@@ -79,19 +81,33 @@ class Saver:
         self.staging = Staging(layout.device)
         self.thread: threading.Thread | None = None
         self.error: str | None = None
+        self.lock: RunLock | None = None
+        """Of the run's folder, on the first rank."""
         self.lease: Lease | None = None
         """Of the folder, on the first rank, where that is in an object store."""
-        self.lost = False  # the lease
+        self.lost = False  # the lock or the lease
         self.failures = 0
         self.undeletable: list[PurePath] = []  # a warning was printed of these
         self.clock, self.saved_at = clock, clock()
 
-    def take_folder(self, run: Path) -> None:
-        """Keep other runs than that of the folder `run` from the folder of checkpoints.
+    def take_folder(self, run: RunConfig) -> None:
+        """Keep other processes from the folder of the `run`, and other runs from its checkpoints.
 
         Raises `UserError` on every rank.
         """
-        self.lease = self.layout.only_first(lambda: self.storage.take(self.folder, run))
+        self.lock = self.layout.only_first(
+            lambda: RunLock(run.lock, f"training the run {run.path}")
+        )
+        self.lease = self.layout.only_first(lambda: self.storage.take(self.folder, run.path))
+
+    def check_right(self) -> None:
+        """Raise `LostLock` or `LostLease` if another process goes on with the run.
+
+        This one stood still meanwhile. Only the first rank, which publishes for all, can raise.
+        """
+        for right in (self.lock, self.lease):
+            if right is not None:
+                right.check()
 
     @property
     def storage(self) -> Storage:
@@ -163,6 +179,8 @@ class Saver:
         if self.lease is not None:
             self.lease.release()
             self.lease = None
+        if self.lock is not None:
+            self.lock.rest()
 
     def _count(self) -> None:
         self.failures = self.failures + 1 if self.error else 0
@@ -194,7 +212,7 @@ class Saver:
             complete()
             written = self._write(manifest, state, folder)
         except Exception as error:
-            self.lost = isinstance(error, LostLease)
+            self.lost = isinstance(error, LostLease | LostLock)
             self.error = (
                 f"the checkpoint {folder} could not be written: {' '.join(str(error).split())}"
             )
@@ -230,12 +248,12 @@ class Saver:
 
     @reporting_disk_errors()
     def _publish(self, manifest: CheckpointManifest, staged: PurePath, folder: PurePath) -> None:
-        if self.lease is not None:
-            self.lease.check()
+        self.check_right()
         self.storage.publish(staged, folder, manifest.text())
 
     def _clear(self) -> None:
         """Delete what crashed or failed saves and deletions left."""
+        self.check_right()
         self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
 
     def _tidy(self, step: int) -> None:
@@ -244,6 +262,7 @@ class Saver:
         Those of another version stay: what they are is not known here.
         """
         try:
+            self.check_right()
             steps: list[int] = []
             losses: dict[int, float] = {}
             for path in checkpoints(self.folder):

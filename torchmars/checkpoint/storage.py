@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -150,7 +151,9 @@ class LocalStorage:
                 yield cast(BinaryIO, _create_file_view(cast(io.IOBase, stream), begin, size))
 
     def stage(self, checkpoint: PurePath) -> PurePath:
-        staged = self._free(Path(checkpoint), PARTIAL)
+        # Another name each time: a machine that stood still may wake up and write to its own.
+        name = f"{checkpoint.name}-{secrets.randbelow(10**9)}{PARTIAL}"
+        staged = Path(checkpoint).with_name(name)
         staged.mkdir(parents=True)
         return staged
 

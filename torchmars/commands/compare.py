@@ -27,7 +27,8 @@ from torchmars.config.load import load_command
 from torchmars.core.bounds import Place, Range
 from torchmars.core.console import labelled, next_commands, say
 from torchmars.core.errors import EXIT_STOPPED, UserError, exit_on_user_error, missing_package
-from torchmars.core.files import locked, write_durably
+from torchmars.core.files import write_durably
+from torchmars.core.locks import locked
 from torchmars.core.options import take_options, words
 from torchmars.core.words import counted
 from torchmars.optim.rules import variance_reduced

@@ -1,22 +1,16 @@
-"""Files that users bring, files that survive a crash, and locks that do not."""
+"""Files that users bring, and files that survive a crash."""
 
-import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import os
 import shutil
-import socket
 import stat
-import struct
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import BinaryIO, Literal
 
-from torchmars.core.console import say
 from torchmars.core.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of what is not complete yet
@@ -164,74 +158,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def lock(file: Path, doing: str, patience: float = 60.0) -> int | None:
-    """Keep other processes from what this one is `doing` for as long as it lives.
-
-    Or until it closes the descriptor that is returned; None where there are no locks.
-
-    It waits `patience` seconds for one that is about to end. Raises `UserError` if that one does
-    not. The file names the process that has the lock.
-    """
-    # The folder may not be writable, which is reported later; the file system may have no locks.
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
-        deadline, waiting = time.monotonic() + patience, False
-        while True:
-            try:
-                # Not flock: a rank's helper processes would keep that lock.
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                owner = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown which"
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"another process is {doing}: stop it first ({owner})"
-                    ) from None
-                if not waiting:
-                    say(f"waiting for another process that is {doing} ({owner})")
-                waiting = True
-                time.sleep(0.5)
-                continue
-            os.ftruncate(descriptor, 0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            me = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
-            os.pwrite(descriptor, me.encode(), 0)
-            return descriptor
-    return None
-
-
-def is_locked(file: Path) -> bool | None:
-    """Return whether another process holds the `lock` of a file, which is left as it is.
-
-    None where this machine cannot know: locks may not reach from the machine that the file names to
-    this one. A process must not ask for a lock of its own: asking gives it up.
-    """
-    # struct flock of Linux: type, whence, start, length, process.
-    question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        with open_file(file) as stream:
-            answer = fcntl.fcntl(stream, fcntl.F_GETLK, question)
-            owner = stream.read(1000).decode(errors="replace")
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
-        return True
-    return False if f" on {socket.gethostname()}, since " in owner else None
-
-
-@contextlib.contextmanager
-def locked(file: Path, doing: str, patience: float = 60.0) -> Iterator[None]:
-    """Hold a `lock` in the body. Raises `UserError` as it does."""
-    descriptor = lock(file, doing, patience)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def is_at(descriptor: int, path: Path) -> bool:

@@ -12,7 +12,8 @@ from torchmars.config import ResolvedData
 from torchmars.config.source import OF_TOKENS, parse_source
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, locked, remove
+from torchmars.core.files import PARTIAL, remove
+from torchmars.core.locks import locked
 from torchmars.core.words import counted
 from torchmars.data import foreign
 from torchmars.data.corpus import Sizes

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import lock, read_text, sha256, sync_folder, write_durably
+from torchmars.core.files import read_text, sha256, sync_folder, write_durably
+from torchmars.core.locks import lock
 from torchmars.core.typed import make, parse_json
 from torchmars.data.documents import Encoded, Position, TextBlock
 from torchmars.data.manifest import SPLITS, Shard, Split, TokenDtype, numpy_dtype

@@ -1,6 +1,7 @@
 """What a run reports: the console's progress lines, metrics.jsonl, TensorBoard, W&B."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -142,13 +143,15 @@ def open_metrics(
     validated: bool,
     flops_per_token: int,
     events: EventLog,
+    check_right: Callable[[], None],
     write: bool = True,
 ) -> Metrics:
     """Open what a run reports to, to continue after `step`. Called by every rank.
 
     The lines of later steps are dropped, and of a validation after `step` unless it was
-    `validated`. `events` are told if metrics.jsonl is deleted. With `write` False no file is
-    opened, and nothing is reported. Raises `UserError` on every rank if a file cannot be written.
+    `validated`. `events` are told if metrics.jsonl is deleted. `check_right` is that of `Saver`.
+    With `write` False no file is opened, and nothing is reported. Raises `UserError` on every rank
+    if a file cannot be written.
     """
     device, training = layout.device, config.training
     throughput = Throughput(
@@ -158,7 +161,7 @@ def open_metrics(
 
     def open_files() -> None:
         file = config.run.path / METRICS_FILE
-        metrics.journal = Journal(file, step, validated, events.deleted)
+        metrics.journal = Journal(file, step, validated, events.deleted, check_right)
         metrics.trackers = open_trackers(config, step)
 
     if write:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchmars.core.files import is_locked
+from torchmars.core.locks import is_locked
 from torchmars.metrics.events import EVENTS_FILE
 from torchmars.metrics.journal import METRICS_FILE, last_rows
 from torchmars.records.run import BITS, CONFIG_FILE, SPEED, Run, read_run

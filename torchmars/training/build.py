@@ -6,7 +6,6 @@ from functools import partial
 from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state_dict import seed_rng
 from torchmars.config import ResolvedConfig
-from torchmars.core.files import lock
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
@@ -115,8 +114,7 @@ def resume_optimizer(
     whole = build_optimizer(config, model.whole)
     saver = Saver(config.checkpoint, config.checkpoints, layout, events.add, events.deleted)
     seed_rng(config.run.seed, 0, layout.world.rank)
-    layout.on_first(lambda: lock(config.run.lock, f"training the run {config.run.path}"))
-    saver.take_folder(config.run.path)
+    saver.take_folder(config.run)
     checkpointer = Checkpointer(
         config, layout, model.parallel, optimizer, model.average, whole, saver, data.mixture
     )
@@ -168,6 +166,7 @@ def build_reports(
         state.validation_loss is not None,
         model.whole.flops_per_token(),
         events,
+        optimizer.checkpointer.saver.check_right,
         write=not complete,
     )
     whole = model.whole, optimizer.checkpointer.whole_optimizer

@@ -1,0 +1,139 @@
+"""One process at a time trains a run. One that stands still loses its right to."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmars.core import locks
+from torchmars.core.errors import UserError
+from torchmars.core.locks import LostLock, RunLock, lock
+
+ROOT = Path(__file__).parents[2]
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from torchmars.core.locks import lock
+lock(Path(sys.argv[1]) / "lock", "training")
+helper = os.fork()
+if helper == 0:  # it outlives this one, as one that reads data may
+    time.sleep(1000)
+    os._exit(0)
+print("locked", helper, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path, capsys):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    said, helper = holder.stdout.readline().split()
+    assert said == "locked"
+    try:
+        with pytest.raises(UserError, match="another process is training: stop it") as refused:
+            lock(tmp_path / "lock", "training", patience=0.1)
+        assert "waiting for another process that is training" in capsys.readouterr().out
+        owner = rf"\(process {holder.pid} on (.*), since \d{{4}}-[-\d]+ [:\d]+\)"
+        assert re.search(owner, str(refused.value))[1] == socket.gethostname()
+        holder.kill()
+        lock(tmp_path / "lock", "training", patience=300)  # the helper would keep it for longer
+        assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+    finally:
+        holder.kill()
+        os.kill(int(helper), signal.SIGKILL)
+
+
+RUNS = """
+import sys
+from pathlib import Path
+from torchmars.core import locks
+locks.RENEW_SECONDS = 0.01
+held = locks.RunLock(Path(sys.argv[1]) / "lock", "training")
+held.check()
+print("locked", flush=True)
+sys.stdin.readline()
+try:
+    held.check()
+except locks.LostLock as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A process that trains in `tmp_path` until it gets a line, and then says what it lost."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUNS, str(tmp_path)],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+
+
+def test_a_process_that_stands_still_loses_its_run(tmp_path, monkeypatch, runs, capsys):
+    runs.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(locks, "PATIENCE", 0.1)
+    taken = RunLock(tmp_path / "lock", "training")
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: process {runs.pid} on ") and "is silent" in said
+    with pytest.raises(UserError, match=f"stop it first .process {os.getpid()} on"):
+        subprocess_lock(tmp_path)
+    runs.send_signal(signal.SIGCONT)
+    told, _ = runs.communicate("\n")
+    assert told.startswith(f"{tmp_path}/lock was taken by process {os.getpid()} on ")
+    taken.check()
+
+
+ASKS = """
+import sys
+from pathlib import Path
+from torchmars.core.locks import lock
+lock(Path(sys.argv[1]) / "lock", "training", 0.1)
+"""
+
+
+def subprocess_lock(folder):
+    """Ask for the lock of a run from another process. Raises what it raises."""
+    told = subprocess.run([sys.executable, "-c", ASKS, str(folder)], cwd=ROOT, capture_output=True)
+    if told.returncode:
+        raise UserError(told.stderr.decode().splitlines()[-1])
+
+
+def test_a_process_that_works_keeps_its_run(tmp_path, monkeypatch, runs):
+    file = tmp_path / "lock"
+    seen = []  # when the lock was touched, at each look at the clock
+
+    def patience_ends_once_it_has_renewed():
+        seen.append(os.stat(file).st_mtime_ns)
+        return 1e6 if len(seen) > 2 and seen[-2] != seen[1] else 0.0
+
+    monkeypatch.setattr(locks.time, "monotonic", patience_ends_once_it_has_renewed)
+    with pytest.raises(
+        UserError, match=f"another process is training: stop it first .process {runs.pid}"
+    ):
+        RunLock(file, "training")
+    assert runs.communicate("\n") == ("", None)
+
+
+def test_a_folder_that_was_deleted_is_no_lost_lock(tmp_path):
+    held = RunLock(tmp_path / "run" / "lock", "training")
+    held.generation.write_text("another")
+    with pytest.raises(LostLock):
+        held.check()
+    held.generation.unlink()
+    held.check()
+    held.rest()

@@ -1,0 +1,173 @@
+"""Locks that end with their process, and a run's lock, which a silent process loses."""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
+from torchmars.core.files import is_at, open_file, read_text, write_durably
+
+PATIENCE = 60.0  # seconds that a process may take to end
+RENEW_SECONDS = 10.0  # after which a run's process shows again that it is not silent
+SETTLE_SECONDS = 0.5
+
+
+def lock(
+    file: Path, doing: str, patience: float = PATIENCE, from_silent: bool = False
+) -> int | None:
+    """Keep other processes from what this one is `doing` for as long as it lives.
+
+    Or until it closes the descriptor that is returned; None where there are no locks.
+
+    It waits `patience` seconds for one that is about to end. Raises `UserError` if that one does
+    not. With `from_silent` it takes the lock from one that has not touched the file since. The file
+    names the process that has the lock.
+    """
+    # The folder may not be writable, which is reported later; the file system may have no locks.
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        deadline, first = time.monotonic() + patience, None
+        while True:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
+            if _take(descriptor):
+                return descriptor
+            owner = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown which"
+            found = os.fstat(descriptor)
+            os.close(descriptor)
+            now = found.st_ino, found.st_mtime_ns
+            if first is None:
+                say(f"waiting for another process that is {doing} ({owner})")
+                first = now
+            if time.monotonic() > deadline:
+                if not from_silent or now != first:
+                    raise UserError(f"another process is {doing}: stop it first ({owner})")
+                if (taken := _replace(file)) is not None:
+                    say(
+                        f"warning: {owner} is silent, and this process goes on with {doing}",
+                        error=True,
+                    )
+                    return taken
+            time.sleep(min(0.5, patience))
+    return None
+
+
+def _take(descriptor: int) -> bool:
+    """Lock an open file, and write into it who has it. Return False where another process has."""
+    try:
+        # Not flock: a rank's helper processes would keep that lock.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    os.ftruncate(descriptor, 0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    me = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+    os.pwrite(descriptor, me.encode(), 0)
+    return True
+
+
+def _replace(file: Path) -> int | None:
+    """Put a file that this process has locked in the place of `file`.
+
+    Return None where another process does so at the same time.
+    """
+    new = file.with_name(f"{file.name}-{secrets.token_hex(4)}")
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT)
+    _take(descriptor)
+    new.rename(file)
+    time.sleep(SETTLE_SECONDS)
+    if is_at(descriptor, file):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def is_locked(file: Path) -> bool | None:
+    """Return whether another process holds the `lock` of a file, which is left as it is.
+
+    None where this machine cannot know: locks may not reach from the machine that the file names to
+    this one. A process must not ask for a lock of its own: asking gives it up.
+    """
+    # struct flock of Linux: type, whence, start, length, process.
+    question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with open_file(file) as stream:
+            answer = fcntl.fcntl(stream, fcntl.F_GETLK, question)
+            owner = stream.read(1000).decode(errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
+        return True
+    return False if f" on {socket.gethostname()}, since " in owner else None
+
+
+@contextlib.contextmanager
+def locked(file: Path, doing: str, patience: float = PATIENCE) -> Iterator[None]:
+    """Hold a `lock` in the body. Raises `UserError` as it does."""
+    descriptor = lock(file, doing, patience)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class LostLock(UserError):
+    """Another process has taken the lock of this one."""
+
+
+class RunLock:
+    """The right of this process to write in a run's folder.
+
+    A machine may stand still and wake up when the others have gone on without it. So whoever takes
+    the lock writes a name of its own, the generation, beside it, and each process compares that
+    with its own before it publishes anything. The lock is touched every RENEW_SECONDS: one that is
+    silent for PATIENCE seconds is taken.
+    """
+
+    def __init__(self, file: Path, doing: str) -> None:
+        """Take the lock `file`. Raises `UserError` if another process has it and is not silent."""
+        self.file, self.generation = file, file.with_name("generation")
+        self.mine: str | None = None
+        """The generation of this process; None where it cannot be written."""
+        self.descriptor = lock(file, doing, from_silent=True)
+        with contextlib.suppress(OSError):  # a folder that cannot be written is reported later
+            name = secrets.token_hex(8)
+            write_durably(self.generation, name)
+            self.mine = name
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._renew, name="lock", daemon=True)
+        self.thread.start()
+
+    def check(self) -> None:
+        """Raise `LostLock` if another process has taken the lock."""
+        # Opened each time: so a network file system looks again at what others have written.
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if self.mine is None or read_text(self.generation) == self.mine:
+                return
+            owner = "another process"
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                owner = read_text(self.file)
+            raise LostLock(
+                f"{self.file} was taken by {owner}: this process was silent for too long, and "
+                "writes nothing any more"
+            )
+
+    def rest(self) -> None:
+        """Touch the lock no more. It ends with this process."""
+        self.ended.set()
+
+    def _renew(self) -> None:
+        while not self.ended.wait(RENEW_SECONDS):
+            with contextlib.suppress(OSError, LostLock):
+                self.check()
+                os.utime(self.file)
