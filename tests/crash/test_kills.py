@@ -15,9 +15,9 @@ import pytest
 from tests.support.commands import ROOT, Command, ranks_of
 from tests.support.expert_losses import LOSSES, MODELS
 from tests.support.layout_losses import RULES
+from tests.support.same_end import check_same_end
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
-from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import checkpoints, step_folder
+from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import read_verified
 from torchmars.config.load import config_from_tables
 
@@ -163,23 +163,7 @@ def campaign(folder, kills, steps, ranks=2, **overrides):
         ).read_text()[-3000:]
     said = (folder / "killed.log").read_text()
     assert "falling back" not in said and said.count("continue  from step") >= kills // 4
-    finals = [
-        manifests.read(step_folder(run_folder_of(tables) / "checkpoints", steps)).files
-        for tables in (straight, killed)
-    ]
-    files = [f"__{rank}_0.distcp" for rank in range(ranks)]
-    assert set(files) < set(finals[0])
-    for name in files:  # weights, optimizer state and random numbers
-        assert finals[0][name] == finals[1][name]
-    lines = [
-        [
-            line.split(', "train/tokens_per_second"')[0]
-            for line in (run_folder_of(tables) / "metrics.jsonl").read_text().splitlines()
-            if "stall_ms" not in line
-        ]
-        for tables in (straight, killed)
-    ]
-    assert lines[0] == lines[1] and len(lines[0]) == steps + math.ceil(steps / 50)
+    check_same_end(straight, killed, ranks, lines=steps + math.ceil(steps / 50))
     seconds = time.monotonic() - began
     print(
         f"{kills} kills, {inside} of them inside a save, in {seconds:.0f} s: "
