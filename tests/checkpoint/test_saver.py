@@ -25,6 +25,7 @@ from torchmars.checkpoint.resume import newest_good, read_verified
 from torchmars.checkpoint.saver import SWITCH_INTERVAL
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
 from torchmars.training.trainer import build_trainer
 
 
@@ -241,3 +242,41 @@ def test_by_the_clock(tables):
     tables["training"]["steps"] = 23
     run_ranks(train_by_the_clock, 2, tables)
     assert steps_kept(tables) == [7, 14, 21, 23]
+
+
+def write_after_another_took_over(tables):
+    """Train on after another process has taken the run; what it says, and what changed."""
+    config = config_from_tables(tables, "in a test")
+    trainer = build_trainer(config, connection.start(config.parallelism))
+    for _ in range(2):
+        trainer.train_step()
+        trainer.state.step += 1
+        trainer.save()
+        trainer.checkpointer.saver.wait()
+    folder = trainer.checkpointer.saver.folder
+    (folder / "step-00000009-1.partial").mkdir()  # the other's, on its way
+    (folder / "step-00000010").mkdir()
+    trainer.checkpointer.saver.lock.generation.write_text("another")
+
+    def content():
+        return sorted(folder.iterdir()), (config.run.path / "metrics.jsonl").read_bytes()
+
+    before, told = content(), []
+    for work in (
+        lambda: trainer.metrics.journal.write(3, {"train/loss": 1.0}),
+        lambda: trainer.metrics.journal.rewind(0, False),
+        lambda: trainer.checkpointer.saver._tidy(2),
+        lambda: (trainer.checkpointer.save(trainer.state), trainer.checkpointer.saver.finish()),
+    ):
+        try:
+            work()
+        except UserError as error:
+            told.append(str(error))
+    return told, content() == before
+
+
+def test_a_process_whose_run_another_has_taken_writes_nothing(tables, capfd):
+    ((told, same),) = run_ranks(write_after_another_took_over, 1, tables)
+    assert same and len(told) == 3  # of a failed tidying there is a warning
+    assert all("lock was taken by process" in each for each in told)
+    assert "warning: cannot tidy" in capfd.readouterr().out

@@ -43,7 +43,7 @@ def read_index_part(
     """
     rank = layout.world.rank
     wanted = {rank: {name: local_intervals(value) for name, value in state.items()}}
-    reader, *others = ranks_here(layout)
+    reader, *others = next(ranks for ranks in machines_of(layout) if rank in ranks)
     if rank == reader:
         wanted |= {other: _receive(other, layout) for other in others}
     else:
@@ -62,12 +62,15 @@ def read_index_part(
     return part
 
 
-def ranks_here(layout: Layout) -> list[int]:
-    """Return the ranks of this machine, in their order. Called by every rank."""
+def machines_of(layout: Layout) -> list[list[int]]:
+    """Return the ranks of each machine, in their order. Called by every rank."""
     first = torch.tensor(layout.world.rank - process.local_rank())
     firsts = [torch.empty_like(first) for _ in range(layout.world.size)]
     dist.all_gather(firsts, first, group=layout.control)
-    return [rank for rank, each in enumerate(firsts) if each == first]
+    ranks: dict[int, list[int]] = {}
+    for rank, each in enumerate(firsts):
+        ranks.setdefault(int(each), []).append(rank)
+    return list(ranks.values())
 
 
 def parts_of(index: dcp.Metadata, wanted: Mapping[int, Boxes]) -> dict[int, bytes]:

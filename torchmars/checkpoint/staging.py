@@ -1,7 +1,8 @@
 """Copies a run's tensors to the host's memory, to be written while training changes them."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -35,12 +36,29 @@ class Staging:
         # Memory of a few bytes is not pinned: the host waits for such a copy, and so for those
         # before it on the stream. They come first.
         order = sorted(tensors, key=lambda name: tensors[name].nbytes)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        self.copied = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self.stream):
+        with self._beside_training() as copied:
             copies = self.stager.stage({name: tensors[name] for name in order}, non_blocking=True)
-            self.copied.record()
-        return {name: copies[name] for name in tensors}, self.copied.synchronize
+        return {name: copies[name] for name in tensors}, copied.synchronize
+
+    def fill(self, copies: dict[str, Tensor], tensors: dict[str, Tensor]) -> Callable[[], None]:
+        """Copy `tensors` to `copies` in the host's memory; return what waits until it is done."""
+        if not self.on_gpu:
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor)
+            return lambda: None
+        with self._beside_training() as copied:
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor, non_blocking=True)
+        return copied.synchronize
+
+    @contextlib.contextmanager
+    def _beside_training(self) -> Iterator[torch.cuda.Event]:
+        """Let the device do the body on a stream of its own. The event is when it has done so."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self.copied = copied = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self.stream):
+            yield copied
+            copied.record()
 
     def before_change(self) -> None:
         """Let what the device is told to do from here on wait until the copies are made.

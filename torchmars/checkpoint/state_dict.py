@@ -14,7 +14,7 @@ from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.optim import MARS
-from torchmars.optim.tensors import unwrapped
+from torchmars.optim.tensors import local_part, unwrapped
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 
@@ -99,6 +99,21 @@ def seed_rng(*what: int) -> None:
     torch.manual_seed(
         int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big", signed=True)
     )
+
+
+def load_copy(
+    parts: Mapping[str, Tensor],
+    layout: Layout,
+    model: ParallelModel,
+    optimizer: MARS,
+    average: Mapping[str, Tensor],
+) -> None:
+    """Load this rank's `parts`, by name, of a state that was saved on this layout."""
+    state = training_state(layout, model, optimizer, average)
+    for name, tensor in state.items():
+        local_part(tensor).copy_(parts[name])
+    model.follow_weights()
+    set_rng_state({name: value for name, value in state.items() if name.startswith("rng.")})
 
 
 def load(

@@ -33,6 +33,7 @@ from torchmars.cluster.environment import check_shown, keep_compiled_in, read_va
 from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
+from torchmars.cluster.shared_memory import shared_memory
 from torchmars.cluster.signals import LAUNCHER, stopping
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_of, is_set, load_sources, require_config
@@ -101,7 +102,9 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         hang, hang_seconds = config.run.hang, config.guards.hang_seconds
         record = partial(record_failure, config.run.path)
         reached = partial(last_step, config.run.path / METRICS_FILE)
-        code = launch(args, logs, hang, hang_seconds, record, reached)
+        copies = config.checkpoint.memory_interval > 0
+        with shared_memory() if copies else contextlib.nullcontext():
+            code = launch(args, logs, hang, hang_seconds, record, reached)
     # A negative code is the signal that ended the rank.
     sys.exit(code if code >= 0 else 128 - code)
 

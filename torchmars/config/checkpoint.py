@@ -28,6 +28,9 @@ class CheckpointConfig:
     async_save: bool = True
     """Train on while a checkpoint is written. Takes memory for a copy of weights and optimizer
     state on the host."""
+    memory_interval: Count = 0
+    """Steps between copies in the memory of each machine (/dev/shm), from which ranks that
+    MAX_RESTARTS starts again resume. They keep two copies, with several machines four. 0: none."""
     max_failures: Positive = 3
     """Checkpoints in a row that may fail to be written before the run ends."""
     keep_last: Count = 10

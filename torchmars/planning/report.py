@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from torchmars.checkpoint.memory import GENERATIONS
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration
@@ -99,11 +100,15 @@ def disk(plan: Plan) -> list[str]:
     size, kept = plan.checkpoint, settings.keep_last
     total = f"{kept * size / GIB:,.1f} GiB for the {kept} that are kept" if kept else "all are kept"
     lines = [f"{size / GIB:,.2f} GiB ({size:,} bytes) a checkpoint, {total}"]
+    largest = max(rank.weights + rank.optimizer_state for rank in plan.ranks)
+    world = plan.layout.world.size
+    here = min(plan.per_node or world, world)
+    copy = largest * here / GIB
     if settings.async_save:
-        largest = max(rank.weights + rank.optimizer_state for rank in plan.ranks)
-        world = plan.layout.world.size
-        copy = largest * min(plan.per_node or world, world)
-        lines.append(f"{copy / GIB:,.2f} GiB of each machine's memory for the copy being written")
+        lines.append(f"{copy:,.2f} GiB of each machine's memory for the copy being written")
+    if settings.memory_interval:
+        copies = GENERATIONS * (1 if here == world else 2)
+        lines.append(f"{copies * copy:,.2f} GiB of each machine's /dev/shm for {copies} copies")
     return lines
 
 

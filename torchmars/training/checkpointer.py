@@ -8,12 +8,14 @@ from torch import Tensor
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state_dict
-from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.initial import init_from
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
+from torchmars.checkpoint.memory import OPTION, MemoryCopies
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import ResolvedConfig
+from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture, Shares, shares_from_start
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
@@ -77,11 +79,22 @@ class Checkpointer:
         self.whole_optimizer = whole_optimizer
         self.averages = average.values if average else {}
         self.data, self.fingerprint = data, data.fingerprint()
+        self.memory = self._open_memory()
+
+    def _open_memory(self) -> MemoryCopies | None:
+        """Return what keeps copies in memory; None without them, or where there is no room."""
+        if not self.config.checkpoint.memory_interval:
+            return None
+        try:
+            return MemoryCopies(self.layout, self._tensors())
+        except UserError as error:
+            self.layout.say(f"warning: {OPTION} makes no copies: {error}")
+            return None
 
     def resume(self) -> Resumed:
-        """Go on from the run's newest good checkpoint, or start from checkpoint.init_from."""
+        """Go on from the run's newest copy or good checkpoint, or from checkpoint.init_from."""
         settings = self.config.checkpoint
-        if (resumed := self.load_newest()) is not None:
+        if (resumed := self._load_copy() or self.load_newest()) is not None:
             return resumed
         start = RunState(shares=shares_from_start(self.data.weights))
         if settings.init_from is None:
@@ -101,6 +114,20 @@ class Checkpointer:
             without_last_grad=self.look_ahead_parameters() or without,
         )
 
+    def _load_copy(self) -> Resumed | None:
+        """Load the newest copy in memory; None where there is none, or a later checkpoint."""
+        if self.memory is None:
+            return None
+        found = self.layout.on_first(lambda: checkpoints(self.saver.folder))
+        copy = self.memory.newest(least=step_of(found[-1]) if found else 0)
+        if copy is None:
+            return None
+        manifest, parts = copy
+        name = PurePath("the copy in memory")
+        changes = self._check_same_run(name, manifest)
+        state_dict.load_copy(parts, self.layout, self.model, self.optimizer, self.averages)
+        return self._resumed(name, manifest, changes)
+
     def load_newest(self) -> Resumed | None:
         """Load the run's newest good checkpoint; return None if the run has none.
 
@@ -111,6 +138,12 @@ class Checkpointer:
         newest = newest_good(found, self.load, warn=self.layout.say)
         return newest[1] if newest else None
 
+    def go_back(self) -> Resumed | None:
+        """Load the run's newest good checkpoint, if there is one, and drop what came later."""
+        if self.memory is not None:
+            self.memory.drop()
+        return self.load_newest()
+
     def load(self, folder: PurePath) -> Resumed:
         """Verify the checkpoint `folder`, and load it into model and optimizer.
 
@@ -120,14 +153,26 @@ class Checkpointer:
         level = config.checkpoint.verify
         manifest = layout.on_first(lambda: manifests.read(folder))
         layout.on_all(lambda: manifests.verify(folder, manifest, level, world.rank, world.size))
-        changes = layout.on_first(
-            lambda: check_same_run(folder, manifest, config, self.fingerprint, self.whole_optimizer)
-        )
+        changes = self._check_same_run(folder, manifest)
         if (
             not state_dict.load(folder, manifest, layout, self.model, self.optimizer, self.averages)
             and self.average
         ):  # training.ema_decay is new
             self.average.begin()
+        return self._resumed(folder, manifest, changes)
+
+    def _check_same_run(self, folder: PurePath, manifest: CheckpointManifest) -> list[str]:
+        """Return how the config has changed. Raises `UserError` on every rank for another run's."""
+        config, optimizer = self.config, self.whole_optimizer
+        return self.layout.on_first(
+            lambda: check_same_run(folder, manifest, config, self.fingerprint, optimizer)
+        )
+
+    def _resumed(
+        self, folder: PurePath, manifest: CheckpointManifest, changes: list[str]
+    ) -> Resumed:
+        """Return where the run resumes, now that the tensors of `folder` are loaded."""
+        config, world = self.config, self.layout.world
         if manifest.world_size != world.size:
             changes.append(f"ranks {manifest.world_size} -> {world.size}")
         if len(manifest.shares.weights) != len(self.data.parts):
@@ -163,7 +208,22 @@ class Checkpointer:
 
         Raises `UserError` if too many saves in a row have failed.
         """
-        manifest = CheckpointManifest(
+        return self.saver.save(self._manifest(state), self._tensors())
+
+    def keep(self, state: RunState) -> None:
+        """Keep a copy of the run in memory, where there is room."""
+        if self.memory is not None:
+            self.memory.keep(self._manifest(state), self._tensors())
+
+    def before_change(self) -> None:
+        """Let the change of weights and state that comes wait for copies that are being made."""
+        self.saver.before_change()
+        if self.memory is not None:
+            self.memory.before_change()
+
+    def _manifest(self, state: RunState) -> CheckpointManifest:
+        """Return all about the run after a step but its tensors."""
+        return CheckpointManifest(
             step=state.step,
             position=state.position,
             world_size=self.layout.world.size,
@@ -176,8 +236,10 @@ class Checkpointer:
             shares=state.shares,
             tokenizer_sha256=self.data.tokenizer_sha256,
         )
-        tensors = state_dict.training_state(self.layout, self.model, self.optimizer, self.averages)
-        return self.saver.save(manifest, tensors)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the run that this rank has a part of, by name."""
+        return state_dict.training_state(self.layout, self.model, self.optimizer, self.averages)
 
 
 def weight_changes(names: list[str], was: Shares, now: Shares) -> list[str]:

@@ -132,6 +132,8 @@ class Trainer:
                     or self.due(config.checkpoint.interval, config.checkpoint.at_end)
                 ):
                     self.save()
+            if self.due(config.checkpoint.memory_interval, at_end=False):
+                self.checkpointer.keep(state)
             self.watchdog.beat(f"step {state.step + 1}")
             if stop:
                 break
@@ -158,7 +160,7 @@ class Trainer:
         if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
             self.model.backward(next_batch, enter_phase, ahead=True)
             enter_phase("optimizer")
-            self.checkpointer.saver.before_change()
+            self.checkpointer.before_change()
             optimizer.look_ahead()
             optimizer.zero_grad()
         pause = (subset, optimizer.take_subset) if subset else None
@@ -168,7 +170,7 @@ class Trainer:
         if outlier and self.loss_guard.action == "rollback":
             optimizer.zero_grad()
             return None
-        self.checkpointer.saver.before_change()
+        self.checkpointer.before_change()
         if self.without_last_grad:
             optimizer.skip_next_correction(self.without_last_grad)
             self.without_last_grad = []
@@ -230,7 +232,7 @@ class Trainer:
         """Load the newest checkpoint, and resume with the data after the outlier's."""
         reached, position = self.state.step, self.loader.position
         self.watchdog.beat("a rollback")
-        resumed = self.checkpointer.load_newest()
+        resumed = self.checkpointer.go_back()
         if resumed is None or resumed.folder is None:
             raise UserError(
                 f"the loss of step {reached + 1} is an outlier, and there is no checkpoint to go "

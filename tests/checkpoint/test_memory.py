@@ -1,0 +1,203 @@
+"""Copies of a run in memory: the newest whole one is found, whatever ranks and machines died."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.support.ranks import run_ranks
+from torchmars.checkpoint import slots
+from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.memory import MemoryCopies, choose
+from torchmars.checkpoint.slots import Key
+from torchmars.cluster import shared_memory
+from torchmars.cluster.shared_memory import MEMORY
+from torchmars.config import Degrees
+from torchmars.core.errors import UserError
+from torchmars.parallel.layout import Layout
+
+NEEDED = {
+    "run": {"seed": 0},
+    "training": {"dtype": 0, "compile": 0},
+    "optimizer": {"matrix_dtype": 0},
+}
+
+
+def test_the_newest_copy_of_which_all_parts_are_there_is_chosen():
+    old, new, other = Key(3, "a"), Key(4, "a"), Key(9, "b")
+    here = [(old, 0), (old, 1), (new, 0), (new, 1), (other, 0)]
+    assert choose([here, here], least=0) == (new, [0, 1])
+    assert choose([here, here], least=5) is None
+    assert choose([[(new, 0), (old, 0)], [(old, 1)]], least=0) == (old, [0, 1])
+    assert choose([[], []], least=0) is None
+    # Two machines of two ranks: the second one is new, the first one has copies of its ranks.
+    first = [(new, 0), (new, 1), (new, 2), (new, 3), (old, 0)]
+    assert choose([first, first, [], []], least=0) == (new, [0, 1, 0, 0])
+
+
+def state(step, rank, layout):
+    """Tensors of a step: one that all ranks have a part of, others of other dtypes and sizes."""
+    mesh = init_device_mesh("cpu", (layout.world.size,))
+    whole = torch.arange(21.0).view(7, 3) + 100 * step
+    return {
+        "weight": distribute_tensor(whole, mesh, [Shard(0)]),
+        "bytes": torch.full((5 + rank,), step, dtype=torch.uint8),
+        "half": torch.tensor(step / 2, dtype=torch.bfloat16),
+        "nothing": torch.empty(0, 3),
+    }
+
+
+def manifest(step):
+    return CheckpointManifest(step, 8 * step, dist.get_world_size(), "tokens", 2, {}, NEEDED)
+
+
+def opened(folder, here):
+    """The copies of this rank, on a machine of `here` ranks that keeps them in `folder`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    machine = Path(folder) / f"machine-{rank // here}"
+    machine.mkdir(exist_ok=True)
+    os.environ |= {"LOCAL_RANK": f"{rank % here}", MEMORY: f"{machine}"}
+    layout = Layout.create(torch.device("cpu"), Degrees(dp_shard=size))
+    return MemoryCopies(layout, state(0, rank, layout)), layout
+
+
+def kept(folder, here, steps):
+    """Keep copies of `steps`."""
+    copies, layout = opened(folder, here)
+    for step in steps:
+        copies.keep(manifest(step), state(step, dist.get_rank(), layout))
+    copies.layout.on_all(copies._wait)
+
+
+def found(folder, here, least=0):
+    """The step of the newest copy, and the rank's tensors in it; None without one."""
+    copies, layout = opened(folder, here)
+    newest = copies.newest(least)
+    if newest is None:
+        return None
+    read, parts = newest
+    wanted = state(read.step, dist.get_rank(), layout)
+    assert read == manifest(read.step) and parts.keys() == wanted.keys()
+    for name, part in parts.items():
+        value = wanted[name]
+        assert torch.equal(part, value.to_local() if name == "weight" else value)
+    return read.step
+
+
+def spoil(folder, name, number):
+    """Change a byte of one of the two copies of a rank."""
+    (file,) = Path(folder).rglob(f"{name}-{number}")
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        (value,) = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([value ^ 1]))
+
+
+def test_copies_that_are_damaged_are_found_and_older_ones_taken(tmp_path):
+    run_ranks(kept, 2, tmp_path, 2, [1, 2, 3])
+    assert run_ranks(found, 2, tmp_path, 2) == [3, 3]
+    assert len(list(tmp_path.rglob("*.json"))) == 2  # what is not resumed from is gone
+    run_ranks(kept, 2, tmp_path, 2, [4])
+    assert run_ranks(found, 2, tmp_path, 2, 5) == [None, None]
+    run_ranks(kept, 2, tmp_path, 2, [5, 6])
+    headers = {file.name: file for file in tmp_path.rglob("*.json")}
+    newest = {name for name, file in headers.items() if '"step": 6' in file.read_text()}
+    (name,) = (each for each in newest if "00001" in each)
+    spoil(tmp_path, "rank-00001", name[-6])
+    assert run_ranks(found, 2, tmp_path, 2) == [5, 5]
+    for number in range(2):
+        spoil(tmp_path, "rank-00000", number)
+    assert run_ranks(found, 2, tmp_path, 2) == [None, None]
+
+
+def test_a_machine_that_is_replaced_gets_its_copies_from_the_other_one(tmp_path):
+    run_ranks(kept, 4, tmp_path, 2, [1, 2])
+    lost = tmp_path / "machine-1"
+    assert {file.name[:10] for file in lost.glob("*.json")} == {f"rank-0000{n}" for n in range(4)}
+    for file in lost.iterdir():
+        file.unlink()
+    assert run_ranks(found, 4, tmp_path, 2) == [2] * 4
+    assert len(list(lost.glob("*.json"))) == 2  # again its own
+    run_ranks(kept, 4, tmp_path, 2, [3])
+    for folder in (lost, tmp_path / "machine-0"):
+        for file in folder.iterdir():
+            file.unlink()
+    assert run_ranks(found, 4, tmp_path, 2) == [None] * 4
+
+
+def test_another_number_of_ranks_or_other_tensors_have_no_use_for_copies(tmp_path):
+    run_ranks(kept, 2, tmp_path, 2, [1])
+    assert run_ranks(found, 3, tmp_path, 3) == [None] * 3
+
+
+def without_room(folder):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if dist.get_rank() == 1:
+        os.posix_fallocate = full
+    with pytest.raises(UserError) as refused:
+        opened(folder, 2)
+    return str(refused.value)
+
+
+def test_too_little_memory_is_told_and_what_there_is_given_back(tmp_path):
+    told = run_ranks(without_room, 2, tmp_path)
+    assert told[0] == told[1] and "rank 1 needs 0 MiB of /dev/shm on " in told[0]
+    assert not list(tmp_path.rglob("rank-00001*"))
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from torchmars.cluster import shared_memory
+shared_memory.PLACE = Path(sys.argv[1])
+with shared_memory.shared_memory():
+    print(shared_memory.memory_of_launcher(), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_what_a_launcher_that_crashed_has_left_is_deleted_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "PLACE", tmp_path)
+    lives, crashes = (
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDS, str(tmp_path)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(2)
+    )
+    other, left = (Path(each.stdout.readline().strip()) for each in (lives, crashes))
+    begun = tmp_path / f"{shared_memory.PREFIX}begun"
+    begun.mkdir()
+    crashes.send_signal(signal.SIGKILL)
+    crashes.wait()
+    assert left.exists()
+    with shared_memory.shared_memory():
+        own = shared_memory.memory_of_launcher()
+        assert {*tmp_path.iterdir()} == {own, other, begun}
+    lives.communicate("\n")
+    assert {*tmp_path.iterdir()} == {begun}
+
+
+def test_a_place_without_shared_memory_has_no_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "PLACE", tmp_path / "none")
+    with shared_memory.shared_memory():
+        assert shared_memory.memory_of_launcher() is None
+
+
+def test_a_header_that_is_cut_short_is_no_copy(tmp_path):
+    slot = slots.Slot(tmp_path, 0, 0, 64)
+    slot.complete('{"step": 1')
+    assert slot.header() is None

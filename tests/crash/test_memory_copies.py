@@ -1,0 +1,109 @@
+"""Ranks that die go on from copies in memory, with the steps and bits of an unbroken run."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.test_memory import spoil
+from tests.crash.test_kills import kill, tables_of
+from tests.support.commands import ROOT, Command
+from tests.support.same_end import check_same_end
+from tests.support.tiny import run_folder_of, write_config, write_text
+from torchmars.checkpoint.folder import step_folder
+from torchmars.checkpoint.slots import HEADERS, header_of
+from torchmars.cluster import shared_memory
+from torchmars.config.load import config_from_tables
+
+STEPS = 16
+# A rank stands at its fourth step after each start, as long as the file ARMED exists.
+STANDING = """
+import os
+import time
+from pathlib import Path
+
+from torchmars.cluster import shared_memory
+from torchmars.train import main
+from torchmars.training.trainer import Trainer
+
+folder, rank = Path(os.environ["STAND"]), os.environ["RANK"]
+original, calls = Trainer.train_step, 0
+
+
+def standing(trainer):
+    global calls
+    calls += 1
+    if calls == 4 and rank == "1" and (folder / "armed").exists():
+        (folder / "marker").write_text(f"{os.getpid()} {shared_memory.memory_of_launcher()}.")
+        time.sleep(10**6)
+    return original(trainer)
+
+
+Trainer.train_step = standing
+main()
+"""
+
+
+def start(tables, log, **variables):
+    folder = Path(tables["run"]["folder"]).parent
+    file, program = folder / f"{tables['run']['name']}.toml", folder / "standing.py"
+    write_config(config_from_tables(tables, "in a test"), file)
+    program.write_text(STANDING)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=9", str(program), str(file)]
+    environment = os.environ | {"RDZV_TIMEOUT": "300", "STAND": str(folder)} | variables
+    return Command("launch", options, ROOT, environment, 12, log, log)
+
+
+def standing_rank(folder, launcher):
+    """Wait until a rank stands; its process and the folder of copies."""
+    marker, deadline = folder / "marker", time.monotonic() + 300
+    while not (marker.exists() and marker.read_text().endswith(".")):
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process, _, memory = marker.read_text()[:-1].partition(" ")
+    marker.unlink()
+    return int(process), Path(memory)
+
+
+def steps_in(memory):
+    return {header_of(file.read_text()).step for file in memory.glob(HEADERS)}
+
+
+def newest_of(memory, rank):
+    """Which of a rank's two copies is the newer one."""
+    files = sorted(memory.glob(f"rank-{rank:05d}-*.json"))
+    return max((header_of(file.read_text()).step, file.stem[-1]) for file in files)[1]
+
+
+@pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
+def test_a_killed_rank_costs_the_step_that_it_is_in(tmp_path):
+    """Damaged copies cost more: those of one step the step, all of them the way to the disk."""
+    write_text(tmp_path)
+    changes = {"checkpoint": {"interval": 5, "memory_interval": 1}}
+    straight, killed = (tables_of(tmp_path, name, STEPS, changes) for name in ("one", "other"))
+    with (tmp_path / "log").open("w") as log:
+        assert start(straight, log).wait() == 0
+    (tmp_path / "armed").touch()
+    with (tmp_path / "log").open("w") as log:
+        launcher = start(killed, log)
+        process, memory = standing_rank(tmp_path, launcher)
+        kill(process)  # in step 4
+        process, memory = standing_rank(tmp_path, launcher)  # in step 7
+        saved = step_folder(run_folder_of(killed) / "checkpoints", 5)
+        while steps_in(memory) != {5, 6} or not saved.exists():
+            time.sleep(0.01)
+        spoil(memory, "rank-00000", newest_of(memory, 0))
+        kill(process)
+        process, memory = standing_rank(tmp_path, launcher)  # in step 9
+        for number in range(2):
+            spoil(memory, "rank-00001", number)
+        (tmp_path / "armed").unlink()
+        kill(process)
+        assert launcher.wait() == 0
+        assert not memory.exists()
+    said = (tmp_path / "log").read_text()
+    origins = [line.split()[3] for line in said.splitlines() if line.startswith("continue")]
+    assert origins == ["3:", "5:", "5:"] and said.count("in memory is damaged") == 3
+    assert said.count(": the copy in memory") == 2
+    check_same_end(straight, killed, ranks=2, lines=STEPS + 1)

@@ -1,0 +1,332 @@
+"""Copies of a run in the memory of its launchers: ranks that start again resume from them.
+
+Each rank keeps the last two copies of its part. Where there are several machines, it also keeps
+those of a rank of the machine before, so that the run survives the loss of a machine.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from secrets import token_hex
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.parts import machines_of
+from torchmars.checkpoint.slots import (
+    HEADERS,
+    Header,
+    Key,
+    Slot,
+    header_of,
+    kinds_of,
+    size_of,
+    slots_in,
+    views,
+)
+from torchmars.checkpoint.staging import Staging
+from torchmars.cluster import process
+from torchmars.cluster.shared_memory import PLACE, memory_of_launcher
+from torchmars.core.errors import UserError
+from torchmars.optim.tensors import local_part
+from torchmars.parallel.layout import Layout
+
+OPTION = "checkpoint.memory_interval"
+GENERATIONS = 2
+PIECE = 2**26  # bytes that are sent at a time
+
+
+class MemoryCopies:
+    """The copies that this rank makes of its part of a run, and keeps of another rank's.
+
+    Every rank makes the same calls.
+    """
+
+    def __init__(self, layout: Layout, state: dict[str, Tensor]) -> None:
+        """Take the memory for copies of tensors such as `state`, by name.
+
+        Raises `UserError` on every rank where there is too little.
+        """
+        self.layout, self.rank = layout, layout.world.rank
+        self.kinds, self.staging = kinds_of(parts_of(state)), Staging(layout.device)
+        self.on_gpu = layout.device.type == "cuda"
+        self.start = layout.on_first(lambda: token_hex(8))
+        self.partner = partner_of(layout)
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+        size = size_of(self.kinds)
+        other = self.partner.swap_number(size) if self.partner else 0
+        self.folder: Path
+        self.own: list[Slot] = []
+        self.others: list[Slot] = []
+        layout.on_all(lambda: self._reserve(size, other))
+
+    def _reserve(self, size: int, other: int) -> None:
+        """Take the memory for copies of `size` bytes of this rank, and of `other` of its partner.
+
+        Raises `UserError` where there is too little.
+        """
+        folder = memory_of_launcher()
+        if folder is None:
+            raise UserError("only torchmars train and launch have memory for them")
+        self.folder = folder
+        try:
+            for number in range(GENERATIONS):
+                self.own.append(Slot(folder, self.rank, number, size))
+                if self.partner:
+                    self.others.append(Slot(folder, self.partner.source, number, other))
+        except OSError as error:
+            for slot in (*self.own, *self.others):
+                slot.data.unlink(missing_ok=True)
+            needed = GENERATIONS * (size + other) / 2**20
+            raise UserError(
+                f"rank {self.rank} needs {needed:,.0f} MiB of {PLACE} on {process.node()} "
+                f"({error.strerror})"
+            ) from None
+        if self.on_gpu:  # pinned, so that the device copies to it while the host goes on
+            for slot in self.own:
+                torch.cuda.cudart().cudaHostRegister(slot.memory.data_ptr(), size, 0)
+
+    def keep(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> None:
+        """Copy `state`, the tensors of this rank, of the step of `manifest`.
+
+        Whoever changes the tensors of `state` then calls `before_change` first.
+        """
+        # The copy before must be complete on all ranks before any rank gives up an older one.
+        self.layout.on_all(self._wait)
+        slot = oldest(self.own)
+        slot.drop()
+        copied = self.staging.fill(views(slot.memory, self.kinds), parts_of(state))
+
+        def complete() -> None:
+            copied()
+            header = Header(
+                manifest.step,
+                self.start,
+                self.rank,
+                self.layout.world.size,
+                manifest.text(),
+                self.kinds,
+                slot.crc32(),
+            )
+            slot.complete(header.text())
+
+        def complete_everywhere() -> None:
+            try:
+                if self.on_gpu:
+                    torch.cuda.set_device(self.layout.device)
+                    complete()
+                if self.partner:
+                    self.partner.swap(slot, oldest(self.others))
+            except Exception as error:
+                self.error = error
+
+        if not self.on_gpu:  # a rank that dies from here on costs the step that it is in
+            complete()
+        if self.on_gpu or self.partner:
+            self.thread = threading.Thread(target=complete_everywhere, name="memory", daemon=True)
+            self.thread.start()
+
+    def _wait(self) -> None:
+        """Wait until the copy that is under way is complete. Raises what went wrong."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.error is not None:
+            raise self.error
+
+    def before_change(self) -> None:
+        """Let the change of weights and state that comes wait for the copies of them."""
+        self.staging.before_change()
+
+    def newest(self, least: int) -> tuple[CheckpointManifest, dict[str, Tensor]] | None:
+        """Return the newest copy of which all parts are there, unless it is of less than `least`.
+
+        It is its manifest and, by name, this rank's part of each tensor. Copies that are damaged
+        are told and dropped, and so are all others.
+        """
+        offers = self.layout.gather(self._offers)
+        choice = self.layout.on_first(lambda: choose(offers, least))
+        if choice is None:
+            self.drop()
+            return None
+        key, holders = choice
+        if not self.layout.agree(lambda: self._fetch(key, holders)):
+            self.layout.say(f"warning: the copy of step {key.step} in memory is damaged")
+            return self.newest(least)
+        slot, header = self._own(key)
+        self.layout.on_all(lambda: self._drop_all_but(key))
+        return header.read_manifest(), views(slot.memory, self.kinds)
+
+    def drop(self) -> None:
+        """Drop all copies: the run goes back to a checkpoint."""
+        self.layout.on_all(self._wait)
+        self.layout.on_all(lambda: self._drop_all_but(None))
+
+    def _offers(self) -> list[tuple[Key, int]]:
+        """Return which copies this machine has, each with the rank whose part it is."""
+        ranks, found = self.layout.world.size, []
+        for file in sorted(self.folder.glob(HEADERS)):
+            try:
+                header = header_of(file.read_text())
+            except (OSError, ValueError, TypeError, KeyError):
+                continue
+            if header.ranks == ranks:
+                found.append((header.key, header.rank))
+        return found
+
+    def _fetch(self, key: Key, holders: Sequence[int]) -> bool:
+        """Let each rank have its part of the copy `key`, from the ranks that hold them.
+
+        Return whether this rank's is good. What is not good is dropped.
+        """
+        for rank, holder in enumerate(holders):
+            if holder != rank and self.rank == holder:
+                self._give(key, rank)
+            elif holder != rank and self.rank == rank:
+                self._take(holder)
+        try:
+            slot, header = self._own(key)
+        except LookupError:
+            return False
+        good = header.tensors == self.kinds and header.crc32 == slot.crc32()
+        if not good:
+            slot.drop()
+        return good
+
+    def _own(self, key: Key) -> tuple[Slot, Header]:
+        """Return this rank's part of a copy. Raises `LookupError` where it is not here."""
+        for slot in self.own:
+            if (header := slot.header()) is not None and header.key == key:
+                return slot, header
+        raise LookupError(f"rank {self.rank} has no copy of step {key.step}")
+
+    def _give(self, key: Key, rank: int) -> None:
+        """Send the part of another rank that lies on this machine."""
+        slots = slots_in(self.folder, rank)
+        headers = [(slot, slot.header()) for slot in slots]
+        slot = next(slot for slot, header in headers if header is not None and header.key == key)
+        group = self.layout.control
+        send_text(slot.file.read_text(), rank, group)
+        for piece in slot.memory.split(PIECE):
+            dist.send(piece, rank, group=group)
+
+    def _take(self, holder: int) -> None:
+        """Receive this rank's part from the one that keeps it."""
+        slot, group = oldest(self.own), self.layout.control
+        slot.drop()
+        text = receive_text(holder, group)
+        for piece in slot.memory.split(PIECE):
+            dist.recv(piece, holder, group=group)
+        slot.complete(text)
+
+    def _drop_all_but(self, key: Key | None) -> None:
+        for file in self.folder.glob(HEADERS):
+            try:
+                there = header_of(file.read_text()).key
+            except (OSError, ValueError, TypeError, KeyError):
+                there = None
+            if there is None or there != key:
+                file.unlink(missing_ok=True)
+
+
+class Partner:
+    """The rank of another machine that keeps this one's copies, and the one whose it keeps.
+
+    What they exchange passes through a group of its own, beside the collectives of the training.
+    """
+
+    def __init__(self, keeper: int, source: int, group: dist.ProcessGroup) -> None:
+        """Copies go to the rank `keeper`, and come from the rank `source`."""
+        self.keeper, self.source, self.group = keeper, source, group
+
+    def swap_number(self, number: int) -> int:
+        """Send a number to the keeper, and return that of the source."""
+        given, taken = torch.tensor([number]), torch.zeros(1, dtype=torch.int64)
+        self._swap(given, taken)
+        return int(taken)
+
+    def swap(self, own: Slot, other: Slot) -> None:
+        """Send a copy to the keeper, and fill the slot `other` with that of the source."""
+        text = own.file.read_text().encode()
+        header = torch.zeros(self.swap_number(len(text)), dtype=torch.uint8)
+        self._swap(torch.frombuffer(bytearray(text), dtype=torch.uint8), header)
+        other.drop()
+        self._swap(own.memory, other.memory)
+        taken = header_of(header.numpy().tobytes().decode())
+        if taken.crc32 == other.crc32():
+            other.complete(taken.text())
+
+    def _swap(self, given: Tensor, taken: Tensor) -> None:
+        works = [
+            dist.isend(piece, self.keeper, group=self.group) for piece in given.split(PIECE)
+        ] + [dist.irecv(piece, self.source, group=self.group) for piece in taken.split(PIECE)]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+
+def partner_of(layout: Layout) -> Partner | None:
+    """Return the partner of this rank; None on a machine alone. Called by every rank.
+
+    Where machines have different numbers of ranks there is none, and a line says so.
+    """
+    machines, rank = machines_of(layout), layout.world.rank
+    if len(machines) == 1:
+        return None
+    if len({len(ranks) for ranks in machines}) > 1:
+        layout.say(
+            f"warning: {OPTION}: no machine keeps copies of another, since they have different "
+            "numbers of ranks"
+        )
+        return None
+    here = next(number for number, ranks in enumerate(machines) if rank in ranks)
+    place = machines[here].index(rank)
+    keeper, source = (machines[(here + way) % len(machines)][place] for way in (1, -1))
+    partner = Partner(keeper, source, layout.with_own_control_group().control)
+    partner.swap_number(0)  # connects them, while all live
+    return partner
+
+
+def choose(offers: list[list[tuple[Key, int]]], least: int) -> tuple[Key, list[int]] | None:
+    """Return the newest copy of which all parts are offered, and the rank that holds each part.
+
+    `offers` has for each rank the copies on its machine, each with the rank whose part it is. None
+    where there is no whole copy of step `least` or a later one.
+    """
+    holders: dict[Key, dict[int, int]] = defaultdict(dict)
+    for holder, offered in enumerate(offers):
+        for key, rank in offered:
+            if holder == rank or rank not in holders[key]:
+                holders[key][rank] = holder
+    whole = [key for key, by in holders.items() if len(by) == len(offers) and key.step >= least]
+    if not whole:
+        return None
+    key = max(whole)
+    return key, [holders[key][rank] for rank in range(len(offers))]
+
+
+def oldest(slots: Sequence[Slot]) -> Slot:
+    """Return the slot whose copy may be given up: it has none, or that of the lower step."""
+    headers = [(slot, slot.header()) for slot in slots]
+    return min(headers, key=lambda each: -1 if each[1] is None else each[1].step)[0]
+
+
+def parts_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's part of each tensor, by name."""
+    return {name: local_part(tensor) for name, tensor in state.items()}
+
+
+def send_text(text: str, rank: int, group: dist.ProcessGroup) -> None:
+    """Send a text to a rank, which calls `receive_text`."""
+    dist.send_object_list([text], dst=rank, group=group)
+
+
+def receive_text(rank: int, group: dist.ProcessGroup) -> str:
+    """Return the text that a rank sends."""
+    found = [""]
+    dist.recv_object_list(found, src=rank, group=group)
+    return found[0]

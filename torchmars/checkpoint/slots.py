@@ -1,0 +1,153 @@
+"""Memory that outlives a rank, for a copy of its part of a run: a file of tensors and a header."""
+
+import io
+import json
+import math
+import os
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest
+
+ALIGNMENT = 64  # bytes
+HEADERS = "rank-*.json"
+
+
+class Key(NamedTuple):
+    """Which copy of a run it is."""
+
+    step: int
+    start: str
+    """A random name of the start of the ranks that made it."""
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Name, dtype and shape of a tensor of a rank."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+def kinds_of(parts: dict[str, Tensor]) -> list[TensorKind]:
+    """Return what tensors there are, in their order."""
+    return [
+        TensorKind(name, str(part.dtype).removeprefix("torch."), list(part.shape))
+        for name, part in parts.items()
+    ]
+
+
+def size_of(kinds: list[TensorKind]) -> int:
+    """Return how many bytes a copy of such tensors takes."""
+    return sum(aligned(kind.bytes) for kind in kinds)
+
+
+def aligned(size: int) -> int:
+    """Return a size of whole units of `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def views(memory: Tensor, kinds: list[TensorKind]) -> dict[str, Tensor]:
+    """Return the tensors that lie in the `memory` of a copy, by name."""
+    found, begin = {}, 0
+    for kind in kinds:
+        part = memory[begin : begin + kind.bytes]
+        found[kind.name] = part.view(getattr(torch, kind.dtype)).view(kind.shape)
+        begin += aligned(kind.bytes)
+    return found
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a copy is of, and the checksum of its bytes."""
+
+    step: int
+    start: str
+    rank: int
+    ranks: int
+    """How many there are in all."""
+    manifest: str
+    tensors: list[TensorKind]
+    crc32: int
+
+    @property
+    def key(self) -> Key:
+        """Which copy of the run it is a part of."""
+        return Key(self.step, self.start)
+
+    def text(self) -> str:
+        """Return the text of its file."""
+        return json.dumps(asdict(self))
+
+    def read_manifest(self) -> CheckpointManifest:
+        """Return all about the run but its tensors."""
+        return FORMAT.read(
+            PurePath("manifest"), CheckpointManifest, lambda _: io.BytesIO(self.manifest.encode())
+        )
+
+
+def header_of(text: str) -> Header:
+    """Return the header of that text. Raises `ValueError`, `TypeError` and `KeyError`."""
+    found = json.loads(text)
+    found["tensors"] = [TensorKind(**each) for each in found["tensors"]]
+    return Header(**found)
+
+
+class Slot:
+    """The two files of a copy. The header comes last: without one there is no copy."""
+
+    def __init__(self, folder: Path, rank: int, number: int, size: int) -> None:
+        """Take `size` bytes of memory. Raises `OSError` where there are not as many."""
+        self.data = folder / f"rank-{rank:05d}-{number}"
+        self.file = self.data.with_suffix(".json")
+        if not self.data.exists() or self.data.stat().st_size != size:
+            self.drop()
+            try:
+                with self.data.open("wb") as stream:
+                    if size:
+                        os.posix_fallocate(stream.fileno(), 0, size)
+            except OSError:
+                self.data.unlink(missing_ok=True)
+                raise
+        self.memory = torch.from_file(str(self.data), shared=True, size=size, dtype=torch.uint8)
+
+    def header(self) -> Header | None:
+        """Return what the copy is of; None where there is none."""
+        try:
+            return header_of(self.file.read_text())
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def crc32(self) -> int:
+        """Return the checksum of the memory."""
+        return zlib.crc32(self.memory.numpy().data)
+
+    def complete(self, text: str) -> None:
+        """Let the copy exist, by the text of its header."""
+        partial = self.data.with_suffix(".partial")
+        partial.write_text(text)
+        partial.rename(self.file)
+
+    def drop(self) -> None:
+        """Let the copy not exist any more. Its memory stays for the next one."""
+        self.file.unlink(missing_ok=True)
+
+
+def slots_in(folder: Path, rank: int) -> list[Slot]:
+    """Return what lies in a folder of a rank's copies."""
+    files = folder.glob(f"rank-{rank:05d}-*.json")
+    data = [file.with_suffix("") for file in sorted(files)]
+    return [
+        Slot(folder, rank, int(file.name.rpartition("-")[2]), file.stat().st_size) for file in data
+    ]

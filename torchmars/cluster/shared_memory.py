@@ -1,0 +1,52 @@
+"""A folder in shared memory that belongs to a launcher, so that it outlives its ranks."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchmars.core.files import remove
+from torchmars.core.locks import is_locked, lock
+
+PLACE = Path("/dev/shm")
+PREFIX = f"torchmars-{os.getuid()}-"
+# The environment variable with the folder, for the ranks.
+MEMORY = "TORCHMARS_MEMORY"
+
+
+@contextlib.contextmanager
+def shared_memory() -> Iterator[None]:
+    """Have a folder in shared memory in the body, which ranks that are started there find.
+
+    What launchers that crashed have left is deleted first. Without shared memory there is none.
+    """
+    os.environ.pop(MEMORY, None)
+    try:
+        clean()
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
+    except OSError:
+        yield
+        return
+    os.environ[MEMORY] = str(folder)
+    try:
+        lock(folder / "lock", "using it")
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clean() -> None:
+    """Delete the folders of launchers that are gone. Of one that just begins there is no lock."""
+    for folder in PLACE.glob(f"{PREFIX}*"):
+        file = folder / "lock"
+        if file.exists() and is_locked(file) is False:
+            with contextlib.suppress(OSError):
+                remove(folder)
+
+
+def memory_of_launcher() -> Path | None:
+    """Return the folder of this rank's launcher; None where it has none."""
+    folder = os.environ.get(MEMORY)
+    return None if folder is None else Path(folder)
