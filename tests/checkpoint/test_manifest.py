@@ -129,9 +129,10 @@ def test_sizes_alone_find_what_is_cut_or_missing(tables, tmp_path):
 
 
 def contents(folder):
-    """The files of a run, but for the lock, which names the last process that had it."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
-    return {path.relative_to(folder): path.read_bytes() for path in files}
+    """The files of a run, but for those that name the last process that had it."""
+    names = ("lock", "generation")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder): path.read_bytes() for path in files if path.name not in names}
 
 
 def test_ranks_fall_back_to_the_newest_good_one_and_set_the_damaged_aside(tables, tmp_path):

@@ -12,7 +12,7 @@ from torchmars.optim.rules import RULES
 from torchmars.parallel.checks import check_layout
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-CONTROL = "adamw-mars-betas"  # AdamW with other settings
+OF_OTHER_NAMES = {"adamw-mars-betas": "adamw", "best": "muon"}
 SIZES = [file.name for file in sorted(FOLDER.glob("*.toml")) if file.stem != "quickstart"]
 
 
@@ -38,7 +38,7 @@ def test_the_quickstart_is_mars_m():
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size, rule):
     config = load_config([size, rules_of("optimizers")[rule]], "test")
-    assert config.optimizer.name == ("adamw" if rule == CONTROL else rule)
+    assert config.optimizer.name == OF_OTHER_NAMES.get(rule, rule)
     if size.startswith("gpt2_small"):
         assert (
             config.training.global_batch_size * config.training.seq_len * config.training.steps
@@ -57,7 +57,7 @@ def test_large_configs_fit_their_ranks(name, ranks):
 
 
 def test_there_is_one_of_each_kind_for_each_rule():
-    assert set(rules_of("optimizers")) == {*RULES, CONTROL}
+    assert set(rules_of("optimizers")) == {*RULES, *OF_OTHER_NAMES}
     assert set(rules_of("quickstart")) == set(RULES) - {"mars-m"} and SIZES
 
 

@@ -1,6 +1,6 @@
 """Measure where the seconds go from the SIGKILL of a rank to the end of the next step.
 
-    python -m tests.measurements.restart_seconds [RANKS] [ROUNDS]
+    python -m tests.measurements.restart_seconds [RANKS] [ROUNDS] [--section.key value ...]
 
 The quickstart's model trains on the ranks (2) of this machine, MAX_RESTARTS = ROUNDS (5). After
 some steps the last rank is killed, again and again. Each function in PARTS writes when it begins
@@ -88,7 +88,7 @@ def main() -> None:
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 5
     with tempfile.TemporaryDirectory() as folder:
-        times = measure(Path(folder), ranks, rounds)
+        times = measure(Path(folder), ranks, rounds, sys.argv[3:])
     first, restarts = times[0], times[1:]
     print(f"{ranks} ranks; from the command to the end of the first step: {first['total']:.2f} s")
     for name in first:
@@ -96,12 +96,13 @@ def main() -> None:
         print(f"{name:40} {statistics.median(values):6.2f}   {sorted(round(v, 2) for v in values)}")
 
 
-def measure(folder: Path, ranks: int, rounds: int) -> list[dict[str, float]]:
+def measure(folder: Path, ranks: int, rounds: int, options: list[str]) -> list[dict[str, float]]:
     """Return the seconds of each part of the first start, and of each one after a kill."""
     file = folder / "times"
     (folder / "sitecustomize.py").write_text(HOOK.format(parts=PARTS, file=str(file)))
     command = [str(ROOT / "run_train.sh"), "--run.folder", str(folder / "runs"), "--data.path"]
     command += [str(folder / "data"), "--training.steps", "100000", "--validation.interval", "0"]
+    command += options
     path = f"{folder}{os.pathsep}{ROOT}"
     environment = os.environ | {"NGPU": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
