@@ -12,6 +12,7 @@ import pytest
 from tests.commands.test_run_ends import all_gone, needs_proc
 from tests.support.commands import ROOT, SECONDS, start, start_run
 from tests.support.full import FULL
+from tests.support.machines import free_endpoint
 from tests.support.tiny import metrics, tiny_config, tiny_tables, train, write_config, write_text
 from torchmars.metrics.events import EVENTS_FILE, read_events
 
@@ -26,14 +27,8 @@ def config(tmp_path):
 
 @pytest.fixture
 def endpoint():
-    """HOST:PORT that no other program is given while the test runs: bound, but not listened at.
-
-    So the launchers, which allow such a port to be used again, may have it.
-    """
-    with socket.socket() as opened:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{opened.getsockname()[1]}"
+    with free_endpoint() as found:
+        yield found
 
 
 @needs_proc

@@ -1,6 +1,8 @@
 """Ranks that die go on from copies in memory, with the steps and bits of an unbroken run."""
 
 import os
+import re
+import signal
 import time
 from pathlib import Path
 
@@ -9,8 +11,9 @@ import pytest
 from tests.checkpoint.test_memory import spoil
 from tests.crash.test_kills import kill, tables_of
 from tests.support.commands import ROOT, Command
+from tests.support.machines import free_endpoint, machine, signal_all, tree_of, wait_for
 from tests.support.same_end import check_same_end
-from tests.support.tiny import run_folder_of, write_config, write_text
+from tests.support.tiny import metrics, run_folder_of, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
 from torchmars.checkpoint.slots import HEADERS, header_of
 from torchmars.cluster import shared_memory
@@ -107,3 +110,31 @@ def test_a_killed_rank_costs_the_step_that_it_is_in(tmp_path):
     assert origins == ["3:", "5:", "5:"] and said.count("in memory is damaged") == 3
     assert said.count(": the copy in memory") == 2
     check_same_end(straight, killed, ranks=2, lines=STEPS + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
+def test_a_machine_that_is_lost_and_replaced_costs_two_steps(tmp_path):
+    write_text(tmp_path)
+    steps = 300
+    changes = {"checkpoint": {"interval": 1000, "memory_interval": 1}}
+    straight, lost = (tables_of(tmp_path, name, steps, changes) for name in ("one", "other"))
+    with free_endpoint() as endpoint:
+        machines = [machine(straight, f"s{number}", endpoint, number) for number in ("1", "0")]
+        assert [each.wait() for each in machines] == [0, 0]
+        first = machine(lost, "first", endpoint, "1")
+        host = machine(lost, "host", endpoint, "0")
+        file = run_folder_of(lost) / "metrics.jsonl"
+        wait_for(lambda: file.exists() and max(metrics(lost), default=0) > 20, first, host)
+        signal_all(tree_of(first), signal.SIGKILL)
+        reached = max(metrics(lost))
+        machines = [host, machine(lost, "second", endpoint, "1")]
+        assert [each.wait() for each in machines] == [0, 0]
+    (origin,) = re.findall(r"continue  from step (\d+): the copy in memory", said(tmp_path))
+    assert reached - 2 <= int(origin) <= reached + 1
+    check_same_end(straight, lost, ranks=2, lines=steps + steps // 50)
+    print(f"lost after step {reached}, continued from step {origin}")
+
+
+def said(folder):
+    return "".join(file.read_text() for file in folder.glob("*.log"))

@@ -1,0 +1,96 @@
+"""Launchers of one rank each, that are machines of one run."""
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+
+from tests.support.commands import ROOT, Command, ranks_of
+from tests.support.tiny import write_config
+from torchmars.config.load import config_from_tables
+
+NEVER = "write,0,"  # stand nowhere
+# A first rank that comes for the NUMBER-th time to a PLACE stands there until MARKER-go exists.
+STANDING = """
+import os
+import time
+from pathlib import Path
+
+from torchmars.checkpoint.saver import Saver
+from torchmars.core import locks
+from torchmars.metrics.journal import Journal
+from torchmars.train import main
+
+locks.PATIENCE, locks.RENEW_SECONDS = 10.0, 1.0
+place, number, marker = os.environ["STAND"].split(",")
+owner, calls = Journal if place == "write" else Saver, 0
+original = getattr(owner, place)
+
+
+def standing(*args, **options):
+    global calls
+    calls += 1
+    if calls == int(number):
+        Path(marker).touch()
+        while not Path(marker + "-go").exists():
+            time.sleep(0.02)
+    return original(*args, **options)
+
+
+if os.environ["RANK"] == "0":
+    setattr(owner, place, standing)
+main()
+"""
+
+
+@contextlib.contextmanager
+def free_endpoint():
+    """HOST:PORT that no other program is given in the body: bound, but not listened at.
+
+    So the launchers, which allow such a port to be used again, may have it.
+    """
+    with socket.socket() as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{opened.getsockname()[1]}"
+
+
+def machine(tables, name, endpoint, number, stand=NEVER):
+    """Start a launcher with one rank of the run of `tables`, as if it were a machine."""
+    folder = Path(tables["run"]["folder"]).parent
+    file, program = folder / "run.toml", folder / "standing.py"
+    write_config(config_from_tables(tables, "in a test"), file)
+    program.write_text(STANDING)
+    options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=fencing"]
+    options += [f"--rdzv-endpoint={endpoint}", "--rdzv-conf=join_timeout=300", str(program)]
+    variables = {"SLURMD_NODENAME": name, "NODE_RANK": number, "RDZV_TIMEOUT": "300"}
+    log = (folder / f"{name}.log").open("w")
+    return Command(
+        "launch",
+        [*options, str(file)],
+        ROOT,
+        os.environ | variables | {"STAND": stand},
+        ranks=4,
+        stdout=log,
+        stderr=log,
+    )
+
+
+def wait_for(condition, *machines, seconds=300):
+    """Wait until a condition is true, as long as all `machines` live."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline and all(each.poll() is None for each in machines)
+        time.sleep(0.05)
+
+
+def tree_of(launcher):
+    """The processes of a machine, and those that wait to become its ranks."""
+    return [launcher.pid, *ranks_of(launcher.pid)]
+
+
+def signal_all(processes, number):
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
