@@ -169,7 +169,7 @@ class Saver:
         """Wait for the run's last save. Raises `UserError` if it failed."""
         self.wait()
         if self.error:
-            raise UserError(self.error)
+            raise self._end(self.error)
         self.close()
 
     def close(self) -> None:
@@ -185,14 +185,18 @@ class Saver:
     def _count(self) -> None:
         self.failures = self.failures + 1 if self.error else 0
         if self.error and self.lost:
-            raise UserError(self.error)
+            raise self._end(self.error)
         if self.failures >= self.config.max_failures:
-            ends = f"{self.error}. checkpoint.max_failures = {self.config.max_failures} in a row"
-            if not isinstance(self.folder, Path):  # a store that may come back
-                raise Unreachable(
-                    f"{ends} ends the run: see that the store answers, and start again"
-                )
-            raise UserError(f"{ends} ends the run: make room or set run.folder")
+            failures = f"checkpoint.max_failures = {self.config.max_failures} in a row"
+            raise self._end(f"{self.error}. {failures} ends the run")
+
+    def _end(self, why: str) -> UserError:
+        """Return the end of the run with a failed save. A store may answer at the next start."""
+        if self.lost:
+            return UserError(why)
+        if isinstance(self.folder, Path):
+            return UserError(f"{why}: make room or set run.folder")
+        return Unreachable(f"{why}: see that the store answers, and start again")
 
     def _save(
         self,
