@@ -29,14 +29,19 @@ sys.stdin.read()
 """
 
 
-def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path, capsys):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path)],
+def started(program, folder):
+    """Start a process of a Python program that is given a folder, with pipes to talk to it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
         cwd=ROOT,
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+
+
+def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path, capsys):
+    holder = started(HOLDS, tmp_path)
     said, helper = holder.stdout.readline().split()
     assert said == "locked"
     try:
@@ -72,13 +77,7 @@ except locks.LostLock as error:
 @pytest.fixture
 def runs(tmp_path):
     """A process that trains in `tmp_path` until it gets a line, and then says what it lost."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUNS, str(tmp_path)],
-        cwd=ROOT,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    process = started(RUNS, tmp_path)
     assert process.stdout.readline() == "locked\n"
     yield process
     process.kill()

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -60,10 +59,8 @@ def start(tables, log, **variables):
 
 def standing_rank(folder, launcher):
     """Wait until a rank stands; its process and the folder of copies."""
-    marker, deadline = folder / "marker", time.monotonic() + 300
-    while not (marker.exists() and marker.read_text().endswith(".")):
-        assert launcher.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    marker = folder / "marker"
+    wait_for(lambda: marker.exists() and marker.read_text().endswith("."), launcher)
     process, _, memory = marker.read_text()[:-1].partition(" ")
     marker.unlink()
     return int(process), Path(memory)
@@ -94,8 +91,7 @@ def test_a_killed_rank_costs_the_step_that_it_is_in(tmp_path):
         kill(process)  # in step 4
         process, memory = standing_rank(tmp_path, launcher)  # in step 7
         saved = step_folder(run_folder_of(killed) / "checkpoints", 5)
-        while steps_in(memory) != {5, 6} or not saved.exists():
-            time.sleep(0.01)
+        wait_for(lambda: steps_in(memory) == {5, 6} and saved.exists(), launcher)
         spoil(memory, "rank-00000", newest_of(memory, 0))
         kill(process)
         process, memory = standing_rank(tmp_path, launcher)  # in step 9

@@ -15,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.parts import machines_of
+from torchmars.checkpoint.parts import machines_of, receive_from, send_to
 from torchmars.checkpoint.slots import (
     HEADERS,
     Header,
     Key,
     Slot,
+    find,
     header_of,
     kinds_of,
+    read_header,
     size_of,
     slots_in,
     views,
@@ -55,6 +57,8 @@ class MemoryCopies:
         self.on_gpu = layout.device.type == "cuda"
         self.start = layout.on_first(lambda: token_hex(8))
         self.partner = partner_of(layout)
+        self.in_background = self.on_gpu or self.partner is not None
+        """Whether a copy is still made, or on its way, when `keep` returns."""
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
         size = size_of(self.kinds)
@@ -96,7 +100,8 @@ class MemoryCopies:
         Whoever changes the tensors of `state` then calls `before_change` first.
         """
         # The copy before must be complete on all ranks before any rank gives up an older one.
-        self.layout.on_all(self._wait)
+        if self.in_background:
+            self.layout.on_all(self._wait)
         slot = oldest(self.own)
         slot.drop()
         copied = self.staging.fill(views(slot.memory, self.kinds), parts_of(state))
@@ -126,7 +131,7 @@ class MemoryCopies:
 
         if not self.on_gpu:  # a rank that dies from here on costs the step that it is in
             complete()
-        if self.on_gpu or self.partner:
+        if self.in_background:
             self.thread = threading.Thread(target=complete_everywhere, name="memory", daemon=True)
             self.thread.start()
 
@@ -157,7 +162,9 @@ class MemoryCopies:
         if not self.layout.agree(lambda: self._fetch(key, holders)):
             self.layout.say(f"warning: the copy of step {key.step} in memory is damaged")
             return self.newest(least)
-        slot, header = self._own(key)
+        found = find(self.own, key)
+        assert found is not None  # it was fetched
+        slot, header = found
         self.layout.on_all(lambda: self._drop_all_but(key))
         return header.read_manifest(), views(slot.memory, self.kinds)
 
@@ -170,11 +177,8 @@ class MemoryCopies:
         """Return which copies this machine has, each with the rank whose part it is."""
         ranks, found = self.layout.world.size, []
         for file in sorted(self.folder.glob(HEADERS)):
-            try:
-                header = header_of(file.read_text())
-            except (OSError, ValueError, TypeError, KeyError):
-                continue
-            if header.ranks == ranks:
+            header = read_header(file)
+            if header and header.ranks == ranks:
                 found.append((header.key, header.rank))
         return found
 
@@ -188,48 +192,37 @@ class MemoryCopies:
                 self._give(key, rank)
             elif holder != rank and self.rank == rank:
                 self._take(holder)
-        try:
-            slot, header = self._own(key)
-        except LookupError:
+        found = find(self.own, key)
+        if found is None:
             return False
+        slot, header = found
         good = header.tensors == self.kinds and header.crc32 == slot.crc32()
         if not good:
             slot.drop()
         return good
 
-    def _own(self, key: Key) -> tuple[Slot, Header]:
-        """Return this rank's part of a copy. Raises `LookupError` where it is not here."""
-        for slot in self.own:
-            if (header := slot.header()) is not None and header.key == key:
-                return slot, header
-        raise LookupError(f"rank {self.rank} has no copy of step {key.step}")
-
     def _give(self, key: Key, rank: int) -> None:
         """Send the part of another rank that lies on this machine."""
-        slots = slots_in(self.folder, rank)
-        headers = [(slot, slot.header()) for slot in slots]
-        slot = next(slot for slot, header in headers if header is not None and header.key == key)
-        group = self.layout.control
-        send_text(slot.file.read_text(), rank, group)
+        found = find(slots_in(self.folder, rank), key)
+        assert found is not None  # it was offered
+        slot, header = found
+        send_to(header.text(), rank, self.layout)
         for piece in slot.memory.split(PIECE):
-            dist.send(piece, rank, group=group)
+            dist.send(piece, rank, group=self.layout.control)
 
     def _take(self, holder: int) -> None:
         """Receive this rank's part from the one that keeps it."""
-        slot, group = oldest(self.own), self.layout.control
+        slot = oldest(self.own)
         slot.drop()
-        text = receive_text(holder, group)
+        text = receive_from(holder, self.layout)
         for piece in slot.memory.split(PIECE):
-            dist.recv(piece, holder, group=group)
+            dist.recv(piece, holder, group=self.layout.control)
         slot.complete(text)
 
     def _drop_all_but(self, key: Key | None) -> None:
         for file in self.folder.glob(HEADERS):
-            try:
-                there = header_of(file.read_text()).key
-            except (OSError, ValueError, TypeError, KeyError):
-                there = None
-            if there is None or there != key:
+            header = read_header(file)
+            if header is None or header.key != key:
                 file.unlink(missing_ok=True)
 
 
@@ -318,15 +311,3 @@ def oldest(slots: Sequence[Slot]) -> Slot:
 def parts_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of each tensor, by name."""
     return {name: local_part(tensor) for name, tensor in state.items()}
-
-
-def send_text(text: str, rank: int, group: dist.ProcessGroup) -> None:
-    """Send a text to a rank, which calls `receive_text`."""
-    dist.send_object_list([text], dst=rank, group=group)
-
-
-def receive_text(rank: int, group: dist.ProcessGroup) -> str:
-    """Return the text that a rank sends."""
-    found = [""]
-    dist.recv_object_list(found, src=rank, group=group)
-    return found[0]

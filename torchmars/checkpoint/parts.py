@@ -45,9 +45,9 @@ def read_index_part(
     wanted = {rank: {name: local_intervals(value) for name, value in state.items()}}
     reader, *others = next(ranks for ranks in machines_of(layout) if rank in ranks)
     if rank == reader:
-        wanted |= {other: _receive(other, layout) for other in others}
+        wanted |= {other: receive_from(other, layout) for other in others}
     else:
-        _send(wanted[rank], reader, layout)
+        send_to(wanted[rank], reader, layout)
     parts: dict[int, bytes] = {}
 
     def read() -> None:
@@ -57,8 +57,8 @@ def read_index_part(
     layout.on_all(read)
     if rank == reader:
         for other in others:
-            _send(parts[other], other, layout)
-    part: dcp.Metadata = pickle.loads(parts[rank] if parts else _receive(reader, layout))
+            send_to(parts[other], other, layout)
+    part: dcp.Metadata = pickle.loads(parts[rank] if parts else receive_from(reader, layout))
     return part
 
 
@@ -125,11 +125,13 @@ def in_child(work: Callable[[], Any]) -> Any:
     return result
 
 
-def _send(value: Any, rank: int, layout: Layout) -> None:
+def send_to(value: Any, rank: int, layout: Layout) -> None:
+    """Send a picklable value to a rank, which calls `receive_from`."""
     dist.send_object_list([value], dst=rank, group=layout.control)
 
 
-def _receive(rank: int, layout: Layout) -> Any:
+def receive_from(rank: int, layout: Layout) -> Any:
+    """Return what a rank sends."""
     values = [None]
     dist.recv_object_list(values, src=rank, group=layout.control)
     return values[0]

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -97,6 +98,14 @@ class Header:
         )
 
 
+def read_header(file: Path) -> Header | None:
+    """Return the header in a file; None where there is none, or not a whole one."""
+    try:
+        return header_of(file.read_text())
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def header_of(text: str) -> Header:
     """Return the header of that text. Raises `ValueError`, `TypeError` and `KeyError`."""
     found = json.loads(text)
@@ -124,10 +133,7 @@ class Slot:
 
     def header(self) -> Header | None:
         """Return what the copy is of; None where there is none."""
-        try:
-            return header_of(self.file.read_text())
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
+        return read_header(self.file)
 
     def crc32(self) -> int:
         """Return the checksum of the memory."""
@@ -151,3 +157,9 @@ def slots_in(folder: Path, rank: int) -> list[Slot]:
     return [
         Slot(folder, rank, int(file.name.rpartition("-")[2]), file.stat().st_size) for file in data
     ]
+
+
+def find(slots: Iterable[Slot], key: Key) -> tuple[Slot, Header] | None:
+    """Return the slot that has a part of the copy `key`, and its header; None if none has."""
+    headers = ((slot, slot.header()) for slot in slots)
+    return next(((slot, header) for slot, header in headers if header and header.key == key), None)

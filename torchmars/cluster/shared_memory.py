@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchmars.core.files import remove
-from torchmars.core.locks import is_locked, lock
+from torchmars.core.locks import is_locked, locked
 
 PLACE = Path("/dev/shm")
 PREFIX = f"torchmars-{os.getuid()}-"
@@ -31,8 +31,8 @@ def shared_memory() -> Iterator[None]:
         return
     os.environ[MEMORY] = str(folder)
     try:
-        lock(folder / "lock", "using it")
-        yield
+        with locked(folder / "lock", "using it"):
+            yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
