@@ -23,12 +23,14 @@ def with_deletions(tables):
     """Train; files and folders are gone after step 6. What this rank prints on stderr."""
     folder = run_folder_of(tables)
 
-    def delete():
-        (folder / "metrics.jsonl").rename(folder / "elsewhere")
-        (folder / EVENTS_FILE).unlink()
-        shutil.rmtree(folder / "checkpoints")
-
     def delete_after_6(trainer):
+        def delete():
+            # The save of step 4 may still run, and a folder that is being filled cannot be deleted.
+            trainer.checkpointer.saver.thread.join()
+            (folder / "metrics.jsonl").rename(folder / "elsewhere")
+            (folder / EVENTS_FILE).unlink()
+            shutil.rmtree(folder / "checkpoints")
+
         trainer.metrics.trackers.append(AtReport(6, delete))
 
     with contextlib.redirect_stderr(io.StringIO()) as said:
