@@ -3,7 +3,7 @@
 import pytest
 
 from torchmars.config import GroupConfig, OptimizerConfig
-from torchmars.config.load import config_from_tables
+from torchmars.config.load import config_from_tables, load_config
 from torchmars.core.errors import UserError
 from torchmars.core.help import documentation
 from torchmars.optim.rules import RULES
@@ -29,3 +29,18 @@ def test_a_setting_of_other_rules_is_refused(rule):
     config_from_tables({"optimizer": {"name": rule, "gamma": 0.1}}, "test")
     with pytest.raises(UserError, match='optimizer.gamma has no meaning for "adamw"'):
         config_from_tables({"optimizer": {"name": "adamw", "gamma": 0.1}}, "test")
+
+
+def test_another_rule_drops_the_settings_that_it_lacks(tmp_path):
+    """Those of a file before it, of [optimizer]: the same place as the name."""
+    file = tmp_path / "mine.toml"
+    file.write_text('[optimizer]\nname = "mars-m"\nlr = 0.1\ngamma = 0.1\nequilibrate = true\n')
+    optimizer = load_config([str(file), "--optimizer.name", "adamw"], "test").optimizer
+    assert (optimizer.name, optimizer.lr) == ("adamw", 0.1)
+    assert (optimizer.gamma, optimizer.equilibrate) == (None, None)
+    optimizer = load_config([str(file), "--optimizer.name", "muon"], "test").optimizer
+    assert (optimizer.gamma, optimizer.equilibrate) == (None, True)
+    assert load_config([str(file)], "test").optimizer.gamma == 0.1
+    with pytest.raises(UserError, match='optimizer.gamma has no meaning for "adamw"'):
+        words = ["--optimizer.name", "adamw", "--optimizer.gamma", "0.1"]
+        load_config([str(file), *words], "test")

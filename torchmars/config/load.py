@@ -15,6 +15,7 @@ from torchmars.core.files import path_problem
 from torchmars.core.help import print_help_if_asked
 from torchmars.core.options import take_options
 from torchmars.core.typed import hint_at, make, read_words, settings_called
+from torchmars.optim.rules import RULES
 
 COMMAND_LINE = "on the command line"
 DESCRIPTION = (
@@ -103,7 +104,8 @@ def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
     """
     merged: Tables = {}
     for _, tables in sources:
-        merged = merge(without_other_corpus(merged, tables), tables)
+        kept = without_other_rule(without_other_corpus(merged, tables), tables)
+        merged = merge(kept, tables)
 
     def source_of(key: str) -> str:
         return next((name for name, tables in reversed(sources) if has(tables, key)), "")
@@ -123,6 +125,22 @@ def without_other_corpus(base: Tables, later: Tables) -> Tables:
         if one & set(now) and not other & set(now):
             data = {key: value for key, value in data.items() if key not in other}
     return base | {"data": data}
+
+
+def without_other_rule(base: Tables, later: Tables) -> Tables:
+    """Return `base` without the settings in [optimizer] that the rule `later` names does not have.
+
+    So a file, or the command line, can name another rule after a file that sets up its own.
+    """
+    optimizer, now = base.get("optimizer"), later.get("optimizer")
+    if not (isinstance(optimizer, dict) and isinstance(now, dict)):
+        return base
+    rule = RULES.get(str(now.get("name")))
+    if rule is None:
+        return base
+    foreign = {name for each in RULES.values() for name in each.defaults} - set(rule.defaults)
+    kept = {key: value for key, value in optimizer.items() if key not in foreign}
+    return base | {"optimizer": kept}
 
 
 def has(tables: Tables, key: str) -> bool:
