@@ -104,7 +104,7 @@ def test_help_documents_every_field(capsys):
         assert len(each.split()) > 4, f"{each} is not documented"
         assert each.count("Default:") <= 1 and "None" not in each
         default = functools.reduce(getattr, each.split()[0].split("."), Config())
-        assert "Default:" in each or default in (None, "", [])
+        assert "Default:" in each or default in (None, "", [], {})
     assert "[[optimizer.groups]]" in text and "[[data.mixture]]" in text
     steps = " ".join(next(each for each in settings if each.startswith("training.steps")).split())
     assert "Optimizer steps of the whole run" in steps and steps.endswith("Default: 300.")
@@ -379,6 +379,7 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "model.bias",
         "model.activation",
         "model.scale_attn_by_inverse_layer_idx",
+        "model.extra",
         "data.tokenizer",
         "data.separate_documents",
         "data.packing",

@@ -10,7 +10,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCE = re.compile(r"```(\w*)")
 ASSIGNMENT = re.compile(r"([A-Z_]+)=(.*)", re.DOTALL)
-FILE_NAME = re.compile(r"# (\w+\.toml)\n")
+FILE_NAME = re.compile(r"# (\w+\.(?:toml|py))\n")
 
 
 @dataclass
@@ -67,9 +67,9 @@ def blocks(language: str) -> list[Block]:
     return [block for page in PAGES for block in split_page(page)[0] if block.language == language]
 
 
-def config_files() -> dict[str, str]:
-    """Return the texts of the TOML blocks that begin with `# NAME.toml`, by that name."""
-    named = [(FILE_NAME.match(block.text), block.text) for block in blocks("toml")]
+def named_files(language: str) -> dict[str, str]:
+    """Return the texts of the blocks that begin with a file's name, `# NAME.toml`, by that name."""
+    named = [(FILE_NAME.match(block.text), block.text) for block in blocks(language)]
     return {name[1]: text for name, text in named if name}
 
 

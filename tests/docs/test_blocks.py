@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.docs.pages import PAGES, ROOT, blocks, commands, config_files, split_page
+from tests.docs.pages import FILE_NAME, PAGES, ROOT, blocks, commands, named_files, split_page
 from tests.support.ranks import run_ranks
 from torchmars.__main__ import main
 from torchmars.cluster.environment import Environment, read_environment
@@ -31,6 +31,11 @@ VARIABLES = set(Environment.__dataclass_fields__) | {
 }
 # Commands whose arguments are config files and settings, beside options of their own.
 OF_CONFIG = ("train", "prepare", "plan", "bench", "compare")
+
+
+def without_plugins(language):
+    """The blocks that load no plugin: those that do are run by test_extending.py."""
+    return [block for block in blocks(language) if "plugins" not in block.text]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -52,7 +57,11 @@ def printed_by(text):
     return out.getvalue()
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=str)
+# A file that a page names is run by test_extending.py.
+OF_NO_FILE = [block for block in blocks("python") if not FILE_NAME.match(block.text)]
+
+
+@pytest.mark.parametrize("block", OF_NO_FILE, ids=str)
 def test_python_runs(block, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the Trainer makes a folder
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -66,7 +75,7 @@ def test_python_runs(block, capsys, tmp_path, monkeypatch):
         assert float(printed[-1]) < 1.0  # it fell from log(100)
 
 
-@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+@pytest.mark.parametrize("block", without_plugins("toml"), ids=str)
 def test_config_is_valid(block, tmp_path):
     (tmp_path / "my.toml").write_text(block.text)
     load_config([str(tmp_path / "my.toml")], "test")
@@ -74,19 +83,19 @@ def test_config_is_valid(block, tmp_path):
 
 def test_settings_of_configs_arrive(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "books.toml").write_text(config_files()["books.toml"])
+    (tmp_path / "books.toml").write_text(named_files("toml")["books.toml"])
     assert load_config(["books.toml"], "test").run.name == "books"
     [split] = [block.text for block in blocks("toml") if "split = " in block.text]
     (tmp_path / "split.toml").write_text(split)
     assert load_config(["split.toml"], "test").optimizer.groups[0].split == 3
 
 
-@pytest.mark.parametrize("block", blocks("bash"), ids=str)
+@pytest.mark.parametrize("block", without_plugins("bash"), ids=str)
 def test_commands_are_known(block, tmp_path, monkeypatch):
     subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
-    for name, text in config_files().items():
+    for name, text in named_files("toml").items():
         (tmp_path / name).write_text(text)
     assert commands(block)
     for command in commands(block):

@@ -2,9 +2,9 @@
 
     python -m tests.measurements.checkpoint_stall [FOLDER]
 
-It makes three runs, one after the other: without checkpoints, with asynchronous and with
-synchronous ones. Windows are short, so that a step takes a second or two. Peak memory is that of
-the process, read before the final save.
+It makes four runs, one after the other: without checkpoints, with asynchronous ones on the disk and
+in an object store (moto's server on the loopback), and with synchronous ones. Windows are short, so
+that a step takes a second or two. Peak memory is that of the process, read before the final save.
 """
 
 import json
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.support.store import BUCKET, ServerProcess, variables
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.config.load import config_from_tables
 
@@ -22,6 +23,7 @@ STEPS, INTERVAL = 12, 3
 KINDS = {
     "no checkpoints": {"interval": 0},
     "asynchronous": {"interval": INTERVAL},
+    "asynchronous, in a store": {"interval": INTERVAL, "folder": f"s3://{BUCKET}/run"},
     "synchronous": {"interval": INTERVAL, "async_save": False},
 }
 
@@ -30,7 +32,7 @@ def measure(folder: Path, kind: str) -> dict[str, float]:
     """One run in a process of its own: medians over its saves and steps."""
     tables = tiny_tables(
         folder,
-        run={"name": kind.replace(" ", "-")},
+        run={"name": kind.replace(",", "").replace(" ", "-")},
         model={"size": "small", "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304},
         training={"steps": STEPS, "global_batch_size": 4, "seq_len": 64},
         checkpoint=KINDS[kind] | {"keep_last": 1},
@@ -67,8 +69,10 @@ def measure(folder: Path, kind: str) -> dict[str, float]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as name:
+    parent = sys.argv[1] if len(sys.argv) > 1 else None
+    with tempfile.TemporaryDirectory(dir=parent) as name, ServerProcess() as server:
         folder = Path(name)
+        os.environ |= {"TMPDIR": name} | variables(server.address)  # the server keeps files too
         write_text(folder)
         print(
             "| run | stall, first save, s | stall, later, s | step, s | step after a save, s "

@@ -10,13 +10,15 @@ from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedChe
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.checkpoint.storage import DAMAGED, DELETED
-from torchmars.config.load import config_from_tables
+from torchmars.config import CheckpointConfig
+from torchmars.config.load import without_none
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem
 from torchmars.core.formats import OtherVersion
 from torchmars.core.places import place
 from torchmars.core.tables import table
+from torchmars.core.typed import make
 from torchmars.core.words import counted
 
 NO_CHECKPOINTS = "name a run's folder, such as runs/quickstart"
@@ -108,7 +110,7 @@ def prune_checkpoints(
 def not_kept(good: dict[PurePath, CheckpointManifest], asked: dict[str, int]) -> list[PurePath]:
     """Return the good checkpoints that neither `asked` nor the run's settings keep."""
     newest = good[max(good, key=step_of)]
-    settings = config_from_tables(newest.config, "in the newest checkpoint").checkpoint
+    settings = make(CheckpointConfig, without_none(newest.config.get("checkpoint", {})))
     values: dict[str, Any] = {**asked}
     by_step = {step_of(path): path for path in good}
     losses = {

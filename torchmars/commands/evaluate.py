@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchmars.config.fields import Count, Positive
+from torchmars.config.plugins import PluginOptions
 from torchmars.core.errors import LostRank, UserError, exit_on_user_error, report_failure
 from torchmars.core.help import Positional
 from torchmars.core.options import parse, words
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Evaluate:
+class Evaluate(PluginOptions):
     """Measure what a model can do: its accuracy on tasks, and its loss on texts.
 
     Started by torchrun, the ranks share its weights and the work: torchrun --nproc-per-node 8 -m

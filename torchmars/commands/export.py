@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torchmars.config.fields import Count, Positive
+from torchmars.config.plugins import PluginOptions
 from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Export:
+class Export(PluginOptions):
     """Write the weights of a checkpoint for other programs.
 
     --to hf: a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer of Hugging Face's

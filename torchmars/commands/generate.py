@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from torchmars.config.fields import Amount, Positive
+from torchmars.config.plugins import PluginOptions
 from torchmars.core.bounds import Range
 from torchmars.core.console import say, write
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -16,7 +17,7 @@ from torchmars.core.options import parse
 
 
 @dataclass
-class Generate:
+class Generate(PluginOptions):
     """Sample text from a model.
 
     It is printed as it is drawn, to the end of a document. A terminal gets control characters as

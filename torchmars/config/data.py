@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from torchmars.config.fields import Amount, Count, Mark, Positive, require
-from torchmars.config.source import OF_FILES, OF_TOKENS, parse_source
+from torchmars.config.source import parse_source
 from torchmars.core.bounds import Name, Place, Range
 from torchmars.core.errors import UserError
 
@@ -134,16 +134,16 @@ def check_source(text: str, files: list[str], path: str | None, where: str = "")
     except UserError as error:
         raise UserError(f"{where}{error}") from None
     require(
-        source.kind not in OF_TOKENS or bool(source.glob),
+        not source.of_tokens or bool(source.glob),
         f'{where}data.source = "{text}" names no files: write {source.kind}:PATH',
     )
     require(
-        source.kind not in OF_FILES or bool(files or source.glob) or path is not None,
+        not source.of_files or bool(files or source.glob) or path is not None,
         f"{where}data.files is empty: name the files, folders or globs that data.source = "
         f'"{text}" reads',
     )
     require(
-        source.kind in OF_FILES or not files,
+        source.of_files or not files,
         f'{where}data.files has no meaning for data.source = "{text}": set data.source = "text"',
     )
 
@@ -157,7 +157,7 @@ def folder_name(label: str, corpus: DataConfig) -> str:
     name = f"{label}-{corpus.tokenizer.removesuffix('.json').removesuffix('/tokenizer')}"
     name = re.sub(r"[^\w.-]+", "-", name)
     name = re.sub(r"[-.]*-[-.]*", "-", name)[-150:].strip("-.") or "data"
-    if parse_source(corpus.source).kind not in OF_FILES:
+    if not parse_source(corpus.source).of_files:
         return name
     written = json.dumps([corpus.source, corpus.files])
     return f"{name}-{hashlib.sha256(written.encode()).hexdigest()[:8]}"

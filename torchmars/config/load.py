@@ -8,7 +8,9 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 
 from torchmars.config.config import Config, ResolvedConfig
+from torchmars.config.plugins import load_plugins, not_loaded
 from torchmars.config.presets import find_sources
+from torchmars.config.run import Modules
 from torchmars.config.toml_files import NamedTables, Tables, merge
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
@@ -18,6 +20,8 @@ from torchmars.core.typed import hint_at, make, read_words, settings_called
 from torchmars.optim.rules import RULES
 
 COMMAND_LINE = "on the command line"
+# Other commands, which have no config, have this option too.
+SHORT = {"--plugins": "--run.plugins"}
 DESCRIPTION = (
     "Settings come from the TOML files; of two files the later one wins. The name of a preset "
     "stands for several files: torchmars presets lists them. --section.key value "
@@ -83,10 +87,23 @@ def config_name(file: str) -> str:
 
 
 def config_of(sources: list[NamedTables]) -> ResolvedConfig:
-    """Return the resolved config of a command line's tables. Raises `UserError`."""
+    """Return the resolved config of a command line's tables; load its plugins.
+
+    Raises `UserError`.
+    """
+    load_named_plugins(sources)
     config = config_from_sources(sources)
     check_places(config)
     return config
+
+
+def load_named_plugins(sources: list[NamedTables]) -> None:
+    """Load the plugins that a command line's tables name. Raises `UserError`."""
+    setting = "run.plugins"
+    named = [(source, tables["run"]) for source, tables in sources if has(tables, setting)]
+    for source, run in named[-1:]:
+        plugins = run.get("plugins") if isinstance(run, dict) else run
+        load_plugins(make(Modules, plugins, source, setting))
 
 
 def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
@@ -94,7 +111,15 @@ def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
 
     `source` says in errors where it is from.
     """
-    return config_from_sources([(source, without_none(tables))])
+    try:
+        return config_from_sources([(source, without_none(tables))])
+    except UserError as error:
+        if not (missing := not_loaded(tables)):
+            raise
+        raise UserError(
+            f"{error}. The run had the plugins {', '.join(missing)}, which a file of a run cannot "
+            f"load: if you trust them, add --plugins {','.join(missing)}"
+        ) from None
 
 
 def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
@@ -102,15 +127,20 @@ def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
 
     Raises `UserError`.
     """
-    merged: Tables = {}
-    for _, tables in sources:
-        kept = without_other_rule(without_other_corpus(merged, tables), tables)
-        merged = merge(kept, tables)
 
     def source_of(key: str) -> str:
         return next((name for name, tables in reversed(sources) if has(tables, key)), "")
 
-    return make(Config, merged, source_of).resolve()
+    return make(Config, merged(sources), source_of).resolve()
+
+
+def merged(sources: list[NamedTables]) -> Tables:
+    """Return the tables of all sources as one; of two values the later one wins."""
+    found: Tables = {}
+    for _, tables in sources:
+        kept = without_other_rule(without_other_corpus(found, tables), tables)
+        found = merge(kept, tables)
+    return found
 
 
 def without_other_corpus(base: Tables, later: Tables) -> Tables:
@@ -188,6 +218,7 @@ def parse_overrides(args: list[str]) -> Tables:
     tables: Tables = {}
     while args:
         option, equals, value = args[0].partition("=")
+        option = SHORT.get(option, option)
         *path, key = option.removeprefix("--").replace("-", "_").split(".")
         if not (option.startswith("--") and path and key):
             meant = settings_called(Config, key) if option.startswith("--") else []
@@ -206,7 +237,10 @@ def parse_overrides(args: list[str]) -> Tables:
                 raise UserError(
                     f"{option} cannot be given beside --{'.'.join(path)}: that is a table"
                 )
-        table[key] = read_override([*path, key], [value] if equals else following)
+        words = [value] if equals else following
+        if option in SHORT.values():
+            words = [word for each in words for word in each.split(",")]
+        table[key] = read_override([*path, key], words)
     return tables
 
 

@@ -1,17 +1,20 @@
 """Which model is trained."""
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 from torchmars.config.fields import Mark
-from torchmars.core.bounds import Range
+from torchmars.core.bounds import KeyOf, Range
+
+# Where the class of each family is, a `models.Model`: named, since its module imports torch.
+MODELS = {"gpt2": "torchmars.models.gpt2.GPT2", "llama": "torchmars.models.llama.Llama"}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model is trained."""
 
-    name: Annotated[Literal["gpt2", "llama"], Mark.IDENTITY] = "gpt2"
+    name: Annotated[str, KeyOf(MODELS), Mark.IDENTITY] = "gpt2"
     """Model family. llama: also Qwen2, Qwen3, Qwen3-MoE, Mixtral and GLM-4.5."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
     """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
@@ -85,8 +88,11 @@ class ModelConfig:
     dropout: Annotated[float, Range(0, 0.99)] = 0.0
     """gpt2: probability of dropout on embeddings, attention and both outputs of a block in
     training."""
+    extra: Annotated[dict[str, Any], Mark.IDENTITY] = field(default_factory=dict, hash=False)
+    """[model.extra]: settings of a plugin's model, by names that it knows: --model.extra.NAME
+    VALUE."""
 
     def changed(self) -> list[str]:
         """Return the fields that are set in place of the named size's."""
-        others = (each for each in fields(self) if each.name not in ("name", "size"))
+        others = (each for each in fields(self) if each.name not in ("name", "size", "extra"))
         return [each.name for each in others if getattr(self, each.name) != each.default]

@@ -8,15 +8,12 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torchmars.config.fields import Amount, Clip, Mark, Positive, require
-from torchmars.core.bounds import Range
+from torchmars.core.bounds import KeyOf, Range
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES, variance_reduced
 from torchmars.optim.settings import Betas, Choice, Flag, Number, Setting
 
-if TYPE_CHECKING:
-    Rule = str
-else:
-    Rule = Literal[tuple(RULES)]
+Rule = Annotated[str, KeyOf(RULES)]
 GROUPS = ("matrix", "router", "embedding", "head", "vector")
 
 
@@ -138,6 +135,9 @@ class OptimizerConfig:
     another."""
     overlap: bool = True
     """Matrix rules: let the transfers of matrices overlap with the work on others."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """[optimizer.extra]: settings that only a plugin's rule has, by the names that it declares:
+    --optimizer.extra.NAME VALUE."""
     matrix: GroupConfig = field(default_factory=GroupConfig)
     """Hidden matrices."""
     router: GroupConfig = field(default_factory=GroupConfig)
@@ -175,7 +175,7 @@ class OptimizerConfig:
     def rule_settings(self) -> dict[str, Any]:
         """Return the settings of the rule that are set."""
         known = {name for rule in RULES.values() for name in rule.defaults}
-        return {key: value for key, value in set_fields(self).items() if key in known}
+        return {key: value for key, value in set_fields(self).items() if key in known} | self.extra
 
     def resolve(self) -> "ResolvedOptimizer":
         """Return the section with the rule's defaults filled in.
@@ -196,7 +196,9 @@ class OptimizerConfig:
         )
         try:
             settings = complete_settings(self.name, **self.rule_settings())
-            resolved = ResolvedOptimizer(**vars(self) | settings)
+            own = {key: value for key, value in settings.items() if key not in vars(self)}
+            known = {key: value for key, value in settings.items() if key in vars(self)}
+            resolved = ResolvedOptimizer(**vars(self) | known | {"extra": own})
             check_groups(**resolved.settings())
         except ValueError as error:
             raise UserError(f"optimizer.{error}") from None

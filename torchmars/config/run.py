@@ -1,11 +1,13 @@
 """What a run is called, where it lives, and its seed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from torchmars.config.fields import Mark
-from torchmars.core.bounds import Name, Place, Range
+from torchmars.core.bounds import ModuleName, Name, Place, Range
+
+Modules = list[Annotated[str, ModuleName()]]
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,9 @@ class RunConfig:
     config: the name of its first file, without .toml."""
     folder: Annotated[str, Place()] = "runs"
     """Folder that holds all runs."""
+    plugins: Modules = field(default_factory=list)
+    """Python modules of yours that register models, rules or kinds of data: docs/extending.md.
+    Also --plugins A,B."""
     seed: Annotated[int, Range(0, 2**63 - 1), Mark.IDENTITY] = 0
     """Seed of the initial weights and of the data order."""
 

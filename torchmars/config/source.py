@@ -14,7 +14,7 @@ class SourceKind:
     parts: tuple[str, ...] = ()
     """What may follow its name. A glob may hold colons where it is the last one."""
     suffixes: tuple[str, ...] = ()
-    """Of the files that a folder of text gives."""
+    """Of the files that a folder of text gives. A kind without any reads no files of the user's."""
     plain: bool = True
     """Whether a file can be compressed, and be read from any of its bytes on."""
     tokens: bool = False
@@ -32,9 +32,6 @@ KINDS = {
     "llmc": OF_PROGRAMS,
     "megatron": OF_PROGRAMS,
 }
-# The kinds whose files are named by a glob, by data.files, or by both.
-OF_FILES = [name for name, kind in KINDS.items() if kind.suffixes]
-OF_TOKENS = [name for name, kind in KINDS.items() if kind.tokens]
 # Names of data sets, each with the source that it stands for. What follows the name is appended.
 NAMES = {"openwebtext": "hf:Skylion007/openwebtext", "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu"}
 
@@ -50,6 +47,16 @@ class DataSource:
     split: str = "train"
     field: str = "text"
 
+    @property
+    def of_files(self) -> bool:
+        """Whether its files are named by a glob, by data.files, or by both."""
+        return bool(KINDS[self.kind].suffixes)
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether another program has made tokens of its text."""
+        return KINDS[self.kind].tokens
+
 
 def parse_source(text: str) -> DataSource:
     """Return what a `data.source` names. Raises `UserError` for a text of another form."""
@@ -60,7 +67,7 @@ def parse_source(text: str) -> DataSource:
         known = [*KINDS, *NAMES]
         raise UserError(
             f"data.source = {text!r} is of no known kind: it must begin with one of "
-            f"{', '.join(known)}; did you mean {nearest(name, known)}?"
+            f"{', '.join(known)}, or a plugin's (--plugins); did you mean {nearest(name, known)}?"
         )
     parts = KINDS[name].parts
     store = PROTOCOL.match(rest)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,31 @@ class Name(Bounds):
         wrong = value in ("", ".", "..") or "/" in value or CONTROL.search(value)
         if wrong or len(value.encode()) > 200:
             raise ValueError(f"must be one {self.kind} name of at most 200 bytes, got {value!r}")
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class KeyOf(Bounds):
+    """Bounds of a text that is a key of a table. Plugins may add to the table."""
+
+    table: Mapping[str, Any]
+
+    def check(self, value: str) -> str:
+        """Return such a key. Raises `ValueError` for another text."""
+        if value not in self.table:
+            known = ", ".join(f'"{key}"' for key in self.table)
+            raise ValueError(f"must be one of {known}, or a plugin's (--plugins), got {value!r}")
+        return value
+
+
+@dataclass(frozen=True)
+class ModuleName(Bounds):
+    """Bounds of a text that names a Python module."""
+
+    def check(self, value: str) -> str:
+        """Return such a name. Raises `ValueError` for another text."""
+        if not all(part.isidentifier() for part in value.split(".")) or value.endswith(".py"):
+            raise ValueError(f"must be a module as Python names it, without .py, got {value!r}")
         return value
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+from torchmars.core.bounds import KeyOf
 from torchmars.core.typed import without_none
 
 T = TypeVar("T")
@@ -167,7 +168,8 @@ def metavar(hint: Any) -> str:
     """Return what stands for an option's value, as TOML spells it."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return metavar(hint.__origin__)
+        tables = [mark.table for mark in hint.__metadata__ if isinstance(mark, KeyOf)]
+        return "{" + ",".join(tables[0]) + "}" if tables else metavar(hint.__origin__)
     if origin is Literal:
         return "{" + ",".join(map(str, args)) + "}"
     if origin in (typing.Union, types.UnionType):

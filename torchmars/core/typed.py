@@ -166,7 +166,13 @@ def read_words(words: list[str], hint: Any, name: str) -> Any:
 
 
 def read_word(word: str, hint: Any) -> Any:
-    """Return a word as the bool or number that `hint` is, or as it is where it is none."""
+    """Return a word as the bool or number that `hint` is, or as it is where it is none.
+
+    Of `Any` it is what it looks like.
+    """
+    if hint is Any:
+        kinds = (bool, int, float)
+        return next((each for kind in kinds if (each := read_word(word, kind)) != word), word)
     if hint is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     try:

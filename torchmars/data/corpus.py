@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from torchmars.config import DataConfig
-from torchmars.config.source import KINDS, OF_FILES, DataSource, parse_source
+from torchmars.config.source import KINDS, DataSource, parse_source
 from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import sha256
@@ -117,7 +117,7 @@ def source_files(config: DataConfig) -> list[PurePath]:
     source = parse_source(config.source)
     if source.kind == "stdlib":
         return list(_stdlib_files())
-    if source.kind not in OF_FILES:
+    if not source.of_files:
         return []
     files: set[PurePath] = set()
     if source.glob:

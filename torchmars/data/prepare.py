@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torchmars.config import ResolvedData
-from torchmars.config.source import OF_TOKENS, parse_source
+from torchmars.config.source import parse_source
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, remove
@@ -52,7 +52,7 @@ def prepare_task(
     where other tasks are not done yet. Raises `UserError`.
     """
     folder = Path(config.path)
-    if not has_manifest(folder) and parse_source(config.source).kind in OF_TOKENS:
+    if not has_manifest(folder) and parse_source(config.source).of_tokens:
         with turn(folder):
             if not has_manifest(folder):
                 foreign.index(config, folder, sizes.shard_tokens)

@@ -1,17 +1,27 @@
 """Models: plain modules that know no parallelism, by the name of their family."""
 
+import importlib
+
 import torch
 
 from torchmars.config import ModelConfig
+from torchmars.config.fields import require
+from torchmars.config.model import MODELS
 from torchmars.core.errors import UserError
 from torchmars.core.typed import nearest
-from torchmars.models.gpt2 import GPT2
-from torchmars.models.llama import Llama
 from torchmars.models.model import Model
 
-__all__ = ["MODELS", "Model", "build_meta_model", "build_model", "title"]
+__all__ = ["Model", "build_meta_model", "build_model", "family", "title"]
 
-MODELS: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
+
+def family(name: str) -> type[Model]:
+    """Return the class of the models called `name`. Raises `UserError` where a plugin has none."""
+    module, _, kind = MODELS[name].rpartition(".")
+    try:
+        found: type[Model] = getattr(importlib.import_module(module), kind)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"model.name: the class {MODELS[name]} cannot be had: {error}") from None
+    return found
 
 
 def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
@@ -19,15 +29,19 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
 
     `vocab_size` is the tokenizer's. Raises `UserError` for a shape that cannot be built.
     """
-    kind = MODELS[config.name]
+    kind = family(config.name)
     if config.size not in kind.sizes:
         raise unknown_size(config)
+    for name in config.extra:
+        require(
+            name in kind.extra, f'model.extra.{name} means nothing to "{config.name}": remove it'
+        )
     return kind.from_config(config, vocab_size, seq_len)
 
 
 def title(config: ModelConfig) -> str:
     """Return what a model is called: family and size, and what is changed of the size's shape."""
-    size = MODELS[config.name].sizes[config.size]
+    size = family(config.name).sizes[config.size]
     changed = [
         name for name in config.changed() if name in size and getattr(config, name) != size[name]
     ]
@@ -36,8 +50,8 @@ def title(config: ModelConfig) -> str:
 
 def unknown_size(config: ModelConfig) -> UserError:
     """Return the error of a size that the family does not have."""
-    size, sizes = config.size, MODELS[config.name].sizes
-    others = [name for name, kind in MODELS.items() if size in kind.sizes]
+    size, sizes = config.size, family(config.name).sizes
+    others = [name for name in MODELS if size in family(name).sizes]
     meant = (
         f"it is a size of {others[0]}: --model.name {others[0]}."
         if others

@@ -25,10 +25,11 @@ def to_config(model: Model) -> dict[str, Any]:
 
     Raises `UserError` for a shape that no class of transformers has.
     """
-    if isinstance(model, GPT2):
+    if type(model) is GPT2:
         return gpt2_config(model)
-    assert isinstance(model, Llama)
-    return llama_config(model.args)
+    if type(model) is Llama:
+        return llama_config(model.args)
+    raise UserError(f"transformers has no {type(model).__name__}: a plugin's model has no export")
 
 
 def gpt2_config(model: GPT2) -> dict[str, Any]:

@@ -57,6 +57,9 @@ class Model(nn.Module, ABC):
     cuts: ClassVar[dict[str, TensorParallelCut]]
     """How tensor parallelism cuts each layer, by the end of its name. Norms stay whole."""
 
+    extra: ClassVar[tuple[str, ...]] = ()
+    """The names in [model.extra] that `from_config` reads."""
+
     tok_embed: nn.Embedding
     """The token table [vocab_rows, width]."""
     blocks: nn.ModuleDict

@@ -1,0 +1,136 @@
+"""The plugins of docs/extending.md train as the page says, and only where the user names them."""
+
+import csv
+import json
+import os
+
+import pytest
+import tomli_w
+
+from tests.docs.pages import ROOT, blocks, commands, named_files
+from tests.support.commands import Command
+from tests.support.tiny import tiny_tables, write_text
+
+PAGE = [block for block in blocks("bash") if block.page.name == "extending.md"]
+REVIEWS = 300
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with the page's files, and a small quickstart.toml, which goes before the real one.
+
+    Every command of the page has been run there: (exit code, output, errors) by its arguments.
+    """
+    folder = tmp_path_factory.mktemp("extending")
+    for name, text in named_files("python").items():
+        (folder / name).write_text(text)
+    write_text(folder)
+    tables = tiny_tables(folder, training={"steps": 3, "global_batch_size": 16, "seq_len": 32})
+    for key in ("files", "path", "validation_fraction"):
+        del tables["data"][key]
+    tables["data"]["source"] = f"text:{folder}/text.txt"
+    tables["run"] = {"folder": "runs"}
+    (folder / "quickstart.toml").write_text(tomli_w.dumps(tables))
+    (folder / "reviews").mkdir()
+    with open(folder / "reviews" / "all.csv", "w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["stars", "text"])
+        for number in range(REVIEWS):
+            rows.writerow([number % 5, f"Review {number}:\nit was, well, so"])
+        rows.writerow([3])  # no text
+    done = {}
+    for block in PAGE:
+        for command in commands(block):
+            done[" ".join(command.words[1:])] = run(folder, *command.words[1:])
+    return folder, done
+
+
+def run(folder, command, *args):
+    """Run a command in a folder, with one rank; its exit code, output, errors."""
+    env = os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300"}
+    process = Command(command, [*args], folder, env, ranks=1)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+def test_every_command_of_the_page_ends_well(place):
+    _, done = place
+    assert len(done) == 5
+    for command, (code, _, err) in done.items():
+        assert code == 0, f"{command}: {err}"
+        assert "warning" not in err or "csv" in command, err
+
+
+def test_the_model_the_rule_and_the_documents_are_the_plugins_own(place):
+    folder, done = place
+    trained = {name.split()[3]: out for name, (_, out, _) in done.items() if name[:5] == "train"}
+    model, rule, data = (trained[f"my_{kind}"] for kind in ("model", "rule", "data"))
+    assert "model     parallel nano" in model and "signum" in rule
+    assert "csv" in data
+    [manifest] = (folder / "runs/parallel/checkpoints").glob("*/manifest.json")
+    assert json.loads(manifest.read_text())["config"]["run"]["plugins"] == ["my_model"]
+
+
+def test_settings_of_its_own_reach_the_plugin(place):
+    folder, _ = place
+    words = "plan quickstart.toml --world-size 1 --plugins my_model,my_rule".split()
+    words += "--model.name parallel --optimizer.name signum".split()
+    words += ["--optimizer.extra.threshold", "0.5"]
+    assert run(folder, *words, "--model.extra.mlp_scale", "0.5")[0] == 0
+    code, _, err = run(folder, *words, "--model.extra.scale", "1")
+    assert code == 2 and 'error: model.extra.scale means nothing to "parallel": remove it' in err
+    code, _, err = run(folder, *words, "--optimizer.extra.treshold", "1")
+    assert code == 2 and 'optimizer.treshold has no meaning for "signum": remove it' in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate runs/parallel",
+        "export runs/parallel exported",
+        "evaluate runs/parallel --text text.txt",
+        "train quickstart.toml --run.name parallel",
+        "train quickstart.toml --run.name other --checkpoint.init_from runs/parallel",
+    ],
+)
+def test_a_checkpoint_never_loads_the_plugin_that_it_names(place, words):
+    """It ends in one line, and the module was not imported: that would leave a file here."""
+    folder, _ = place
+    hostile = folder / "my_model.py"
+    text = hostile.read_text()
+    hostile.write_text(f"open({str(folder / 'imported')!r}, 'w')\n{text}")
+    try:
+        code, _, err = run(folder, *words.split())
+    finally:
+        hostile.write_text(text)
+    assert code == 2 and not (folder / "imported").exists()
+    assert err.count("\n") == 1 and "model" in err
+
+
+def test_a_module_that_cannot_be_imported_is_one_line(place):
+    folder, _ = place
+    (folder / "broken.py").write_text("1 / 0\n")
+    for name, said in {
+        "broken": "cannot import broken (ZeroDivisionError",
+        "absent": "cannot import absent (ModuleNotFoundError",
+        "my_model.py": "must be a module as Python names it, without .py, got 'my_model.py'",
+    }.items():
+        code, _, err = run(folder, "train", "quickstart.toml", "--plugins", name)
+        assert (code, err.count("\n")) == (2, 1) and said in err
+
+
+def test_a_plugins_model_has_no_export(place):
+    folder, _ = place
+    code, _, err = run(folder, "export", "runs/parallel", "out", "--plugins", "my_model")
+    assert code == 2 and "transformers has no ParallelGPT" in err
+
+
+def test_the_page_has_a_file_of_each_kind():
+    assert {name for name in named_files("python") if name.startswith("my_")} == {
+        "my_model.py",
+        "my_rule.py",
+        "my_data.py",
+    }
+    for text in named_files("python").values():
+        assert text.count("\n") <= 45
+    assert (ROOT / "docs" / "extending.md").exists()
