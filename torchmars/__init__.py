@@ -1,7 +1,38 @@
 """Pretraining of large models with the MARS family of optimizers, the same run on every layout."""
 
+import importlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchmars.api import LanguageModel as LanguageModel
+    from torchmars.api import Planned as Planned
+    from torchmars.api import load as load
+    from torchmars.api import make_plan as make_plan
+    from torchmars.api import run_training as run_training
+    from torchmars.core.errors import UserError as UserError
+    from torchmars.optim import MARS as MARS
+    from torchmars.optim import param_groups as param_groups
+    from torchmars.records.run import Run as Run
+    from torchmars.records.run import read_run as read_run
+
+    __version__: str
+
+# Where each public name is. It is imported when it is first used: torch takes seconds.
+PLACES = {
+    "LanguageModel": "torchmars.api",
+    "Planned": "torchmars.api",
+    "MARS": "torchmars.optim",
+    "Run": "torchmars.records.run",
+    "UserError": "torchmars.core.errors",
+    "load": "torchmars.api",
+    "make_plan": "torchmars.api",
+    "param_groups": "torchmars.optim",
+    "read_run": "torchmars.records.run",
+    "run_training": "torchmars.api",
+}
+__all__ = [*PLACES, "__version__"]
 
 # A command is being started, not a program that imports this: by `torchmars ...`, or by
 # `python -m torchmars ...`, of which sys.argv has -m until Python has found the file.
@@ -10,4 +41,27 @@ if Path(sys.argv[0]).name in ("-m", "torchmars"):
 
     begin()
 
-__version__ = "0.1.0"
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
+    if name not in PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def _version() -> str:
+    """Return the version of the package, also in a checkout that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torchmars")
+    except PackageNotFoundError:
+        import tomllib
+
+        project = Path(__file__).parents[1] / "pyproject.toml"
+        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])

@@ -5,7 +5,6 @@ import importlib
 import sys
 from pathlib import Path
 
-from torchmars import __version__
 from torchmars.core.console import say
 from torchmars.core.errors import exit_on_user_error
 from torchmars.core.options import choose
@@ -18,6 +17,8 @@ def main() -> None:
     """Run the command that the first argument names on the other arguments."""
     with exit_on_user_error():
         if sys.argv[1:] == ["--version"]:
+            from torchmars import __version__  # it reads files
+
             say(f"torchmars {__version__}")
             return
         command = choose(sys.argv[1:], commands(), "torchmars", DESCRIPTION)

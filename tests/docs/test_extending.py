@@ -77,6 +77,12 @@ def test_settings_of_its_own_reach_the_plugin(place):
     words += "--model.name parallel --optimizer.name signum".split()
     words += ["--optimizer.extra.threshold", "0.5"]
     assert run(folder, *words, "--model.extra.mlp_scale", "0.5")[0] == 0
+    words[0] = "train"
+    assert words[2:4] == ["--world-size", "1"]
+    del words[2:4]
+    words += ["--run.name", "parallel"]  # which had no such setting
+    code, _, err = run(folder, *words, "--model.extra.mlp_scale", "0.5")
+    assert code == 2 and "was made with model.extra.mlp_scale = None" in err
     code, _, err = run(folder, *words, "--model.extra.scale", "1")
     assert code == 2 and 'error: model.extra.scale means nothing to "parallel": remove it' in err
     code, _, err = run(folder, *words, "--optimizer.extra.treshold", "1")

@@ -141,11 +141,13 @@ def check_same_run(
                 "now: put that one back, or choose another run.name"
             )
         was[TOKENIZER] = now[TOKENIZER]
-    for name in identity_fields():
-        if was.get(name) != now[name]:
+    fields = identity_fields()
+    for name in now | was:
+        same_run = name in fields or name.rpartition(".")[0] in fields  # of a table such as extra
+        if same_run and was.get(name) != now.get(name):
             raise UserError(
-                f"{folder} was made with {name} = {was.get(name)}, the config says {now[name]}: "
-                f"set it back, or choose another run.name"
+                f"{folder} was made with {name} = {was.get(name)}, the config says "
+                f"{now.get(name)}: set it back, or choose another run.name"
             )
     if manifest.data_fingerprint != data:
         places = ", ".join(corpus.path for corpus in config.data.corpora())

@@ -64,10 +64,18 @@ def load_sources(args: list[str], prog: str, *options: type) -> list[NamedTables
     usage = f"{prog} [CONFIG.toml ...]"
     print_help_if_asked(args, usage, *options, settings=Config, more=DESCRIPTION)
     files = list(takewhile(lambda arg: not arg.startswith("--"), args))
+    return [*sources_of(files), (COMMAND_LINE, parse_overrides(args[len(files) :]))]
+
+
+def sources_of(files: list[str]) -> list[NamedTables]:
+    """Return the tables of config files or presets, and where each is from. Raises `UserError`.
+
+    The first file gives the run its name, where no table does.
+    """
     sources = [source for file in files for source in find_sources(file)]
     if files:
         sources.insert(0, (f"the name of {files[0]}", {"run": {"name": config_name(files[0])}}))
-    return [*sources, (COMMAND_LINE, parse_overrides(args[len(files) :]))]
+    return sources
 
 
 def is_set(sources: list[NamedTables], setting: str) -> bool:

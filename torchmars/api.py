@@ -1,0 +1,278 @@
+"""torchmars from Python: train a config, and use, measure, read and plan runs in a notebook."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchmars.checkpoint.inference import load_model, load_sharded_model
+from torchmars.cluster import connection, process
+from torchmars.cluster.environment import keep_compiled_in
+from torchmars.config import ParallelismConfig, ResolvedConfig
+from torchmars.config.load import config_of, config_text, sources_of
+from torchmars.core.errors import EXIT_STOPPED, UserError
+from torchmars.data.tokenizer import Tokenizer
+from torchmars.evaluation.results import Evaluation
+from torchmars.evaluation.rows import read_tasks
+from torchmars.evaluation.sampling import Draw, continuations, encode, predict_with_cache
+from torchmars.evaluation.scoring import Scorer
+from torchmars.evaluation.texts import measure, windows_of_files
+from torchmars.models import Model
+from torchmars.planning import plan as plans
+from torchmars.planning.report import report
+from torchmars.records.run import Run, read_run
+from torchmars.training.determinism import apply_determinism
+from torchmars.training.preparation import prepare_run
+from torchmars.training.trainer import build_trainer
+
+Config = str | Path | Sequence[str | Path] | ResolvedConfig
+
+
+def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) -> Run:
+    """Train, or go on with, the run of a config, as `torchmars train` does; return its curves.
+
+    One rank trains in this process. Several are processes of their own, which the launcher starts.
+
+    Args:
+        config: a TOML file, the name of a shipped one or of a preset, or several of them, of which
+            the later ones win.
+        ranks: processes that train; as many GPUs are needed, where there are GPUs.
+        sections: settings that win over the config's, by section:
+            `training={"steps": 100}, optimizer={"name": "mars-m", "lr": 1e-2}`.
+
+    Returns:
+        What the run's folder holds: `run.series["train/loss"]` has `steps` and `values`.
+
+    Raises:
+        UserError: for a mistake in the config or the data, in one line that names the remedy.
+        KeyboardInterrupt: where a signal stopped the run. It was saved: call again to go on.
+        RuntimeError: where ranks of the launcher failed. They have printed why.
+    """
+    resolved = read_config(config, sections)
+    if ranks == 1:
+        code = train_here(resolved)
+    else:
+        code = train_by_launcher(resolved, ranks)
+    if code == EXIT_STOPPED:
+        raise KeyboardInterrupt
+    if code:
+        raise RuntimeError(f"the run {resolved.run.path} ended with code {code}")
+    return read_run(resolved.run.path)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a run will take of its ranks; `make_plan` makes it. Printed, it is the whole plan."""
+
+    peak: int
+    """Bytes of memory that the fullest rank has at its peak."""
+    checkpoint: int
+    """Bytes of a checkpoint."""
+    microbatches: tuple[int, int]
+    """Sequences of a microbatch, and microbatches of each rank in a step."""
+    seconds: float | None
+    """Of a step, estimated; None without GPUs."""
+    text: str
+    """What `torchmars plan` prints."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def make_plan(
+    config: Config, world_size: int, gpus_per_node: int = 8, **sections: dict[str, Any]
+) -> Planned:
+    """Simulate one step of a config's run on many ranks, without them and without memory.
+
+    Args:
+        config: as in `run_training`.
+        world_size: ranks to plan for.
+        gpus_per_node: GPUs of each machine; 0 for machines without.
+        sections: as in `run_training`.
+
+    Returns:
+        Its memory, time and batches. `print` shows all that `torchmars plan` does.
+
+    Raises:
+        UserError: for a config that these ranks cannot train.
+    """
+    resolved = read_config(config, sections)
+    with no_group():
+        plan = plans.make_plan(resolved, world_size, gpus_per_node)
+        text = "\n".join(report(plan))
+        peak, seconds = plan.largest.peak, plan.seconds
+        return Planned(peak, plan.checkpoint, plan.microbatches, seconds, text)
+
+
+def load(folder: str | Path, device: str | torch.device | None = None) -> "LanguageModel":
+    """Load the model of a run, of a checkpoint, or of a folder that transformers reads.
+
+    Args:
+        folder: a run gives its newest good checkpoint.
+        device: where the model computes. Default: the GPU, where there is one.
+
+    Returns:
+        The model with its tokenizer, ready to generate.
+
+    Raises:
+        UserError: where there is no such model, and for a plugin's model whose module was not
+            imported. What the folder names is never imported.
+        DamagedCheckpoint: where files of the checkpoint are damaged; a `UserError` too.
+    """
+    model, tokenizer, config = load_model(Path(folder))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return LanguageModel(Path(folder), model.to(device).eval(), tokenizer, config)
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A trained model and its tokenizer; `load` makes it."""
+
+    folder: Path
+    """Where it is from."""
+    model: Model
+    """A `torch.nn.Module`: from token ids [batch, length] to hidden states [batch, length, width],
+    and `model.head` from these to logits."""
+    tokenizer: Tokenizer
+    config: ResolvedConfig
+    """Of the run that trained it."""
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] = "\n",
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> str | list[str]:
+        """Return what the model continues a prompt with, or each of several, without the prompt.
+
+        Args:
+            prompt: the text, or texts, to continue.
+            max_tokens: tokens to sample at most; the end of a document comes before.
+            temperature: divides the logits. 0 takes the likeliest token.
+            top_k: sample from the k likeliest tokens only.
+            top_p: sample from the likeliest tokens, as few as have this probability together
+                (Holtzman et al. 2020, arXiv 1904.09751).
+            seed: of the sampling.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else [*prompt]
+        longest = max(len(encode(self.tokenizer, each)) for each in prompts)
+        # A model with a cache is of no other use: take a copy that has the same weights.
+        weights = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
+        model = deepcopy(self.model, weights)
+        predict = predict_with_cache(model, min(model.seq_len, longest + max_tokens))
+        draw = Draw(temperature, top_k, top_p, seed)
+        found = continuations(predict, self.tokenizer, prompts, max_tokens, draw)
+        return found[0] if isinstance(prompt, str) else found
+
+    @torch.no_grad()
+    def logits(self, text: str | Tensor) -> Tensor:
+        """Return the logits of the token after each token of a text, [length, vocab_rows].
+
+        Token ids [batch, length] in place of a text give [batch, length, vocab_rows]. The rows
+        beyond the tokenizer's vocabulary are padding, which training makes unlikely.
+
+        Raises:
+            UserError: for more tokens than the model sees.
+        """
+        ids = torch.tensor(encode(self.tokenizer, text)) if isinstance(text, str) else text
+        if ids.shape[-1] > self.model.seq_len:
+            raise UserError(f"{ids.shape[-1]} tokens: the model sees {self.model.seq_len}")
+        device = next(self.model.parameters()).device
+        found = self.model.head(self.model(ids.to(device).reshape(-1, ids.shape[-1])))
+        return found[0] if ids.ndim == 1 else found
+
+    def evaluate(
+        self,
+        tasks: Sequence[str] = (),
+        text: str | None = None,
+        *,
+        shots: int = 0,
+        limit: int | None = None,
+        batch_size: int = 16,
+        seed: int = 0,
+    ) -> dict[str, dict[str, float]]:
+        """Measure the model as `torchmars evaluate` does, which reads its weights once more.
+
+        Args:
+            tasks: `"hellaswag"` and the other names that the command takes, or
+                `"hellaswag=rows.jsonl"`.
+            text: text files, as a path, a folder or a glob, whose loss is measured.
+            shots: solved examples before each question.
+            limit: only the first so many questions of each task, and windows of the text.
+            batch_size: texts that are scored at once.
+            seed: draws the examples.
+
+        Returns:
+            The measures of each task and of the text, by its name.
+
+        Raises:
+            UserError: for a task or a text that cannot be read.
+        """
+        with no_group():
+            layout = connection.start(ParallelismConfig())
+            questions = read_tasks(tasks, shots, limit, seed)
+            model, tokenizer = load_sharded_model(self.folder, layout, "float32")
+            scorer = Scorer(model, layout, tokenizer, batch_size)
+            results = Evaluation(scorer, questions).results() if questions else []
+            found = {each.task: each.measures() for each in results}
+            if text is not None:
+                windows = windows_of_files(text, scorer)
+                count = min(len(windows), limit or len(windows))
+                found[text] = measure(scorer, text, windows, count, lambda done: None).measures()
+        return found
+
+
+def read_config(config: Config, sections: dict[str, Any]) -> ResolvedConfig:
+    """Return the resolved config of files or names, with `sections` in place of what they say."""
+    if isinstance(config, ResolvedConfig):
+        if sections:
+            raise UserError("a resolved config takes no other settings: set them where it is made")
+        return config
+    names = [config] if isinstance(config, str | Path) else config
+    return config_of([*sources_of([str(name) for name in names]), ("in Python", sections)])
+
+
+@contextmanager
+def no_group() -> Iterator[None]:
+    """Leave, at the end, the process group that the body makes.
+
+    Raises `UserError` where this process is in one.
+    """
+    if dist.is_initialized() or "RANK" in os.environ:
+        raise UserError("this process is a rank of several: call torchmars outside of torchrun")
+    try:
+        yield
+    finally:
+        connection.stop()
+
+
+def train_here(config: ResolvedConfig) -> int:
+    """Train on one rank, in this process. Returns the run's exit code."""
+    process.check_variables()
+    keep_compiled_in(config.run.compile_cache)
+    prepare_run(config, 1, 1)
+    apply_determinism(config.training)
+    with no_group():
+        return build_trainer(config, connection.start(config.parallelism)).run()
+
+
+def train_by_launcher(config: ResolvedConfig, ranks: int) -> int:
+    """Train on several ranks of this machine. Returns the launcher's exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.toml"
+        file.write_text(config_text(config), encoding="utf-8")
+        command = [sys.executable, "-m", "torchmars", "train", str(file)]
+        return subprocess.run(command, env=os.environ | {"NGPU": str(ranks)}).returncode
