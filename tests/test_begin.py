@@ -35,7 +35,7 @@ def test_gpu_memory_grows_unless_the_user_says_otherwise(name):
 @pytest.fixture
 def bare(tmp_path):
     """Start commands by a Python without any package, as one from the system may be."""
-    (tmp_path / "wandb").mkdir()  # as W&B makes it: no package
+    (tmp_path / "tqdm").mkdir()  # a folder of the user's: no package
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
@@ -61,7 +61,7 @@ def test_a_python_without_the_dependencies_is_one_line(bare, command):
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     python = os.path.realpath(sys.executable)
     assert ended.stderr.startswith(f"error: {python} lacks torch, numpy, ")
-    assert f"wandb: {python} -m pip install -e {ROOT}, or activate" in ended.stderr
+    assert f"tqdm: {python} -m pip install -e {ROOT}, or activate" in ended.stderr
 
 
 def test_the_installed_command_says_so_too(bare, tmp_path):

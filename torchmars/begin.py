@@ -20,7 +20,6 @@ MODULES = (  # of the dependencies in pyproject.toml
     "tomli",
     "tomli_w",
     "tqdm",
-    "wandb",
 )
 
 

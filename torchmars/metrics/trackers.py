@@ -1,12 +1,12 @@
 """Trackers: TensorBoard and Weights & Biases, each where the config asks for it."""
 
-import importlib.util
 import os
 from dataclasses import asdict
 from typing import Protocol
 
+from torchmars.begin import is_missing
 from torchmars.config import MetricsConfig, ResolvedConfig
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, missing_package
 
 WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
@@ -75,13 +75,9 @@ def open_trackers(config: ResolvedConfig, step: int) -> list[Tracker]:
 
 def check_trackers(config: MetricsConfig) -> None:
     """Raise `UserError` if a tracker that the config asks for cannot be had."""
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UserError(
-            "metrics.tensorboard needs the tensorboard package: "
-            "pip install 'torchmars[tensorboard]'"
-        )
-    if config.wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError("metrics.wandb needs the wandb package: pip install wandb")
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) and is_missing(name):
+            raise missing_package(name, f"metrics.{name}", extra=name)
     mode = os.environ.get("WANDB_MODE", "online")
     if config.wandb and mode not in WANDB_MODES:
         raise UserError(f"WANDB_MODE must be one of {', '.join(WANDB_MODES)}, got {mode!r}")
