@@ -12,12 +12,11 @@ if TYPE_CHECKING:
     from torchmars.api import make_plan as make_plan
     from torchmars.api import run_training as run_training
     from torchmars.core.errors import UserError as UserError
+    from torchmars.core.version import __version__ as __version__
     from torchmars.optim import MARS as MARS
     from torchmars.optim import param_groups as param_groups
     from torchmars.records.run import Run as Run
     from torchmars.records.run import read_run as read_run
-
-    __version__: str
 
 # Where each public name is. It is imported when it is first used: torch takes seconds.
 PLACES = {
@@ -31,8 +30,9 @@ PLACES = {
     "param_groups": "torchmars.optim",
     "read_run": "torchmars.records.run",
     "run_training": "torchmars.api",
+    "__version__": "torchmars.core.version",
 }
-__all__ = [*PLACES, "__version__"]
+__all__ = [*PLACES]
 
 # A command is being started, not a program that imports this: by `torchmars ...`, or by
 # `python -m torchmars ...`, of which sys.argv has -m until Python has found the file.
@@ -43,8 +43,6 @@ if Path(sys.argv[0]).name in ("-m", "torchmars"):
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return _version()
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(PLACES[name]), name)
@@ -52,16 +50,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def _version() -> str:
-    """Return the version of the package, also in a checkout that is not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torchmars")
-    except PackageNotFoundError:
-        import tomllib
-
-        project = Path(__file__).parents[1] / "pyproject.toml"
-        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])

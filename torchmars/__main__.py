@@ -17,7 +17,7 @@ def main() -> None:
     """Run the command that the first argument names on the other arguments."""
     with exit_on_user_error():
         if sys.argv[1:] == ["--version"]:
-            from torchmars import __version__  # it reads files
+            from torchmars.core.version import __version__  # it reads files
 
             say(f"torchmars {__version__}")
             return
