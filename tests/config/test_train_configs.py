@@ -29,9 +29,22 @@ def test_quickstarts(rule):
     assert config.model == load_config(["quickstart.toml"], "test").model
 
 
-def test_the_quickstart_is_mars_m():
+def test_the_quickstart_has_the_best_rule():
     config = load_config(["quickstart.toml"], "test")
-    assert (config.optimizer.name, config.run.name) == ("mars-m", "quickstart")
+    assert config.run.name == "quickstart"
+    assert load_config(["quickstart.toml", "optimizers/best.toml"], "test").optimizer == (
+        config.optimizer
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_another_rule_after_the_quickstart_is_as_published(rule):
+    """Also where only its name is given: the two options of the best rule are others' too."""
+    file = rules_of("quickstart").get(rule)
+    optimizer = load_config(["quickstart.toml", *([file] if file else [])], "test").optimizer
+    expected = rule == "muon"  # the quickstart itself
+    assert optimizer.name == rule and (optimizer.equilibrate or False) == expected
+    load_config(["quickstart.toml", "--optimizer.name", rule], "test")
 
 
 @pytest.mark.parametrize("rule", sorted(rules_of("optimizers")))
@@ -58,7 +71,7 @@ def test_large_configs_fit_their_ranks(name, ranks):
 
 def test_there_is_one_of_each_kind_for_each_rule():
     assert set(rules_of("optimizers")) == {*RULES, *OF_OTHER_NAMES}
-    assert set(rules_of("quickstart")) == set(RULES) - {"mars-m"} and SIZES
+    assert set(rules_of("quickstart")) == set(RULES) - {"muon"} and SIZES
 
 
 def test_files_here_come_before_those_of_the_package(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def test_quickstart_is_the_documented_one():
     [transcript] = [block.text for block in blocks("text") if "step   1/" in block.text]
     config = load_config([str(ROOT / "train_configs" / "quickstart.toml")], "test")
     assert (
-        config.optimizer.name == "mars-m"
+        config.optimizer.name == "muon"
         and f"step   1/{config.training.steps} | loss" in transcript
         and f"run       {config.run.path}, seed 0" in transcript
     )
