@@ -57,7 +57,7 @@ def printed_by(text):
     return out.getvalue()
 
 
-# A file that a page names is run by test_extending.py.
+# A file that a page names is run by a test of that page.
 OF_NO_FILE = [block for block in blocks("python") if not FILE_NAME.match(block.text)]
 
 

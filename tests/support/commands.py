@@ -40,6 +40,7 @@ MODULES = {
             "plan",
             "presets",
             "runs",
+            "report",
             "generate",
             "export",
             "evaluate",

@@ -1,0 +1,118 @@
+"""What mkdocs makes of this repository beside the pages of docs/: hooks of mkdocs.yml.
+
+The README is the first page, and the changelog is a page. The reference is made from docstrings and
+from the dataclasses of the config. Links that leave docs/ lead to the repository.
+"""
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from torchmars.config import Config
+from torchmars.core.bounds import Bounds
+from torchmars.core.help import Option, default_text, documentation, is_table, metavar, options_of
+
+ROOT = Path(__file__).parents[1]
+OPTIM = """# torchmars.optim
+
+The optimizers, for a loop of your own. They need no other package than torch.
+
+::: torchmars.optim.MARS
+::: torchmars.optim.param_groups
+::: torchmars.optim.lr_factor
+::: torchmars.optim.between
+"""
+PYTHON = """# torchmars
+
+::: torchmars.api.run_training
+::: torchmars.api.load
+::: torchmars.api.LanguageModel
+::: torchmars.api.make_plan
+::: torchmars.api.Planned
+::: torchmars.records.run.read_run
+::: torchmars.records.run.Run
+::: torchmars.records.run.Series
+::: torchmars.core.errors.UserError
+"""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/."""
+    pages = {
+        "index.md": (ROOT / "README.md").read_text().replace("](docs/", "]("),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "]("),
+        "reference/optim.md": OPTIM,
+        "reference/python.md": PYTHON,
+        "reference/config.md": "\n".join(config_page()),
+    }
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links to files that are no pages lead to the repository."""
+    above = "" if page.file.src_uri in ("index.md", "changelog.md") else r"\.\./"
+    markdown = re.sub(rf"\]\({above}README\.md", "](index.md", markdown)
+    outside = rf"\]\({above}((?:LICENSE|examples|train_configs|torchmars)[^)]*)\)"
+    return re.sub(outside, rf"]({config.repo_url}/blob/main/\1)", markdown)
+
+
+def config_page() -> Iterator[str]:
+    """Yield the lines of a page that has every field of the config."""
+    yield "# Every setting\n"
+    yield "Each is a key of a TOML file, and an option of commands: `--training.steps 100`.\n"
+    for name, text, kind in sections(Config):
+        yield f"## [{name}]\n\n{text}\n"
+        texts = documentation(kind)
+        for each in options_of(kind):
+            if not is_table(each.hint):
+                yield f"### `{name}.{each.name}` {{ #{name}.{each.name} }}\n"
+                yield f"{facts(each)}\n\n{texts[each.name]}\n"
+
+
+def sections(kind: type, prefix: str = "") -> Iterator[tuple[str, str, type]]:
+    """Yield the name of each table of a config, what it is about, and its type."""
+    texts = documentation(kind)
+    for each in options_of(kind):
+        is_list = typing.get_origin(each.kind) is list
+        inner = typing.get_args(each.kind)[0] if is_list else each.kind
+        if not dataclasses.is_dataclass(inner):
+            continue
+        text = texts.get(each.name) or inspect.getdoc(inner) or ""
+        yield prefix + each.name, text, typing.cast(type, inner)
+        if not is_list:
+            yield from sections(typing.cast(type, inner), f"{prefix}{each.name}.")
+
+
+def facts(option: Option) -> str:
+    """Return the type, the bounds and the default of a field in a line."""
+    found = [f"`{metavar(option.hint).replace('{', '').replace('}', '').replace(',', '` or `')}`"]
+    found += [words for mark in marks(option.hint) if (words := bounds_in_words(mark))]
+    default = default_text(option)
+    found.append(f"default `{default}`" if default else "no default of its own")
+    return ", ".join(found)
+
+
+def marks(hint: typing.Any) -> Iterator[typing.Any]:
+    """Yield what is declared beside a type, at any depth."""
+    yield from getattr(hint, "__metadata__", ())
+    inner = [hint.__origin__] if hasattr(hint, "__metadata__") else typing.get_args(hint)
+    for each in inner:
+        if not isinstance(each, str):
+            yield from marks(each)
+
+
+def bounds_in_words(mark: typing.Any) -> str:
+    """Return what a mark asks of a number; "" for other marks."""
+    if not isinstance(mark, Bounds) or not hasattr(mark, "low"):
+        return ""
+    low = f"{'more than' if mark.open_low else 'at least'} {mark.low:,}"
+    return low if mark.high == float("inf") else f"{low} and at most {mark.high:,}"
