@@ -25,7 +25,7 @@ from torchmars.checkpoint.resume import newest_good, read_verified
 from torchmars.checkpoint.saver import SWITCH_INTERVAL
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.core.errors import UserError
+from torchmars.core.errors import Unreachable, UserError
 from torchmars.training.trainer import build_trainer
 
 
@@ -279,3 +279,31 @@ def test_a_process_whose_run_another_has_taken_writes_nothing(tables):
     ((told, same),) = run_ranks(write_after_another_took_over, 1, tables)
     assert same and len(told) == 3  # of a failed tidying there is a warning
     assert all("lock was taken by process" in each for each in told)
+
+
+class SilentStore:
+    """A lease in a store that does not answer."""
+
+    def check(self):
+        raise Unreachable("the store does not answer")
+
+    def release(self):
+        pass
+
+
+def train_while_the_store_is_silent(tables):
+    """What each save says; the store holds checkpoints, and not the run's metrics."""
+
+    def change(trainer):
+        trainer.checkpointer.saver.lease = SilentStore()
+
+    return listen_here(tables, change)
+
+
+def test_a_silent_store_costs_saves_and_no_line_of_metrics(tables):
+    """Else the first line of metrics during an outage would end the run."""
+    tables["checkpoint"] |= {"interval": 8, "max_failures": 9}
+    tables["training"]["steps"] = 20
+    [said] = run_ranks(train_while_the_store_is_silent, 1, tables)
+    assert list(metrics(tables)) == [*range(1, 21)]
+    assert said.count("could not be written: the store does not answer") == 4  # one is the end

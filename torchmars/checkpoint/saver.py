@@ -100,14 +100,19 @@ class Saver:
         )
         self.lease = self.layout.only_first(lambda: self.storage.take(self.folder, run.path))
 
-    def check_right(self) -> None:
-        """Raise `LostLock` or `LostLease` if another process goes on with the run.
+    def check_lock(self) -> None:
+        """Raise `LostLock` if another process goes on with the run: this one stood still meanwhile.
 
-        This one stood still meanwhile. Only the first rank, which publishes for all, can raise.
+        Only the first rank, which writes for all, can raise.
         """
-        for right in (self.lock, self.lease):
-            if right is not None:
-                right.check()
+        if self.lock is not None:
+            self.lock.check()
+
+    def check_right(self) -> None:
+        """Raise `LostLock` or `LostLease`, and `Unreachable` where a store does not answer."""
+        self.check_lock()
+        if self.lease is not None:
+            self.lease.check()
 
     @property
     def storage(self) -> Storage:

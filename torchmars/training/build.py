@@ -166,7 +166,7 @@ def build_reports(
         state.validation_loss is not None,
         model.whole.flops_per_token(),
         events,
-        optimizer.checkpointer.saver.check_right,
+        optimizer.checkpointer.saver.check_lock,
         write=not complete,
     )
     whole = model.whole, optimizer.checkpointer.whole_optimizer
