@@ -19,8 +19,10 @@ from torchmars.checkpoint.inference import load_model, load_sharded_model
 from torchmars.cluster import connection, process
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.config import ParallelismConfig, ResolvedConfig
+from torchmars.config.fields import Positive
 from torchmars.config.load import config_of, config_text, sources_of
 from torchmars.core.errors import EXIT_STOPPED, UserError
+from torchmars.core.typed import make
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.rows import read_tasks
@@ -166,23 +168,35 @@ class LanguageModel:
             top_p: sample from the likeliest tokens, as few as have this probability together
                 (Holtzman et al. 2020, arXiv 1904.09751).
             seed: of the sampling.
+
+        Returns:
+            A text for a text, a list for several.
+
+        Raises:
+            UserError: for a value out of its range.
         """
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        draw = make(Draw, settings)
+        make(Positive, max_tokens, name="max_tokens")
         prompts = [prompt] if isinstance(prompt, str) else [*prompt]
         longest = max(len(encode(self.tokenizer, each)) for each in prompts)
         # A model with a cache is of no other use: take a copy that has the same weights.
         weights = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
         model = deepcopy(self.model, weights)
         predict = predict_with_cache(model, min(model.seq_len, longest + max_tokens))
-        draw = Draw(temperature, top_k, top_p, seed)
         found = continuations(predict, self.tokenizer, prompts, max_tokens, draw)
         return found[0] if isinstance(prompt, str) else found
 
     @torch.no_grad()
     def logits(self, text: str | Tensor) -> Tensor:
-        """Return the logits of the token after each token of a text, [length, vocab_rows].
+        """Return the logits of the token after each token of a text.
 
-        Token ids [batch, length] in place of a text give [batch, length, vocab_rows]. The rows
-        beyond the tokenizer's vocabulary are padding, which training makes unlikely.
+        Args:
+            text: a text, or token ids [batch, length].
+
+        Returns:
+            [length, vocab_rows] for a text, [batch, length, vocab_rows] for token ids. The rows
+            beyond the tokenizer's vocabulary are padding, which training makes unlikely.
 
         Raises:
             UserError: for more tokens than the model sees.

@@ -140,6 +140,16 @@ def test_a_mistake_is_one_line(call, message):
     assert "\n" not in str(found.value)
 
 
+def test_settings_of_a_sample_out_of_range_are_refused(model):
+    for settings, message in {
+        ("temperature", -1.0): "temperature must be at least 0, got -1",
+        ("top_p", 0.0): "top_p must be more than 0",
+        ("max_tokens", 0): "max_tokens must be at least 1, got 0",
+    }.items():
+        with pytest.raises(torchmars.UserError, match=message):
+            model.generate("a", **dict([settings]))
+
+
 def test_more_tokens_than_the_model_sees_are_refused(model):
     with pytest.raises(torchmars.UserError, match="33 tokens: the model sees 32"):
         model.logits("x" * 33)

@@ -127,7 +127,7 @@ def check_words(words, config):
         else:
             assert importlib.util.find_spec(args[1])
     elif program == "python":
-        assert (ROOT / args[0]).is_file()
+        assert (ROOT / args[0]).is_file() or args[0] in named_files("python")
     else:
         assert program in PROGRAMS
 

@@ -34,7 +34,9 @@ def test_readme_is_short_and_leads_to_every_page():
 
 
 def test_quickstart_is_the_documented_one():
-    [transcript] = [block.text for block in blocks("text") if "step   1/" in block.text]
+    [transcript] = [
+        block.text for block in blocks("text") if block.page == README and "step   1/" in block.text
+    ]
     config = load_config([str(ROOT / "train_configs" / "quickstart.toml")], "test")
     assert (
         config.optimizer.name == "muon"

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from torchmars.config.fields import Amount, Positive
+from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.models.cache import Cache
@@ -22,11 +25,11 @@ UNKNOWN = "\ufffd"  # what the first bytes of a letter decode to
 class Draw:
     """How a token is drawn from logits."""
 
-    temperature: float = 1.0
+    temperature: Amount = 1.0
     """Divides the logits. 0 takes the likeliest token."""
-    top_k: int | None = None
+    top_k: Positive | None = None
     """Only the k likeliest tokens are drawn."""
-    top_p: float | None = None
+    top_p: Annotated[float, Range(0, 1, open_low=True)] | None = None
     """Only the likeliest tokens are drawn, as few as have this probability together (Holtzman et
     al. 2020, arXiv 1904.09751, section 3.1)."""
     seed: int = 0

@@ -44,6 +44,8 @@ from torchmars.optim.update import update_groups
 class MARS(torch.optim.Optimizer):
     """Variance-reduced AdamW, Lion, Shampoo and Muon, and the same without the reduction.
 
+    Sources: Yuan et al. (arXiv 2411.10438), Liu et al. (arXiv 2510.21800) for "mars-m".
+
     For each parameter x with gradient g, last gradient h (h = g at the first step) and
     kappa = gamma b1 / (1 - b1):
 

@@ -15,11 +15,15 @@ def lr_factor(
 ) -> float:
     """Return the factor of the peak learning rate for update number `step` = 1 ... total_steps.
 
-    Warmup is linear from 0: step / warmup_steps. After it, cosine and linear fall to `floor` (the
-    lowest learning rate over the peak) at `total_steps`. constant stays at 1. wsd stays at 1 until
-    a linear fall over the last `decay_steps`; it raises `ValueError` without them. range_test rises
-    from `floor` by the same factor at each step, for a learning rate range test (Smith 2017,
-    arXiv 1506.01186).
+    Args:
+        step: number of the update, from 1.
+        total_steps: updates of the run.
+        name: cosine and linear fall to `floor` at `total_steps`. constant stays at 1. wsd stays at
+            1 until a linear fall over the last `decay_steps`. range_test rises from `floor` by the
+            same factor at each step (Smith 2017, arXiv 1506.01186).
+        warmup_steps: over these it rises from 0 by a line: step / warmup_steps.
+        decay_steps: of wsd, which raises `ValueError` without them.
+        floor: the lowest learning rate over the peak.
     """
     if step < warmup_steps:
         return step / warmup_steps
@@ -42,7 +46,12 @@ def between(
 ) -> float:
     """Return a value at `step` of a schedule from `first` at step 0 to `last` at `total_steps`.
 
-    It follows a line or half a cosine. With constant it stays `first`.
+    Args:
+        step: from 0; beyond `total_steps` the value stays `last`.
+        total_steps: the length of the schedule.
+        first: the value at its begin.
+        last: the value at its end.
+        name: linear, half a cosine, or constant, which stays `first`.
     """
     progress = min(max(step / max(total_steps, 1), 0.0), 1.0)
     if name == "constant":

@@ -144,7 +144,17 @@ def interpolated(
 
 
 def read_run(folder: Path) -> Run:
-    """Return the run in `folder`. Raises `UserError` if there is none, or its files are damaged."""
+    """Return what the folder of a run holds: its config, curves and events.
+
+    Args:
+        folder: the run's, FOLDER/NAME of its config.
+
+    Returns:
+        `run.series["train/loss"]` has the `steps` and `values` of a measurement, as arrays.
+
+    Raises:
+        UserError: where it is no run's folder, or its files are damaged.
+    """
     file = folder / CONFIG_FILE
     if not file.is_file():
         lacks = f"it has no {CONFIG_FILE}" if folder.exists() else "it does not exist"
