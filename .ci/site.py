@@ -61,6 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Let links to files that are no pages lead to the repository."""
     above = "" if page.file.src_uri in ("index.md", "changelog.md") else r"\.\./"
     markdown = re.sub(rf"\]\({above}README\.md", "](index.md", markdown)
+    markdown = re.sub(rf"\]\({above}CHANGELOG\.md", "](changelog.md", markdown)
     outside = rf"\]\({above}((?:LICENSE|examples|train_configs|torchmars)[^)]*)\)"
     return re.sub(outside, rf"]({config.repo_url}/blob/main/\1)", markdown)
 
