@@ -63,7 +63,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = re.sub(rf"\]\({above}README\.md", "](index.md", markdown)
     markdown = re.sub(rf"\]\({above}CHANGELOG\.md", "](changelog.md", markdown)
     outside = rf"\]\({above}((?:LICENSE|examples|train_configs|torchmars)[^)]*)\)"
-    return re.sub(outside, rf"]({config.repo_url}/blob/main/\1)", markdown)
+    repository = config.extra["repository"]
+    return re.sub(outside, rf"]({repository}/blob/main/\1)", markdown)
 
 
 def config_page() -> Iterator[str]:
