@@ -14,6 +14,7 @@ from torch import Tensor
 
 import torchmars
 from tests.support.commands import finish_run, run_command
+from tests.support.full import FULL
 from tests.support.tiny import metrics, tiny_tables, write_config, write_text
 from torchmars.config.load import config_from_tables
 
@@ -55,6 +56,7 @@ def test_a_run_in_this_process_is_that_of_the_command(run, config, tables):
     assert loss.values[-1] < loss.values[0] - 1
 
 
+@FULL
 def test_ranks_of_the_launcher_train_the_same_run(run, config):
     other = torchmars.run_training(config, ranks=2, run={"name": "two"})
     assert other.name == "two" and other.last_step == 20
@@ -155,6 +157,7 @@ def test_more_tokens_than_the_model_sees_are_refused(model):
         model.logits("x" * 33)
 
 
+@FULL
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     """Its quickstart.toml is a small one here."""
     write_text(tmp_path)

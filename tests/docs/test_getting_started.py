@@ -8,8 +8,10 @@ import pytest
 from tests.docs.pages import ROOT, commands, named_files, split_page
 from tests.docs.test_samples import first_difference, without_figures
 from tests.support.commands import Command
+from tests.support.full import FULL
 from tests.support.tiny import write_text
 
+pytestmark = FULL
 PAGE, _ = split_page(ROOT / "docs" / "getting_started.md")
 STEPS = 4
 
