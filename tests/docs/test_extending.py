@@ -66,6 +66,7 @@ def test_the_model_the_rule_and_the_documents_are_the_plugins_own(place):
     trained = {name.split()[3]: out for name, (_, out, _) in done.items() if name[:5] == "train"}
     model, rule, data = (trained[f"my_{kind}"] for kind in ("model", "rule", "data"))
     assert "model     parallel nano" in model and "signum" in rule
+    assert "torchmars generate runs/parallel --plugins my_model" in model
     assert "csv" in data
     [manifest] = (folder / "runs/parallel/checkpoints").glob("*/manifest.json")
     assert json.loads(manifest.read_text())["config"]["run"]["plugins"] == ["my_model"]

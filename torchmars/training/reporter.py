@@ -135,7 +135,10 @@ class RunReporter:
         if self.config.checkpoint.at_end:
             run, prompt = str(self.config.run.path), self.config.validation.sample_prompt
             words = ["--prompt", prompt] if prompt.strip() else []
-            commands = (["generate", run, *words], ["plot", run], ["export", run, f"{run}-hf"])
+            commands = [["generate", run, *words], ["plot", run], ["export", run, f"{run}-hf"]]
+            if plugins := ",".join(self.config.run.plugins):
+                commands[0] += ["--plugins", plugins]
+                commands[2] += ["--plugins", plugins]
             self.layout.say("\n".join(next_commands(*(["torchmars", *each] for each in commands))))
 
     def report_failure(self, step: int, error: UserError) -> None:
