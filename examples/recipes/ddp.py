@@ -3,7 +3,7 @@ from torch import nn
 
 from torchmars.optim import MARS, param_groups
 
-torch.distributed.init_process_group("gloo")  # on GPUs "nccl", and model and tokens to the rank's
+torch.distributed.init_process_group("gloo")  # on GPUs: "nccl", and move model and tokens there
 model = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 100))
 model = nn.parallel.DistributedDataParallel(model)
 optimizer = MARS(param_groups(model, "mars-m", lr=2e-2), max_grad_norm=1.0)
@@ -13,4 +13,6 @@ for _ in range(100):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-print("loss", loss.item())
+if torch.distributed.get_rank() == 0:
+    print("loss", loss.item())
+torch.distributed.destroy_process_group()

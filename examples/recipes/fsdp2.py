@@ -4,7 +4,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torchmars.optim import MARS, param_groups
 
-torch.distributed.init_process_group("gloo")  # on GPUs "nccl", and model and tokens to the rank's
+torch.distributed.init_process_group("gloo")  # on GPUs: "nccl", and move model and tokens there
 model = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 100))
 for module in (model[1], model[3], model):
     fully_shard(module)
@@ -14,4 +14,7 @@ for _ in range(100):
     nn.functional.cross_entropy(model(tokens), (7 * tokens + 1) % 100).backward()
     optimizer.step()
     optimizer.zero_grad()
-print("loss", nn.functional.cross_entropy(model(tokens), (7 * tokens + 1) % 100).item())
+loss = nn.functional.cross_entropy(model(tokens), (7 * tokens + 1) % 100)
+if torch.distributed.get_rank() == 0:
+    print("loss", loss.item())
+torch.distributed.destroy_process_group()

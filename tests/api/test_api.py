@@ -76,7 +76,7 @@ def test_calling_again_goes_on_or_is_done(run, config):
 
 def test_curves_are_those_of_the_file(run):
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    found = torchmars.read_run(run.folder).series["validation/loss"]
+    found = torchmars.read_run(str(run.folder)).series["validation/loss"]
     expected = [
         (json.loads(line)["step"], json.loads(line).get("validation/loss")) for line in lines
     ]

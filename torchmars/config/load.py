@@ -126,7 +126,7 @@ def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
             raise
         raise UserError(
             f"{error}. The run had the plugins {', '.join(missing)}, which a file of a run cannot "
-            f"load: if you trust them, add --plugins {','.join(missing)}"
+            f"load: if you trust them, add --plugins {','.join(missing)}, or import them in Python"
         ) from None
 
 

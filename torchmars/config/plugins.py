@@ -37,7 +37,8 @@ def load_plugins(modules: Iterable[str]) -> None:
         except Exception as error:  # whatever its code raises
             raise UserError(
                 f"run.plugins: cannot import {module} ({type(error).__name__}: {error}): name a "
-                "module as Python does, such as my_module for my_module.py in this folder"
+                "module as Python does, such as my_module for my_module.py in this folder, or in "
+                "one of PYTHONPATH"
             ) from None
 
 

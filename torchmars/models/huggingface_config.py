@@ -29,7 +29,9 @@ def to_config(model: Model) -> dict[str, Any]:
         return gpt2_config(model)
     if type(model) is Llama:
         return llama_config(model.args)
-    raise UserError(f"transformers has no {type(model).__name__}: a plugin's model has no export")
+    raise UserError(
+        f"transformers has no {type(model).__name__}: export it to a file that ends in .safetensors"
+    )
 
 
 def gpt2_config(model: GPT2) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Checks of what an optimizer is given: hyperparameters and parameters."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -119,3 +120,14 @@ def _check_parameter(parameter: Tensor, local: Tensor, rule: str, name: str) -> 
         )
     if torch.empty_like(local).stride() != local.stride():
         raise ValueError(f"params must be dense in memory, {name} has strides {local.stride()}")
+
+
+def warn_of_no_gradient(groups: list[dict[str, Any]]) -> None:
+    """Warn, once, of a step in which no parameter of an optimizer's groups has a gradient."""
+    if all(each.grad is None for group in groups for each in group["params"]):
+        warnings.warn(
+            "MARS.step() finds no gradient, so it trains nothing. Was the model sharded or wrapped "
+            "after the optimizer was made? Make the optimizer after that, of the parameters that "
+            "the model then has",
+            stacklevel=3,
+        )

@@ -24,6 +24,7 @@ from torchmars.optim.checks import (
     check_parameters,
     check_rule,
     check_state_dtypes,
+    warn_of_no_gradient,
 )
 from torchmars.optim.groups import complete_group, warn_of_slips
 from torchmars.optim.kernels import pays_to_compile
@@ -350,6 +351,8 @@ class MARS(torch.optim.Optimizer):
             raise RuntimeError("exact_fraction needs take_subset() before each step()")
 
         groups = self._groups()
+        if not groups:
+            warn_of_no_gradient(self.param_groups)
         for traffic in self.plans.traffic:
             traffic.measure(self.measures)
         reduction = reduce_gradients(groups, self.plans, self.max_grad_norm, self.compile)

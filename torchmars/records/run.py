@@ -143,7 +143,7 @@ def interpolated(
     return np.asarray(result, dtype=np.float64)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: str | Path) -> Run:
     """Return what the folder of a run holds: its config, curves and events.
 
     Args:
@@ -155,6 +155,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         UserError: where it is no run's folder, or its files are damaged.
     """
+    folder = Path(folder)
     file = folder / CONFIG_FILE
     if not file.is_file():
         lacks = f"it has no {CONFIG_FILE}" if folder.exists() else "it does not exist"
