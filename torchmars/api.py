@@ -1,6 +1,7 @@
 """torchmars from Python: train a config, and use, measure, read and plan runs in a notebook."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,9 @@ Config = str | Path | Sequence[str | Path] | ResolvedConfig
 def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) -> Run:
     """Train, or go on with, the run of a config, as `torchmars train` does; return its curves.
 
-    One rank trains in this process. Several are processes of their own, which the launcher starts.
+    One rank trains in this process, which keeps what the config sets for a process:
+    `training.deterministic`, and the folder of compiled kernels. Several ranks are processes of
+    their own, which the launcher starts.
 
     Args:
         config: a TOML file, the name of a shipped one or of a preset, or several of them, of which
@@ -179,6 +182,8 @@ class LanguageModel:
         draw = make(Draw, settings)
         make(Positive, max_tokens, name="max_tokens")
         prompts = [prompt] if isinstance(prompt, str) else [*prompt]
+        if not prompts:
+            return []
         longest = max(len(encode(self.tokenizer, each)) for each in prompts)
         # A model with a cache is of no other use: take a copy that has the same weights.
         weights = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
@@ -210,7 +215,7 @@ class LanguageModel:
 
     def evaluate(
         self,
-        tasks: Sequence[str] = (),
+        tasks: str | Sequence[str] = (),
         text: str | None = None,
         *,
         shots: int = 0,
@@ -221,7 +226,7 @@ class LanguageModel:
         """Measure the model as `torchmars evaluate` does, which reads its weights once more.
 
         Args:
-            tasks: `"hellaswag"` and the other names that the command takes, or
+            tasks: one or several: `"hellaswag"` and the other names that the command takes, or
                 `"hellaswag=rows.jsonl"`.
             text: text files, as a path, a folder or a glob, whose loss is measured.
             shots: solved examples before each question.
@@ -237,7 +242,8 @@ class LanguageModel:
         """
         with no_group():
             layout = connection.start(ParallelismConfig())
-            questions = read_tasks(tasks, shots, limit, seed)
+            names = [tasks] if isinstance(tasks, str) else tasks
+            questions = read_tasks(names, shots, limit, seed)
             model, tokenizer = load_sharded_model(self.folder, layout, "float32")
             scorer = Scorer(model, layout, tokenizer, batch_size)
             results = Evaluation(scorer, questions).results() if questions else []
@@ -280,7 +286,11 @@ def train_here(config: ResolvedConfig) -> int:
     prepare_run(config, 1, 1)
     apply_determinism(config.training)
     with no_group():
-        return build_trainer(config, connection.start(config.parallelism)).run()
+        trainer = build_trainer(config, connection.start(config.parallelism))
+        try:
+            return trainer.run()
+        finally:
+            trainer.checkpointer.saver.release()
 
 
 def train_by_launcher(config: ResolvedConfig, ranks: int) -> int:
@@ -289,4 +299,11 @@ def train_by_launcher(config: ResolvedConfig, ranks: int) -> int:
         file = Path(folder) / "config.toml"
         file.write_text(config_text(config), encoding="utf-8")
         command = [sys.executable, "-m", "torchmars", "train", str(file)]
-        return subprocess.run(command, env=os.environ | {"NGPU": str(ranks)}).returncode
+        variables = os.environ | {"NGPU": str(ranks)}
+        # In a session of its own: a terminal would send it Ctrl-C too, and the second one ends it.
+        launcher = subprocess.Popen(command, env=variables, start_new_session=True)
+        while True:
+            try:
+                return launcher.wait()
+            except KeyboardInterrupt:  # it saves the run
+                launcher.send_signal(signal.SIGINT)

@@ -4,6 +4,8 @@ import json
 import runpy
 import subprocess
 import sys
+import threading
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from tests.support.commands import finish_run, run_command
 from tests.support.full import FULL
 from tests.support.tiny import metrics, tiny_tables, write_config, write_text
 from torchmars.config.load import config_from_tables
+from torchmars.core import locks
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +77,14 @@ def test_calling_again_goes_on_or_is_done(run, config):
     assert longer.last_step == 21
 
 
+def test_another_process_can_go_on_with_a_run_of_this_one(run, config):
+    """Also after a call that found nothing to do."""
+    for _ in range(2):
+        torchmars.run_training(config)
+        assert not locks.is_locked(run.folder / "lock")
+        assert not [each for each in threading.enumerate() if each.name == "lock"]
+
+
 def test_curves_are_those_of_the_file(run):
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     found = torchmars.read_run(str(run.folder)).series["validation/loss"]
@@ -111,6 +122,8 @@ def test_tasks_are_measured_by_name(model, tmp_path):
     (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
     [(name, measures)] = model.evaluate([str(tmp_path / "mine.jsonl")]).items()
     assert "mine" in name and measures["questions"] == 1
+    assert model.evaluate(str(tmp_path / "mine.jsonl")) == {name: measures}
+    assert model.generate([]) == []
 
 
 def test_a_plan_is_that_of_the_command(config):
@@ -186,4 +199,5 @@ def test_importing_the_package_imports_nothing_else():
     done = subprocess.run(
         [sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "0.1.0" and "MARS" in torchmars.__all__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert done.stdout.strip() == project["version"] and "MARS" in torchmars.__all__

@@ -39,12 +39,14 @@ def test_the_quickstart_has_the_best_rule():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_another_rule_after_the_quickstart_is_as_published(rule):
-    """Also where only its name is given: the two options of the best rule are others' too."""
+    """The two options of the best rule are others' too, so their files switch them off."""
     file = rules_of("quickstart").get(rule)
     optimizer = load_config(["quickstart.toml", *([file] if file else [])], "test").optimizer
     expected = rule == "muon"  # the quickstart itself
     assert optimizer.name == rule and (optimizer.equilibrate or False) == expected
     load_config(["quickstart.toml", "--optimizer.name", rule], "test")
+    file = rules_of("optimizers")[rule]
+    assert not load_config(["quickstart.toml", file], "test").optimizer.equilibrate
 
 
 @pytest.mark.parametrize("rule", sorted(rules_of("optimizers")))

@@ -10,6 +10,8 @@ import tomli_w
 from tests.docs.pages import ROOT, blocks, commands, named_files
 from tests.support.commands import Command
 from tests.support.tiny import tiny_tables, write_text
+from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
 
 PAGE = [block for block in blocks("bash") if block.page.name == "extending.md"]
 REVIEWS = 300
@@ -84,10 +86,42 @@ def test_settings_of_its_own_reach_the_plugin(place):
     words += ["--run.name", "parallel"]  # which had no such setting
     code, _, err = run(folder, *words, "--model.extra.mlp_scale", "0.5")
     assert code == 2 and "was made with model.extra.mlp_scale = None" in err
+    code, _, err = run(folder, *words, "--model.extra.mlp_scale.deeper", "0.5")
+    assert code == 2 and "was made with model.extra.mlp_scale.deeper = None" in err
     code, _, err = run(folder, *words, "--model.extra.scale", "1")
     assert code == 2 and 'error: model.extra.scale means nothing to "parallel": remove it' in err
     code, _, err = run(folder, *words, "--optimizer.extra.treshold", "1")
-    assert code == 2 and 'optimizer.treshold has no meaning for "signum": remove it' in err
+    assert code == 2 and 'optimizer.extra.treshold has no meaning for "signum": remove it' in err
+    code, _, err = run(folder, *words, "--optimizer.extra.lr", "1")
+    assert code == 2 and "optimizer.extra.lr is a setting of all rules: set optimizer.lr" in err
+
+
+def test_layouts_of_a_plugins_model_are_confirmed(place):
+    """In processes of their own, which import it too."""
+    folder, _ = place
+    words = "plan quickstart.toml --world-size 8 --plugins my_model --model.name parallel".split()
+    code, out, err = run(folder, *words, "--confirm", "1", "--find")
+    assert code == 0 and "planned" in out, err
+
+
+def test_another_rule_drops_the_plugins_settings(place):
+    folder, _ = place
+    (folder / "signum.toml").write_text(
+        'extends = ["quickstart.toml"]\nrun.plugins = ["my_rule"]\n'
+        '[optimizer]\nname = "signum"\nextra = {threshold = 0.5}\n'
+    )
+    code, out, err = run(folder, "plan", "signum.toml", "--world-size", "1")
+    assert code == 0 and "signum" in out, err
+    words = ["plan", "signum.toml", "--world-size", "1", "--optimizer.name", "adamw"]
+    assert run(folder, *words)[0] == 0
+
+
+@pytest.mark.parametrize("plugins", [5, "abc", [["a"]], ["a; rm -rf ~"], {"a": 1}])
+def test_a_hostile_list_of_plugins_is_one_harmless_line(plugins):
+    tables = {"run": {"plugins": plugins}, "model": {"name": "theirs"}}
+    with pytest.raises(UserError) as found:
+        config_from_tables(tables, "theirs")
+    assert "\n" not in str(found.value) and "--plugins a" not in str(found.value)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,8 @@ def check_same_run(
         was[TOKENIZER] = now[TOKENIZER]
     fields = identity_fields()
     for name in now | was:
-        same_run = name in fields or name.rpartition(".")[0] in fields  # of a table such as extra
+        # Below a field are the values of a table, such as model.extra.
+        same_run = any(f"{name}.".startswith(f"{field}.") for field in fields)
         if same_run and was.get(name) != now.get(name):
             raise UserError(
                 f"{folder} was made with {name} = {was.get(name)}, the config says "

@@ -187,6 +187,13 @@ class Saver:
         if self.lock is not None:
             self.lock.rest()
 
+    def release(self) -> None:
+        """Close, and let others have the run's folder before this process ends."""
+        self.close()
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
     def _count(self) -> None:
         self.failures = self.failures + 1 if self.error else 0
         if self.error and self.lost:

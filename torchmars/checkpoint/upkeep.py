@@ -110,7 +110,8 @@ def prune_checkpoints(
 def not_kept(good: dict[PurePath, CheckpointManifest], asked: dict[str, int]) -> list[PurePath]:
     """Return the good checkpoints that neither `asked` nor the run's settings keep."""
     newest = good[max(good, key=step_of)]
-    settings = make(CheckpointConfig, without_none(newest.config.get("checkpoint", {})))
+    saved = without_none(newest.config.get("checkpoint", {}))
+    settings = make(CheckpointConfig, saved, "in the newest checkpoint", "checkpoint")
     values: dict[str, Any] = {**asked}
     by_step = {step_of(path): path for path in good}
     losses = {

@@ -178,6 +178,8 @@ def without_other_rule(base: Tables, later: Tables) -> Tables:
         return base
     foreign = {name for each in RULES.values() for name in each.defaults} - set(rule.defaults)
     kept = {key: value for key, value in optimizer.items() if key not in foreign}
+    if isinstance(extra := kept.pop("extra", None), dict):
+        kept["extra"] = {key: value for key, value in extra.items() if key in rule.defaults}
     return base | {"optimizer": kept}
 
 

@@ -194,6 +194,11 @@ class OptimizerConfig:
             f"optimizer.exact_fraction = {self.exact_fraction:g} has no meaning without "
             'optimizer.mode = "exact": set that too',
         )
+        for key in self.extra:
+            require(
+                key not in OptimizerConfig.__dataclass_fields__,
+                f"optimizer.extra.{key} is a setting of all rules: set optimizer.{key}",
+            )
         try:
             settings = complete_settings(self.name, **self.rule_settings())
             own = {key: value for key, value in settings.items() if key not in vars(self)}
@@ -201,7 +206,8 @@ class OptimizerConfig:
             resolved = ResolvedOptimizer(**vars(self) | known | {"extra": own})
             check_groups(**resolved.settings())
         except ValueError as error:
-            raise UserError(f"optimizer.{error}") from None
+            of_plugin = str(error).partition(" ")[0] in self.extra
+            raise UserError(f"optimizer.{'extra.' if of_plugin else ''}{error}") from None
         return resolved
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torchmars.core.bounds import is_module_name
 from torchmars.core.errors import UserError
 from torchmars.core.options import words
 
@@ -30,20 +31,24 @@ class PluginOptions:
 def load_plugins(modules: Iterable[str]) -> None:
     """Import modules of the user's, also from the current folder. Raises `UserError`."""
     for module in modules:
-        if os.getcwd() not in sys.path:  # the command `torchmars` does not look there
-            sys.path.append(os.getcwd())
         try:
+            if os.getcwd() not in sys.path:  # the command `torchmars` does not look there
+                sys.path.append(os.getcwd())
             importlib.import_module(module)
         except Exception as error:  # whatever its code raises
             raise UserError(
-                f"run.plugins: cannot import {module} ({type(error).__name__}: {error}): name a "
-                "module as Python does, such as my_module for my_module.py in this folder, or in "
-                "one of PYTHONPATH"
+                f"--plugins or run.plugins: cannot import {module} ({type(error).__name__}: "
+                f"{error}): name a module as Python does, such as my_module for my_module.py in "
+                "this folder, or in one of PYTHONPATH"
             ) from None
 
 
 def not_loaded(tables: dict[str, Any]) -> list[str]:
-    """Return the plugins that a config's tables name and that are not imported here."""
+    """Return the plugins that a config's tables name and that are not imported here.
+
+    The tables may be anybody's, and the names are shown to be typed: what is no name is left out.
+    """
     run = tables.get("run")
-    named = run.get("plugins", []) if isinstance(run, dict) else []
-    return [str(each) for each in named if each not in sys.modules]
+    named = run.get("plugins") if isinstance(run, dict) else None
+    named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+    return [each for each in named if is_module_name(each) and each not in sys.modules]

@@ -166,6 +166,14 @@ class RunLock:
         """Touch the lock no more. It ends with this process."""
         self.ended.set()
 
+    def release(self) -> None:
+        """Let other processes have the lock, while this one goes on with something else."""
+        self.rest()
+        self.thread.join()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
     def _renew(self) -> None:
         while not self.ended.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError, LostLock):

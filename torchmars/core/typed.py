@@ -135,6 +135,8 @@ def hint_at(kind: Any, path: Path) -> Any:
             kind = args[1]
         elif dataclasses.is_dataclass(kind):
             kind = typing.get_type_hints(kind)[step]
+        elif kind is Any:
+            return Any
         else:
             raise KeyError(step)
     return kind

@@ -4,6 +4,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 from torchmars.config import ResolvedConfig
+from torchmars.config.plugins import load_plugins
 from torchmars.core.tables import table
 from torchmars.metrics.throughput import GIB
 from torchmars.planning.find import Candidate
@@ -15,8 +16,9 @@ def confirmed_table(
 ) -> list[str]:
     """Plan each layout of `found` exactly; return the figures beside the estimates, in lines."""
     rows: list[tuple[str, ...]] = [("GiB", "planned", "off", "waiting", "planned", "options")]
-    spawn = multiprocessing.get_context("spawn")  # a process can make one plan only
-    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+    spawn = multiprocessing.get_context("spawn")  # a plan leaves its process group behind
+    plugins = (config.run.plugins,)
+    with ProcessPoolExecutor(1, spawn, load_plugins, plugins, max_tasks_per_child=1) as pool:
         for each in found:
             peak, bubble = pool.submit(planned, each.config, world_size, per_node).result()
             sizes = [f"{size / GIB:.1f}" for size in (each.memory, peak)]

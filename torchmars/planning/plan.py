@@ -28,7 +28,8 @@ from torchmars.training.preparation import prepared_data
 def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int = 0) -> "Plan":
     """Plan rank number `rank` of `world_size`, with `per_node` GPUs on each machine (0: CPUs).
 
-    Call it once in a process. Raises `UserError` if the config does not divide.
+    It makes a process group, which must be left before the next plan. Raises `UserError` if the
+    config does not divide.
     """
     if per_node and world_size > per_node and world_size % per_node:
         raise UserError(

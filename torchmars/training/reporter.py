@@ -137,8 +137,7 @@ class RunReporter:
             words = ["--prompt", prompt] if prompt.strip() else []
             commands = [["generate", run, *words], ["plot", run], ["export", run, f"{run}-hf"]]
             if plugins := ",".join(self.config.run.plugins):
-                commands[0] += ["--plugins", plugins]
-                commands[2] += ["--plugins", plugins]
+                commands = [[*commands[0], "--plugins", plugins], commands[1]]
             self.layout.say("\n".join(next_commands(*(["torchmars", *each] for each in commands))))
 
     def report_failure(self, step: int, error: UserError) -> None:

@@ -77,10 +77,10 @@ class Trainer:
         Returns the exit code: 0, or 75 for a run that a signal stopped.
         """
         self.reporter.announce()
-        if self.state.step >= self.config.training.steps:
-            return 0
-        self.reporter.report_start(self.resumed)
         try:
+            if self.state.step >= self.config.training.steps:
+                return 0
+            self.reporter.report_start(self.resumed)
             with self.signals, self.watchdog, self.profiler, self.garbage:
                 try:
                     complete = self.train()
