@@ -15,4 +15,3 @@ for _ in range(100):
     optimizer.step()
 if torch.distributed.get_rank() == 0:
     print("loss", loss.item())
-torch.distributed.destroy_process_group()

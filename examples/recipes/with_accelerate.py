@@ -14,4 +14,4 @@ for _ in range(100):
     optimizer.zero_grad()
     accelerator.backward(loss)
     optimizer.step()
-print("loss", loss.item())
+accelerator.print("loss", loss.item())
