@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.full import FULL
 from torchmars.core import locks
 from torchmars.core.errors import UserError
 from torchmars.core.locks import LostLock, RunLock, lock
@@ -83,6 +84,7 @@ def runs(tmp_path):
     process.kill()
 
 
+@FULL  # it waits for a minute
 def test_a_process_that_stands_still_loses_its_run(tmp_path, monkeypatch, runs, capsys):
     runs.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
