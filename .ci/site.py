@@ -5,7 +5,6 @@ from the dataclasses of the config. Links that leave docs/ lead to the repositor
 """
 
 import dataclasses
-import inspect
 import re
 import typing
 from collections.abc import Iterator
@@ -17,7 +16,15 @@ from mkdocs.structure.pages import Page
 
 from torchmars.config import Config
 from torchmars.core.bounds import Bounds
-from torchmars.core.help import Option, default_text, documentation, is_table, metavar, options_of
+from torchmars.core.help import (
+    Option,
+    default_text,
+    documentation,
+    is_table,
+    metavar,
+    options_of,
+    sections_of,
+)
 
 ROOT = Path(__file__).parents[1]
 OPTIM = """# torchmars.optim
@@ -71,7 +78,7 @@ def config_page() -> Iterator[str]:
     """Yield the lines of a page that has every field of the config."""
     yield "# Every setting\n"
     yield "Each is a key of a TOML file, and an option of commands: `--training.steps 100`.\n"
-    for name, text, kind in sections(Config):
+    for name, text, kind in tables():
         yield f"## [{name}]\n\n{text}\n"
         texts = documentation(kind)
         for each in options_of(kind):
@@ -80,18 +87,14 @@ def config_page() -> Iterator[str]:
                 yield f"{facts(each)}\n\n{texts[each.name]}\n"
 
 
-def sections(kind: type, prefix: str = "") -> Iterator[tuple[str, str, type]]:
+def tables() -> Iterator[tuple[str, str, type]]:
     """Yield the name of each table of a config, what it is about, and its type."""
-    texts = documentation(kind)
-    for each in options_of(kind):
-        is_list = typing.get_origin(each.kind) is list
-        inner = typing.get_args(each.kind)[0] if is_list else each.kind
-        if not dataclasses.is_dataclass(inner):
-            continue
-        text = texts.get(each.name) or inspect.getdoc(inner) or ""
-        yield prefix + each.name, text, typing.cast(type, inner)
-        if not is_list:
-            yield from sections(typing.cast(type, inner), f"{prefix}{each.name}.")
+    for name, text, kind in sections_of(Config):
+        yield name, text, kind
+        for each in options_of(kind):
+            inner = typing.get_args(each.kind)[:1]
+            if typing.get_origin(each.kind) is list and dataclasses.is_dataclass(inner[0]):
+                yield f"{name}.{each.name}", documentation(kind)[each.name], inner[0]
 
 
 def facts(option: Option) -> str:

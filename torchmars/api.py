@@ -112,7 +112,7 @@ def make_plan(
         UserError: for a config that these ranks cannot train.
     """
     resolved = read_config(config, sections)
-    with no_group():
+    with own_group():
         plan = plans.make_plan(resolved, world_size, gpus_per_node)
         text = "\n".join(report(plan))
         peak, seconds = plan.largest.peak, plan.seconds
@@ -240,7 +240,7 @@ class LanguageModel:
         Raises:
             UserError: for a task or a text that cannot be read.
         """
-        with no_group():
+        with own_group():
             layout = connection.start(ParallelismConfig())
             names = [tasks] if isinstance(tasks, str) else tasks
             questions = read_tasks(names, shots, limit, seed)
@@ -266,7 +266,7 @@ def read_config(config: Config, sections: dict[str, Any]) -> ResolvedConfig:
 
 
 @contextmanager
-def no_group() -> Iterator[None]:
+def own_group() -> Iterator[None]:
     """Leave, at the end, the process group that the body makes.
 
     Raises `UserError` where this process is in one.
@@ -285,7 +285,7 @@ def train_here(config: ResolvedConfig) -> int:
     keep_compiled_in(config.run.compile_cache)
     prepare_run(config, 1, 1)
     apply_determinism(config.training)
-    with no_group():
+    with own_group():
         trainer = build_trainer(config, connection.start(config.parallelism))
         try:
             return trainer.run()

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torchmars.core.bounds import is_module_name
+from torchmars.config.run import Modules
 from torchmars.core.errors import UserError
 from torchmars.core.options import words
+from torchmars.core.typed import make
 
 
 @dataclass(kw_only=True)
@@ -46,9 +47,11 @@ def load_plugins(modules: Iterable[str]) -> None:
 def not_loaded(tables: dict[str, Any]) -> list[str]:
     """Return the plugins that a config's tables name and that are not imported here.
 
-    The tables may be anybody's, and the names are shown to be typed: what is no name is left out.
+    The tables may be anybody's, and the names are shown to be typed: none if one is no name.
     """
     run = tables.get("run")
-    named = run.get("plugins") if isinstance(run, dict) else None
-    named = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
-    return [each for each in named if is_module_name(each) and each not in sys.modules]
+    try:
+        named = make(Modules, run.get("plugins", []) if isinstance(run, dict) else [])
+    except UserError:
+        return []
+    return [each for each in named if each not in sys.modules]

@@ -97,18 +97,13 @@ class KeyOf(Bounds):
         return value
 
 
-def is_module_name(text: str) -> bool:
-    """Return whether Python could name a module so."""
-    return all(part.isidentifier() for part in text.split("."))
-
-
 @dataclass(frozen=True)
 class ModuleName(Bounds):
     """Bounds of a text that names a Python module."""
 
     def check(self, value: str) -> str:
         """Return such a name. Raises `ValueError` for another text."""
-        if not is_module_name(value) or value.endswith(".py"):
+        if not all(part.isidentifier() for part in value.split(".")) or value.endswith(".py"):
             raise ValueError(f"must be a module as Python names it, without .py, got {value!r}")
         return value
 

@@ -1,5 +1,6 @@
 """Models: plain modules that know no parallelism, by the name of their family."""
 
+import contextlib
 import importlib
 
 import torch
@@ -51,7 +52,10 @@ def title(config: ModelConfig) -> str:
 def unknown_size(config: ModelConfig) -> UserError:
     """Return the error of a size that the family does not have."""
     size, sizes = config.size, family(config.name).sizes
-    others = [name for name in ("gpt2", "llama") if size in family(name).sizes]
+    others = []
+    for name in MODELS:
+        with contextlib.suppress(UserError):  # a plugin's, which cannot be had
+            others += [name] if size in family(name).sizes else []
     meant = (
         f"it is a size of {others[0]}: --model.name {others[0]}."
         if others
