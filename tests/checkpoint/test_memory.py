@@ -2,7 +2,9 @@
 
 import errno
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -197,7 +199,121 @@ def test_a_place_without_shared_memory_has_no_copies(tmp_path, monkeypatch):
         assert shared_memory.memory_of_launcher() is None
 
 
-def test_a_header_that_is_cut_short_is_no_copy(tmp_path):
+def damages_of(whole):
+    """Contents of a damaged header: cut short, bits that fell over, other files in its place."""
+    yield from (whole[: len(whole) * part // 20] for part in range(20))
+    for place in range(0, len(whole), 37):
+        yield whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+    yield from (whole + b"x", b"\0" * len(whole), b"[]", b"null", b"1e999", b"[" * 10**5, b"\xff")
+    yield whole.replace(b"copy-1", b"copy-2")
+    yield slots.FORMAT.text({}).encode()  # of a manifest
+    yield slots.COPY_FORMAT.text({"step": 1}).encode()
+    yield slots.COPY_FORMAT.text({"step": "1", "start": 3}).encode()
+
+
+def test_a_damaged_header_is_no_copy(tmp_path):
     slot = slots.Slot(tmp_path, 0, 0, 64)
-    slot.complete('{"step": 1')
-    assert slot.header() is None
+    header = slots.Header(1, "a", 0, 1, "manifest", [slots.TensorKind("w", "float32", [4, 4])], 0)
+    slot.complete(header)
+    assert slot.header() == header and slots.find(tmp_path, 0, header.key)
+    whole = slot.file.read_bytes()
+    for damaged in damages_of(whole):
+        slot.file.write_bytes(damaged)
+        assert slot.header() is None and not list(slots.headers_in(tmp_path)), damaged[:100]
+    slot.file.write_bytes(whole)
+    slot.file.rename(tmp_path / "rank-00001-0.json")  # of another rank, by its name
+    assert not list(slots.headers_in(tmp_path))
+    slot.file.write_bytes(whole)
+    slot.data.write_bytes(b"x" * 63)
+    assert not list(slots.headers_in(tmp_path))
+    slot.data.unlink()
+    assert not list(slots.headers_in(tmp_path))
+
+
+def without_a_folder(folder, here):
+    """Rank 1 loses its folder, or cannot write to it, after the first copy."""
+    copies, layout = opened(folder, here)
+    rank = dist.get_rank()
+    copies.keep(manifest(1), state(1, rank, layout))
+    layout.on_all(copies._wait)
+    if rank == 1 and here == 1:
+        shutil.rmtree(copies.folder)
+    elif rank == 1:
+        slots.Path.write_text = full
+    copies.keep(manifest(2), state(2, rank, layout))
+    with pytest.raises(UserError) as told:
+        copies.keep(manifest(3), state(3, rank, layout))
+    return str(told.value)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("here, reason", [(2, "No space left on device"), (1, "No such file")])
+def test_a_copy_that_cannot_be_written_is_told_on_all_ranks_at_the_next_one(tmp_path, here, reason):
+    """On one machine of two ranks, and on two that keep each other's copies."""
+    first, second = run_ranks(without_a_folder, 2, tmp_path, here)
+    assert first == second and first.startswith("rank 1 on ") and reason in first
+
+
+def test_a_damaged_copy_at_the_partner_is_not_asked_for_again(tmp_path):
+    run_ranks(kept, 2, tmp_path, 1, [1, 2])
+    for file in (tmp_path / "machine-1").iterdir():
+        file.unlink()
+    for number in range(2):
+        spoil(tmp_path / "machine-0", "rank-00001", number)
+    assert run_ranks(found, 2, tmp_path, 1) == [None, None]
+
+
+RANK = """
+import sys
+from torchmars.core.locks import lock
+lock(__import__("pathlib").Path(sys.argv[1]) / "lock-00000", "using it")
+print(flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_ranks_that_outlive_their_launcher_keep_its_folder_until_they_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "PLACE", tmp_path)
+    folder = tmp_path / f"{shared_memory.PREFIX}killed"
+    folder.mkdir()
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    rank.stdout.readline()
+    # No process has that of the launcher.
+    (folder / "lock").write_text(f"process 1 on {socket.gethostname()}, since yesterday")
+    shared_memory.clean()
+    assert folder.exists()
+    rank.communicate(b"\n")
+    shared_memory.clean()
+    assert not folder.exists()
+
+
+def test_what_others_have_made_under_such_a_name_stays_and_hinders_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "PLACE", tmp_path)
+    (tmp_path / f"{shared_memory.PREFIX}file").touch()
+    (tmp_path / f"{shared_memory.PREFIX}link").symlink_to(tmp_path)
+    with monkeypatch.context() as as_another_user:
+        as_another_user.setattr(os, "getuid", lambda: 12345)
+        folder = tmp_path / f"{shared_memory.PREFIX}folder"
+        folder.mkdir()
+        (folder / "lock").touch()
+        shared_memory.clean()
+    before = {*tmp_path.iterdir()}
+    assert folder in before
+    monkeypatch.setattr(Path, "glob", refused_in(folder))
+    with shared_memory.shared_memory():
+        own = shared_memory.memory_of_launcher()
+        assert {*tmp_path.iterdir()} == {*before, own}
+
+
+def refused_in(folder, glob=Path.glob):
+    def of_others(path, pattern):
+        if path == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return glob(path, pattern)
+
+    return of_others

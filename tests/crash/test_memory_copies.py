@@ -47,11 +47,36 @@ main()
 """
 
 
-def start(tables, log, **variables):
+# A rank loses its folder before its fourth step.
+LOSING = """
+import os
+import shutil
+
+from torchmars.cluster import shared_memory
+from torchmars.train import main
+from torchmars.training.trainer import Trainer
+
+original, calls = Trainer.train_step, 0
+
+
+def losing(trainer):
+    global calls
+    calls += 1
+    if calls == 4 and os.environ["RANK"] == "1":
+        shutil.rmtree(shared_memory.memory_of_launcher())
+    return original(trainer)
+
+
+Trainer.train_step = losing
+main()
+"""
+
+
+def start(tables, log, text=STANDING, **variables):
     folder = Path(tables["run"]["folder"]).parent
-    file, program = folder / f"{tables['run']['name']}.toml", folder / "standing.py"
+    file, program = folder / f"{tables['run']['name']}.toml", folder / "program.py"
     write_config(config_from_tables(tables, "in a test"), file)
-    program.write_text(STANDING)
+    program.write_text(text)
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=9", str(program), str(file)]
     environment = os.environ | {"RDZV_TIMEOUT": "300", "STAND": str(folder)} | variables
     return Command("launch", options, ROOT, environment, 12, log, log)
@@ -67,13 +92,13 @@ def standing_rank(folder, launcher):
 
 
 def steps_in(memory):
-    return {header_of(file.read_text()).step for file in memory.glob(HEADERS)}
+    return {header_of(file.read_bytes()).step for file in memory.glob(HEADERS)}
 
 
 def newest_of(memory, rank):
     """Which of a rank's two copies is the newer one."""
     files = sorted(memory.glob(f"rank-{rank:05d}-*.json"))
-    return max((header_of(file.read_text()).step, file.stem[-1]) for file in files)[1]
+    return max((header_of(file.read_bytes()).step, file.stem[-1]) for file in files)[1]
 
 
 @pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
@@ -106,6 +131,22 @@ def test_a_killed_rank_costs_the_step_that_it_is_in(tmp_path):
     assert origins == ["3:", "5:", "5:"] and said.count("in memory is damaged") == 3
     assert said.count(": the copy in memory") == 2
     check_same_end(straight, killed, ranks=2, lines=STEPS + 1)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
+def test_a_run_that_loses_its_memory_goes_on_without_copies(tmp_path):
+    write_text(tmp_path)
+    changes = {"checkpoint": {"interval": 5, "memory_interval": 1}}
+    straight, loses = (tables_of(tmp_path, name, STEPS, changes) for name in ("one", "other"))
+    for tables, text in ((straight, STANDING), (loses, LOSING)):
+        with (tmp_path / "log").open("w") as log:
+            assert start(tables, log, text).wait() == 0
+    warnings = [line for line in (tmp_path / "log").read_text().splitlines() if "warning" in line]
+    assert (
+        len(warnings) == 1 and "memory_interval makes no copies from here on: rank" in warnings[0]
+    )
+    check_same_end(straight, loses, ranks=2, lines=STEPS + 1)
 
 
 @pytest.mark.slow

@@ -6,9 +6,10 @@ those of a rank of the machine before, so that the run survives the loss of a ma
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from secrets import token_hex
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,28 +24,31 @@ from torchmars.checkpoint.slots import (
     Slot,
     find,
     header_of,
+    headers_in,
     kinds_of,
     read_header,
     size_of,
-    slots_in,
     views,
 )
 from torchmars.checkpoint.staging import Staging
 from torchmars.cluster import process
-from torchmars.cluster.shared_memory import PLACE, memory_of_launcher
+from torchmars.cluster.shared_memory import LOCK, PLACE, memory_of_launcher
 from torchmars.core.errors import UserError
+from torchmars.core.locks import lock
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.layout import Layout
 
 OPTION = "checkpoint.memory_interval"
 GENERATIONS = 2
+T = TypeVar("T")
 PIECE = 2**26  # bytes that are sent at a time
 
 
 class MemoryCopies:
     """The copies that this rank makes of its part of a run, and keeps of another rank's.
 
-    Every rank makes the same calls.
+    Every rank makes the same calls. Each raises `UserError` on every rank where a copy cannot be
+    written or read: the run then goes on without copies.
     """
 
     def __init__(self, layout: Layout, state: dict[str, Tensor]) -> None:
@@ -66,7 +70,7 @@ class MemoryCopies:
         self.folder: Path
         self.own: list[Slot] = []
         self.others: list[Slot] = []
-        layout.on_all(lambda: self._reserve(size, other))
+        layout.on_all(self._told(lambda: self._reserve(size, other)))
 
     def _reserve(self, size: int, other: int) -> None:
         """Take the memory for copies of `size` bytes of this rank, and of `other` of its partner.
@@ -77,6 +81,8 @@ class MemoryCopies:
         if folder is None:
             raise UserError("only torchmars train and launch have memory for them")
         self.folder = folder
+        # A launcher deletes what others have left, but not what ranks that outlive theirs hold.
+        lock(folder / f"{LOCK}-{self.rank:05d}", "using it")
         try:
             for number in range(GENERATIONS):
                 self.own.append(Slot(folder, self.rank, number, size))
@@ -94,46 +100,62 @@ class MemoryCopies:
             for slot in self.own:
                 torch.cuda.cudart().cudaHostRegister(slot.memory.data_ptr(), size, 0)
 
+    def _told(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Return `work` with a `UserError` in place of errors of the system and of the network."""
+
+        def told() -> T:
+            try:
+                return work()
+            except (OSError, RuntimeError) as error:
+                reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
+                raise UserError(f"rank {self.rank} on {process.node()}: {reason}") from None
+
+        return told
+
     def keep(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> None:
         """Copy `state`, the tensors of this rank, of the step of `manifest`.
 
         Whoever changes the tensors of `state` then calls `before_change` first.
         """
         # The copy before must be complete on all ranks before any rank gives up an older one.
-        if self.in_background:
-            self.layout.on_all(self._wait)
+        self.layout.on_all(self._told(self._wait))
         slot = oldest(self.own)
-        slot.drop()
         copied = self.staging.fill(views(slot.memory, self.kinds), parts_of(state))
 
         def complete() -> None:
             copied()
-            header = Header(
-                manifest.step,
-                self.start,
-                self.rank,
-                self.layout.world.size,
-                manifest.text(),
-                self.kinds,
-                slot.crc32(),
+            slot.complete(
+                Header(
+                    manifest.step,
+                    self.start,
+                    self.rank,
+                    self.layout.world.size,
+                    manifest.text(),
+                    self.kinds,
+                    slot.crc32(),
+                )
             )
-            slot.complete(header.text())
 
         def complete_everywhere() -> None:
-            try:
-                if self.on_gpu:
-                    torch.cuda.set_device(self.layout.device)
-                    complete()
-                if self.partner:
-                    self.partner.swap(slot, oldest(self.others))
-            except Exception as error:
-                self.error = error
+            if self.on_gpu:
+                torch.cuda.set_device(self.layout.device)
+                self._try(complete)
+            if (partner := self.partner) is not None:  # which waits, whatever went wrong here
+                self._try(lambda: partner.swap(slot, oldest(self.others)))
 
+        self._try(slot.drop)
         if not self.on_gpu:  # a rank that dies from here on costs the step that it is in
-            complete()
+            self._try(complete)
         if self.in_background:
             self.thread = threading.Thread(target=complete_everywhere, name="memory", daemon=True)
             self.thread.start()
+
+    def _try(self, work: Callable[[], object]) -> None:
+        """Run `work`. What goes wrong is raised at the next call, on all ranks."""
+        try:
+            work()
+        except Exception as error:
+            self.error = error
 
     def _wait(self) -> None:
         """Wait until the copy that is under way is complete. Raises what went wrong."""
@@ -153,46 +175,46 @@ class MemoryCopies:
         It is its manifest and, by name, this rank's part of each tensor. Copies that are damaged
         are told and dropped, and so are all others.
         """
-        offers = self.layout.gather(self._offers)
+        offers = self.layout.gather(self._told(self._offers))
         choice = self.layout.on_first(lambda: choose(offers, least))
         if choice is None:
             self.drop()
             return None
         key, holders = choice
-        if not self.layout.agree(lambda: self._fetch(key, holders)):
+        if not self.layout.agree(self._told(lambda: self._fetch(key, holders))):
             self.layout.say(f"warning: the copy of step {key.step} in memory is damaged")
             return self.newest(least)
-        found = find(self.own, key)
+        found = find(self.folder, self.rank, key)
         assert found is not None  # it was fetched
         slot, header = found
-        self.layout.on_all(lambda: self._drop_all_but(key))
+        self.layout.on_all(self._told(lambda: self._drop_all_but(key)))
         return header.read_manifest(), views(slot.memory, self.kinds)
 
     def drop(self) -> None:
         """Drop all copies: the run goes back to a checkpoint."""
-        self.layout.on_all(self._wait)
-        self.layout.on_all(lambda: self._drop_all_but(None))
+        self.layout.on_all(self._told(self._wait))
+        self.layout.on_all(self._told(lambda: self._drop_all_but(None)))
 
     def _offers(self) -> list[tuple[Key, int]]:
         """Return which copies this machine has, each with the rank whose part it is."""
-        ranks, found = self.layout.world.size, []
-        for file in sorted(self.folder.glob(HEADERS)):
-            header = read_header(file)
-            if header and header.ranks == ranks:
-                found.append((header.key, header.rank))
-        return found
+        ranks = self.layout.world.size
+        return [
+            (header.key, header.rank)
+            for _, header in headers_in(self.folder)
+            if header.ranks == ranks
+        ]
 
     def _fetch(self, key: Key, holders: Sequence[int]) -> bool:
         """Let each rank have its part of the copy `key`, from the ranks that hold them.
 
-        Return whether this rank's is good. What is not good is dropped.
+        Return whether this rank's is good. What is not good is dropped, where it lies.
         """
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank == holder:
                 self._give(key, rank)
             elif holder != rank and self.rank == rank:
                 self._take(holder)
-        found = find(self.own, key)
+        found = find(self.folder, self.rank, key)
         if found is None:
             return False
         slot, header = found
@@ -202,22 +224,30 @@ class MemoryCopies:
         return good
 
     def _give(self, key: Key, rank: int) -> None:
-        """Send the part of another rank that lies on this machine."""
-        found = find(slots_in(self.folder, rank), key)
-        assert found is not None  # it was offered
+        """Send the part of another rank that lies on this machine, if it is good."""
+        found = find(self.folder, rank, key)
+        if found is None or found[1].crc32 != found[0].crc32():
+            send_to(None, rank, self.layout)
+            if found is not None:
+                found[0].drop()
+            return
         slot, header = found
-        send_to(header.text(), rank, self.layout)
+        send_to(header, rank, self.layout)
         for piece in slot.memory.split(PIECE):
             dist.send(piece, rank, group=self.layout.control)
 
     def _take(self, holder: int) -> None:
         """Receive this rank's part from the one that keeps it."""
+        header: Header | None = receive_from(holder, self.layout)
+        if header is None:
+            return
         slot = oldest(self.own)
-        slot.drop()
-        text = receive_from(holder, self.layout)
-        for piece in slot.memory.split(PIECE):
-            dist.recv(piece, holder, group=self.layout.control)
-        slot.complete(text)
+        try:
+            slot.drop()
+        finally:  # the holder sends
+            for piece in slot.memory.split(PIECE):
+                dist.recv(piece, holder, group=self.layout.control)
+        slot.complete(header)
 
     def _drop_all_but(self, key: Key | None) -> None:
         for file in self.folder.glob(HEADERS):
@@ -243,15 +273,25 @@ class Partner:
         return int(taken)
 
     def swap(self, own: Slot, other: Slot) -> None:
-        """Send a copy to the keeper, and fill the slot `other` with that of the source."""
-        text = own.file.read_text().encode()
+        """Send a copy to the keeper, and fill the slot `other` with that of the source.
+
+        There may be none, where it could not be made: an empty header says so.
+        """
+        found = own.header()
+        text = found.text().encode() if found else b""
         header = torch.zeros(self.swap_number(len(text)), dtype=torch.uint8)
-        self._swap(torch.frombuffer(bytearray(text), dtype=torch.uint8), header)
-        other.drop()
-        self._swap(own.memory, other.memory)
-        taken = header_of(header.numpy().tobytes().decode())
-        if taken.crc32 == other.crc32():
-            other.complete(taken.text())
+        self._swap(torch.tensor(bytearray(text), dtype=torch.uint8), header)
+        try:
+            other.drop()
+        finally:  # the partners wait
+            self._swap(
+                own.memory if len(text) else own.memory[:0],
+                other.memory if len(header) else other.memory[:0],
+            )
+        if len(header):
+            taken = header_of(header.numpy().tobytes())
+            if taken.crc32 == other.crc32():
+                other.complete(taken)
 
     def _swap(self, given: Tensor, taken: Tensor) -> None:
         works = [

@@ -1,11 +1,10 @@
 """Memory that outlives a rank, for a copy of its part of a run: a file of tensors and a header."""
 
 import io
-import json
 import math
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -14,9 +13,12 @@ import torch
 from torch import Tensor
 
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest
+from torchmars.core.errors import UserError
+from torchmars.core.formats import Format
 
+COPY_FORMAT = Format("torchmars-copy", 1, "the run resumes from its checkpoint")
 ALIGNMENT = 64  # bytes
-HEADERS = "rank-*.json"
+HEADERS = "rank-*-[0-9].json"
 
 
 class Key(NamedTuple):
@@ -89,7 +91,7 @@ class Header:
 
     def text(self) -> str:
         """Return the text of its file."""
-        return json.dumps(asdict(self))
+        return COPY_FORMAT.text(asdict(self))
 
     def read_manifest(self) -> CheckpointManifest:
         """Return all about the run but its tensors."""
@@ -98,19 +100,9 @@ class Header:
         )
 
 
-def read_header(file: Path) -> Header | None:
-    """Return the header in a file; None where there is none, or not a whole one."""
-    try:
-        return header_of(file.read_text())
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def header_of(text: str) -> Header:
-    """Return the header of that text. Raises `ValueError`, `TypeError` and `KeyError`."""
-    found = json.loads(text)
-    found["tensors"] = [TensorKind(**each) for each in found["tensors"]]
-    return Header(**found)
+def header_of(content: bytes) -> Header:
+    """Return the header in the bytes of its file. Raises `ValueError` where it is damaged."""
+    return COPY_FORMAT.read(PurePath("header"), Header, lambda _: io.BytesIO(content))
 
 
 class Slot:
@@ -132,17 +124,17 @@ class Slot:
         self.memory = torch.from_file(str(self.data), shared=True, size=size, dtype=torch.uint8)
 
     def header(self) -> Header | None:
-        """Return what the copy is of; None where there is none."""
+        """Return what the copy is of; None where there is none, or not a whole one."""
         return read_header(self.file)
 
     def crc32(self) -> int:
         """Return the checksum of the memory."""
         return zlib.crc32(self.memory.numpy().data)
 
-    def complete(self, text: str) -> None:
-        """Let the copy exist, by the text of its header."""
+    def complete(self, header: Header) -> None:
+        """Let the copy exist."""
         partial = self.data.with_suffix(".partial")
-        partial.write_text(text)
+        partial.write_text(header.text())
         partial.rename(self.file)
 
     def drop(self) -> None:
@@ -150,16 +142,26 @@ class Slot:
         self.file.unlink(missing_ok=True)
 
 
-def slots_in(folder: Path, rank: int) -> list[Slot]:
-    """Return what lies in a folder of a rank's copies."""
-    files = folder.glob(f"rank-{rank:05d}-*.json")
-    data = [file.with_suffix("") for file in sorted(files)]
-    return [
-        Slot(folder, rank, int(file.name.rpartition("-")[2]), file.stat().st_size) for file in data
-    ]
+def read_header(file: Path) -> Header | None:
+    """Return the header in a file; None where there is none, or not a whole one of this name."""
+    try:
+        header = COPY_FORMAT.read(file, Header)
+    except (OSError, ValueError, UserError):  # it is gone, damaged, or of another version
+        return None
+    return header if file.name.startswith(f"rank-{header.rank:05d}-") else None
 
 
-def find(slots: Iterable[Slot], key: Key) -> tuple[Slot, Header] | None:
-    """Return the slot that has a part of the copy `key`, and its header; None if none has."""
-    headers = ((slot, slot.header()) for slot in slots)
-    return next(((slot, header) for slot, header in headers if header and header.key == key), None)
+def headers_in(folder: Path) -> Iterator[tuple[Path, Header]]:
+    """Yield the headers in a folder whose memory is there, with their files."""
+    for file in sorted(folder.glob(HEADERS)):
+        header, data = read_header(file), file.with_suffix("")
+        if header and data.is_file() and data.stat().st_size == size_of(header.tensors):
+            yield file, header
+
+
+def find(folder: Path, rank: int, key: Key) -> tuple[Slot, Header] | None:
+    """Return the slot with a rank's part of the copy `key`, and its header; None without one."""
+    for file, header in headers_in(folder):
+        if (header.rank, header.key) == (rank, key):
+            return Slot(folder, rank, int(file.stem[-1]), size_of(header.tensors)), header
+    return None

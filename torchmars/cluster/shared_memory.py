@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ PLACE = Path("/dev/shm")
 PREFIX = f"torchmars-{os.getuid()}-"
 # The environment variable with the folder, for the ranks.
 MEMORY = "TORCHMARS_MEMORY"
+LOCK = "lock"  # begins the names of the locks of a launcher and its ranks
 
 
 @contextlib.contextmanager
@@ -31,18 +33,24 @@ def shared_memory() -> Iterator[None]:
         return
     os.environ[MEMORY] = str(folder)
     try:
-        with locked(folder / "lock", "using it"):
+        with locked(folder / LOCK, "using it"):
             yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def clean() -> None:
-    """Delete the folders of launchers that are gone. Of one that just begins there is no lock."""
+    """Delete the folders of launchers that are gone, and whose ranks are.
+
+    Of one that just begins there is no lock. What others have made under such a name stays.
+    """
     for folder in PLACE.glob(f"{PREFIX}*"):
-        file = folder / "lock"
-        if file.exists() and is_locked(file) is False:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+                continue
+            held = [is_locked(file) for file in folder.glob(f"{LOCK}*")]
+            if held and not any(each is not False for each in held):
                 remove(folder)
 
 

@@ -1,6 +1,8 @@
 """A run's one handle on its checkpoints: resume, save, roll back."""
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 
@@ -79,17 +81,19 @@ class Checkpointer:
         self.whole_optimizer = whole_optimizer
         self.averages = average.values if average else {}
         self.data, self.fingerprint = data, data.fingerprint()
-        self.memory = self._open_memory()
+        self.memory: MemoryCopies | None = None
+        if config.checkpoint.memory_interval:
+            with self._without_copies_after_errors():
+                self.memory = MemoryCopies(layout, self._tensors())
 
-    def _open_memory(self) -> MemoryCopies | None:
-        """Return what keeps copies in memory; None without them, or where there is no room."""
-        if not self.config.checkpoint.memory_interval:
-            return None
+    @contextlib.contextmanager
+    def _without_copies_after_errors(self) -> Iterator[None]:
+        """Go on without copies in memory, on every rank, when the body raises `UserError`."""
         try:
-            return MemoryCopies(self.layout, self._tensors())
+            yield
         except UserError as error:
-            self.layout.say(f"warning: {OPTION} makes no copies: {error}")
-            return None
+            self.memory = None
+            self.layout.say(f"warning: {OPTION} makes no copies from here on: {error}")
 
     def resume(self) -> Resumed:
         """Go on from the run's newest copy or good checkpoint, or from checkpoint.init_from."""
@@ -119,7 +123,9 @@ class Checkpointer:
         if self.memory is None:
             return None
         found = self.layout.on_first(lambda: checkpoints(self.saver.folder))
-        copy = self.memory.newest(least=step_of(found[-1]) if found else 0)
+        copy = None
+        with self._without_copies_after_errors():
+            copy = self.memory.newest(least=step_of(found[-1]) if found else 0)
         if copy is None:
             return None
         manifest, parts = copy
@@ -141,7 +147,8 @@ class Checkpointer:
     def go_back(self) -> Resumed | None:
         """Load the run's newest good checkpoint, if there is one, and drop what came later."""
         if self.memory is not None:
-            self.memory.drop()
+            with self._without_copies_after_errors():
+                self.memory.drop()
         return self.load_newest()
 
     def load(self, folder: PurePath) -> Resumed:
@@ -213,7 +220,8 @@ class Checkpointer:
     def keep(self, state: RunState) -> None:
         """Keep a copy of the run in memory, where there is room."""
         if self.memory is not None:
-            self.memory.keep(self._manifest(state), self._tensors())
+            with self._without_copies_after_errors():
+                self.memory.keep(self._manifest(state), self._tensors())
 
     def before_change(self) -> None:
         """Let the change of weights and state that comes wait for copies that are being made."""
