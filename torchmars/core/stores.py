@@ -70,8 +70,14 @@ class Store:
         """
         path = ObjectPath(pattern)
         with reading(path):
-            names = self.files.glob(pattern) if has_magic(pattern) else self.files.find(pattern)
-        return [ObjectPath(f"{self.protocol}://{name}") for name in names]
+            look = self.files.glob if has_magic(pattern) else self.files.find
+            found = look(pattern, detail=True)
+        # A wildcard matches folders too, and some stores have an object for one.
+        return [
+            ObjectPath(f"{self.protocol}://{name}")
+            for name, about in found.items()
+            if about["type"] == "file" and not name.endswith("/")
+        ]
 
     def describe(self, file: PurePath) -> tuple[int, int]:
         """Return size and time of last change in ns. Raises `OSError` and `Unreachable`."""

@@ -1,7 +1,6 @@
 """The corpus: its files or shards in a fixed order, and the pieces that tasks share."""
 
 import functools
-import glob
 import os
 import re
 import sysconfig
@@ -11,13 +10,13 @@ from typing import Any
 
 from torchmars.config import DataConfig
 from torchmars.config.source import KINDS, DataSource, parse_source
-from torchmars.core.console import say_if_long
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import sha256
-from torchmars.core.places import place
-from torchmars.core.stores import size_and_time, store_of
+from torchmars.core.stores import size_and_time
+from torchmars.data.files import COMPRESSED, FoundFiles, matches
 
-COMPRESSED = (".gz", ".zst", ".xz")
+# In what `datasets` raises of a data set that comes as a program: from release 4 on, and before.
+NEEDS_SCRIPT = re.compile("scripts are no longer supported|trust_remote_code")
 PIECES = 2048  # about how many pieces a large corpus has
 
 
@@ -68,7 +67,7 @@ def corpus_pieces(config: DataConfig, sizes: Sizes) -> list[Piece]:
     if source.kind == "hf":
         count = load_dataset(source).num_shards
         return [[Input(source.dataset, 1, shard=number, shards=count)] for number in range(count)]
-    files = [describe(file) for file in source_files(config)]
+    files = [describe(file) for file in source_files(config, tell=True)]
     size = max(sizes.piece, sum(file.size for file in files) // PIECES)
     pieces: list[Piece] = []
     room = 0
@@ -109,78 +108,64 @@ def describe(file: PurePath) -> Input:
     return Input(str(file), size, changed)
 
 
-def source_files(config: DataConfig) -> list[PurePath]:
+def source_files(config: DataConfig, tell: bool = False) -> list[PurePath]:
     """Return the files of the corpus, sorted. A data set of Hugging Face has none.
 
-    Raises `UserError` if a pattern matches none.
+    `tell` says which were left out. Raises `UserError` if a pattern matches none.
     """
     source = parse_source(config.source)
     if source.kind == "stdlib":
         return list(_stdlib_files())
     if not source.of_files:
         return []
-    files: set[PurePath] = set()
-    if source.glob:
-        files.update(matches(source.glob, source.kind, "data.source"))
-    for pattern in config.files:
-        files.update(matches(pattern, source.kind, "data.files"))
-    if not files:
+    patterns = [(source.glob, "data.source")] if source.glob else []
+    patterns += [(pattern, "data.files") for pattern in config.files]
+    if not patterns:
         raise UserError("data.files is empty: name the files, folders or globs of the corpus")
-    return sorted(files)
-
-
-def matches(pattern: str, kind: str, option: str) -> list[PurePath]:
-    """Return the files that a path, a folder or a glob names. Raises `UserError` for none."""
-    path = place(os.path.expanduser(pattern))
-    is_folder = os.path.isdir(path)
-    plain = KINDS[kind].suffixes
-    packed = tuple(suffix + more for suffix in plain for more in COMPRESSED if KINDS[kind].plain)
-    found: list[PurePath] = []
-    try:
-        with say_if_long(looking(pattern, option)):
-            if not isinstance(path, Path):
-                found += store_of(path).glob(pattern)
-                is_folder = not (glob.has_magic(pattern) or found == [path])
-            else:
-                names = path.rglob("*") if is_folder else glob.glob(str(path), recursive=True)
-                found += (file for file in map(Path, names) if file.is_file())
-            if is_folder:
-                found = [file for file in found if file.name.endswith(plain + packed)]
-    except (OSError, ValueError):  # no characters of a path
-        found = []
-    if not found:
-        also = ", also compressed" if packed else ""
-        read = f" (a folder gives its {' and '.join(plain)} files{also})" if is_folder else ""
-        raise UserError(f"{option}: {pattern!r} names no {kind} file{read}")
-    return found
-
-
-def looking(pattern: str, option: str) -> str:
-    """Return what to say while the files that a pattern names are looked for."""
-    path = os.path.expanduser(pattern)
-    fixed = path if os.path.isdir(path) else os.path.dirname(re.split(r"[*?[]", path)[0])
-    return f"{option}: looking for {pattern!r} in all folders below {os.path.abspath(fixed)}"
+    found = FoundFiles()
+    for pattern, option in patterns:
+        some = matches(pattern, source.kind, option)
+        found.files |= some.files
+        found.leftovers |= some.leftovers
+    return found.told() if tell else found.once()
 
 
 @functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
 def load_dataset(source: DataSource) -> Any:
     """Return a data set of Hugging Face, streamed.
 
-    It comes from the hub, or from a local folder. Raises `UserError`.
+    It comes from the hub, where NAME@REVISION names a revision of it, or from a local folder.
+    Raises `UserError`.
     """
     try:
         import datasets
     except ImportError:
         raise missing_package("datasets", "a source of Hugging Face") from None
+    name, _, revision = source.dataset.partition("@")
+    if os.path.exists(source.dataset):
+        name, revision = source.dataset, ""
+    options = {"revision": revision} if revision else {}
     try:
-        return datasets.load_dataset(
-            source.dataset, source.config or None, split=source.split, streaming=True
+        data = datasets.load_dataset(
+            name, source.config or None, split=source.split, streaming=True, **options
         )
     except Exception as error:  # whatever its loader, its network or its files have raised
+        remedy = "check its name, config and split, and the network"
+        if NEEDS_SCRIPT.search(str(error)):
+            remedy = (
+                "it needs a loading script, which is not run: name a revision without one, such as "
+                f"hf:{name}@refs/convert/parquet, or its files by parquet: or jsonl:"
+            )
         raise UserError(
-            f"data.source: cannot open the data set {source.dataset} ({in_a_line(error)}): "
-            "check its name, config and split, and the network"
+            f"data.source: cannot open the data set {source.dataset} ({in_a_line(error)}): {remedy}"
         ) from None
+    columns = getattr(data, "column_names", None)  # not known of all data sets
+    if columns and source.field not in columns:
+        raise UserError(
+            f"data.source: the data set {source.dataset} has no field {source.field!r}: name one "
+            f"of {', '.join(columns)} (hf:DATASET:CONFIG:SPLIT:FIELD)"
+        )
+    return data
 
 
 def in_a_line(error: Exception) -> str:

@@ -10,16 +10,15 @@ its shards, so that checks, fingerprints, windows and resumes work as they do fo
 - Megatron, `megatron:PREFIX`: PREFIX.bin has the tokens without a header, PREFIX.idx says what they
   are (megatron/core/datasets/indexed_dataset.py).
 
-Both may be globs of files, and PREFIX a folder. Files whose names have "val" or "validation" are
-the validation split. Where none has, the end of the training tokens is.
+Both may be globs of files, and PREFIX a folder. Names tell the split (`SPLIT_WORDS`). Test tokens
+are left out. Where there are no validation tokens, the end of the training tokens is that split.
 """
 
 import contextlib
-import glob
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,10 +27,12 @@ import numpy as np
 
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
-from torchmars.core.console import say_if_long
+from torchmars.core.console import say, say_if_long
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem, read_chunks
-from torchmars.data.corpus import looking
+from torchmars.core.words import counted
+from torchmars.data.files import FoundFiles, below, fixed_parts, looking
+from torchmars.data.headerless import LOOKED_AT, check_numbers, check_tokenizer
 from torchmars.data.manifest import (
     DataManifest,
     Shard,
@@ -44,7 +45,12 @@ from torchmars.data.progress_bar import ProgressBar
 from torchmars.data.shards import digest_and_largest
 from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
 
-VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
+# The words of names that say which split a file is of, as in Hugging Face's data sets.
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
 # Of llm.c's files, by magic number: the version that is read, and the tokens' dtype.
 LLMC_HEADER = 256 * 4
 LLMC_KINDS: dict[int, tuple[int, TokenDtype]] = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
@@ -91,18 +97,34 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> DataManifest
     """
     source = parse_source(config.source)
     files = find_files(config.source, source.kind, source.glob)
-    found = [READERS[source.kind](file) for file in files]
+    if files["test"]:
+        say(
+            f"left out {counted(len(files['test']), 'file')} of test tokens (the first: "
+            f"{files['test'][0]}): name one outright to train on it"
+        )
+    train, validation = (
+        [READERS[source.kind](file) for file in files[split]] for split in ("train", "validation")
+    )
+    found = train + validation
     for each in found:
         if each.dtype != found[0].dtype:
             raise UserError(
                 f"{each.file} has {each.dtype} tokens, {found[0].file} {found[0].dtype}: "
                 "make them a data.mixture of two parts"
             )
-    tokenizer = load_tokenizer(config.tokenizer)
-    train = [each for each in found if not VALIDATION.search(each.file.name)]
-    validation = [each for each in found if VALIDATION.search(each.file.name)]
     if not train:
-        raise UserError(f"{found[0].file.parent} has validation tokens only: add training tokens")
+        where = next(file.parent for split in files.values() for file in split)
+        kinds = " and ".join(name for name, split in files.items() if split)
+        raise UserError(f"{where} has {kinds} tokens only: add training tokens")
+    tokenizer = load_tokenizer(config.tokenizer)
+    for each in found:
+        if source.kind == "nanogpt":
+            check_tokenizer(each.file, read_start(each.file, LOOKED_AT)[1], tokenizer)
+        elif each.dtype == "uint16" and tokenizer.vocab_size > 2**16:
+            raise UserError(
+                f'{each.file} has uint16 tokens, and data.tokenizer = "{tokenizer.name}" has '
+                f"{tokenizer.vocab_size:,}: set the tokenizer that the tokens were made with"
+            )
     if not validation:
         train, validation = cut(train, config.validation_fraction)
     if not train:
@@ -128,35 +150,51 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> DataManifest
     return manifest
 
 
-def find_files(source: str, kind: str, place: str) -> list[Path]:
-    """Return the files of tokens that a source names, sorted, as absolute paths."""
-    path = os.path.expanduser(place)
-    if os.path.isdir(path):
-        # Beside nanoGPT's and llm.c's tokens there may be other files, such as tests.
-        names = ["*.bin"] if kind == "megatron" else ["*train*.bin", "*val*.bin"]
-        patterns = [os.path.join(path, name) for name in names]
-    elif kind == "megatron":
-        patterns = [path.removesuffix(".idx").removesuffix(".bin") + ".bin"]
-    else:
-        patterns = [path]
+def find_files(source: str, kind: str, place: str) -> dict[str, list[Path]]:
+    """Return the files of tokens that a source names, sorted, as absolute paths, by their split.
+
+    A file that is named outright is one to train on, whatever its name. Raises `UserError`.
+    """
+    path = Path(os.path.expanduser(place))
+    if kind == "megatron" and not path.is_dir():
+        path = Path(str(path).removesuffix(".idx").removesuffix(".bin") + ".bin")
+    is_folder = path.is_dir()
+    fixed = fixed_parts(path)
+    names = ["*.bin"] if is_folder else path.parts[fixed:]
+    found = FoundFiles()
     with say_if_long(looking(place, "data.source")):
-        names = [name for each in patterns for name in glob.glob(each, recursive=True)]
-    found = set(map(os.path.abspath, names))
-    if not found:
+        found.add(below(path, fixed, names), fixed, names)
+    splits: dict[str, list[Path]] = {"train": [], "validation": [], "test": []}
+    for file in found.told():
+        split = split_of(file.parts[fixed:])
+        # Beside nanoGPT's and llm.c's tokens there may be other files.
+        if is_folder and kind != "megatron" and not (split or re.search("train|val", file.name)):
+            continue
+        splits[split or "train"].append(Path(os.path.abspath(file)))
+    if not any(splits.values()):
+        looked_for = ["*.bin"] if kind == "megatron" else ["*train*.bin", "*val*.bin"]
+        wanted = [path / name for name in looked_for] if is_folder else [path]
         raise UserError(
-            f'data.source = "{source}" finds no file {" or ".join(patterns)}: correct the path'
+            f'data.source = "{source}" finds no file {" or ".join(map(str, wanted))}: '
+            "correct the path"
         )
-    return sorted(map(Path, found))
+    return splits
+
+
+def split_of(names: Sequence[str]) -> str:
+    """Return the split that the names of a file and of the folders above it say; "" if none do.
+
+    The last word that names one counts.
+    """
+    words = re.findall("[a-z]+", "/".join(names).lower())
+    said = [SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS]
+    return said[-1] if said else ""
 
 
 def nanogpt_tokens(file: Path) -> ForeignTokens:
     """Return the tokens of a file without a header."""
-    size, _ = read_start(file, 0)
-    if size % 2 or not size:
-        raise UserError(
-            f"{file} has {size} bytes, which are no uint16 tokens as nanoGPT writes them: "
-            "copy it again, or set another data.source"
-        )
+    size, start = read_start(file, LOOKED_AT)
+    check_numbers(file, start, size)
     return ForeignTokens(file, 0, size // 2, "uint16")
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torchmars.core.errors import UserError
 from torchmars.core.files import LARGEST, read_bytes
 from torchmars.core.tables import table
-from torchmars.data.corpus import matches
 from torchmars.data.documents import Damage, decode, texts_of
+from torchmars.data.files import matches
 from torchmars.data.manifest import read_manifest
 from torchmars.data.windows import Windows
 from torchmars.evaluation.scoring import Report, Scorer, Tokens
@@ -85,7 +85,7 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     A line `<|endoftext|>` ends a document. Raises `UserError`.
     """
     windows: list[Tokens] = []
-    for file in sorted(matches(pattern, "text", "--text")):
+    for file in matches(pattern, "text", "--text").told(scorer.layout.say):
         try:
             for _, content in texts_of(read_bytes(file), LARGEST):
                 text = decode(content) if isinstance(content, bytes) else ""
