@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import tiktoken
 import tokenizers
@@ -13,7 +14,13 @@ from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
 from torchmars.data.corpus_plan import begin_plan, make_plan
-from torchmars.data.tokenizer import ByteTokenizer, TiktokenTokenizer, load_tokenizer
+from torchmars.data.documents import Encoder, TextBlock, TextPart
+from torchmars.data.tokenizer import (
+    ByteTokenizer,
+    TiktokenTokenizer,
+    load_tokenizer,
+    smallest_dtype,
+)
 from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data
 
@@ -208,6 +215,111 @@ def test_a_tokenizer_that_gives_up_ends_a_preparation_in_one_line(tmp_path):
     config = tiny_config(tmp_path, data={"tokenizer": str(file), "processes": 1})
     with pytest.raises(UserError, match="cannot encode a text .*retry-limit"):
         prepare_data(config)
+
+
+NASTY = [
+    "",
+    " \t\n",
+    "a" * 30_000,
+    "!" * 30_000,
+    "ab " * 10_000,
+    "\n" * 30_000 + "x",
+    " " * 30_000,
+    "\u3000" * 30_000 + "x",
+    "7" * 30_000,
+    "\0",
+    "a\0b\0",
+    "\u0301" * 3_000,
+    "e" + "\u0301\u0323" * 500,
+    "\u05e9\u05dc\u05d5\u05dd \u202eabc\u202c \u0645\u0631\u062d\u0628\u0627",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466" * 300,
+    "\U0001f1e9\U0001f1ea" * 300,
+    "".join(map(chr, range(32))) + "\x7f\x80\x85\x9f",
+    "a\u2028b\u2029c\x0cd\x0be\u0085f",
+    "\ufeff\ufffe\uffff\U0010ffff",
+    "<|endoftext|> and <|endoftext|><|endoftext|>",
+    "\u1e9b\u0323 \ufb01 \u212b \u00e9",
+]
+HALVES = ["\ud800", "a\udfffb", "\ude00\ud83d"]
+# Of more white space before something else than tiktoken's regular expression can take back.
+TOO_LONG = ["x" + " " * 1_200_000 + "y", "\n" * 1_200_000 + "y <|endoftext|>"]
+
+
+def encoded(name, texts, damaged=0):
+    """The tokens of documents, in which so many are damaged, as a preparation makes them."""
+    dtype = smallest_dtype(load_tokenizer(name).vocab_size)
+    encoder = Encoder("parquet", "text", name, 1e-12, 0, dtype, Sizes().document)
+    done = encoder.encode(TextBlock([TextPart("a.parquet", texts, 0, "row")], (0, 0, 0), 0))
+    assert len(done.damaged) == damaged and not len(done.tokens["validation"])
+    return done.tokens["train"].tolist(), [each["reason"] for each in done.damaged]
+
+
+def joined(encode, end):
+    return [token for text in NASTY if text.strip() for token in [*encode(text), end]]
+
+
+@needs_data("tiktoken_cache")
+def test_nasty_documents_have_tiktokens_tokens_or_are_damaged(tmp_path, monkeypatch):
+    shutil.copytree(FOLDER / "tiktoken_cache", tmp_path / "bpe")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
+    expected = joined(tiktoken.get_encoding("gpt2").encode_ordinary, 50256)
+    texts = [*TOO_LONG[:1], *NASTY[:9], *HALVES, *TOO_LONG[1:], *NASTY[9:]]
+    tokens, reasons = encoded("gpt2", texts, damaged=5)
+    assert tokens == expected
+    assert all("half of a surrogate pair" in each for each in reasons[1:4])
+    assert all("gpt2 cannot encode a text" in reasons[number] for number in (0, 4))
+
+
+def test_nasty_documents_as_bytes():
+    tokens, _ = encoded("bytes", [*NASTY, *HALVES, *TOO_LONG], damaged=3)
+    expected = joined(str.encode, 256)
+    for text in TOO_LONG:
+        expected += [*text.encode(), 256]
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("failure", [ValueError, OverflowError, RecursionError, SystemError])
+def test_whatever_a_document_makes_a_tokenizer_raise_leaves_that_one_out(monkeypatch, failure):
+    """tiktoken's panics are no `Exception`; other versions raise other errors."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Encoding:
+        n_vocab, eot_token, special_tokens_set = 257, 256, {"<|endoftext|>"}
+
+        def encode_to_numpy(self, text, disallowed_special):
+            if "bad" in text:
+                raise failure("several\nlines")
+            if "worse" in text:
+                raise PanicException("a panic")
+            return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+
+        encode = encode_to_numpy
+
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: Encoding())
+    texts = ["one", "bad", "two", "worse <|endoftext|>", "three"]
+    tokens, reasons = encoded("p50k_base", texts, damaged=2)
+    assert tokens == [*b"one", 256, *b"two", 256, *b"three", 256]
+    assert "p50k_base cannot encode a text (several lines)" in reasons[0] and "panic" in reasons[1]
+    for text in ("a bad text", "a \0 worse text"):
+        with pytest.raises(UserError, match="p50k_base cannot encode a text .*: leave it out"):
+            load_tokenizer("p50k_base").encode_batch(["good", text])
+
+
+def test_a_document_that_a_file_of_hugging_face_gives_up_on_is_left_out(tmp_path):
+    file = tokenizer_file(tmp_path)
+    damaged(file, pre_tokenizer=GIVES_UP | {"invert": False})
+    tokens, [reason] = encoded(str(file), ["a", "x" * 3000, "bc"], damaged=1)
+    mine = tokenizers.Tokenizer.from_file(str(file))
+    mine.no_padding(), mine.no_truncation()
+    assert tokens == [*mine.encode("a").ids, 127, *mine.encode("bc").ids, 127]
+    assert f"{file} cannot encode a text" in reason and "retry-limit" in reason
+
+
+def test_half_of_a_surrogate_pair_in_a_prompt_is_one_line():
+    with pytest.raises(UserError, match="bytes cannot encode a text .*surrogates not allowed"):
+        load_tokenizer("bytes").encode_batch(["a\ud800"])
 
 
 def test_an_end_of_text_with_half_of_a_surrogate_pair(tmp_path):

@@ -82,11 +82,14 @@ def main() -> None:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the lines of a file. Raises `UserError` if there are none."""
+    """Return the lines of a file. Raises `UserError` if there are none.
+
+    A line ends at a newline alone: a prompt may have other characters that end a line.
+    """
     try:
-        lines = read_text(file).splitlines()
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts: cannot read {file}: {error}") from None
-    if not lines:
+    if not text:
         raise UserError(f"--prompts: {file} has no line")
-    return lines
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from torchmars.data.tokenizer import Tokenizer, load_tokenizer
+from torchmars.data.tokenizer import Tokenizer, Unencodable, load_tokenizer
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
 Position = tuple[int, int, int]
@@ -97,39 +97,31 @@ class Encoder:
 
     def encode(self, block: TextBlock) -> Encoded:
         """Return the tokens of a block. Raises `UserError` where the tokenizer cannot be had."""
-        texts: dict[str, list[str]] = {"train": [], "validation": []}
-        damaged: list[dict[str, str]] = []
-        sizes = dict.fromkeys(texts, 0)
+        end = np.array([self.tokenizer.end_of_text], self.dtype)
+        tokens = {split: [np.empty(0, self.dtype)] for split in ("train", "validation")}
+        done = Encoded({}, dict.fromkeys(tokens, 0), [], dict.fromkeys(tokens, 0))
         for part in block.parts:
             for at, raw in self.records(part):
                 try:
                     text = self.read(raw)
                     content = text.strip().encode()
-                except Damage as damage:
+                    [encoded] = self.tokenizer.encode_batch([text]) if content else [end]
+                except (Damage, Unencodable) as damage:
                     reason = str(damage)
                 except UnicodeEncodeError:  # JSON can name one
                     reason = "its text has half of a surrogate pair"
                 else:
                     if content:
                         split = self.split_of(content)
-                        sizes[split] += len(text.encode())
-                        texts[split].append(text)
+                        tokens[split] += [encoded, end]
+                        done.documents[split] += 1
+                        done.text[split] += len(text.encode())
                     continue
-                damaged.append({"file": part.file, "place": place(part, at), "reason": reason})
-        return Encoded(
-            {name: self.tokens_of(each) for name, each in texts.items()},
-            {name: len(each) for name, each in texts.items()},
-            damaged,
-            sizes,
-        )
-
-    def tokens_of(self, texts: list[str]) -> np.ndarray:
-        """Return the tokens of documents, each with an end-of-text token after it."""
-        end = np.array([self.tokenizer.end_of_text], self.dtype)
-        arrays = [np.empty(0, self.dtype)]
-        for tokens in self.tokenizer.encode_batch(texts):
-            arrays += [tokens, end]
-        return np.concatenate(arrays, dtype=self.dtype, casting="same_kind")
+                found = {"file": part.file, "place": place(part, at), "reason": reason}
+                done.damaged.append(found)
+        for split, arrays in tokens.items():
+            done.tokens[split] = np.concatenate(arrays, dtype=self.dtype, casting="same_kind")
+        return done
 
     def split_of(self, content: bytes) -> str:
         """Return the split that a document belongs to, by a hash that its copies share."""

@@ -34,6 +34,10 @@ ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 BytePairs = tuple[dict[bytes, int], str | None, dict[str, int]]
 
 
+class Unencodable(UserError):
+    """A text of which a tokenizer gives up."""
+
+
 class Tokenizer(Protocol):
     """What every tokenizer offers.
 
@@ -56,7 +60,7 @@ class Tokenizer(Protocol):
         """Return the token ids of each text, without an end-of-text token.
 
         Their dtype is an unsigned one that holds `vocab_size`. One thread works: a corpus is
-        tokenised by several processes.
+        tokenised by several processes. Raises `Unencodable` for whatever a text makes it raise.
         """
 
     def decode(self, tokens: list[int]) -> str:
@@ -75,9 +79,9 @@ class ByteTokenizer:
     end_of_text = 256
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        return [
-            np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts
-        ]
+        with refused(self.name, "cannot encode a text", Unencodable):
+            encoded = [text.encode("utf-8") for text in texts]
+        return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in encoded]
 
     def byte_pairs(self) -> BytePairs:
         """Return each byte as a token: nothing is merged, and nothing is encoded apart."""
@@ -123,17 +127,20 @@ class TiktokenTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
-        return [self._encode(text).astype(dtype) for text in texts]
+        with refused(self.name, "cannot encode a text", Unencodable):
+            return [self._encode(text).astype(dtype) for text in texts]
 
     def _encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text.
 
         `encode_to_numpy` spares a list of Python's numbers, a fifth of the time. But it reads
-        special tokens out of a text, and refuses half of a surrogate pair.
+        special tokens out of a text, and refuses half of a surrogate pair. `encode_ordinary` is not
+        called: where it gives up, it prints a traceback.
         """
         special = any(token in text for token in self._encoding.special_tokens_set)
         if special or not text or not is_text(text):
-            return np.array(self._encoding.encode_ordinary(text), dtype=np.uint32)
+            found = self._encoding.encode(text, disallowed_special=())
+            return np.array(found, dtype=np.uint32)
         return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, tokens: list[int]) -> str:
@@ -230,7 +237,7 @@ class FileTokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
         # Not its encode_batch, which takes all cores.
-        with refused(self.path, "cannot encode a text"):
+        with refused(self.path, "cannot encode a text", Unencodable):
             found = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
             return [np.array(each.ids, dtype=dtype) for each in found]
 
@@ -240,18 +247,21 @@ class FileTokenizer:
 
 
 @contextlib.contextmanager
-def refused(file: Path, what: str) -> Iterator[None]:
-    """Raise `UserError`, that a tokenizer's `file` is or does `what`, where its package gives up.
+def refused(name: Path | str, what: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Raise an error of a `kind`, that a tokenizer is or does `what`, where its package gives up.
 
-    The package raises nothing more special than `Exception`, and for a panic of Rust not even that.
+    The packages raise anything, and for a panic of Rust not even an `Exception`.
     """
     try:
         yield
+    except UserError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())
-        raise UserError(f"data.tokenizer: {file} {what} ({reason}): name another file") from None
+        remedy = "leave it out" if kind is Unencodable else "name another file"
+        raise kind(f"data.tokenizer: {name} {what} ({reason}): {remedy}") from None
 
 
 def smallest_dtype(vocab_size: int) -> TokenDtype:
