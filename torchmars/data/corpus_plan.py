@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from torchmars.config import ResolvedData
+from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, write_durably
 from torchmars.core.typed import make, parse_json
 from torchmars.data.corpus import Piece, Sizes, corpus_pieces
+from torchmars.data.rows import check_columns
 from torchmars.data.tokenizer import load_tokenizer
 
 NAME = "plan.json"
@@ -41,7 +43,11 @@ def make_plan(config: ResolvedData, sizes: Sizes) -> CorpusPlan:
     settings = {f"data.{name}": getattr(config, name) for name in SETTINGS}
     if (digest := load_tokenizer(config.tokenizer).sha256) is not None:
         settings["data.tokenizer"] = f"a file of SHA-256 {digest}"  # under whichever path
-    return CorpusPlan(settings | asdict(sizes), corpus_pieces(config, sizes))
+    pieces = corpus_pieces(config, sizes)
+    source = parse_source(config.source)
+    if source.kind == "parquet":  # not when the work on all files before is done
+        check_columns([each.name for piece in pieces for each in piece], source.field)
+    return CorpusPlan(settings | asdict(sizes), pieces)
 
 
 def has_plan(folder: Path) -> bool:

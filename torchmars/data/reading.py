@@ -4,6 +4,7 @@ This runs in one process, so it does no more than it must: it decompresses, and 
 and documents end. What they hold is left to `documents`.
 """
 
+import bz2
 import lzma
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -280,6 +281,8 @@ def decoder_of(name: str) -> tuple[Callable[[], Any], Callable[[Any, bytes], Con
         return lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), gzip_contents
     if name.endswith(".xz"):
         return lzma.LZMADecompressor, xz_contents
+    if name.endswith(".bz2"):
+        return bz2.BZ2Decompressor, xz_contents
     try:
         import zstandard
     except ImportError:

@@ -1,6 +1,8 @@
 """Rows of tables: Parquet files, and data sets of Hugging Face."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,13 @@ from torchmars.data.corpus import Input, Sizes, in_a_line, load_dataset
 from torchmars.data.documents import Damage, ReadPart, Record, TextPart
 
 ROWS = 256  # read at once of a Parquet file
+READERS = 8  # files whose columns are looked at side by side
+# Arrow's names of types of text, as files have it: without the word that it is text, and where
+# whoever wrote it had none.
+TEXT = (
+    *("string", "large_string", "string_view"),
+    *("binary", "large_binary", "binary_view", "null"),
+)
 
 
 def parquet_parts(
@@ -24,45 +33,72 @@ def parquet_parts(
     """
     field, size = source.field, sizes.block
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_package("pyarrow", f"reading {file.name}") from None
-    damaged = (pyarrow.ArrowException, OSError)
-    try:
-        # pre_buffer would hold all row groups in memory.
-        path = place(file.name)
-        opened = path if isinstance(path, Path) else store_of(path).open(path)
-        table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
-    except damaged as error:
-        part = TextPart(file.name, [damage_of(error)], offset, "row")
+        table = open_table(file.name)
+    except Damage as damage:
+        part = TextPart(file.name, [damage], offset, "row")
         yield ReadPart(part, offset, read=file.size, last=True)
         return
     with table:
         check_column(table.schema_arrow, field, file.name)
-        rows = column_values(table, field, offset, damaged)
+        rows = column_values(table, field, offset)
         yield from row_parts(file, rows, offset, size, table.metadata.num_rows)
 
 
-def column_values(table: Any, field: str, offset: int, damaged: Any) -> Iterator[bytes | None]:
+def open_table(name: str) -> Any:
+    """Open a Parquet file. Raises `Damage`."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing_package("pyarrow", f"reading {name}") from None
+    path = place(name)
+    try:
+        opened = path if isinstance(path, Path) else store_of(path).open(path)
+        # pre_buffer would hold all row groups in memory.
+        table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
+        table.schema_arrow.names  # noqa: B018, which the footer may not have either
+        return table
+    except (pyarrow.ArrowException, OSError) as error:
+        raise damage_of(error) from None
+
+
+def column_values(table: Any, field: str, offset: int) -> Iterator[bytes | None]:
     """Yield a column's values in UTF-8 from row `offset` on. Raises `Damage`."""
     import pyarrow
 
-    for group in range(table.num_row_groups):
-        count = table.metadata.row_group(group).num_rows
-        if offset >= count:
-            offset -= count
-            continue
-        try:
+    try:
+        if is_null(table, field):
+            raise Damage(f"its column {field!r} is null in all {table.metadata.num_rows:,} rows")
+        for group in range(table.num_row_groups):
+            count = table.metadata.row_group(group).num_rows
+            if offset >= count:
+                offset -= count
+                continue
             for batch in table.iter_batches(ROWS, row_groups=[group], columns=[field]):
-                column = batch.column(0)
+                column = batch.column(batch.schema.get_field_index(field))
+                if isinstance(column.type, pyarrow.BaseExtensionType):
+                    column = column.storage
                 if pyarrow.types.is_dictionary(column.type):
                     column = column.dictionary_decode()
                 # As bytes, so that a value that is not UTF-8 is one damaged record.
                 yield from column.cast(pyarrow.large_binary()).to_pylist()[offset:]
                 offset = max(0, offset - len(column))
-        except damaged as error:
-            raise damage_of(error) from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise damage_of(error) from None
+
+
+def is_null(table: Any, field: str) -> bool:
+    """Return whether a file with rows says that all values of a column are null."""
+    metadata = table.metadata
+    if str(table.schema_arrow.field(field).type) == "null":
+        return bool(metadata.num_rows)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return bool(metadata.num_rows) and all(
+        leaf.is_stats_set and leaf.statistics.null_count == group.num_rows
+        for group in groups
+        for leaf in map(group.column, range(group.num_columns))
+        if leaf.path_in_schema == field
+    )
 
 
 def damage_of(error: Exception) -> Damage:
@@ -73,19 +109,46 @@ def damage_of(error: Exception) -> Damage:
     return Damage(f"from here on it cannot be read ({reason})")
 
 
+def check_columns(files: Sequence[str], field: str) -> None:
+    """Raise `UserError` for the first Parquet file that has no column of text of this name.
+
+    A file that cannot be read is left to whoever reads its rows.
+    """
+
+    def check(name: str) -> None:
+        with contextlib.suppress(Damage), open_table(name) as table:
+            check_column(table.schema_arrow, field, name)
+
+    with ThreadPoolExecutor(READERS) as threads:  # those of a store answer late
+        for _ in threads.map(check, files):
+            pass
+
+
 def check_column(schema: Any, field: str, name: str) -> None:
-    """Raise `UserError` if a Parquet file has no column of text of this name."""
+    """Raise `UserError` if a Parquet file has no column of text of this name, or several."""
     import pyarrow
 
-    if field not in schema.names:
+    count = schema.names.count(field)
+    if count > 1:
+        raise UserError(
+            f"data.source: {name} has {count} columns {field!r}, and which one is meant is not "
+            "known: write it anew with one"
+        )
+    if not count:
         raise UserError(
             f"data.source: {name} has no column {field!r}: name one of "
             f"{', '.join(schema.names)} (parquet:GLOB:FIELD)"
         )
     kind = schema.field(field).type
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    if str(kind) not in ("string", "large_string", "string_view"):
-        raise UserError(f"data.source: the column {field!r} of {name} is {kind}, not text")
+    inner = kind.storage_type if isinstance(kind, pyarrow.BaseExtensionType) else kind
+    inner = inner.value_type if pyarrow.types.is_dictionary(inner) else inner
+    # Of bytes without a word on what they are, that they are text is found out by reading them.
+    of_bytes = str(inner) in TEXT or inner is kind and pyarrow.types.is_fixed_size_binary(inner)
+    if not of_bytes:
+        raise UserError(
+            f"data.source: the column {field!r} of {name} is {kind}, not text: name another one "
+            "(parquet:GLOB:FIELD)"
+        )
 
 
 def dataset_parts(
