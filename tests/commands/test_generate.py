@@ -14,6 +14,23 @@ from torchmars.evaluation import sampling
 from torchmars.models import build_model
 
 
+@pytest.mark.parametrize(
+    "content,expected",
+    [
+        ("one\u2028more\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n\nlast", None),
+        ("one\r\ntwo\r\n", ["one", "two"]),
+        ("a\rb\n", ["a\rb"]),
+        ("\ufeffone\n\n", ["one", ""]),
+        ("\n", [""]),
+    ],
+)
+def test_a_line_of_prompts_ends_at_a_newline_alone(tmp_path, content, expected):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content.encode())
+    special = ["one\u2028more\u2029\x85\x0b\x0c\x1c\x1d\x1e", "", "last"]
+    assert generate.read_prompts(file) == (expected or special)
+
+
 def fixed(contexts):
     """Give id 3 the largest logit, then 2, 1 and 0; padding rows get larger ones still."""
     return torch.tensor([[0.0, 1.0, 2.0, 3.0, 9.0, 9.0]]).repeat(len(contexts), 1)

@@ -107,7 +107,9 @@ def test_a_file_that_several_links_lead_to_is_read_once(tmp_path, capsys):
     expected = ["one/a.txt", "one/b.txt", "one/other.txt"]
     for pattern in ("", "*/*.txt"):
         assert found(tmp_path, pattern) == expected
-        assert "left out 2 files that are links to others" in capsys.readouterr().out
+        assert (
+            "left out 2 links to files that are read under another name" in capsys.readouterr().out
+        )
     files = [str(tmp_path / name / "b.txt") for name in ("one", "two")]
     assert source_files(DataConfig("text", files=files)) == [tmp_path / "one" / "b.txt"]
 

@@ -78,8 +78,8 @@ class FoundFiles:
         if self.links:
             link, first = min(self.links.items())
             say(
-                f"left out {counted(len(self.links), 'file')} that are links to others, so that "
-                f"none is read twice (the first: {link}, which is {first})"
+                f"left out {counted(len(self.links), 'link')} to files that are read under "
+                f"another name (the first: {link}, which is {first})"
             )
         return files
 

@@ -35,7 +35,7 @@ def check_numbers(file: Path, start: bytes, size: int) -> None:
         raise UserError(f"{file} is NumPy's .npy: {conversion(file, f'np.load({name}).ravel()')}")
     for order in "<>":
         if len(start) >= 4 and struct.unpack(f"{order}i", start[:4])[0] in LLMC_MAGIC:
-            raise UserError(f"{file} has llm.c's header: set data.source to llmc:{file}")
+            raise UserError(f"{file} has llm.c's header: set data.source to llmc:{file.parent}")
     if len(start) >= FEWEST and is_written(start):
         raise UserError(f"{file} is text, or has one byte a token: set data.source to text:{file}")
     if dtype := wide_numbers(start):
