@@ -208,3 +208,21 @@ def test_line_ends_of_other_systems():
     [(_, raw)] = encoder("text").records(part)
     assert encoder("text").read(raw) == "one\ntwo\nthree"
     assert decode("é".encode()) == "é"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_a_line_of_100_megabytes_is_one_damaged_record(tmp_path, kind):
+    record = b'{"text": "%s"}\n' if kind == "jsonl" else b"%s\n<|endoftext|>\n"
+    texts = [b"a fox", b" " * 10**8 + b"x", b"the hill"]
+    file = tmp_path / f"a.{kind}"
+    file.write_bytes(b"".join(record % text for text in texts))
+    blocks = read_piece(
+        [Input(str(file), file.stat().st_size)], parse_source(kind), (0, 0, 0), Sizes()
+    )
+    done = [encoder(kind, longest=Sizes().document).encode(block) for block in blocks]
+    assert sum(sum(each.documents.values()) for each in done) == 2
+    [damaged] = [record for each in done for record in each.damaged]
+    assert (
+        damaged["place"].startswith("line ") and "longer than 33,554,432 bytes" in damaged["reason"]
+    )

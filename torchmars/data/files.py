@@ -99,7 +99,8 @@ def matches(pattern: str, kind: str, option: str) -> FoundFiles:
     try:
         with say_if_long(looking(pattern, option)):
             if isinstance(path, Path):
-                found += filter(is_file, below(path, fixed, ["**"] if is_folder else asked))
+                there = below(path, fixed, ["**"] if is_folder else asked)
+                found += (file for file in there if is_file(file))
             else:
                 found += store_of(path).glob(pattern)
                 is_folder = not asked and found != [path]
