@@ -298,6 +298,44 @@ def test_a_data_set_in_memory_goes_through_the_same_code(tmp_path, monkeypatch):
         prepare_task(replace(config, path=str(tmp_path / "new")), 0, 1, SIZES)
 
 
+REVISION = "refs/convert/parquet"  # that the hub itself makes
+
+
+class Columns:
+    """A data set whose columns are known."""
+
+    num_shards, column_names = 1, ["id", "content"]
+
+
+def test_a_data_set_without_the_field_and_one_that_is_a_program(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "books.py").write_text("import datasets\n")
+    load_dataset.cache_clear()
+    config = DataConfig("hf:some/books", path=str(tmp_path / "shards")).resolve()
+    with pytest.raises(UserError, match="books .*scripts are no longer supported.*") as mistake:
+        prepare_task(replace(config, source=f"hf:{tmp_path}/books"), 0, 1, SIZES)
+    assert "@refs/convert/parquet" in str(mistake.value) and "network" not in str(mistake.value)
+    asked = []
+
+    def load(*args, **options):
+        asked.append((args, options))
+        if "revision" not in options:
+            raise ValueError("contains custom code: pass `trust_remote_code=True`\nand more")
+        return Columns()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match="loading script.* hf:some/books@refs/convert/parquet"):
+        prepare_task(config, 0, 1, SIZES)
+    with pytest.raises(UserError, match="has no field 'text': name one of id, content"):
+        prepare_task(replace(config, source=f"{config.source}@{REVISION}:part"), 0, 1, SIZES)
+    options = {"split": "train", "streaming": True, "revision": REVISION}
+    assert asked[-1] == (("some/books", "part"), options)
+    load_dataset.cache_clear()
+
+
 def test_a_local_folder_of_parquet_and_as_a_data_set(tmp_path, monkeypatch):
     import pyarrow
     import pyarrow.parquet

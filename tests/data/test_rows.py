@@ -13,7 +13,6 @@ from tests.support.full import full_but
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.data import prepare
-from torchmars.data.corpus import load_dataset
 from torchmars.data.manifest import read_manifest
 
 TEXTS = ["a fox", "é \u2028 \0", "", "the hill"]
@@ -176,37 +175,3 @@ def test_files_that_cannot_be_read_are_one_damaged_record_each(tmp_path):
     texts, damaged = prepared(tmp_path)
     assert texts == [text for text in TEXTS if text] and len(damaged) == 5
     assert all("from here on it cannot be read" in reason for _, _, reason in damaged)
-
-
-class Columns:
-    """A data set whose columns are known."""
-
-    num_shards, column_names = 1, ["id", "content"]
-
-
-def test_a_data_set_without_the_field_and_one_that_is_a_program(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    (tmp_path / "books").mkdir()
-    (tmp_path / "books" / "books.py").write_text("import datasets\n")
-    load_dataset.cache_clear()
-    with pytest.raises(UserError, match="books .*scripts are no longer supported.*") as mistake:
-        prepared(tmp_path / "books", "hf:{}")
-    assert "@refs/convert/parquet" in str(mistake.value) and "network" not in str(mistake.value)
-    asked = []
-
-    def load(*args, **options):
-        asked.append((args, options))
-        if "revision" not in options:
-            raise ValueError("contains custom code: pass `trust_remote_code=True`\nand more")
-        return Columns()
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(UserError, match="loading script.* hf:some/books@refs/convert/parquet"):
-        prepared(tmp_path, "hf:some/books")
-    with pytest.raises(UserError, match="has no field 'text': name one of id, content"):
-        prepared(tmp_path, "hf:some/books@refs/convert/parquet:part")
-    revision = {"revision": "refs/convert/parquet"}
-    assert asked[-1] == (("some/books", "part"), {"split": "train", "streaming": True} | revision)
-    load_dataset.cache_clear()

@@ -26,7 +26,8 @@ COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 LEFTOVER = re.compile(
     r"[.].*|~[$].*|#.*#|.*~|.*:Zone[.]Identifier|.*_[$]folder[$]|__MACOSX|__pycache__"
     r"|.*[.](aria2|bak|crc|crdownload|incomplete|lock|md5|orig|part|partial|sha\d+|sw[nop]|te?mp)"
-    r"|_(SUCCESS|metadata|common_metadata|temporary|delta_log|spark_metadata|started.*|committed.*)"
+    r"|_(SUCCESS|metadata|common_metadata|delta_log|spark_metadata|(started|committed)_.*)"
+    r"|_te?mp(orary)?([._-].*)?|.*_[.]gstmp"
 )
 # What a hub puts beside data, in their own folder.
 CARD = re.compile(r"(README|LICEN[CS]E)([.](md|txt))?|dataset_(dict|infos?)[.]json")
