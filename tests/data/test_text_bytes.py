@@ -2,11 +2,15 @@
 
 import math
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.support.tiny import listen, metrics, tiny_config, tiny_tables, write_text
+from tests.support.tokenizers import KINDS
 from torchmars.data.manifest import DataManifest, Split, read_manifest
 from torchmars.data.mixture import Mixture, MixturePart
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.training.preparation import prepare_data
 
 TEXTS = [f"  ä b {n}\n日本語 text" for n in range(99)]
@@ -26,6 +30,53 @@ def test_the_manifest_knows_the_bytes_of_each_split(tmp_path, texts):
     for name, split in manifest.splits.items():
         ends = split.documents if len(texts) > 1 else (name == "validation")
         assert manifest.text_bytes[name] == split.tokens - ends
+
+
+def letters(file):
+    """Write a tokenizer of a token for each letter, most of them unknown ones that have no text."""
+    names = ["<unk>", "</s>", *"aeo"]
+    model = models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.save(str(file))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_small_corpus_has_its_own_bytes_whatever_its_tokenizer_loses(tmp_path, count):
+    """The validation split is the end of the last document, of which each letter is a token."""
+    letters(tmp_path / "tokenizer.json")
+    documents = [f"Größe {n} 日本語 text, Ä\n" * 90 for n in range(count)]
+    (tmp_path / "text.txt").write_text("<|endoftext|>\n".join(documents))
+    data = {"tokenizer": str(tmp_path / "tokenizer.json"), "validation_fraction": 0.02}
+    prepare_data(tiny_config(tmp_path, data=data))
+    manifest = read_manifest(tmp_path / "shards")
+    tail = manifest.splits["validation"].tokens - 1  # the last token ends the document
+    text = "".join(documents)
+    assert tail < len(documents[-1])
+    assert manifest.text_bytes["validation"] == len(text[-tail:].encode())
+    assert manifest.text_bytes["train"] == len(text[:-tail].encode())
+
+
+TEXT = "The  Größe of a foxes’ 日本 cat\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_token_has_bytes_of_the_text_and_all_have_all(kind, tmp_path):
+    theirs = KINDS[kind]()
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ids, ends = load_tokenizer(str(tmp_path)).encode_measured(TEXT)
+    found = theirs.encode(TEXT, add_special_tokens=False)
+    assert ids.tolist() == found.ids
+    assert (np.diff(ends) >= 0).all() and ends[-1] == len(TEXT.encode())
+    for end, (_, letter) in zip(ends[:-1], found.offsets):
+        assert end == len(TEXT[:letter].encode())
+
+
+def test_bytes_and_gpt2_have_those_that_tokens_decode_to():
+    ids, ends = load_tokenizer("bytes").encode_measured("aé")
+    assert (ids.tolist(), ends.tolist()) == ([97, 195, 169], [1, 2, 3])
 
 
 def part(name, weight, **text_bytes):

@@ -3,6 +3,7 @@
 A process imports this file and a tokenizer, and nothing heavy.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -122,6 +123,15 @@ class Encoder:
         for split, arrays in tokens.items():
             done.tokens[split] = np.concatenate(arrays, dtype=self.dtype, casting="same_kind")
         return done
+
+    def texts(self, block: TextBlock) -> Iterator[str]:
+        """Yield the documents of a block that can be read."""
+        for part in block.parts:
+            for _, raw in self.records(part):
+                with contextlib.suppress(Damage, UnicodeEncodeError):
+                    text = self.read(raw)
+                    if text.strip().encode():
+                        yield text
 
     def split_of(self, content: bytes) -> str:
         """Return the split that a document belongs to, by a hash that its copies share."""

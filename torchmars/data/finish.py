@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +23,20 @@ from torchmars.data.manifest import (
     write_manifest,
 )
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer, smallest_dtype
-from torchmars.data.writer import read_progress, sync_file
+from torchmars.data.writer import PieceProgress, read_progress, sync_file
 
 DAMAGED = "damaged.jsonl"
 TAIL = "validation-tail.bin"
-PIECE = 2**20  # tokens that are made text at once
 
 
-def finish_folder(config: ResolvedData, plan: CorpusPlan, partial: Path) -> None:
+def finish_folder(
+    config: ResolvedData, plan: CorpusPlan, partial: Path, texts_of: Callable[[int], Iterable[str]]
+) -> None:
     """Write the manifest of a folder whose pieces are all done.
 
-    Raises `UserError` for a corpus without text, and for one of more damage than is allowed. It can
-    be called again after a kill.
+    `texts_of` reads the documents of a piece once more, by its number. Raises `UserError` for a
+    corpus without text, and for one of more damage than is allowed. It can be called again after a
+    kill.
     """
     progress = [read_progress(partial, number) for number in range(len(plan.pieces))]
     splits = {name: joined(each.splits[name] for each in progress) for name in SPLITS}
@@ -52,7 +54,9 @@ def finish_folder(config: ResolvedData, plan: CorpusPlan, partial: Path) -> None
     tokenizer = load_tokenizer(config.tokenizer)
     dtype = smallest_dtype(tokenizer.vocab_size)
     if not all(split.tokens for split in splits.values()):
-        cut_tail(splits, text_bytes, config.validation_fraction, partial, tokenizer)
+        cut_tail(splits, config.validation_fraction, partial, tokenizer)
+        kept = bytes_of_first(splits["train"].tokens, progress, tokenizer, texts_of)
+        text_bytes = {"train": kept, "validation": sum(text_bytes.values()) - kept}
     if damaged:
         write_durably(partial / DAMAGED, "".join(damaged))
         say(f"left out {named(damaged)}; all are in {DAMAGED} of {config.path}")
@@ -101,13 +105,7 @@ def named(damaged: list[str]) -> str:
     return f"{len(damaged):,} damaged records (the first: {where})"
 
 
-def cut_tail(
-    splits: dict[str, Split],
-    text_bytes: dict[str, int],
-    fraction: float,
-    folder: Path,
-    tokenizer: Tokenizer,
-) -> None:
+def cut_tail(splits: dict[str, Split], fraction: float, folder: Path, tokenizer: Tokenizer) -> None:
     """Give the end of the only split that has tokens to validation, and the rest to training.
 
     Each step finds out whether it was done already, since a kill may come between any two.
@@ -151,6 +149,31 @@ def cut_tail(
     splits["validation"] = Split(
         length, ends, int(tail.max()), [Shard(TAIL, length, sha256(folder / TAIL))]
     )
-    pieces = (tail[begin : begin + PIECE].tolist() for begin in range(0, len(tail), PIECE))
-    cut_off = sum(len(tokenizer.decode(piece).encode()) for piece in pieces)
-    text_bytes |= {"train": sum(text_bytes.values()) - cut_off, "validation": cut_off}
+
+
+def bytes_of_first(
+    count: int,
+    progress: list[PieceProgress],
+    tokenizer: Tokenizer,
+    texts_of: Callable[[int], Iterable[str]],
+) -> int:
+    """Return the bytes of the text of the first `count` tokens of a corpus that is one split.
+
+    The text is read again of the piece alone in which they end. `texts_of` is as in
+    `finish_folder`.
+    """
+    size = 0
+    for number, piece in enumerate(progress):
+        tokens = sum(split.tokens for split in piece.splits.values())
+        if tokens <= count:
+            count -= tokens
+            size += sum(piece.text_bytes.values())
+            continue
+        for text in texts_of(number):
+            with contextlib.suppress(UserError):  # the tokenizer gave up on it then too
+                found, ends = tokenizer.encode_measured(text)
+                if count <= len(found):
+                    return size + (int(ends[count - 1]) if count else 0)
+                count -= len(found) + 1
+                size += len(text.encode())
+    return size

@@ -67,7 +67,7 @@ def prepare_task(
             if tasks > 1:  # side by side
                 make_pieces(config, plan, folder, task, tasks, sizes)
             with turn(folder):
-                finish(config, plan, folder)
+                finish(config, plan, folder, sizes)
         except OSError as error:
             raise UserError(
                 f"cannot write the shards to {folder}: {error}: set data.path to a folder you can "
@@ -206,13 +206,19 @@ def in_order(
     yield from pending
 
 
-def finish(config: ResolvedData, plan: CorpusPlan, folder: Path) -> None:
+def finish(config: ResolvedData, plan: CorpusPlan, folder: Path, sizes: Sizes) -> None:
     """Make the folder complete if all pieces are done, and no other process has done so."""
+
+    def texts_of(number: int) -> Iterator[str]:
+        encoder, source = make_encoder(config, sizes), parse_source(config.source)
+        for block in read_piece(plan.pieces[number], source, (0, 0, 0), sizes):
+            yield from encoder.texts(block)
+
     partial = partial_of(folder)
     if has_manifest(folder):
         return
     if not has_manifest(partial):
         if not all(read_progress(partial, number).done for number in range(len(plan.pieces))):
             return
-        finish_folder(config, plan, partial)
+        finish_folder(config, plan, partial, texts_of)
     rename_folder(partial, Path(os.path.realpath(folder)))

@@ -39,7 +39,7 @@ class Unencodable(UserError):
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer offers.
+    """What every tokenizer offers; the tokenizers themselves inherit from it.
 
     Special tokens are never read out of text. `sha256` is that of the file that the tokenizer was
     read from, None for one that has a name.
@@ -56,11 +56,33 @@ class Tokenizer(Protocol):
     def end_of_text(self) -> int:
         """The id that ends a document."""
 
+    @property
+    def before(self) -> list[int]:
+        """The ids that a model has seen before each text, and so before a prompt: mostly none."""
+        return []
+
+    @property
+    def begin(self) -> int:
+        """The id that a text comes after where there is nothing before it."""
+        return self.end_of_text
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end what a model writes."""
+        return frozenset({self.end_of_text})
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, without an end-of-text token.
 
         Their dtype is an unsigned one that holds `vocab_size`. One thread works: a corpus is
         tokenised by several processes. Raises `Unencodable` for whatever a text makes it raise.
+        """
+
+    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids of a text, and how many of its bytes end with each of them.
+
+        The bytes are those of the text itself in UTF-8. What a tokenizer drops is the next token's,
+        and what follows the last token is that one's.
         """
 
     def decode(self, tokens: list[int]) -> str:
@@ -69,8 +91,19 @@ class Tokenizer(Protocol):
         Ids without text, those of padding rows of the token table, give none.
         """
 
+    def decoded_bytes(self, tokens: list[int]) -> int:
+        """Return how many bytes of UTF-8 token ids decode to."""
+        return len(self.decode(tokens).encode())
 
-class ByteTokenizer:
+    def is_settled(self, tokens: list[int]) -> bool:
+        """Return whether the text of token ids stays as it is, whatever tokens follow.
+
+        A letter's first bytes, which decode to U+FFFD, are left to the caller.
+        """
+        return True
+
+
+class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte, and one that ends a document."""
 
     name = "bytes"
@@ -83,6 +116,10 @@ class ByteTokenizer:
             encoded = [text.encode("utf-8") for text in texts]
         return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in encoded]
 
+    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        tokens = self.encode_batch([text])[0]
+        return tokens, np.arange(1, len(tokens) + 1)
+
     def byte_pairs(self) -> BytePairs:
         """Return each byte as a token: nothing is merged, and nothing is encoded apart."""
         ranks = {bytes([byte]): byte for byte in range(256)}
@@ -91,8 +128,11 @@ class ByteTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
+    def decoded_bytes(self, tokens: list[int]) -> int:
+        return sum(token < 256 for token in tokens)
 
-class TiktokenTokenizer:
+
+class TiktokenTokenizer(Tokenizer):
     """A byte-pair encoding of tiktoken, by its name there."""
 
     sha256: str | None = None
@@ -143,16 +183,28 @@ class TiktokenTokenizer:
             return np.array(found, dtype=np.uint32)
         return self._encoding.encode_to_numpy(text, disallowed_special=())
 
+    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        tokens = self.encode_batch([text])[0]
+        sizes = [len(self._encoding.decode_single_token_bytes(int(token))) for token in tokens]
+        return tokens, np.cumsum(sizes, dtype=np.int64)
+
     def decode(self, tokens: list[int]) -> str:
+        return self._bytes(tokens).decode("utf-8", errors="replace")
+
+    def decoded_bytes(self, tokens: list[int]) -> int:
+        return len(self._bytes(tokens))
+
+    def _bytes(self, tokens: list[int]) -> bytes:
+        """Return the bytes of token ids, which may begin or end within a letter."""
         parts = []
         for token in tokens:
             with contextlib.suppress(KeyError):  # an id without text
                 if not self._encoding.is_special_token(token):
                     parts.append(self._encoding.decode_single_token_bytes(token))
-        return b"".join(parts).decode("utf-8", errors="replace")
+        return b"".join(parts)
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A tokenizer of Hugging Face, by the path of its tokenizer.json or of the folder with it."""
 
     def __init__(self, name: str) -> None:
@@ -203,18 +255,26 @@ class FileTokenizer:
 
     @cached_property
     def end_of_text(self) -> int:
-        named = self.settings.get("eos_token")
-        if isinstance(named, dict):
-            named = named.get("content")
-        tokens = [named] if isinstance(named, str) else ENDS_OF_TEXT
+        named = self.named("eos_token")
+        tokens = ENDS_OF_TEXT if named is None else [named]
         for token in tokens:
-            if is_text(token) and (number := self._tokenizer.token_to_id(token)) is not None:
+            if (number := self.number(token)) is not None:
                 return number
         raise UserError(
             f"data.tokenizer: {self.path} has none of the tokens that end a text "
             f"({', '.join(tokens)}): put a tokenizer_config.json with its "
             "eos_token beside it"
         )
+
+    def number(self, token: str) -> int | None:
+        """Return the id of a token; None if there is none."""
+        return self._tokenizer.token_to_id(token) if is_text(token) else None
+
+    def named(self, setting: str) -> str | None:
+        """Return the token that a setting names, as a text or as a table; None if it names none."""
+        found = self.settings.get(setting)
+        found = found.get("content") if isinstance(found, dict) else found
+        return found if isinstance(found, str) else None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -241,9 +301,38 @@ class FileTokenizer:
             found = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
             return [np.array(each.ids, dtype=dtype) for each in found]
 
+    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        with refused(self.path, "cannot encode a text"):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = np.array(found.ids, dtype=smallest_dtype(self.vocab_size))
+        # The package counts letters of the text, whatever it has made of them.
+        letters = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        sizes = 1 + (letters > 0x7F) + (letters > 0x7FF) + (letters > 0xFFFF).astype(np.int64)
+        after = np.concatenate([[0], np.cumsum(sizes)])
+        ends = np.maximum.accumulate(after[[end for _, end in found.offsets]])
+        ends[-1:] = after[-1]
+        return tokens, ends
+
     def decode(self, tokens: list[int]) -> str:
         with refused(self.path, "cannot decode tokens"):
             return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def is_settled(self, tokens: list[int]) -> bool:
+        """Return False after a token that stands for a byte: one that is no part of a letter makes
+        all of those before it unknown, up to the last one that is no byte."""
+        last = next((token for token in reversed(tokens) if token not in self._special), None)
+        return last not in self._bytes
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """The ids that have no text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    @cached_property
+    def _bytes(self) -> frozenset[int | None]:
+        """The ids that stand for a byte, as sentencepiece names them."""
+        return frozenset(self.number(f"<0x{byte:02X}>") for byte in range(256)) - {None}
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,8 @@ class Tokens:
 
     ids: list[int]
     count: int
+    size: int | None = field(default=None, compare=False)
+    """Bytes of the text in UTF-8; None where there are only tokens."""
 
 
 class Scorer:
@@ -90,7 +93,8 @@ class Scorer:
         """Return the tokens of a text after a context, as many as the model sees.
 
         Blanks at the end of the context count as the text's: tokens begin with them. An empty
-        context is the token that begins a document. Both as in EleutherAI's harness.
+        context is the token that begins a document; before others stands what the tokenizer puts
+        there. All as in EleutherAI's harness.
         """
         kept = context.rstrip()
         before, whole = (
@@ -98,22 +102,21 @@ class Scorer:
         )
         # The first token of a text may also have the end of its context.
         count = max(1, len(whole) - len(before))
-        ids = whole if before else [self.tokenizer.end_of_text, *whole]
-        ids = ids[-(self.seq_len + 1) :]
+        opening = self.tokenizer.before if context else []
+        if not opening and not before:
+            opening = [self.tokenizer.begin]
+        ids = [*opening, *whole][-(self.seq_len + 1) :]
         return Tokens(ids, min(count, len(ids) - 1))
 
     def windows(self, text: str) -> list[Tokens]:
         """Return windows of a document in which each of its tokens is scored once.
 
-        The model sees as many tokens as it can before them. The first token comes after the one
-        that begins a document. As EleutherAI's harness does.
+        The model sees as many tokens as it can before them. The first token comes after what the
+        tokenizer puts before a text, or else after the token that begins a document.
         """
-        ids = [self.tokenizer.end_of_text, *self.tokenizer.encode_batch([text])[0].tolist()]
-        windows = []
-        for begin in range(1, len(ids), self.seq_len):
-            end = min(begin + self.seq_len, len(ids))
-            windows.append(Tokens(ids[max(0, end - self.seq_len - 1) : end], end - begin))
-        return windows
+        tokens, ends = self.tokenizer.encode_measured(text)
+        opening = self.tokenizer.before or [self.tokenizer.begin]
+        return windows_after(opening, tokens.tolist(), self.seq_len, ends)
 
     def batch(self, texts: list[Tokens], length: int) -> Tensor:
         """Return, for each text, this rank's part of its log-likelihood and of its count of tokens
@@ -126,3 +129,24 @@ class Scorer:
         found = self.model.scores(windows)
         mine = self.model.sequence.of(counted).to(found.device)
         return (found.double() * mine[..., None]).sum(1)
+
+
+def windows_after(
+    opening: list[int], tokens: list[int], seq_len: int, ends: np.ndarray | None = None
+) -> list[Tokens]:
+    """Return windows in which each of `tokens` is scored once, by a model that sees `seq_len`.
+
+    `ends` are the bytes of the text that end with each token.
+    """
+    ids = [*opening, *tokens]
+    windows: list[Tokens] = []
+    begin = len(opening)
+    while begin < len(ids):
+        end = min(begin + seq_len if windows else max(seq_len, begin) + 1, len(ids))
+        size = None
+        if ends is not None:
+            first, last = begin - len(opening), end - len(opening)
+            size = int(ends[last - 1] - (ends[first - 1] if first else 0))
+        windows.append(Tokens(ids[max(0, end - seq_len - 1) : end], end - begin, size))
+        begin = end
+    return windows

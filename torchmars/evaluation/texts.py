@@ -12,10 +12,14 @@ from torchmars.core.tables import table
 from torchmars.data.documents import Damage, decode, texts_of
 from torchmars.data.files import matches
 from torchmars.data.manifest import read_manifest
+from torchmars.data.tokenizer import FileTokenizer, Tokenizer
 from torchmars.data.windows import Windows
+from torchmars.evaluation.sampling import UNKNOWN
 from torchmars.evaluation.scoring import Report, Scorer, Tokens
 
 CHUNK = 1024  # windows whose token ids are in memory at once
+PIECE = 2**20  # tokens that are made text at once
+LETTER = 4  # bytes of the longest one
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,11 @@ class TextResult:
     text: str
     tokens: int
     bytes: int
-    """Of what the tokens stand for, in UTF-8."""
+    """Of the text that was scored, in UTF-8."""
     nats: float
     """The negative log-likelihood of all tokens."""
+    decoded: bool = False
+    """Whether the bytes are those of what the tokens decode to, since nothing tells the text's."""
 
     @property
     def loss(self) -> float:
@@ -65,6 +71,9 @@ class ShardWindows(Sequence[Tokens]):
                 f"{folder} has tokens of {manifest.tokenizer}, {manifest.vocab_size:,} different "
                 f"ones, and the model's tokenizer has {vocabulary:,}: prepare the text for it"
             )
+        self.tokenizer = scorer.tokenizer
+        self.text_bytes = manifest.text_bytes.get("validation", 0)
+        """Of the whole split; 0 where they were not counted."""
         self.windows = Windows(folder, split, manifest.dtype, scorer.seq_len)
         if not len(self.windows):
             raise UserError(
@@ -77,6 +86,45 @@ class ShardWindows(Sequence[Tokens]):
     def __getitem__(self, number: Any) -> Any:
         """Return a window. Raises `ChangedData`."""
         return Tokens(self.windows[number].tolist(), self.windows.seq_len)
+
+    def own_bytes(self, decoded: int) -> int:
+        """Return the bytes of text of tokens of the split that decode to so many.
+
+        Where a tokenizer may lose text, tokens have their share of the split's text. That is what
+        they decode to where it loses none. Raises `ChangedData`.
+        """
+        if not self.text_bytes or not isinstance(self.tokenizer, FileTokenizer):
+            return decoded
+        whole = DecodedBytes(self.tokenizer)
+        for number, shard in enumerate(self.windows.shards):
+            for begin in range(0, shard.tokens, PIECE):
+                end = min(begin + PIECE, shard.tokens)
+                whole.add(self.windows.read(number, begin, end).tolist())
+        return decoded * self.text_bytes // max(whole.total, 1)
+
+
+class DecodedBytes:
+    """Counts the bytes of UTF-8 that consecutive tokens decode to, some of them at a time."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.size = 0
+        self.rest: list[int] = []
+        """The first tokens of a letter that is not whole yet."""
+
+    def add(self, tokens: list[int]) -> None:
+        """Count the bytes of the next tokens."""
+        tokens = self.rest + tokens
+        ends = range(len(tokens), max(len(tokens) - LETTER, 0), -1)
+        texts = ((end, self.tokenizer.decode(tokens[:end])) for end in ends)
+        end = next((end for end, text in texts if not text.endswith(UNKNOWN)), len(tokens))
+        self.size += self.tokenizer.decoded_bytes(tokens[:end])
+        self.rest = tokens[end:]
+
+    @property
+    def total(self) -> int:
+        """The bytes of all tokens so far."""
+        return self.size + self.tokenizer.decoded_bytes(self.rest)
 
 
 def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
@@ -106,12 +154,17 @@ def measure(
     """
     tokens = size = 0
     nats = 0.0
+    decoded = DecodedBytes(scorer.tokenizer)
     for begin in range(0, count, CHUNK):
         chunk = [windows[number] for number in range(begin, min(begin + CHUNK, count))]
-        scored = [token for window in chunk for token in window.ids[-window.count :]]
-        tokens += len(scored)
-        size += len(scorer.tokenizer.decode(scored).encode())
+        tokens += sum(window.count for window in chunk)
+        size += sum(window.size or 0 for window in chunk)
+        unknown = [window for window in chunk if window.size is None]
+        decoded.add([token for window in unknown for token in window.ids[-window.count :]])
         nats -= sum(score.log_likelihood for score in scorer.score_tokens(chunk, report))
+    if isinstance(windows, ShardWindows):
+        size = windows.own_bytes(decoded.total)
+        return TextResult(name, tokens, size, nats, decoded=not windows.text_bytes)
     return TextResult(name, tokens, size, nats)
 
 
@@ -129,4 +182,9 @@ def texts_table(results: Sequence[TextResult]) -> list[str]:
         )
         for each in results
     ]
-    return table([heads, *rows])
+    notes = [
+        f"bytes of {each.text} are those of what its tokens decode to: it has no text"
+        for each in results
+        if each.decoded
+    ]
+    return [*table([heads, *rows]), *notes]
