@@ -1,15 +1,17 @@
 """Sampling: temperature, the likeliest token, one text per seed, and the command."""
 
 import copy
+import random
 import sys
 
 import pytest
 import torch
 
 from tests.support.tiny import tiny_tables, train, write_text
+from tests.support.tokenizers import KINDS, llama_2
 from torchmars.commands import generate
 from torchmars.config import ModelConfig
-from torchmars.data.tokenizer import ByteTokenizer
+from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer
 from torchmars.evaluation import sampling
 from torchmars.models import build_model
 
@@ -96,6 +98,58 @@ def test_sequences_of_a_batch_end_apart():
         ends_soon, ByteTokenizer(), ["oh ", "ox", "h"], 50, sampling.Draw()
     )
     assert texts == [LETTERS, "", LETTERS[1:]]
+
+
+def spelling(ids):
+    """Return predictions of these ids, after contexts of any length."""
+    steps = iter(ids)
+
+    def predict(contexts):
+        token = next(steps)
+        return torch.nn.functional.one_hot(torch.tensor([token] * len(contexts)), 400) * 100.0
+
+    return predict
+
+
+def decoded(theirs, prompt, ids):
+    """Return what the package of the tokenizer decodes beyond the prompt."""
+    context = theirs.encode(prompt, add_special_tokens=False).ids
+    return theirs.decode([*context, *ids])[len(theirs.decode(context)) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prompt", ["The", "", "The cat ", "\u00e9", " ", "on fox\u65e5"])
+def test_a_continuation_is_what_the_whole_decodes_to_beyond_its_prompt(kind, prompt, tmp_path):
+    """Of texts, of letters cut over tokens, and of any tokens, special ones among them."""
+    theirs = KINDS[kind]()
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(str(tmp_path))
+    texts = (" cat sat on", "cat \u00e9\u65e5 foxes.", "\n\u00e9", "  The\U0001f600")
+    encoded = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+    chance = random.Random(0)
+    ends = tokenizer.end_of_text
+    others = [token for token in range(theirs.get_vocab_size()) if token != ends]
+    drawn = [[chance.choice(others) for _ in range(12)] for _ in range(12)]
+    for ids in [
+        *(ids for ids in encoded if ids),
+        *(ids[:-1] for ids in encoded if ids[1:]),
+        *drawn,
+    ]:
+        draw = sampling.Draw(temperature=0)
+        given = tokenizer, prompt, len(ids), draw
+        pieces = sampling.stream_text(spelling(ids), *given)
+        expected = decoded(theirs, prompt, ids)
+        assert "".join(pieces) == prompt + expected
+        both = sampling.continuations(spelling(ids), tokenizer, [prompt, "cat"], len(ids), draw)
+        assert both == [expected, decoded(theirs, "cat", ids)]
+
+
+def test_the_blank_between_prompt_and_continuation_is_there_and_comes_with_its_word(tmp_path):
+    llama_2().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(str(tmp_path))
+    ids = [*tokenizer.encode_batch(["cat \u00e9 on"])[0].tolist(), tokenizer.end_of_text]
+    pieces = sampling.stream_text(spelling(ids), tokenizer, "The", 50, sampling.Draw())
+    assert [piece for piece in pieces if piece] == ["The", " cat", " ", "\u00e9 on"]
 
 
 def test_command_line(tmp_path, capsys, monkeypatch):

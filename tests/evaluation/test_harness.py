@@ -11,6 +11,7 @@ import tiktoken
 from tests.support.ranks import run_ranks
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import run_folder_of, tiny_tables, train
+from tests.support.tokenizers import write_llama
 from torchmars.checkpoint.inference import load_sharded_model
 from torchmars.cluster import connection
 from torchmars.commands import export
@@ -153,3 +154,45 @@ def test_hellaswag_is_that_of_the_harness(tokenizer, gpt2_files, tmp_path, monke
         print(json.dumps(figures), result.describe(), f"{apart:.2e} apart of {len(scores)}")
         assert result.accuracy == figures["acc,none"]
         assert result.accuracy_norm == figures["acc_norm,none"]
+
+
+@pytest.fixture
+def own_process_group():
+    yield
+    connection.stop()
+
+
+@pytest.mark.usefixtures("own_process_group")
+def test_a_folder_whose_texts_begin_by_a_token_is_asked_as_the_harness_asks_it(tmp_path):
+    """Contexts that are empty, blank, cut, of letters in several tokens; long texts; stop texts."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from torchmars.evaluation.harness import HarnessModel
+
+    def asked(model, kind, *args):
+        return getattr(model, kind)(
+            [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in args]
+        )
+
+    write_llama(tmp_path)
+    theirs = HFLM(pretrained=str(tmp_path), dtype="float32", device="cpu", batch_size=1)
+    ours = HarnessModel(str(tmp_path))
+    pairs = [
+        ("The cat", " sat on"),
+        ("", "The fox"),
+        ("The cat ", " sat"),
+        (" ", " x"),
+        ("\u00e9", "\u65e5\u672c"),
+        ("The cat sat on the mat " * 9, " fox"),
+    ]
+    expected = asked(theirs, "loglikelihood", *pairs)
+    for (value, hit), (wanted, likeliest) in zip(asked(ours, "loglikelihood", *pairs), expected):
+        assert value == pytest.approx(wanted, rel=1e-5) and hit == likeliest
+    texts = [("The cat sat on",), ("The cat sat on \u00e9 xyz " * 9,)]
+    rolling = asked(theirs, "loglikelihood_rolling", *texts)
+    assert asked(ours, "loglikelihood_rolling", *texts) == pytest.approx(rolling, rel=1e-5)
+    free = asked(ours, "generate_until", ("\u65e5", {"until": [], "max_gen_toks": 12}))[0]
+    for until in ([], [free[2:4]], "zz", [free[-1:], free[1:3]]):
+        request = "\u65e5", {"until": until, "max_gen_toks": 12}
+        assert asked(ours, "generate_until", request) == asked(theirs, "generate_until", request)

@@ -32,6 +32,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.config.run import RunConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
+from torchmars.data.folder_tokenizer import FolderTokenizer
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.models.documents import document_starts
@@ -134,7 +135,7 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
         load_weights(found.weights, model.state_dict())
     else:
         read_tensors(found.folder, model_state(model.state_dict()), found.index)
-    return model, tokenizer_of(found), found.config
+    return model, tokenizer_in(folder, found), found.config
 
 
 def load_sharded_model(
@@ -148,7 +149,7 @@ def load_sharded_model(
     """
     found = layout.on_first(lambda: without_index(open_any(folder, step)))
     config = found.config
-    tokenizer = tokenizer_of(found)
+    tokenizer = tokenizer_in(folder, found)
     find_starts = partial(document_starts, end_of_text=tokenizer.end_of_text)
     model = ParallelModel(
         found.model,
@@ -173,13 +174,20 @@ def without_index(found: SavedModel | FolderModel) -> SavedModel | FolderModel:
     return found if isinstance(found, FolderModel) else replace(found, index=dcp.Metadata({}))
 
 
-def tokenizer_of(found: SavedModel | FolderModel) -> Tokenizer:
-    """Return the tokenizer of a model: that in its run's folder, or else that of its config.
+def tokenizer_in(folder: Path, found: SavedModel | FolderModel) -> Tokenizer:
+    """Return the tokenizer of a model that was found in `folder`. Raises `UserError`."""
+    if isinstance(found, FolderModel):
+        return FolderTokenizer(str(folder))
+    return tokenizer_of(found)
+
+
+def tokenizer_of(found: SavedModel) -> Tokenizer:
+    """Return the tokenizer of a run's model: that in its folder, or else that of its config.
 
     Raises `UserError` if neither is the one that it was trained with.
     """
     name = found.config.data.tokenizer
-    if isinstance(found, FolderModel) or found.manifest.tokenizer_sha256 is None:
+    if found.manifest.tokenizer_sha256 is None:
         return load_tokenizer(name)
     run = Path(os.path.realpath(found.folder)).parent.parent
     copy = RunConfig(run.name, str(run.parent)).tokenizer

@@ -20,7 +20,7 @@ from torchmars.cluster import connection
 from torchmars.config import ParallelismConfig
 from torchmars.core.errors import exit_on_user_error
 from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
-from torchmars.evaluation.scoring import Scorer
+from torchmars.evaluation.scoring import Scorer, Tokens, windows_after
 
 NEW_TOKENS = 256  # at most, where a task does not say it; as in the harness
 
@@ -54,9 +54,18 @@ class HarnessModel(LM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-likelihoods of whole texts."""
-        windows = [self.scorer.windows(request.args[0]) for request in requests]
+        windows = [self.windows(request.args[0]) for request in requests]
         scores = iter(self.scorer.score_tokens([each for text in windows for each in text]))
         return [sum(next(scores).log_likelihood for _ in text) for text in windows]
+
+    def windows(self, text: str) -> list[Tokens]:
+        """Return the windows of a text.
+
+        What the tokenizer puts before a text counts as a part of it, as with the harness's models.
+        """
+        tokenizer = self.tokenizer
+        tokens = [*tokenizer.before, *tokenizer.encode_batch([text])[0].tolist()]
+        return windows_after([tokenizer.begin], tokens, self.scorer.seq_len)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return continuations of contexts, each up to the first of the texts that end it."""
@@ -65,7 +74,7 @@ class HarnessModel(LM):
     def continuation(self, context: str, options: dict[str, Any]) -> str:
         """Return what the model writes after a context."""
         ends = options.get("until") or []
-        ends = [ends] if isinstance(ends, str) else ends
+        ends = [end for end in ([ends] if isinstance(ends, str) else ends) if end]
         temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
         draw = Draw(temperature, options.get("top_k") or None, options.get("top_p"))
         model = self.scorer.model

@@ -1,6 +1,6 @@
 """Text by a model: token after token, drawn from what it predicts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -69,14 +69,14 @@ def sample(
     count: int,
     *,
     vocab_size: int,
-    end: int | None = None,
+    ends: Collection[int] = (),
     draw: Draw = Draw(),
 ) -> Iterator[list[int | None]]:
     """Yield up to `count` times the token id that continues each of `contexts`.
 
-    None stands for a sequence after the token `end`. Random numbers come from CPU generators that
-    belong to the call: on a sharded model every rank, called alike, draws the same tokens. A
-    sequence is the same whatever the others are.
+    None stands for a sequence after one of the tokens `ends`. Random numbers come from CPU
+    generators that belong to the call: on a sharded model every rank, called alike, draws the same
+    tokens. A sequence is the same whatever the others are.
     """
     # Seeds wrap around within 64 bits.
     seeds = [(draw.seed + number + 2**63) % 2**64 - 2**63 for number in range(len(contexts))]
@@ -90,7 +90,7 @@ def sample(
         for number, context in enumerate(contexts):
             context.append(draw_token(logits[number], draw, generators[number]))
             tokens.append(None if ended[number] else context[-1])
-            ended[number] |= context[-1] == end
+            ended[number] |= context[-1] in ends
         yield tokens
         if all(ended):
             return
@@ -124,49 +124,57 @@ def stream_text(
     when it is whole.
     """
     yield prompt
+    context = encode(tokenizer, prompt)
     new: list[int] = []
-    said = 0
+    text, said = "", 0
     for (token,) in sample(
         predict,
-        [encode(tokenizer, prompt)],
+        [context],
         count,
         vocab_size=tokenizer.vocab_size,
-        end=tokenizer.end_of_text,
+        ends=tokenizer.ends,
         draw=draw,
     ):
         assert token is not None
         new.append(token)
-        text = tokenizer.decode(without_end(new, tokenizer))
-        if not text.endswith(UNKNOWN):
+        text = following(tokenizer, context, new)
+        if tokenizer.is_settled(context + new) and not text.endswith(UNKNOWN):
             yield text[said:]
-            said = len(text)
-    yield tokenizer.decode(without_end(new, tokenizer))[said:]
+            said = max(said, len(text))
+    yield text[said:]
 
 
 def continuations(
     predict: Predict, tokenizer: Tokenizer, prompts: list[str], count: int, draw: Draw
 ) -> list[str]:
     """Return the continuation of each prompt: at most `count` tokens, to the end of a document."""
+    contexts = [encode(tokenizer, prompt) for prompt in prompts]
     new: list[list[int]] = [[] for _ in prompts]
     for tokens in sample(
         predict,
-        [encode(tokenizer, prompt) for prompt in prompts],
+        contexts,
         count,
         vocab_size=tokenizer.vocab_size,
-        end=tokenizer.end_of_text,
+        ends=tokenizer.ends,
         draw=draw,
     ):
         for one, token in zip(new, tokens):
             one += [] if token is None else [token]
-    return [tokenizer.decode(without_end(one, tokenizer)) for one in new]
+    return [following(tokenizer, *each) for each in zip(contexts, new)]
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the token ids of a prompt; of an empty one, what begins a document."""
     tokens: list[int] = tokenizer.encode_batch([prompt])[0].tolist()
-    return tokens or [tokenizer.end_of_text]
+    return [*tokenizer.before, *tokens] or [tokenizer.begin]
 
 
-def without_end(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return `tokens` without an end-of-text token at their end."""
-    return tokens[:-1] if tokens[-1:] == [tokenizer.end_of_text] else tokens
+def following(tokenizer: Tokenizer, context: list[int], new: Sequence[int]) -> str:
+    """Return what the text of `context` and of the tokens after it has more than that of `context`.
+
+    A token's text depends on those before: many decoders drop the blank that a text begins with. A
+    token at the end that ends a document has none.
+    """
+    if new and new[-1] in tokenizer.ends:
+        new = new[:-1]
+    return tokenizer.decode([*context, *new])[len(tokenizer.decode(context)) :]

@@ -1,0 +1,142 @@
+"""Folders of transformers: what comes before texts and ends them, and the losses that follow."""
+
+import json
+
+import pytest
+import torch
+
+from tests.support.tokenizers import write_llama, write_tokenizer
+from torchmars.api import load
+from torchmars.core.errors import UserError
+from torchmars.data.folder_tokenizer import FolderTokenizer
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.evaluation.scoring import Scorer, Tokens
+
+transformers = pytest.importorskip("transformers")
+TEXTS = ["The cat sat on", "é日", " The  fox\n", "The fox"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "template,named",
+    [
+        ("<s> $A", {}),
+        ("$A", {}),
+        ("$A", {"bos_token": None}),
+        ("</s> <s> $A", {}),
+        ("<s> $A", {"bos_token": None}),
+    ],
+)
+def test_prompts_and_contexts_are_those_of_transformers(tmp_path, template, named):
+    theirs = write_tokenizer(tmp_path, template, **named)
+    ours = FolderTokenizer(str(tmp_path))
+    for text in TEXTS:
+        assert [*ours.before, *ours.encode_batch([text])[0]] == theirs(text).input_ids
+    assert ours.before == theirs("").input_ids
+    bos, eos = theirs.bos_token_id, theirs.eos_token_id
+    assert ours.begin == (eos if bos is None else bos)  # the harness's rule
+
+
+def test_what_comes_after_a_text_is_left_out(tmp_path):
+    write_tokenizer(tmp_path, "<s> $A </s>")
+    assert FolderTokenizer(str(tmp_path)).before == [1]
+
+
+def test_a_run_with_the_same_tokenizer_is_asked_as_it_was_trained(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.before, tokenizer.begin, tokenizer.ends) == ([], 2, {2})
+
+
+class Seen:
+    """A scorer without a model."""
+
+    seq_len = 8
+    tokens, windows = Scorer.tokens, Scorer.windows
+
+
+def test_windows_and_contexts_begin_as_texts_do(folder):
+    seen = Seen()
+    seen.tokenizer = FolderTokenizer(str(folder))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    whole, context = theirs("The cat sat on").input_ids, theirs("The cat").input_ids
+    assert seen.tokens("The cat", " sat on") == Tokens(whole, len(whole) - len(context))
+    alone = theirs("sat", add_special_tokens=False).input_ids
+    assert seen.tokens("", "sat") == Tokens([1, *alone], len(alone))
+    long = theirs("The cat sat on The fox sat on a cat").input_ids
+    windows = seen.windows("The cat sat on The fox sat on a cat")
+    assert (
+        windows[0] == Tokens(long[:9], 8) and sum(each.count for each in windows) == len(long) - 1
+    )
+    assert seen.windows("") == []
+
+
+def test_losses_and_logits_are_those_of_transformers(folder, tmp_path):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = load(folder)
+    for number, text in enumerate(TEXTS):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            expected = theirs(ids, labels=ids)
+        torch.testing.assert_close(model.logits(text), expected.logits[0], rtol=1e-4, atol=1e-4)
+        file = tmp_path / f"{number}.txt"
+        file.write_text(text)
+        found = model.evaluate(text=str(file))[str(file)]
+        assert found["tokens"] == ids.shape[1] - 1
+        assert found["bytes"] == len(text.encode())
+        assert found["loss"] == pytest.approx(float(expected.loss), rel=1e-5)
+
+
+def test_generation_ends_where_that_of_transformers_does(folder):
+    """Each token that the model writes ends a text in turn, besides another one."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    settings = folder / "generation_config.json"
+    kept = settings.read_text()
+    ids = tokenizer("The cat", return_tensors="pt").input_ids
+    free = theirs.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=[2])[0].tolist()
+    lengths = set()
+    for end in free[ids.shape[1] :]:
+        theirs.generation_config.eos_token_id = [2, end]
+        theirs.generation_config.save_pretrained(folder)
+        out = theirs.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()
+        lengths.add(len(out))
+        out = out[:-1] if out[-1] in (2, end) else out
+        expected = tokenizer.decode(out, skip_special_tokens=True).removeprefix("The cat")
+        found = load(folder).generate(["The cat"], max_tokens=8, temperature=0)
+        assert found == [expected]
+    settings.write_text(kept)
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize(
+    "files,ends",
+    [
+        ({"generation_config": {"eos_token_id": [5, 7]}, "config": {"eos_token_id": 9}}, {5, 7}),
+        ({"generation_config": {"eos_token_id": 5}}, {5}),
+        ({"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": [9, 5]}}, {5, 9}),
+        ({"generation_config": {}}, {2}),
+        ({"config": {"eos_token_id": []}}, {2}),
+        ({}, {2}),
+    ],
+)
+def test_the_tokens_that_end_a_text(tmp_path, files, ends):
+    write_tokenizer(tmp_path)
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert FolderTokenizer(str(tmp_path)).ends == ends
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": "2"}', '{"eos_token_id": [true]}', "[", "3"])
+def test_settings_that_name_no_tokens_are_told_in_a_line(tmp_path, content):
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match="generation_config.json"):
+        FolderTokenizer(str(tmp_path)).ends  # noqa: B018

@@ -1,0 +1,58 @@
+"""The tokenizer in a folder of transformers: what its model has seen before texts, and after them.
+
+Models that were trained here have seen documents that begin after an end-of-text token. Those of
+other people have seen what the post-processor of their tokenizer.json adds, and they end what they
+write by any of several tokens.
+"""
+
+from functools import cached_property
+
+from torchmars.core.errors import UserError
+from torchmars.core.files import read_text
+from torchmars.core.typed import parse_json
+from torchmars.data.tokenizer import FileTokenizer
+
+# What names the tokens that end a text, in the order in which transformers asks them.
+NAMING_ENDS = ("generation_config.json", "config.json")
+
+
+class FolderTokenizer(FileTokenizer):
+    """A tokenizer.json in the folder of its model."""
+
+    @cached_property
+    def before(self) -> list[int]:
+        """What the post-processor puts before a text. What it puts after one is left out."""
+        from tokenizers import Tokenizer, models
+
+        # A token of another tokenizer, so that no text and no vocabulary plays a part.
+        any_token = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
+        whole = self._tokenizer.post_process(any_token, None, True)
+        return whole.ids[: whole.special_tokens_mask.index(0)]
+
+    @cached_property
+    def begin(self) -> int:
+        """The token that begins a text or else the one that ends it, as EleutherAI's harness."""
+        named = self.named("bos_token")
+        number = None if named is None else self.number(named)
+        return self.end_of_text if number is None else number
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """What generation_config.json names, or else config.json, or else the tokenizer.
+
+        Raises `UserError` for a file that names no token ids.
+        """
+        for name in NAMING_ENDS:
+            file = self.path.with_name(name)
+            try:
+                found = parse_json(read_text(file)).get("eos_token_id")
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                raise UserError(f"cannot read {file} ({error}): restore it") from None
+            numbers = found if isinstance(found, list) else [] if found is None else [found]
+            if not all(type(number) is int for number in numbers):
+                raise UserError(f"{file}: eos_token_id is {found!r}, no token id: correct it")
+            if numbers:
+                return frozenset(numbers)
+        return frozenset({self.end_of_text})
