@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
-from torchmars.core.errors import LostRank, UserError, exit_on_user_error, report_failure
+from torchmars.core.errors import (
+    LostRank,
+    UserError,
+    end_at_once,
+    exit_on_user_error,
+    report_failure,
+)
 from torchmars.core.help import Positional
 from torchmars.core.options import parse, words
 from torchmars.core.result_files import check_results_file, write_results
@@ -73,11 +79,14 @@ def main() -> None:
         with exit_on_user_error(quiet=not first):
             process.check_devices()
             evaluate(options, tasks, connection.start(ParallelismConfig()))
+    # Other ranks may wait for this one, and threads of other packages, such as datasets, may abort
+    # the process where Python ends in its own way. So a failure is told, and the process ends.
+    except SystemExit as ended:
+        end_at_once(ended.code if isinstance(ended.code, int) else 1)
     except LostRank as error:  # a line instead of a traceback
         report_failure(error)
-        sys.exit(1)
-    finally:
-        connection.stop()
+        end_at_once(1)
+    connection.stop()
 
 
 def check_options(options: Evaluate) -> list[str]:

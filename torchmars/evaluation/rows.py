@@ -7,6 +7,8 @@ from pathlib import Path
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import read_text
 from torchmars.core.typed import nearest, parse_json
+from torchmars.data.corpus import in_a_line
+from torchmars.evaluation.hub import hub_or_cache
 from torchmars.evaluation.tasks import (
     TASKS,
     Question,
@@ -121,11 +123,11 @@ def download(task: Task, split: str) -> list[Row]:
         import datasets
     except ImportError:
         raise missing_package("datasets", "a task of the hub") from None
-    try:
-        return list(datasets.load_dataset(task.dataset, task.config, split=split))
-    except Exception as error:  # whatever the network and the hub make of it
-        reason = next(iter(str(error).splitlines()), "")
-        raise UserError(
-            f"cannot load the task {task.dataset} from the hub ({type(error).__name__}: {reason}): "
-            "name a file that has its rows, TASK=FILE.jsonl"
-        ) from None
+    with hub_or_cache() as problem:
+        try:
+            return list(datasets.load_dataset(task.dataset, task.config, split=split))
+        except Exception as error:  # whatever the network and the hub make of it
+            raise UserError(
+                f"cannot load the task {task.dataset} from the hub "
+                f"({problem or in_a_line(error)}): name a file that has its rows, TASK=FILE.jsonl"
+            ) from None
