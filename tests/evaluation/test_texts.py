@@ -48,6 +48,14 @@ def test_bytes_of_files_are_their_own(kind, tmp_path):
     assert sum(part.bytes for part in parts) == found.bytes
 
 
+def test_a_document_of_which_no_token_is_left_has_its_bytes_too(tmp_path):
+    scorer = Fixed(tokenizer_of("WordPiece", tmp_path))
+    file = tmp_path / "text.txt"
+    file.write_text("\u200b\n<|endoftext|>\nthe fox")
+    found = measured(scorer, texts.windows_of_files(str(file), scorer))
+    assert (found.tokens, found.bytes) == (2, file.stat().st_size - len("<|endoftext|>\n"))
+
+
 def shards(folder, source, tokenizer, documents=()):
     """Return the manifest of a corpus, whose folder is `folder`/shards."""
     (folder / "text.txt").write_text("\n<|endoftext|>\n".join(documents))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +133,19 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     A line `<|endoftext|>` ends a document. Raises `UserError`.
     """
     windows: list[Tokens] = []
+    lost = 0  # bytes of documents of which the tokenizer leaves nothing
     for file in matches(pattern, "text", "--text").told(scorer.layout.say):
         try:
             for _, content in texts_of(read_bytes(file), LARGEST):
                 text = decode(content) if isinstance(content, bytes) else ""
-                windows += scorer.windows(text) if text.strip() else []
+                found = scorer.windows(text) if text.strip() else []
+                lost += 0 if found else len(text.encode())
+                windows += found
         except (OSError, Damage) as error:
             raise UserError(f"--text: cannot read {file}: {error}") from None
     if not windows:
         raise UserError(f"--text: {pattern} has no text")
-    return windows
+    return [replace(windows[0], size=(windows[0].size or 0) + lost), *windows[1:]]
 
 
 def measure(
