@@ -1,11 +1,14 @@
 """The bytes of text that tokens stand for, and losses in bits per byte."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
+import tiktoken
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import listen, metrics, tiny_config, tiny_tables, write_text
 from tests.support.tokenizers import KINDS
 from torchmars.data.manifest import DataManifest, Split, read_manifest
@@ -74,9 +77,20 @@ def test_each_token_has_bytes_of_the_text_and_all_have_all(kind, tmp_path):
         assert end == len(TEXT[:letter].encode())
 
 
-def test_bytes_and_gpt2_have_those_that_tokens_decode_to():
+def test_a_byte_is_a_token():
     ids, ends = load_tokenizer("bytes").encode_measured("aé")
     assert (ids.tolist(), ends.tolist()) == ([97, 195, 169], [1, 2, 3])
+
+
+@needs_data("tiktoken_cache")
+def test_tokens_of_gpt2_have_their_own_bytes(tmp_path, monkeypatch):
+    shutil.copytree(FOLDER / "tiktoken_cache", tmp_path / "bpe")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
+    ids, ends = load_tokenizer("gpt2").encode_measured(TEXT)
+    theirs = tiktoken.get_encoding("gpt2")
+    assert ids.tolist() == theirs.encode(TEXT)
+    wanted = [len(theirs.decode_bytes(ids[: end + 1].tolist())) for end in range(len(ids))]
+    assert ends.tolist() == wanted and wanted[-1] == len(TEXT.encode())
 
 
 def part(name, weight, **text_bytes):

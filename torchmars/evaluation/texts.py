@@ -87,11 +87,11 @@ class ShardWindows(Sequence[Tokens]):
         """Return a window. Raises `ChangedData`."""
         return Tokens(self.windows[number].tolist(), self.windows.seq_len)
 
-    def own_bytes(self, decoded: int) -> int:
-        """Return the bytes of text of tokens of the split that decode to so many.
+    def own_bytes(self, tokens: int, decoded: int) -> int:
+        """Return the bytes of text of so many tokens of the split, which decode to so many.
 
-        Where a tokenizer may lose text, tokens have their share of the split's text. That is what
-        they decode to where it loses none. Raises `ChangedData`.
+        A tokenizer of a file may lose text. What it loses of the whole split, all tokens share.
+        Raises `ChangedData`.
         """
         if not self.text_bytes or not isinstance(self.tokenizer, FileTokenizer):
             return decoded
@@ -100,7 +100,8 @@ class ShardWindows(Sequence[Tokens]):
             for begin in range(0, shard.tokens, PIECE):
                 end = min(begin + PIECE, shard.tokens)
                 whole.add(self.windows.read(number, begin, end).tolist())
-        return decoded * self.text_bytes // max(whole.total, 1)
+        lost = self.text_bytes - whole.total
+        return decoded + lost * tokens // self.windows.split.tokens
 
 
 class DecodedBytes:
@@ -166,7 +167,7 @@ def measure(
         decoded.add([token for window in unknown for token in window.ids[-window.count :]])
         nats -= sum(score.log_likelihood for score in scorer.score_tokens(chunk, report))
     if isinstance(windows, ShardWindows):
-        size = windows.own_bytes(decoded.total)
+        size = windows.own_bytes(tokens, decoded.total)
         return TextResult(name, tokens, size, nats, decoded=not windows.text_bytes)
     return TextResult(name, tokens, size, nats)
 
