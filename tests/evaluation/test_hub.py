@@ -33,10 +33,20 @@ class Refusing(BaseHTTPRequestHandler):
         pass
 
 
+def greet(listener):
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(2**16)
+        connection.sendall(b"220 hello\r\n")
+
+
 def test_any_answer_is_a_hub_and_none_is_a_problem(closed):
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.handle_request).start()
         assert hub_problem(f"http://127.0.0.1:{server.server_port}") == ""
+    with socket.create_server(("127.0.0.1", 0)) as other:  # that speaks another language
+        threading.Thread(target=greet, args=(other,)).start()
+        assert hub_problem(f"http://127.0.0.1:{other.getsockname()[1]}") == ""
     assert hub_problem(closed) == f"{closed} cannot be reached ([Errno 111] Connection refused)"
     assert "cannot be reached" in hub_problem("http://no-such-host.invalid")
     assert "cannot be reached" in hub_problem("no address")

@@ -1,6 +1,7 @@
 """Whether the hub of Hugging Face can be reached, before its package tries for minutes."""
 
 import contextlib
+import http.client
 import ssl
 import urllib.error
 import urllib.request
@@ -35,7 +36,7 @@ def hub_problem(address: str) -> str:
     try:
         request = urllib.request.Request(address, method="HEAD")
         urllib.request.urlopen(request, timeout=ANSWER_SECONDS).close()
-    except urllib.error.HTTPError:  # an answer
+    except (urllib.error.HTTPError, http.client.HTTPException):  # an answer
         return ""
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
