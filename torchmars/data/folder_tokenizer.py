@@ -6,6 +6,7 @@ write by any of several tokens.
 """
 
 from functools import cached_property
+from typing import Any
 
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text
@@ -43,16 +44,33 @@ class FolderTokenizer(FileTokenizer):
         Raises `UserError` for a file that names no token ids.
         """
         for name in NAMING_ENDS:
-            file = self.path.with_name(name)
-            try:
-                found = parse_json(read_text(file)).get("eos_token_id")
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as error:
-                raise UserError(f"cannot read {file} ({error}): restore it") from None
+            found = self.table(name).get("eos_token_id")
             numbers = found if isinstance(found, list) else [] if found is None else [found]
             if not all(type(number) is int for number in numbers):
+                file = self.path.with_name(name)
                 raise UserError(f"{file}: eos_token_id is {found!r}, no token id: correct it")
             if numbers:
                 return frozenset(numbers)
         return frozenset({self.end_of_text})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the tokenizer_config.json, over which an older file of special tokens wins where
+        transformers reads it. Raises `UserError` if one is damaged."""
+        settings = super().settings
+        if "added_tokens_decoder" in settings:
+            return settings
+        return settings | self.table("special_tokens_map.json")
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Return what a file of JSON in the folder says; nothing if there is none.
+
+        Raises `UserError` if it is damaged.
+        """
+        file = self.path.with_name(name)
+        try:
+            return parse_json(read_text(file))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {file} ({error}): restore it") from None
