@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.fields import Positive
 from torchmars.config.load import config_of, config_text, sources_of
 from torchmars.core.errors import EXIT_STOPPED, UserError
+from torchmars.core.places import place
 from torchmars.core.typed import make
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.results import Evaluation
@@ -119,7 +120,7 @@ def make_plan(
         return Planned(peak, plan.checkpoint, plan.microbatches, seconds, text)
 
 
-def load(folder: str | Path, device: str | torch.device | None = None) -> "LanguageModel":
+def load(folder: str | PurePath, device: str | torch.device | None = None) -> "LanguageModel":
     """Load the model of a run, of a checkpoint, or of a folder that transformers reads.
 
     Args:
@@ -134,16 +135,17 @@ def load(folder: str | Path, device: str | torch.device | None = None) -> "Langu
             imported. What the folder names is never imported.
         DamagedCheckpoint: where files of the checkpoint are damaged; a `UserError` too.
     """
-    model, tokenizer, config = load_model(Path(folder))
+    folder = place(folder, "folder")
+    model, tokenizer, config = load_model(folder)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return LanguageModel(Path(folder), model.to(device).eval(), tokenizer, config)
+    return LanguageModel(folder, model.to(device).eval(), tokenizer, config)
 
 
 @dataclass(frozen=True)
 class LanguageModel:
     """A trained model and its tokenizer; `load` makes it."""
 
-    folder: Path
+    folder: PurePath
     """Where it is from."""
     model: Model
     """A `torch.nn.Module`: from token ids [batch, length] to hidden states [batch, length, width],

@@ -1,5 +1,6 @@
 """Checkpoints in an object store: moto's server of S3 on the loopback, also behind a proxy."""
 
+import html
 import os
 
 import pytest
@@ -14,7 +15,7 @@ from torchmars.checkpoint.manifest import describe
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.storage import MANIFEST, storage_of
 from torchmars.core.errors import Unreachable, UserError
-from torchmars.core.places import place
+from torchmars.core.places import ObjectPath, place
 from torchmars.core.stores import store_by_name, store_of
 
 pytest.importorskip("moto")
@@ -111,6 +112,46 @@ def test_a_folder_without_a_bucket_is_not_empty():
     gone = place("s3://gone/run")
     with pytest.raises(UserError, match="bucket does not exist: make it, or name another"):
         checkpoints(gone)
+
+
+ECHOED = "wJalrXUtnFEMIofnobody"  # stands in a file of credentials alone
+
+
+@pytest.mark.parametrize(
+    "status,code,kind",
+    [
+        (400, "InvalidBucketName", UserError),
+        (400, "KeyTooLongError", UserError),
+        (400, "AuthorizationHeaderMalformed", UserError),
+        (404, "NoSuchBucket", UserError),
+        (403, "SignatureDoesNotMatch", UserError),
+        (400, "ExpiredToken", UserError),
+        (400, "BadDigest", Unreachable),
+        (500, "InternalError", Unreachable),
+    ],
+)
+def test_what_stays_wrong_is_a_mistake_and_its_secrets_are_not_told(
+    proxy, folder, tmp_path, monkeypatch, status, code, kind
+):
+    """A job must not be put into the queue again and again for the name of a bucket."""
+    file = tmp_path / "credentials"
+    file.write_text(f"[default]\naws_access_key_id = me\naws_secret_access_key = {ECHOED}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(store_of(folder).files, "retries", 1)
+    text = f"no: {ECHOED} <AWSAccessKeyId>{ECHOED}</AWSAccessKeyId>"
+    body = f"<Error><Code>{code}</Code><Message>{html.escape(text)}</Message></Error>".encode()
+    proxy.fault = lambda request, passed: (status, [("Content-Type", "application/xml")], body)
+    with pytest.raises(UserError) as error:
+        checkpoints(folder)
+    assert type(error.value) is kind, error.value
+    assert ECHOED not in str(error.value) and str(folder) in str(error.value)
+
+
+def test_a_name_that_the_client_refuses_is_a_mistake():
+    with pytest.raises(UserError, match="is no name that the store or its settings allow") as error:
+        checkpoints(ObjectPath("s3://no bucket/run"))
+    assert type(error.value) is UserError
 
 
 def test_files_wait_in_a_bounded_place(folder, monkeypatch):

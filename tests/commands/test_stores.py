@@ -102,7 +102,7 @@ def test_a_new_run_starts_from_a_store_and_prune_deletes_there(tables, tmp_path)
     [
         ("s3://gone/run", 2, "s3://gone/run: The specified bucket does not exist: make it"),
         (f"s3://{BUCKET}/none", 2, "is neither a checkpoint nor a run with one"),
-        ("xyz://a/b", 2, "xyz:// is no store that fsspec knows: name s3://, gs:// or az://"),
+        ("xyz://a/b", 2, "must be a path, or the name of a store as s3://BUCKET/FOLDER, or gs://"),
     ],
 )
 def test_what_is_not_there_is_told_in_a_line(name, code, text):

@@ -1,5 +1,7 @@
 """Bits per byte: the bytes are those of the text, whatever the tokenizer makes of it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.support.tokenizers import KINDS
@@ -16,6 +18,7 @@ class Fixed:
     """A scorer without a model, of which each token has a nat."""
 
     seq_len = 5
+    layout = SimpleNamespace(say=print)
     tokens, windows = Scorer.tokens, Scorer.windows
 
     def __init__(self, tokenizer):

@@ -3,11 +3,13 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path, PurePath
 from typing import TypeVar
 
 from torchmars.checkpoint.storage import DAMAGED, DELETED, storage_of
 from torchmars.config.toml_files import read_toml
+from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL
 from torchmars.core.places import place
@@ -20,20 +22,30 @@ SUFFIXES = "|".join(map(re.escape, (PARTIAL, DELETED, DAMAGED)))
 LEFTOVER = re.compile(rf"{STEP.pattern}(-\d+)?({SUFFIXES})")
 
 
-def folder_of(name: PurePath) -> PurePath:
-    """Return the folder of checkpoints that a name stands for.
+def folder_of(run: PurePath) -> PurePath:
+    """Return the folder of checkpoints that a path stands for.
 
-    It names a run's folder, whose config may name another place, or the folder itself.
+    It names a run's folder, whose config may name another place, or the folder itself. A line says
+    so where that is a store's: the config may be anybody's. Raises `UserError`.
     """
-    run = place(name)
     if not isinstance(run, Path):
         return run
-    with contextlib.suppress(UserError):  # its config is missing, or damaged
-        table = read_toml(run / "config.toml").get("checkpoint")
-        named = table.get("folder") if isinstance(table, dict) else None
-        if isinstance(named, str):
-            return place(named)
+    table, file = None, run / "config.toml"
+    with contextlib.suppress(UserError):  # it is missing, or damaged
+        table = read_toml(file).get("checkpoint")
+    named = table.get("folder") if isinstance(table, dict) else None
+    if isinstance(named, str):
+        folder = place(named, f"{file}: checkpoint.folder")
+        tell_once(file, folder)
+        return folder
     return run if checkpoints(run) else run / "checkpoints"
+
+
+@cache
+def tell_once(config: Path, folder: PurePath) -> None:
+    """Say that the checkpoints of a run are in a store, where they are."""
+    if not isinstance(folder, Path):
+        say(f"the checkpoints are read from {folder}, as {config} says", error=True)
 
 
 def step_folder(folder: P, step: int) -> P:

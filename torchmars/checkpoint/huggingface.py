@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torchmars.checkpoint.weights import (
     write_weights,
 )
 from torchmars.config import ResolvedConfig
+from torchmars.config.checkpoint import HF
 from torchmars.config.load import config_from_tables
 from torchmars.config.toml_files import Tables
 from torchmars.core.bounds import Name
@@ -34,7 +35,6 @@ from torchmars.models.huggingface import (
 )
 from torchmars.models.huggingface_config import from_config
 
-HF = "hf:"  # begins the name of such a folder in checkpoint.init_from
 TOKENIZER = "tokenizer.json"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 LONGEST = 8192  # of the sequences to train on, where a model takes any
@@ -69,7 +69,7 @@ class FolderModel:
     """Where each weight of `model` lies."""
 
 
-def is_folder_of_transformers(path: Path) -> bool:
+def is_folder_of_transformers(path: PurePath) -> bool:
     """Return whether `path` is a folder of transformers. A run and a checkpoint are none."""
     return os.path.isfile(path / CONFIG)
 

@@ -95,7 +95,7 @@ def open_model(folder: PurePath, step: int | None = None, average: bool = False)
 
 
 def open_last(
-    folder: Path, step: int | None, count: int, average: bool = False
+    folder: PurePath, step: int | None, count: int, average: bool = False
 ) -> list[SavedModel]:
     """Open the models of the last `count` checkpoints of a run, up to that of `step`, newest first.
 
@@ -123,7 +123,7 @@ def checkpoint_of(run: PurePath, step: int) -> PurePath:
     return step_folder(folder, step)
 
 
-def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
+def load_model(folder: PurePath) -> tuple[Model, Tokenizer, ResolvedConfig]:
     """Load a model on the CPU. Return it, its tokenizer and its config.
 
     `folder` is a checkpoint, a run, or a folder of transformers with a tokenizer.json. Raises
@@ -139,7 +139,7 @@ def load_model(folder: Path) -> tuple[Model, Tokenizer, ResolvedConfig]:
 
 
 def load_sharded_model(
-    folder: Path, layout: Layout, dtype: Literal["float32", "bfloat16"], step: int | None = None
+    folder: PurePath, layout: Layout, dtype: Literal["float32", "bfloat16"], step: int | None = None
 ) -> tuple[ParallelModel, Tokenizer]:
     """Load a model onto ranks that share its weights by FSDP. Return it and its tokenizer.
 
@@ -202,14 +202,14 @@ def tokenizer_of(found: SavedModel) -> Tokenizer:
     )
 
 
-def open_any(folder: Path, step: int | None = None) -> SavedModel | FolderModel:
+def open_any(folder: PurePath, step: int | None = None) -> SavedModel | FolderModel:
     """Open a model: of a checkpoint or a run, as `open_model` does, or of transformers.
 
     A folder of transformers needs a tokenizer.json. Raises `UserError` and `DamagedCheckpoint`.
     """
     if not is_folder_of_transformers(folder):
         return open_model(folder, step)
-    found = open_folder(folder)
+    found = open_folder(Path(folder))
     if "data" not in found.tables:
         raise UserError(f"{folder} has no {TOKENIZER}: put that of the model there")
     return found

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from torchmars.checkpoint.huggingface import HF, weights_of_folder
+from torchmars.checkpoint.huggingface import weights_of_folder
 from torchmars.checkpoint.index import shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.parts import read_index_part
@@ -24,8 +24,10 @@ from torchmars.checkpoint.weights import (
     weights_of_file,
     weights_problem,
 )
+from torchmars.config.checkpoint import HF
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
+from torchmars.core.places import place
 from torchmars.core.words import counted
 from torchmars.models import Model
 from torchmars.optim import MARS
@@ -56,7 +58,7 @@ def init_from(
         layout.on_all(lambda: load_weights(saved_weights, model.tensors))
         model.follow_weights()
         return f"weights of {source}", []
-    folder, manifest = layout.on_first(lambda: open_source(Path(source), "full"))
+    folder, manifest = layout.on_first(lambda: open_source(place(source), "full"))
     state = model_state(model.tensors)
     ours = optimizer_state(optimizer) if with_optimizer else {}
     index = read_index_part(folder, manifest, layout, state | ours)
@@ -105,7 +107,7 @@ def weights_of(source: str, model: Model) -> dict[str, SavedWeight] | None:
 
 
 def open_source(
-    source: Path, level: Literal["full", "size"]
+    source: PurePath, level: Literal["full", "size"]
 ) -> tuple[PurePath, CheckpointManifest]:
     """Return the checkpoint that checkpoint.init_from names. Raises `UserError`."""
     try:

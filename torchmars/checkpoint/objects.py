@@ -43,7 +43,10 @@ class ObjectStorage:
             try:
                 found = self.store.files.ls(str(folder), detail=True)
             except FileNotFoundError:
-                self.store.files.find(str(folder))  # raises another one where the bucket is missing
+                try:
+                    self.store.files.find(str(folder))
+                except FileNotFoundError:
+                    raise FileNotFoundError("The specified bucket does not exist") from None
                 return {}
         names = {each["name"].rstrip("/").rpartition("/")[2]: each for each in found}
         folders = [

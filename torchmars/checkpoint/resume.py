@@ -19,7 +19,6 @@ from torchmars.config.dtypes import COMPUTE, MATRIX
 from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
-from torchmars.core.places import place
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.optim import MARS
 
@@ -86,7 +85,6 @@ def find_checkpoint(
     It is `folder` itself or, if that is a run, its newest good one. Raises `UserError` if there
     is none.
     """
-    folder = place(folder)
     if isinstance(folder, Path) and (wrong := path_problem(folder, "folder")):
         raise UserError(f"{folder} is neither a checkpoint nor a run with one ({wrong})")
     if MANIFEST in storage_of(folder).list(folder):

@@ -16,7 +16,6 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem
 from torchmars.core.formats import OtherVersion
-from torchmars.core.places import place
 from torchmars.core.tables import table
 from torchmars.core.typed import make
 from torchmars.core.words import counted
@@ -30,7 +29,6 @@ LEFT = {
 
 def checkpoints_of(run: PurePath) -> PurePath:
     """Return the folder of a run's checkpoints. Raises `UserError` if there are none."""
-    run = place(run)
     if isinstance(run, Path) and (wrong := path_problem(run, "folder")):
         raise UserError(f"{run} has no checkpoints ({wrong}): {NO_CHECKPOINTS}")
     folder = folder_of(run)

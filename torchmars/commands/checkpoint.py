@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from torchmars.config.fields import Count
@@ -15,7 +15,7 @@ from torchmars.core.options import choose, parse
 class List:
     """List what checkpoints there are, with the size of every file checked."""
 
-    run: Positional[Path]
+    run: Positional[PurePath]
     """A run's folder."""
 
 
@@ -23,7 +23,7 @@ class List:
 class Verify:
     """Read every byte and compare checksums. Exit code 2 where anything is damaged."""
 
-    run: Positional[Path]
+    run: Positional[PurePath]
     """A run's folder."""
 
 
@@ -31,7 +31,7 @@ class Verify:
 class Prune:
     """Verify, then delete the checkpoints that the run's settings do not keep."""
 
-    run: Positional[Path]
+    run: Positional[PurePath]
     """A run's folder."""
     keep_last: Count | None = None
     """Newest checkpoints to keep. Default: the run's checkpoint.keep_last."""

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
+from torchmars.core.bounds import Pattern
 from torchmars.core.errors import (
     LostRank,
     UserError,
@@ -39,14 +40,14 @@ class Evaluate(PluginOptions):
     torchmars evaluate ...
     """
 
-    model: Positional[Path]
+    model: Positional[PurePath]
     """A run, whose newest good checkpoint is taken, a checkpoint, or a folder that transformers
     reads."""
     tasks: str | None = None
     """Tasks, with commas between them: hellaswag, arc_easy, arc_challenge, piqa, winogrande,
     openbookqa, sciq and lambada come from the hub; TASK=FILE.jsonl has the rows of one of these;
     FILE.jsonl has rows of your own."""
-    text: str | None = None
+    text: Annotated[str, Pattern()] | None = None
     """Measure the loss on the text files that a path, a folder or a glob names."""
     shards: Path | None = None
     """Measure the loss on the validation split in a folder of shards."""

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Literal
 
 from torchmars.config.fields import Count, Positive
@@ -29,7 +29,7 @@ class Export(PluginOptions):
     both.
     """
 
-    run: Positional[Path]
+    run: Positional[PurePath]
     """A run, whose newest good checkpoint is taken, or a checkpoint."""
     target: Positional[Path]
     """The folder or the .safetensors file to write."""

@@ -3,7 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated
 
 from torchmars.config.fields import Amount, Positive
@@ -24,7 +24,7 @@ class Generate(PluginOptions):
     escapes, a file or a pipe gets the exact text.
     """
 
-    folder: Positional[Path]
+    folder: Positional[PurePath]
     """A checkpoint, a run, whose newest good checkpoint is taken, or a folder of transformers."""
     prompt: str = "\n"
     """Text to continue."""

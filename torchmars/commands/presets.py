@@ -8,6 +8,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
+from torchmars.core.places import local_place
 from torchmars.core.typed import nearest
 
 
@@ -31,6 +32,7 @@ def main() -> None:
     """Print the presets that the command line asks for."""
     with exit_on_user_error():
         options = parse(Presets, sys.argv[1:], "torchmars presets")
+        local_place(options.name or "", "NAME")
         presets = read_presets()
         families = list(dict.fromkeys(preset.family for preset in presets.values()))
         if options.name is not None and options.name not in presets:

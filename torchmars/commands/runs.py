@@ -13,7 +13,6 @@ from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
-from torchmars.core.places import place
 from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
 from torchmars.core.words import duration
@@ -32,7 +31,7 @@ class Runs:
     an error. Runs up to three levels deep are listed, as in comparisons/NAME/trials/RUN.
     """
 
-    folder: Positional[Path] = Path("runs")
+    folder: Positional[PurePath] = Path("runs")
     """Folder of runs, or one run. In an object store: by the newest checkpoint alone."""
     json: Path | None = None
     """Write the list to this file too."""
@@ -43,7 +42,7 @@ def main() -> None:
     with exit_on_user_error():
         options = parse(Runs, sys.argv[1:], "torchmars runs")
         check_results_file(options.json)
-        folder = place(options.folder)
+        folder = options.folder
         if isinstance(folder, Path) and not folder.is_dir():
             why = path_problem(folder, "folder") or "it does not exist"
             raise UserError(f"there are no runs in {folder} ({why}): name a folder of runs")

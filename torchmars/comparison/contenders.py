@@ -6,6 +6,7 @@ from pathlib import Path
 from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.toml_files import SHIPPED, Tables, read_toml
 from torchmars.core.errors import UserError
+from torchmars.core.places import local_place
 from torchmars.core.typed import nearest
 
 # Savings are measured by its final loss.
@@ -46,7 +47,7 @@ def find_contenders(names: list[str]) -> list[Contender]:
 
 def find_contender(name: str) -> Contender:
     """Return the contender that a name or a file stands for. Raises `UserError`."""
-    shipped = shipped_optimizers()
+    shipped, name = shipped_optimizers(), str(local_place(name, "--optimizers"))
     if name in shipped:
         return Contender(name, read_toml(shipped[name])["optimizer"])
     if not name.endswith(".toml"):

@@ -6,6 +6,19 @@ from typing import Annotated, Literal
 from torchmars.config.fields import Amount, Count, Positive, require
 from torchmars.core.bounds import Place
 
+HF = "hf:"  # begins the name of a folder of transformers in checkpoint.init_from
+
+
+@dataclass(frozen=True)
+class Origin(Place):
+    """Bounds of a text that says what a run starts from. Files of weights alone are local."""
+
+    def check(self, value: str) -> str:
+        """Return such a text. Raises `ValueError` for another one."""
+        kind = HF if value.startswith(HF) else ""
+        of_stores = not kind and not value.endswith(".safetensors")
+        return kind + Place(stores=of_stores).check(value.removeprefix(kind))
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -14,7 +27,7 @@ class CheckpointConfig:
     A run continues from its newest good checkpoint.
     """
 
-    folder: Annotated[str, Place()] | None = None
+    folder: Annotated[str, Place(stores=True)] | None = None
     """Where checkpoints are kept: a folder, or one of an object store, as s3://BUCKET/RUN, of this
     run alone. Default: checkpoints in the run's own folder."""
     staging_mib: Positive = 1024
@@ -42,7 +55,7 @@ class CheckpointConfig:
     verify: Literal["full", "size", "off"] = "full"
     """What is checked of a checkpoint before it is loaded. full: size and SHA-256 of every file.
     size: sizes only. off: nothing."""
-    init_from: Annotated[str, Place()] | None = None
+    init_from: Annotated[str, Origin()] | None = None
     """Start from the weights of another run, of one checkpoint, of a .safetensors file made by
     torchmars export, or of a model of Hugging Face's transformers: hf:FOLDER. Has no effect once
     the run has a checkpoint of its own."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from torchmars.config.fields import Amount, Count, Mark, Positive, require
 from torchmars.config.source import parse_source
-from torchmars.core.bounds import Name, Place, Range
+from torchmars.core.bounds import Local, Name, Pattern, Place, Range
 from torchmars.core.errors import UserError
 
 Packing = Literal["stream", "best_fit"]
@@ -24,7 +24,7 @@ class PartConfig:
     """Its share of the samples, relative to the other parts."""
     name: Annotated[str, Name("part")] | None = None
     """What metrics call it. Default: the source."""
-    files: list[Annotated[str, Place()]] = field(default_factory=list)
+    files: list[Annotated[str, Pattern()]] = field(default_factory=list)
     """As data.files."""
     path: Annotated[str, Place()] | None = None
     """Folder of its shards. Default: in data.path, NAME-TOKENIZER, and a hash as in data.path."""
@@ -44,10 +44,10 @@ class DataConfig:
     jsonl:GLOB[:FIELD], parquet:GLOB[:FIELD]: files. hf:DATASET[:CONFIG[:SPLIT[:FIELD]]]: a data
     set of Hugging Face. openwebtext, fineweb-edu[:CONFIG]: names of two of these. nanogpt:FOLDER,
     llmc:FOLDER, megatron:PREFIX: tokens that another program has made."""
-    files: list[Annotated[str, Place()]] = field(default_factory=list)
+    files: list[Annotated[str, Pattern()]] = field(default_factory=list)
     """For text, jsonl and parquet: files, folders and globs beside the source's own glob. A line
     `<|endoftext|>` of a text file ends a document."""
-    tokenizer: Annotated[str, Mark.IDENTITY] = "bytes"
+    tokenizer: Annotated[str, Local(), Mark.IDENTITY] = "bytes"
     """bytes (256 values and an end-of-text token), gpt2 or another encoding of tiktoken, or the
     path of a Hugging Face tokenizer.json."""
     path: Annotated[str, Place()] | None = None

@@ -1,15 +1,17 @@
 """Tasks that a model is asked while it trains."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from torchmars.config.fields import Count, Positive
+from torchmars.core.bounds import Local
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Tasks that the model is asked while it trains, as torchmars evaluate asks them."""
 
-    tasks: list[str] = field(default_factory=list)
+    tasks: list[Annotated[str, Local()]] = field(default_factory=list)
     """hellaswag, arc_easy, arc_challenge, piqa, winogrande, openbookqa, sciq, lambada of the hub;
     TASK=FILE.jsonl; or a FILE.jsonl of your own questions."""
     interval: Count = 1000

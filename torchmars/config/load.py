@@ -7,15 +7,19 @@ from typing import Any, Literal, TypeVar
 
 import tomli_w
 
+from torchmars.config.checkpoint import HF
 from torchmars.config.config import Config, ResolvedConfig
 from torchmars.config.plugins import load_plugins, not_loaded
 from torchmars.config.presets import find_sources
 from torchmars.config.run import Modules
-from torchmars.config.toml_files import NamedTables, Tables, merge
+from torchmars.config.source import parse_source
+from torchmars.config.toml_files import NamedTables, Tables, flattened, merge
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.help import print_help_if_asked
 from torchmars.core.options import take_options
+from torchmars.core.places import place
+from torchmars.core.secrets import has_credentials
 from torchmars.core.typed import hint_at, make, read_words, settings_called
 from torchmars.optim.rules import RULES
 
@@ -99,6 +103,7 @@ def config_of(sources: list[NamedTables]) -> ResolvedConfig:
 
     Raises `UserError`.
     """
+    check_secrets(merged(sources))
     load_named_plugins(sources)
     config = config_from_sources(sources)
     check_places(config)
@@ -203,9 +208,25 @@ def without_none(value: Any) -> Any:
     return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def check_secrets(tables: Tables) -> None:
+    """Raise `UserError`, which does not repeat it, for a value with credentials in a name."""
+    for setting, value in flattened(tables).items():
+        if has_credentials(str(value)):
+            raise UserError(
+                f"{setting} must not hold credentials: a store's own variables and files do"
+            )
+
+
 def check_places(config: ResolvedConfig) -> None:
     """Raise `UserError` if what the config takes for a folder or a file is something else."""
-    run, source = config.run, (config.checkpoint.init_from or "").removeprefix("hf:")
+    for corpus in config.data.corpora():
+        parts = parse_source(corpus.source)
+        if parts.of_files or parts.of_tokens or parts.dataset:  # not a plugin's own
+            named = parts.glob or parts.dataset
+            place(named, "data.source", stores=parts.of_files, pattern=True)
+        for pattern in corpus.files:
+            place(pattern, "data.files", pattern=True)
+    run, source = config.run, (config.checkpoint.init_from or "").removeprefix(HF)
     source_kind: Literal["file", "folder"] = "file" if source.endswith(".safetensors") else "folder"
     places: list[tuple[str, str, Literal["file", "folder"]]] = [
         ("run.folder", run.folder, "folder"),
@@ -213,10 +234,10 @@ def check_places(config: ResolvedConfig) -> None:
         *[("data.path", data.path, "folder") for data in config.data.corpora()],
         ("checkpoint.init_from", source, source_kind),
     ]
-    for option, place, kind in places:
-        if wrong := path_problem(place, kind):
+    for option, path, kind in places:
+        if wrong := path_problem(path, kind):
             raise UserError(
-                f"{option}: {place} is no {kind} that can be used ({wrong}): choose another one"
+                f"{option}: {path} is no {kind} that can be used ({wrong}): choose another one"
             )
 
 

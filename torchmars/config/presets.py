@@ -10,6 +10,7 @@ from functools import cache
 
 from torchmars.config.toml_files import SHIPPED, NamedTables, Tables, read_sources, read_toml
 from torchmars.core.errors import UserError
+from torchmars.core.places import local_place
 from torchmars.core.typed import nearest
 
 # The settings of a row are those of [optimizer], but for these.
@@ -58,6 +59,7 @@ def find_sources(name: str) -> list[NamedTables]:
 
     A file of that name comes first. Raises `UserError`.
     """
+    name = str(local_place(name, "the name of a config"))
     is_file = os.path.lexists(name) or os.path.isfile(SHIPPED / name)
     if is_file or name.endswith(".toml") or os.sep in name or "-" not in name:
         return read_sources(name)

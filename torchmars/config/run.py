@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from torchmars.config.fields import Mark
-from torchmars.core.bounds import ModuleName, Name, Place, Range
+from torchmars.core.bounds import Local, ModuleName, Name, Place, Range
 
 Modules = list[Annotated[str, ModuleName()]]
 
@@ -14,7 +14,7 @@ Modules = list[Annotated[str, ModuleName()]]
 class RunConfig:
     """What the run is called and where it lives."""
 
-    name: Annotated[str, Name("folder")] = "run"
+    name: Annotated[str, Local(), Name("folder")] = "run"
     """Name of the run. Its folder is FOLDER/NAME. A run found there is continued. Default with a
     config: the name of its first file, without .toml."""
     folder: Annotated[str, Place()] = "runs"

@@ -1,10 +1,13 @@
 """What `data.source` names: a kind of source, and its parts after colons."""
 
+import re
 from dataclasses import dataclass
 
 from torchmars.core.errors import UserError
-from torchmars.core.places import PROTOCOL
+from torchmars.core.places import place_problem
 from torchmars.core.typed import nearest
+
+STORE = re.compile(r"[a-z][a-z0-9+.-]*:(?=/)", re.IGNORECASE)  # begins the name of one's object
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,14 @@ def parse_source(text: str) -> DataSource:
         return parse_source(f"{NAMES[name]}:{rest}" if rest else NAMES[name])
     if name not in KINDS:
         known = [*KINDS, *NAMES]
+        shown = "" if place_problem(text) else f" = {text!r}"
         raise UserError(
-            f"data.source = {text!r} is of no known kind: it must begin with one of "
+            f"data.source{shown} is of no known kind: it must begin with one of "
             f"{', '.join(known)}, or a plugin's (--plugins); did you mean {nearest(name, known)}?"
         )
     parts = KINDS[name].parts
-    store = PROTOCOL.match(rest)
-    of_store = store.group() if store and rest.startswith("//", store.end()) else ""
+    store = STORE.match(rest)
+    of_store = store.group() if store else ""
     rest = rest.removeprefix(of_store)
     values = rest.split(":", len(parts) - 1) if len(parts) > 1 else [rest] if rest else []
     if len(values) > len(parts) or any(":" in value for value in values) and len(parts) != 1:

@@ -8,6 +8,7 @@ import tomli
 
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text
+from torchmars.core.places import local_place
 from torchmars.core.typed import make
 
 # A link to the folder at the top of the repository; an installed package has a copy.
@@ -51,6 +52,7 @@ def read_files(
         tables = read_toml(find_config(name))
         found: dict[str, Tables] = {}
         for each in make(list[str], tables.pop(EXTENDS, []), f"in {name}", EXTENDS):
+            each = str(local_place(each, f"{EXTENDS} in {name}"))
             for file, its in read_files(each, (*extending, name), read).items():
                 found.pop(file, None)
                 found[file] = its

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from torchmars.core.places import CREDENTIALS
+from torchmars.core.places import place, place_problem
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -109,16 +109,39 @@ class ModuleName(Bounds):
 
 
 @dataclass(frozen=True)
-class Place(Bounds):
-    """Bounds of a text that is the path of a file or folder."""
+class Pattern(Bounds):
+    """Bounds of a text that names files, also several: `matches` in data/corpus.py reads it."""
 
     def check(self, value: str) -> str:
-        """Return such a path. Raises `ValueError` for another text."""
+        """Return such a text. Raises `ValueError` for another one."""
         wrong = not value or CONTROL.search(value) or len(value.encode()) > 3000
         if wrong or os.path.realpath(value) == "/":
             raise ValueError(
                 f"must be the path of a file or folder, not empty and not /, got {value!r}"
             )
-        if CREDENTIALS.search(value):
-            raise ValueError("must not hold credentials: a store's own variables and files do")
+        return value
+
+
+@dataclass(frozen=True)
+class Place(Pattern):
+    """Bounds of a text that is the path of a file or folder, with `stores` also of a store's."""
+
+    stores: bool = False
+
+    def check(self, value: str) -> str:
+        """Return such a path. Raises `ValueError` for another text."""
+        if wrong := place_problem(value, self.stores):
+            raise ValueError(wrong)
+        return super().check(str(place(value)) if value.startswith("file:") else value)
+
+
+@dataclass(frozen=True)
+class Local(Bounds):
+    """Bounds of a text that is a name of ours, or a local file's, as it is or as NAME=FILE."""
+
+    def check(self, value: str) -> str:
+        """Return such a text. Raises `ValueError` for another one."""
+        for text in (value, value.partition("=")[2]):
+            if wrong := place_problem(text, stores=False):
+                raise ValueError(wrong)
         return value

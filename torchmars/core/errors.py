@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchmars.core.console import finish, say, unread
+from torchmars.core.secrets import without_credentials
 
 EXIT_MISTAKE = 2
 EXIT_UNCONNECTED = 69  # EX_UNAVAILABLE of sysexits.h: not connected in time; start it again
@@ -86,8 +87,8 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
 
 
 def say_error(error: object) -> None:
-    """Print one line on stderr. The middle of a very long one is left out."""
-    text = " ".join(str(error).split())
+    """Print one line on stderr. The middle of a very long one is left out, and credentials are."""
+    text = without_credentials(" ".join(str(error).split()))
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"

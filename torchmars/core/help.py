@@ -11,7 +11,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, TypeVar
 
 from torchmars.core.bounds import KeyOf
@@ -179,7 +179,9 @@ def metavar(hint: Any) -> str:
         return f"{metavar(args[0])} ..."
     if origin is tuple:
         return " ".join(metavar(each) for each in args)
-    return {bool: "{true,false}", int: "INT", float: "FLOAT", Path: "PATH"}.get(hint, "TEXT")
+    return {bool: "{true,false}", int: "INT", float: "FLOAT", Path: "PATH", PurePath: "PATH"}.get(
+        hint, "TEXT"
+    )
 
 
 def default_text(option: Option) -> str:

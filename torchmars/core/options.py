@@ -1,15 +1,16 @@
 """A command's own options, from a dataclass."""
 
 import typing
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import name_problem
 from torchmars.core.help import options_of, print_help_if_asked
+from torchmars.core.places import place
 from torchmars.core.tables import table
-from torchmars.core.typed import describe, make, nearest, read_words
+from torchmars.core.typed import describe, make, nearest, read_words, without_none
 
 T = TypeVar("T")
 
@@ -27,8 +28,10 @@ def parse(kind: type[T], args: list[str], prog: str) -> T:
     for arg in rest:
         if arg.startswith("--"):
             known = [each.spelled for each in options if not each.positional]
-            meant = f"did you mean {nearest(arg, known)}?" if known else "see --help"
-            raise UserError(f"unknown option {arg}: {meant}")
+            meant = (
+                f"did you mean {nearest(arg.partition('=')[0], known)}?" if known else "see --help"
+            )
+            raise UserError(f"unknown option {arg.partition('=')[0]}: {meant}")
     places = [each for each in options if each.positional]
     taken = 0
     for index, each in enumerate(places[: len(rest)]):
@@ -72,13 +75,25 @@ def read_options(kind: type, args: list[str]) -> tuple[dict[str, Any], list[str]
 def made(hint: Any, given: Any, name: str) -> Any:
     """Return what words of the command line give as a type.
 
-    Raises `UserError`, also for a path that nothing can have.
+    A `Path` is local, a `PurePath` may also be that of a store. Raises `UserError`, also for a path
+    that nothing can have.
     """
-    value = make(hint, given, name=name)
-    for path in value if isinstance(value, list) else [value]:
-        if isinstance(path, Path) and (wrong := name_problem(path)):
-            raise UserError(f"{name}: {path} cannot be a path ({wrong}): choose another one")
-    return value
+    kind = without_none(hint)
+    many = typing.get_origin(kind) is list
+    kind = typing.get_args(kind)[0] if many else kind
+    if kind not in (Path, PurePath) or given is None:
+        return make(hint, given, name=name)
+    paths = [path_of(text, name, kind is PurePath) for text in (given if many else [given])]
+    return paths if many else paths[0]
+
+
+def path_of(text: str, name: str, stores: bool) -> PurePath:
+    """Return the path that a word of the command line is. Raises `UserError`."""
+    path = place(text, name, stores)
+    make(str, text, name=name)
+    if wrong := name_problem(path):
+        raise UserError(f"{name}: {path} cannot be a path ({wrong}): choose another one")
+    return path
 
 
 def words(text: str, option: str) -> list[str]:

@@ -6,6 +6,7 @@ Credentials come from where a store's own tools take them: its variables, files 
 import contextlib
 import errno
 import io
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO
 
 from torchmars.core.errors import Unreachable, UserError, missing_package
 from torchmars.core.places import ObjectPath
+from torchmars.core.secrets import without_secrets
 
 BLOCK = 16 * 2**20  # bytes of a request where a file is read from its begin to its end
 # Extras of this package, and what they install, by the protocols of fsspec that need it.
@@ -28,10 +30,42 @@ EXTRAS = {
 }
 ATTEMPTS = 3  # to read bytes that come altered
 NO_BUCKET = re.compile("bucket does not exist|container does not exist", re.IGNORECASE)
+# What stays as long as a name or a setting does: classes of errors of a store's client, codes of
+# the store's own, the status of an answer, and words for what has none of these.
+MISTAKES = {
+    *("ParamValidationError", "ProfileNotFound", "ConfigNotFound", "ConfigParseError"),
+    *("InvalidDNSNameError", "InvalidProxiesConfigError", "InvalidConfigError", "InvalidURL"),
+    *("NoRegionError", "InvalidRegionError", "InvalidEndpointConfigurationError"),
+    *("NoSuchBucket", "InvalidBucketName", "KeyTooLongError", "InvalidURI", "InvalidObjectName"),
+    *("InvalidResourceName", "InvalidUri", "OutOfRangeInput", "ContainerNotFound", "301"),
+    *("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+}
+MISTAKE = re.compile(
+    "(invalid|illegal) (bucket|container|object|blob|resource) name|invalid endpoint"
+    "|name (is not valid|contains invalid)|key is too long",
+    re.IGNORECASE,
+)
+REFUSALS = {"PermissionError", "AccessDenied", "AuthenticationFailed", "AuthorizationFailure"}
+REFUSALS |= {"401", "403"}
+REFUSAL = re.compile("forbidden|unauthorized|access denied", re.IGNORECASE)
 # When an object was last written to, in what the stores say of one.
 CHANGED = ("LastModified", "mtime", "updated", "last_modified")
-# How the names end of variables that hold what nobody may read.
-SECRETS = ("KEY", "KEY_ID", "TOKEN", "SECRET", "PASSWORD")
+
+
+AZURE_ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"
+# What the stores' clients log is no line of ours, and may have secrets.
+CLIENTS = (
+    "adlfs",
+    "aiobotocore",
+    "asyncio",
+    "azure",
+    "botocore",
+    "fsspec",
+    "gcsfs",
+    "google",
+    "s3fs",
+)
+QUIET = logging.NullHandler()
 
 
 class Altered(UserError):
@@ -42,7 +76,7 @@ class Store:
     """An object store. Every process has its own connection: a fork cannot use another's."""
 
     def __init__(self, protocol: str) -> None:
-        """Raises `UserError` where there is no such store, or its package is missing."""
+        """`protocol` is one of EXTRAS. Raises `UserError` where its package is missing."""
         self.protocol = protocol
         # By process. That of a parent is kept: were it collected in the child, it would let the
         # parent's own loop forget its connections, whose epoll both have.
@@ -71,7 +105,7 @@ class Store:
         path = ObjectPath(pattern)
         with reading(path):
             look = self.files.glob if has_magic(pattern) else self.files.find
-            found = look(pattern, detail=True)
+            found = look(str(path), detail=True)
         # A wildcard matches folders too, and some stores have an object for one.
         return [
             ObjectPath(f"{self.protocol}://{name}")
@@ -104,6 +138,9 @@ class Store:
 
     def _connect(self) -> Any:
         name = f"{self.protocol}://"
+        extra, package = EXTRAS[self.protocol]
+        for client in CLIENTS:
+            logging.getLogger(client).addHandler(QUIET)
         try:
             import fsspec
 
@@ -111,19 +148,24 @@ class Store:
                 self.protocol, skip_instance_cache=True, use_listings_cache=False
             )
         except ImportError:
-            if self.protocol not in EXTRAS:
-                raise UserError(f"{name} needs a package that fsspec names: install it") from None
-            extra, package = EXTRAS[self.protocol]
             raise missing_package(package, name, extra) from None
-        except ValueError:
+        except Exception as error:  # whatever its client makes of its variables and files
             raise UserError(
-                f"{name} is no store that fsspec knows: name s3://, gs:// or az://"
+                f"{name} cannot be used ({reason(error)}): set what its own tools need"
             ) from None
 
 
 def store_of(path: PurePath) -> Store:
-    """Return the store of an object. Raises `UserError`."""
-    return store_by_name(path.parts[0].removesuffix(":"))
+    """Return the store of an object. Raises `UserError`, also for one of another account."""
+    store = store_by_name(path.parts[0].removesuffix(":"))
+    account = path.parts[1].partition("@")[2].partition(".")[0]
+    if account:  # of abfs://CONTAINER@ACCOUNT.HOST: fsspec takes what the environment says
+        client = getattr(store.files, "service_client", None)
+        if account != getattr(client, "account_name", None):
+            raise UserError(
+                f"{path} names the account {account}, and {AZURE_ACCOUNT} another: set that"
+            )
+    return store
 
 
 store_by_name = cache(Store)
@@ -188,7 +230,14 @@ def reading(path: PurePath) -> Iterator[None]:
     except Exception as error:
         if "Checksum" in type(error).__name__:
             raise Altered(f"{path}: what comes is not what was written ({reason(error)})") from None
-        if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+        kinds, text = set(kinds_of(error)), str(error)
+        if kinds & MISTAKES or MISTAKE.search(text):
+            raise UserError(
+                f"{path} is no name that the store or its settings allow ({reason(error)}): "
+                "name another one, or mend the settings of the store's own tools"
+            ) from None
+        refused = kinds & REFUSALS or any("Credential" in kind for kind in kinds)
+        if refused or REFUSAL.search(text):
             raise UserError(
                 f"{path}: the store refuses ({reason(error)}): give it credentials that may use "
                 "the folder, where its own tools take them"
@@ -209,10 +258,21 @@ def writing(path: PurePath) -> Iterator[None]:
         raise OSError(errno.EIO, reason(error), str(path)) from None
 
 
+def kinds_of(error: BaseException | None) -> Iterator[str]:
+    """Yield what an error is: names of classes, and codes and statuses of a store's answer.
+
+    Each client has its own way to tell them. An error that stands behind it counts too.
+    """
+    while error is not None:
+        yield from (kind.__name__ for kind in type(error).__mro__)
+        answer = getattr(error, "response", None)
+        told = answer.get("Error", {}) if isinstance(answer, dict) else {}
+        names = ("code", "error_code", "status", "status_code")
+        yield str(told.get("Code", ""))
+        yield from (str(getattr(error, name, "")) for name in names)
+        error = error.__cause__
+
+
 def reason(error: Exception) -> str:
     """Return in one line what a store says is wrong. It never holds credentials."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    for name, value in os.environ.items():
-        if len(value) >= 8 and name.endswith(SECRETS):
-            text = text.replace(value, "...")
-    return text
+    return without_secrets(" ".join(str(error).split())) or type(error).__name__

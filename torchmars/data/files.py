@@ -90,7 +90,7 @@ def matches(pattern: str, kind: str, option: str) -> FoundFiles:
 
     Of a folder these are the files whose names end as those of the kind of source do.
     """
-    path = place(os.path.expanduser(pattern))
+    path = place(os.path.expanduser(pattern), option, pattern=True)
     plain = KINDS[kind].suffixes
     packed = tuple(suffix + more for suffix in plain for more in COMPRESSED if KINDS[kind].plain)
     found: list[PurePath] = []

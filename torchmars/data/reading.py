@@ -72,7 +72,7 @@ def text_parts(
     each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
 ) -> Iterator[ReadPart]:
     """Yield a file of text or of lines from byte `offset` on, before which are `lines` lines."""
-    path = place(each.name)
+    path = place(each.name, pattern=True)
     with path.open("rb") if isinstance(path, Path) else store_of(path).open(path) as file:
         yield from TextReader(file, each, source.kind, offset).parts(lines, sizes)
 

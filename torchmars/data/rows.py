@@ -51,7 +51,7 @@ def open_table(name: str) -> Any:
         import pyarrow.parquet
     except ImportError:
         raise missing_package("pyarrow", f"reading {name}") from None
-    path = place(name)
+    path = place(name, pattern=True)
     try:
         opened = path if isinstance(path, Path) else store_of(path).open(path)
         # pre_buffer would hold all row groups in memory.

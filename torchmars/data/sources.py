@@ -7,7 +7,7 @@ SHA-256 of each file where the corpus is not too large to be read once more for 
 import contextlib
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
@@ -42,7 +42,7 @@ def write(folder: Path, plan: CorpusPlan) -> None:
         source = sources.setdefault(each.name, SourceFile(0, each.mtime_ns))
         source.size += each.size  # of all its ranges
     for name, source in sources.items():
-        path = place(name)
+        path = place(name, pattern=True)
         if not isinstance(path, Path):  # it would be read once more
             continue
         if plan.size <= LARGEST_HASHED and change(path, source) is None:
@@ -61,18 +61,20 @@ def warning(config: ResolvedData) -> str | None:
     folder = Path(config.path)
     try:
         entries = parse_json(read_text(folder / NAME))
-        sources = {place(name): make(SourceFile, entry) for name, entry in entries.items()}
+        sources = {
+            place(name, pattern=True): make(SourceFile, entry) for name, entry in entries.items()
+        }
     except FileNotFoundError:  # the tokens are another program's
         return None
     except (OSError, ValueError, AttributeError, UserError) as error:
         return (
             f"{folder / NAME} cannot be read ({error}): whether the corpus has changed is not known"
         )
-    if not any(isinstance(file, Path) and file.exists() for file in sources):
-        return None  # an object store is not asked at each start
-    changes = [
-        f"{file} {what}" for file, source in sources.items() if (what := change(file, source))
-    ]
+    # An object store is not asked: neither at each start, nor because anybody's file names it.
+    local = {file: source for file, source in sources.items() if isinstance(file, Path)}
+    if not any(file.exists() for file in local):
+        return None
+    changes = [f"{file} {what}" for file, source in local.items() if (what := change(file, source))]
     with contextlib.suppress(UserError):  # a pattern that matches nothing: its files are gone
         named = config.files or parse_source(config.source).glob
         added = set(source_files(config)) - set(sources) if named else set()
@@ -87,7 +89,7 @@ def warning(config: ResolvedData) -> str | None:
     )
 
 
-def change(file: PurePath, source: SourceFile) -> str | None:
+def change(file: Path, source: SourceFile) -> str | None:
     """Return how a file differs from `source`; None if its content is the same.
 
     Reads the file only where it was written to.
@@ -98,7 +100,7 @@ def change(file: PurePath, source: SourceFile) -> str | None:
             return "has changed"
         if changed == source.mtime_ns:
             return None
-        if source.sha256 is None or not isinstance(file, Path):
+        if source.sha256 is None:
             return "was written to"
         return None if sha256(file) == source.sha256 else "has changed"
     except OSError:

@@ -6,7 +6,6 @@ hundreds of tasks; `torchmars evaluate` needs no harness. Needs the package lm_e
 
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import lm_eval.models  # noqa: F401, registers the harness's own
@@ -19,6 +18,7 @@ from torchmars.checkpoint.inference import load_sharded_model
 from torchmars.cluster import connection
 from torchmars.config import ParallelismConfig
 from torchmars.core.errors import exit_on_user_error
+from torchmars.core.places import place
 from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
 from torchmars.evaluation.scoring import Scorer, Tokens, windows_after
 
@@ -42,7 +42,7 @@ class HarnessModel(LM):
         """`device` and `max_batch_size` come from the harness, and are not used."""
         super().__init__()
         layout = connection.start(ParallelismConfig())
-        model, self.tokenizer = load_sharded_model(Path(folder), layout, "float32")
+        model, self.tokenizer = load_sharded_model(place(folder, "folder"), layout, "float32")
         self.scorer = Scorer(model, layout, self.tokenizer, int(batch_size))
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:

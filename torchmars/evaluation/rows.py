@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import read_text
+from torchmars.core.places import local_place
 from torchmars.core.typed import nearest, parse_json
 from torchmars.data.corpus import in_a_line
 from torchmars.evaluation.hub import hub_or_cache
@@ -61,6 +62,7 @@ def read_questions(name: str, shots: int) -> tuple[list[Question], list[Question
     The latter are all different. Raises `UserError`.
     """
     task_name, equals, file = name.partition("=")
+    local_place(file if equals else name, "a file of a task")
     if task_name in TASKS:
         task = TASKS[task_name]
         source = file if equals else task.dataset

@@ -12,6 +12,7 @@ from torchmars.checkpoint.folder import checkpoints, folder_of, step_of
 from torchmars.config.toml_files import Tables, read_toml
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
+from torchmars.core.places import local_place
 from torchmars.metrics.events import EVENTS_FILE, Event, read_events
 from torchmars.metrics.journal import METRICS_FILE, measurements
 from torchmars.metrics.lines import Lines, Row, read_lines, warn_of_damage
@@ -155,7 +156,7 @@ def read_run(folder: str | Path) -> Run:
     Raises:
         UserError: where it is no run's folder, or its files are damaged.
     """
-    folder = Path(folder)
+    folder = local_place(folder, "the folder of a run")
     file = folder / CONFIG_FILE
     if not file.is_file():
         lacks = f"it has no {CONFIG_FILE}" if folder.exists() else "it does not exist"

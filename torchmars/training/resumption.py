@@ -3,13 +3,13 @@
 It is apart from preparation.py for what it imports: a second that a new run need not wait for.
 """
 
-from pathlib import Path
 from typing import Literal
 
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.initial import open_source, weights_of
 from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.config import ResolvedConfig
+from torchmars.core.places import place
 from torchmars.data.mixture import Mixture
 from torchmars.models import Model
 from torchmars.training.optimizer import build_optimizer
@@ -30,4 +30,4 @@ def check_resume(config: ResolvedConfig, data: Mixture, model: Model) -> None:
         optimizer = build_optimizer(config, model)
         check_same_run(*found, config, data.fingerprint(), optimizer)
     elif (source := config.checkpoint.init_from) and weights_of(source, model) is None:
-        open_source(Path(source), "size")
+        open_source(place(source), "size")
