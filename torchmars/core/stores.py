@@ -15,6 +15,7 @@ from glob import has_magic
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
+from torchmars.core import answers
 from torchmars.core.errors import Unreachable, UserError, missing_package
 from torchmars.core.places import ObjectPath
 from torchmars.core.secrets import without_secrets
@@ -144,8 +145,9 @@ class Store:
         try:
             import fsspec
 
+            own = {"session": answers.session()} if self.protocol == "s3" else {}
             return fsspec.filesystem(
-                self.protocol, skip_instance_cache=True, use_listings_cache=False
+                self.protocol, skip_instance_cache=True, use_listings_cache=False, **own
             )
         except ImportError:
             raise missing_package(package, name, extra) from None

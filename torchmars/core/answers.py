@@ -1,0 +1,78 @@
+"""What a store of S3 answers, told from the pages of what may stand in its place.
+
+A proxy that wants a login answers each request with a page and status 200. Read as S3's own, that
+is a folder without objects, and an object that was written.
+"""
+
+import re
+from typing import Any
+
+# What the XML of an answer begins with, by operation, and a header that each answer has.
+ROOTS = {
+    "ListBuckets": "ListAllMyBucketsResult",
+    "ListObjects": "ListBucketResult",
+    "ListObjectsV2": "ListBucketResult",
+    "ListMultipartUploads": "ListMultipartUploadsResult",
+    "CreateMultipartUpload": "InitiateMultipartUploadResult",
+    "CompleteMultipartUpload": "CompleteMultipartUploadResult",
+    "DeleteObjects": "DeleteResult",
+}
+HEADERS = {
+    "GetObject": ("etag",),
+    "HeadObject": ("etag", "content-length"),
+}
+PUTS = "PutObject", "UploadPart"  # their answers have no body
+ROOT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?<(?:\w+:)?(\w+)[\s>/]")
+
+
+def session() -> Any:
+    """Return a session of the client of S3 that asks again where an answer is none of a store."""
+    from aiobotocore.session import AioSession
+
+    made = AioSession()
+    # Before botocore's own, for which what is no XML is a fault of the store's.
+    made.get_component("event_emitter").register_first("before-parse.s3", check_answer)
+    return made
+
+
+def check_answer(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
+    """Raise the error after which the client asks again, where an answer is none of a store."""
+    from botocore.parsers import ResponseParserError
+
+    if wrong := problem(operation_model.name, response_dict):
+        raise ResponseParserError(f"what answers is no store: {wrong}")
+
+
+def problem(operation: str, answer: dict[str, Any]) -> str:
+    """Return why an answer to an operation cannot be a store's; an empty text where it can."""
+    headers = {name.lower(): value for name, value in answer["headers"].items()}
+    kind = headers.get("content-type", "unknown")
+    if answer["status_code"] >= 300:  # a listing of nothing is empty, and never missing
+        missing = answer["status_code"] == 404 and ROOTS.get(operation) == "ListBucketResult"
+        return f"a listing is not found ({kind})" if missing and not error_in(answer) else ""
+    for header in HEADERS.get(operation, ()):
+        if header not in headers:
+            return f"{operation} has no {header} ({kind})"
+    if operation in PUTS and answer["body"] and "etag" not in headers:
+        return f"{operation} brings a page ({kind})"
+    if (root := ROOTS.get(operation)) is None:
+        return ""
+    found = ROOT.match(answer["body"])
+    if found is None or found[1].decode() != root or not closed(answer["body"], root):
+        return f"a page or a part of one ({kind}) where a {root} is due"
+    more = b"<IsTruncated>true" in answer["body"]
+    if operation == "ListObjectsV2" and more and b"NextContinuationToken>" not in answer["body"]:
+        return "a listing does not say where its next page is"
+    return ""
+
+
+def closed(body: bytes, root: str) -> bool:
+    """Return whether XML comes to its end."""
+    end = body.rstrip()[-200:]
+    return re.search(rf"(</(\w+:)?{root}\s*>|/>)$".encode(), end) is not None
+
+
+def error_in(answer: dict[str, Any]) -> bool:
+    """Return whether an answer is one of S3's own errors."""
+    found = ROOT.match(answer["body"] or b"")
+    return found is not None and found[1] == b"Error"
