@@ -1,16 +1,25 @@
 """A run's folder of checkpoints: only what runs make is deleted, and of a link the link alone."""
 
+import contextlib
 import os
 import shutil
+import signal
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.storages import keep_on
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
-from torchmars.checkpoint.folder import checkpoints, leftovers, step_of
+from torchmars.checkpoint import storage
+from torchmars.checkpoint.folder import check_place, checkpoints, delete_all, leftovers, step_of
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.storage import LOCAL, LocalStorage
+from torchmars.core import locks
+from torchmars.core.errors import UserError
+from torchmars.core.locks import RunLock
+from torchmars.core.places import place
 
 
 def full_folder(path):
@@ -38,10 +47,131 @@ def test_of_a_link_the_link_alone_is_deleted(tmp_path, name):
     (tmp_path / name).symlink_to(there, target_is_directory=True)
     LOCAL.delete(tmp_path / name)
     assert whole(there) and os.listdir(tmp_path) == ["larger"]
-    full_folder(tmp_path / name)
-    (tmp_path / name / "link").symlink_to(there)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__0_0.distcp").symlink_to(there / "precious")
     LOCAL.delete(tmp_path / name)
     assert whole(there) and os.listdir(tmp_path) == ["larger"]
+
+
+@pytest.mark.parametrize("name", ["step-00000004", "step-00000004.partial"])
+@pytest.mark.parametrize("theirs", ["notes.txt", "export/model.safetensors", "__0_0.distcp/x"])
+def test_what_no_save_wrote_stays(tmp_path, name, theirs):
+    """Also in a folder that is deleted: all else of it goes."""
+    checkpoint = tmp_path / name
+    (checkpoint / theirs).parent.mkdir(parents=True)
+    (checkpoint / theirs).write_text("x")
+    for own in (".metadata", "manifest.json", "__1_0.distcp", "manifest.json.partial"):
+        (checkpoint / own).write_text("own")
+    first = theirs.partition("/")[0]
+    said = []
+    [stuck] = delete_all([checkpoint], said.append)
+    assert stuck == checkpoint and f"it holds {first}, which no save wrote: move that" in said[0]
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(left) == 1 and left[0].read_text() == "x" and left[0].match(theirs)
+    shutil.rmtree(left[0].parents[theirs.count("/")])
+    assert leftovers(tmp_path) == []
+
+
+@contextlib.contextmanager
+def another_run(folder, run):
+    """Let another process have a folder of checkpoints for the run of the folder `run`."""
+    read, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            locks.RENEW_SECONDS = 0.01
+            held = RunLock(run / "lock", "training"), LOCAL.take(folder, run)
+            os.write(write, b"x")
+            code = 0 if held and signal.pause() else 0
+        os._exit(code)
+    os.close(write)
+    assert os.read(read, 1) == b"x"
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(read)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Nobody waits long."""
+    monkeypatch.setattr(locks, "lock", partial(locks.lock, patience=0.2))
+    monkeypatch.setattr(locks, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(storage, "RENEW_SECONDS", 0.5)
+
+
+NAMED = {
+    "as it is": lambda tmp_path: tmp_path / "there",
+    "by a link": lambda tmp_path: tmp_path / "link",
+    "through a link": lambda tmp_path: tmp_path / "up" / "there",
+    "with steps back": lambda tmp_path: tmp_path / "x" / ".." / "there",
+    "relative": lambda tmp_path: Path("there"),
+    "of a run": lambda tmp_path: tmp_path / "a" / "checkpoints",
+    "of a run, by a link": lambda tmp_path: tmp_path / "default",
+}
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_a_folder_has_one_owner(tmp_path, monkeypatch, soon, named, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("there", "x", "a/checkpoints"):
+        (tmp_path / name).mkdir(parents=True)
+    for name, target in {"link": "there", "up": ".", "default": "a/checkpoints"}.items():
+        (tmp_path / name).symlink_to(tmp_path / target)
+    first, second = tmp_path / "a", tmp_path / "b"
+    its = first / "checkpoints" if named.startswith("of a run") else tmp_path / "there"
+    folder = NAMED[named](tmp_path)
+    with another_run(its, first):
+        for ask in (LOCAL.refuse_another, LOCAL.take):
+            with pytest.raises(UserError, match="set checkpoint.folder to another folder") as told:
+                ask(folder, second)
+            assert f"process {os.getpid()} " not in str(told.value)
+        LOCAL.refuse_another(its, first)  # of the same run, whose own lock decides
+    capsys.readouterr()
+    LOCAL.refuse_another(folder, second)
+    LOCAL.take(folder, second).check()
+    LOCAL.take(folder, second).release()
+    assert capsys.readouterr() == ("", "")  # whoever is dead is not waited for
+
+
+def test_a_run_sees_who_has_its_default_folder(tmp_path, soon):
+    default = tmp_path / "a" / "checkpoints"
+    assert LOCAL.take(default, tmp_path / "a") is None and not default.exists()
+    with another_run(default, tmp_path / "b"):
+        for ask in (LOCAL.refuse_another, LOCAL.take):
+            with pytest.raises(UserError, match="set checkpoint.folder to another folder"):
+                ask(default, tmp_path / "a")
+
+
+def test_files_of_others_in_a_folder_are_left_as_they_are(tmp_path):
+    theirs = [tmp_path / name for name in ("lock", "generation", "config.toml", "owner")]
+    for file in theirs:
+        file.write_text("x")
+    taken = LOCAL.take(tmp_path, tmp_path / "run")
+    taken.check()
+    assert checkpoints(tmp_path) == leftovers(tmp_path) == []
+    taken.release()
+    assert all(file.read_text() == "x" for file in theirs)
+
+
+def test_where_a_run_must_not_have_its_checkpoints(tmp_path):
+    other, own = tmp_path / "other", tmp_path / "own"
+    for run in (other, own):
+        run.mkdir()
+        (run / "config.toml").touch(), (run / "lock").touch()
+    (tmp_path / "link").symlink_to(other)
+    for folder in (other, tmp_path / "link", tmp_path / "own" / ".." / "other"):
+        with pytest.raises(UserError, match="is the folder of another run: set checkpoint.folder"):
+            check_place(folder, own)
+    for folder in (own, other / "checkpoints", tmp_path, tmp_path / "new"):
+        check_place(folder, own)
+    for name in ("step-00000004", "a/step-00000004.partial/b", "step-123456789/x"):
+        for folder in (tmp_path / name, place("s3://bucket") / name):
+            with pytest.raises(UserError, match="lies in a checkpoint"):
+                check_place(folder, own)
 
 
 def test_links_to_nothing_and_plain_files_are_deleted_too(tmp_path):

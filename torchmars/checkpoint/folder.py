@@ -1,6 +1,7 @@
 """A run's folder of checkpoints: which there are."""
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -46,6 +47,20 @@ def tell_once(config: Path, folder: PurePath) -> None:
     """Say that the checkpoints of a run are in a store, where they are."""
     if not isinstance(folder, Path):
         say(f"the checkpoints are read from {folder}, as {config} says", error=True)
+
+
+def check_place(folder: PurePath, run: Path) -> None:
+    """Raise `UserError` where the run of the folder `run` must not have its checkpoints."""
+    whole = folder.resolve() if isinstance(folder, Path) else folder
+    wrong = ""
+    if any(STEP.fullmatch(part) or LEFTOVER.fullmatch(part) for part in whole.parts):
+        wrong = "lies in a checkpoint, and would be deleted with it"
+    elif isinstance(whole, Path) and whole != run.resolve() and (whole / "config.toml").exists():
+        wrong = "is the folder of another run" if (whole / "lock").exists() else ""
+    if isinstance(whole, Path) and whole.is_dir() and not os.access(whole, os.R_OK | os.X_OK):
+        wrong = "cannot be listed: who knows what checkpoints it has"
+    if wrong:
+        raise UserError(f"{folder} {wrong}: set checkpoint.folder to another folder")
 
 
 def step_folder(folder: P, step: int) -> P:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import (
+    check_place,
     checkpoints,
     delete_all,
     leftovers,
@@ -72,7 +73,7 @@ class Saver:
         """
         self.config, self.folder = config, folder
         self.record, self.deleted = record, deleted
-        self.had_some = layout.on_first(lambda: bool(self.storage.list(folder)))
+        self.had_some = layout.on_first(self._has_some)
         # The collectives of a save run beside those of the training. They need a group of their
         # own: in one group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
@@ -83,8 +84,8 @@ class Saver:
         self.error: str | None = None
         self.lock: RunLock | None = None
         """Of the run's folder, on the first rank."""
-        self.lease: Lease | None = None
-        """Of the folder, on the first rank, where that is in an object store."""
+        self.lease: RunLock | Lease | None = None
+        """Of the folder, on the first rank, where the lock does not do."""
         self.lost = False  # the lock or the lease
         self.failures = 0
         self.undeletable: list[PurePath] = []  # a warning was printed of these
@@ -95,6 +96,7 @@ class Saver:
 
         Raises `UserError` on every rank.
         """
+        self.layout.on_first(lambda: check_place(self.folder, run.path))
         self.lock = self.layout.only_first(
             lambda: RunLock(run.lock, f"training the run {run.path}")
         )
@@ -255,7 +257,7 @@ class Saver:
     @reporting_disk_errors()
     def _stage(self, folder: PurePath, step: int) -> PurePath:
         """Return the folder that `folder` is until it is complete."""
-        if self.had_some and not self.storage.list(self.folder):
+        if self.had_some and not self._has_some():
             self.deleted(step, self.folder)
         self._clear()
         staged = self.storage.stage(folder)
@@ -266,6 +268,9 @@ class Saver:
     def _publish(self, manifest: CheckpointManifest, staged: PurePath, folder: PurePath) -> None:
         self.check_right()
         self.storage.publish(staged, folder, manifest.text())
+
+    def _has_some(self) -> bool:
+        return bool(checkpoints(self.folder) or leftovers(self.folder))
 
     def _clear(self) -> None:
         """Delete what crashed or failed saves and deletions left."""

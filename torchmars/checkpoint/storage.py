@@ -1,30 +1,42 @@
 """Where checkpoints lie: what is asked of such a place, and folders of local files."""
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
+import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol, cast
 
 from torchmars.core.bounds import Range
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
 from torchmars.core.files import (
     PARTIAL,
     DurableFile,
     open_file,
-    remove,
+    read_text,
     sync_folder,
     write_durably,
 )
+from torchmars.core.locks import RENEW_SECONDS, RunLock, is_locked, shows_life, touched
 from torchmars.core.stores import store_of
 
 if TYPE_CHECKING:
     from torchmars.checkpoint.lease import Lease  # it takes torch, which lists need not
 
 MANIFEST = "manifest.json"
+DEFAULT = "checkpoints"  # the folder of checkpoints in a run's own folder
+OWNER = ".owner/lock"  # held by the run that has a folder of checkpoints which is not its default
+# The files of a checkpoint, and how they are called until they are complete.
+WRITTEN = re.compile(
+    rf"(__\d+_\d+\.distcp|\.metadata|{re.escape(MANIFEST)})({re.escape(PARTIAL)})?"
+)
 # End the names of checkpoints that are to be deleted, or that could not be loaded.
 DELETED, DAMAGED = ".deleted", ".damaged"
 
@@ -89,7 +101,13 @@ class Storage(Protocol):
     `OSError`. A store that does not answer raises `Unreachable` where something is to be read.
     """
 
-    def take(self, folder: PurePath, run: Path) -> "Lease | None":
+    def refuse_another(self, folder: PurePath, run: Path) -> None:
+        """Raise `UserError` where another run than that of the folder `run` is seen at work.
+
+        For a start: nothing is written, and whoever goes on must `take` the folder.
+        """
+
+    def take(self, folder: PurePath, run: Path) -> "RunLock | Lease | None":
         """Keep other runs than that of the folder `run` from a folder of checkpoints.
 
         None where the lock in `run` does. Raises `UserError` where another run has the folder.
@@ -123,14 +141,45 @@ class Storage(Protocol):
         """Rename a damaged checkpoint, durably."""
 
     def delete(self, path: PurePath) -> None:
-        """Delete a checkpoint, or what a crash left. Of a linked one delete the link alone."""
+        """Delete a checkpoint, or what a crash left. Of a linked one delete the link alone.
+
+        What no save wrote stays, with an `OSError` that names it.
+        """
 
 
 class LocalStorage:
     """Folders of local files. A checkpoint is staged under another name, and renamed last."""
 
-    def take(self, folder: PurePath, run: Path) -> None:
-        return None
+    def refuse_another(self, folder: PurePath, run: Path) -> None:
+        folder = Path(folder)
+        for lock in (folder / OWNER, lock_of_default(folder, run)):
+            if lock is None or touched(lock) is None or touched(run / "lock"):
+                continue  # the run's own lock tells a rank of this run from another run
+            say(f"waiting to see whether another run still uses {folder}")
+            if shows_life(partial(touched, lock), 2 * RENEW_SECONDS):
+                raise in_use(folder, lock)
+
+    def take(self, folder: PurePath, run: Path) -> RunLock | None:
+        """Lock a file among the checkpoints, and see that no run has the folder as its default.
+
+        A run whose default it is has locked its own folder before, and looks for that file then. So
+        of two that start at once, at least one sees the other.
+        """
+        folder = Path(folder)
+        lock = folder / OWNER
+        if folder.resolve() == (run / DEFAULT).resolve() and not lock.exists():
+            return None
+        try:
+            taken = RunLock(lock, f"keeping its checkpoints in {folder}")
+        except UserError as error:
+            raise UserError(f"{error}, or set checkpoint.folder to another folder") from None
+        others = lock_of_default(folder, run)
+        # Another user's cannot be opened to be locked.
+        for file in (lock if taken.descriptor is None else None, others):
+            if file is not None and is_locked(file):
+                taken.release()
+                raise in_use(folder, file)
+        return taken
 
     def list(self, folder: PurePath) -> dict[str, bool]:
         try:
@@ -176,7 +225,20 @@ class LocalStorage:
         path = Path(path)
         self.remove(path if path.suffix else self._rename(path, DELETED))
 
-    remove = staticmethod(remove)
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Delete a link, a file, or the files of a checkpoint and their folder if that is all."""
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            return
+        with os.scandir(path) as found:
+            names = {each.name: each.is_dir(follow_symlinks=False) for each in found}
+        others = [name for name, is_dir in names.items() if is_dir or not WRITTEN.fullmatch(name)]
+        for name in names.keys() - others:
+            (path / name).unlink(missing_ok=True)
+        if others:
+            raise foreign(path, others)
+        path.rmdir()
 
     def _rename(self, checkpoint: Path, suffix: str) -> Path:
         target = self._free(checkpoint, suffix)
@@ -197,6 +259,30 @@ class LocalStorage:
                 return path
             number += 1
             path = checkpoint.with_name(f"{checkpoint.name}-{number}{suffix}")
+
+
+def lock_of_default(folder: Path, run: Path) -> Path | None:
+    """Return the lock of another run than `run` whose own folder a folder of checkpoints is in."""
+    real = folder.resolve()
+    its = real.parent / "lock"
+    return its if real.name == DEFAULT and real.parent != run.resolve() else None
+
+
+def in_use(folder: Path, lock: Path) -> UserError:
+    """Return the error of a folder of checkpoints that another run has."""
+    owner = "another process"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        owner = read_text(lock) or owner
+    return UserError(
+        f"another run uses {folder} ({owner}): stop it first, or set checkpoint.folder to another "
+        "folder"
+    )
+
+
+def foreign(checkpoint: PurePath, names: Iterable[str]) -> OSError:
+    """Return the error of a checkpoint that holds what no save wrote."""
+    why = f"it holds {min(names)}, which no save wrote: move that away"
+    return OSError(errno.ENOTEMPTY, why, str(checkpoint))
 
 
 class LocalFiles:

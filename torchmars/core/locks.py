@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchmars.core.console import say
@@ -17,7 +17,7 @@ from torchmars.core.files import is_at, open_file, read_text, write_durably
 
 PATIENCE = 60.0  # seconds that a process may take to end
 RENEW_SECONDS = 10.0  # after which a run's process shows again that it is not silent
-SETTLE_SECONDS = 0.5
+SETTLE_SECONDS = POLL_SECONDS = 0.5
 
 
 def lock(
@@ -108,6 +108,24 @@ def is_locked(file: Path) -> bool | None:
     if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
         return True
     return False if f" on {socket.gethostname()}, since " in owner else None
+
+
+def shows_life(state: Callable[[], object], seconds: float) -> bool:
+    """Return whether what `state` returns changes within some seconds. Nothing of it ends that."""
+    deadline = time.monotonic() + seconds
+    first = now = state()
+    while now and now == first and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        now = state()
+    return bool(now) and now != first
+
+
+def touched(file: Path) -> int | None:
+    """Return when the process that has the `lock` of a file has touched it; None without one."""
+    with contextlib.suppress(OSError):
+        if is_locked(file):
+            return file.stat().st_mtime_ns
+    return None
 
 
 @contextlib.contextmanager
