@@ -2,6 +2,7 @@
 
 import html
 import os
+import shutil
 
 import pytest
 
@@ -14,6 +15,7 @@ from torchmars.checkpoint.lease import Lease, LostLease
 from torchmars.checkpoint.manifest import describe
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.storage import MANIFEST, storage_of
+from torchmars.core.answers import problem
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.places import ObjectPath, place
 from torchmars.core.stores import store_by_name, store_of
@@ -215,6 +217,132 @@ def test_a_store_without_exclusive_creation_is_told(tmp_path, folder, proxy, cap
     assert "nothing keeps a second run from the same folder" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (501, "NotImplemented"),
+        (400, "InvalidArgument"),
+        (400, "InvalidRequest"),
+        (405, ""),
+        (501, ""),
+    ],
+)
+def test_a_store_that_refuses_exclusive_creation_can_be_used(
+    tmp_path, folder, proxy, capsys, monkeypatch, status, code
+):
+    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.05)
+    body = (
+        f"<Error><Code>{code}</Code><Message>A header</Message></Error>".encode() if code else b""
+    )
+
+    def refuse(request, passed):
+        return (status, [], body) if "If-None-Match" in request.headers else passed()
+
+    proxy.fault = refuse
+    lease = storage_of(folder).take(folder, tmp_path / "one")
+    assert capsys.readouterr().out.count("nothing keeps a second run from the same folder") == 1
+    with pytest.raises(UserError, match="another run uses"):
+        Lease(store_of(folder), folder, tmp_path / "two")
+    lease.check()
+    lease.release()
+
+
+@pytest.mark.parametrize("status", [409, 412])
+def test_a_lease_that_another_run_is_just_making_is_seen(tmp_path, folder, proxy, status):
+    """A store may answer so where two ask at once, also before the one object can be read."""
+    asked = []
+
+    def busy(request, passed):
+        asked.append("If-None-Match" in request.headers)
+        return (status, [], b"") if sum(asked) == 1 and asked[-1] else passed()
+
+    proxy.fault = busy
+    Lease(store_of(folder), folder, tmp_path).release()
+    assert sum(asked) == 3
+
+
+def test_a_copy_of_a_run_takes_no_lease(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
+    store, one = store_of(folder), tmp_path / "one"
+    first = Lease(store, folder, one)
+    for copy in (shutil.copytree(one, tmp_path / "two"), tmp_path / "linked"):
+        if not copy.exists():  # the copy in a folder that was copied once more
+            shutil.copytree(tmp_path / "two", copy)
+        for ask in (storage_of(folder).refuse_another, storage_of(folder).take):
+            with pytest.raises(UserError, match="another run uses"):
+                ask(folder, copy)
+    first.check()
+    first.ended.set(), first.thread.join()  # as if it were killed
+    again = Lease(store, folder, one.rename(tmp_path / "moved"))  # at once
+    again.release()
+
+
+def test_a_copy_of_a_folder_takes_no_lease(tmp_path, folder, monkeypatch):
+    """Neither there, nor where it is copied back over that of a run at work."""
+    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "LAPSE_SECONDS", 1.0)
+    store, copy = store_of(folder), folder.with_name(folder.name + "-copy")
+    first = Lease(store, folder, tmp_path / "one")
+    store.files.copy(str(folder / leases.NAME), str(copy / leases.NAME))
+    there = Lease(store, copy, tmp_path / "two")
+    first.check(), there.check()
+    store.files.copy(str(copy / leases.NAME), str(folder / leases.NAME))
+    first.check()
+    with pytest.raises(UserError, match="another run uses"):
+        Lease(store, folder, tmp_path / "two")
+    first.check(), first.release(), there.release()
+
+
+def test_a_save_gives_up_uploads_of_its_own_alone(folder):
+    store, own = store_of(folder), "step-00000004/__0_0.distcp"
+    key = folder.name
+    theirs = [
+        "big.bin",
+        f"{key}/mine.bin",
+        f"{key}2/{own}",
+        f"{key}/deeper/{own}",
+        f"{key}/step-00000004/notes.bin",
+        f"{key}/step-00000004/export/__0_0.distcp",
+        f"{key}/step-4/model.safetensors",
+    ]
+
+    def begun():
+        found = store.files.call_s3("list_multipart_uploads", Bucket=BUCKET)
+        return sorted(each["Key"] for each in found.get("Uploads", []))
+
+    for name in (*theirs, f"{key}/{own}", f"{key}/step-00000006/.metadata", own):
+        store.files.call_s3("create_multipart_upload", Bucket=BUCKET, Key=name)
+    storage_of(folder).stage(folder / "step-00000008")
+    assert begun() == sorted([*theirs, own])
+    whole = place(f"s3://{BUCKET}")
+    storage_of(whole).stage(whole / "step-00000008")
+    assert begun() == sorted(theirs)
+
+
+def test_what_others_have_in_a_folder_stays(folder):
+    store, storage = store_of(folder), storage_of(folder)
+    checkpoint, other = folder / "step-00000004", folder.with_name(folder.name + "2")
+    theirs = [
+        other / "step-00000004" / "__0_0.distcp",
+        checkpoint / "notes.txt",
+        checkpoint / "export" / "__0_0.distcp",
+        folder / "step-000000041" / "__0_0.distcp",
+        folder / "step-00000004.txt",
+    ]
+    for file in theirs:
+        written(store, file, b"x")
+    for name in ("__0_0.distcp", ".metadata"):
+        written(store, checkpoint / name, b"own")
+    storage.publish(checkpoint, checkpoint, "{}")
+    for again in (checkpoint, checkpoint.with_suffix(".partial")):
+        with pytest.raises(OSError, match="it holds export, which no save wrote"):
+            storage.delete(again)
+    assert sorted(map(str, theirs)) == sorted(
+        map(str, store.glob(str(folder)) + store.glob(str(other)))
+    )
+
+
 def spoil_once(part, how):
     """Spoil the first answer to a GET of a path that ends in `part`."""
     spoiled = []
@@ -283,6 +411,90 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(folder, proxy, monkeyp
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(Unreachable, match="cannot be read .* see that the store answers"):
         checkpoints(folder)
+
+
+LISTING = b'<?xml version="1.0"?><ListBucketResult><Name>bucket</Name><KeyCount>0</KeyCount>'
+PAGE = [("Content-Type", "text/html")], b"<html><head/><body>Please log in</body></html>"
+NO_LISTINGS = {
+    "a login page": (200, *PAGE),
+    "one that is no XML": (200, [], b"<!DOCTYPE html><p>Please<br>log in"),
+    "JSON": (200, [], b'{"login": "https://proxy"}'),
+    "nothing": (200, [], b""),
+    "a part of one": (200, [], LISTING),
+    "an error": (200, [], b"<Error><Code>InternalError</Code></Error>"),
+    "another answer": (200, [], b"<ListAllMyBucketsResult></ListAllMyBucketsResult>"),
+    "a part of many": (
+        200,
+        [],
+        LISTING + b"<IsTruncated>true</IsTruncated></ListBucketResult>",
+    ),
+    "a page that is not found": (404, *PAGE),
+    "nothing that is not found": (404, [], b""),
+}
+
+
+@pytest.mark.parametrize("answer", NO_LISTINGS)
+def test_what_is_no_listing_is_not_an_empty_folder(tmp_path, folder, proxy, monkeypatch, answer):
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    written(store_of(folder), folder / "step-00000004" / MANIFEST, b"{}")
+
+    def spoil(request, passed):
+        return NO_LISTINGS[answer] if "list-type" in request.path else passed()
+
+    proxy.fault = spoil
+    for ask in (checkpoints, leftovers, lambda there: storage_of(there).take(there, tmp_path)):
+        with pytest.raises(Unreachable, match="see that the store answers, and start again"):
+            ask(folder)
+
+
+def test_a_page_that_comes_once_is_asked_for_again(folder, proxy):
+    storage_of(folder).publish(folder, folder / "step-00000004", "{}")
+    proxy.fault, spoiled = spoil_once("list-type", lambda *answer: (200, *PAGE))
+    assert list(map(step_of, checkpoints(folder))) == [4] and spoiled
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_a_page_is_no_object(tmp_path, folder, proxy, monkeypatch, method):
+    """Neither a manifest, which would be damaged, nor a lease, nor a file that has arrived."""
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    store, storage, checkpoint = store_of(folder), storage_of(folder), folder / "step-00000004"
+    storage.publish(checkpoint, checkpoint, "{}")
+    lease = Lease(store, folder, tmp_path)
+
+    def spoil(request, passed):
+        asked = (method, "HEAD") if method == "GET" else (method,)
+        return (200, *PAGE) if request.method in asked and "list-" not in request.path else passed()
+
+    proxy.fault = spoil
+    if method == "PUT":
+        with pytest.raises(OSError, match="what answers is no store"):
+            storage.publish(checkpoint, checkpoint, "{}")
+        return
+    for ask in (checkpoints, lambda there: read_verified(checkpoint, "size")):
+        with pytest.raises(Unreachable, match="what answers is no store"):
+            ask(folder)
+    with pytest.raises(Unreachable, match="what answers is no store"):
+        lease.check()
+
+
+def test_a_size_that_is_not_told_is_no_size():
+    answer = {"status_code": 200, "headers": {"ETag": "x"}, "body": b""}
+    assert problem("HeadObject", answer) == "HeadObject has no content-length (unknown)"
+    assert problem("HeadObject", answer | {"headers": {"ETag": "x", "Content-Length": "0"}}) == ""
+
+
+def test_a_store_whose_listing_lacks_what_it_has_is_none(tmp_path, folder, proxy, monkeypatch):
+    """Each store's own form of an empty listing: what a stranger answers to all."""
+    from torchmars.checkpoint import objects
+
+    monkeypatch.setattr(objects, "SETTLE_SECONDS", 0.0)
+    empty = LISTING + b"<IsTruncated>false</IsTruncated></ListBucketResult>"
+    proxy.fault = lambda request, passed: (
+        (200, [], empty) if "list-type" in request.path else passed()
+    )
+    with pytest.raises(Unreachable, match="its listing lacks lease.json"):
+        storage_of(folder).take(folder, tmp_path)
 
 
 @pytest.mark.parametrize("file", [MANIFEST, ".metadata", "__0_0.distcp"])

@@ -114,6 +114,7 @@ class Request:
     """How many came before it."""
     body: bytes = b""
     """What is passed on: a fault may change it."""
+    headers: Message = field(default_factory=Message)
 
 
 # What a fault makes of an answer: (status, headers, body), or None for a connection that is cut.
@@ -151,7 +152,7 @@ class Proxy:
 
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                request = Request(self.command, self.path, len(proxy.requests), body)
+                request = Request(self.command, self.path, len(proxy.requests), body, self.headers)
                 proxy.requests.append(request)
 
                 try:

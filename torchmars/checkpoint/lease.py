@@ -17,10 +17,16 @@ from pathlib import Path, PurePath
 from torchmars.cluster import process
 from torchmars.core.console import say
 from torchmars.core.errors import Unreachable, UserError
+from torchmars.core.files import read_text, write_durably
+from torchmars.core.locks import shows_life
 from torchmars.core.stores import Altered, Store, reading, writing
 
 NAME = "lease.json"
 RENEW_SECONDS, LAPSE_SECONDS, SETTLE_SECONDS = 20.0, 60.0, 0.5
+LOOK_SECONDS = 30.0  # in which a process that works renews its lease
+# Answers to a request to create an object only where there is none: there is one, or it is just
+# being made; such a request is not known.
+THERE, UNKNOWN = (409, 412), (400, 405, 501)
 
 
 class LostLease(UserError):
@@ -38,7 +44,8 @@ class Lease:
         """
         self.store, self.file = store, folder / NAME
         self.me = {
-            "run": run_id(run),
+            "run": run_id(run, make=True),
+            "folder": in_store(folder),
             "process": f"process {os.getpid()} on {process.node()}",
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             "token": secrets.token_hex(8),
@@ -50,9 +57,13 @@ class Lease:
         self.thread.start()
 
     def check(self) -> None:
-        """Raise `LostLease` if another process has taken the lease, and `Unreachable`."""
-        found = self._read()
-        if found.get("token") != self.me["token"]:
+        """Raise `LostLease` if another process has taken the lease, and `Unreachable`.
+
+        That of another folder takes nothing: somebody has copied that folder over this one.
+        """
+        found = read_lease(self.store, self.file)
+        here = found.get("folder", self.me["folder"]) == self.me["folder"]
+        if found.get("token") != self.me["token"] and here:
             if "unknown" in found:  # it may have been spoiled on its way
                 raise Unreachable(f"{self.file} cannot be read: it is no lease")
             holder = named(found) if found else "somebody who deleted it"
@@ -71,40 +82,53 @@ class Lease:
                 self.store.files.rm_file(str(self.file))
 
     def _take(self) -> None:
-        if self._create():
+        lapsed: dict[str, str] = {}
+        while not lapsed:
             if self._create():
-                say(
-                    f"warning: {self.file.parent} is in a store that cannot create an object only "
-                    "where there is none: nothing keeps a second run from the same folder"
-                )
-            return
-        found, since, told = self._read(), time.monotonic(), False
-        while found and found.get("run") != self.me["run"]:
-            if time.monotonic() - since > LAPSE_SECONDS:
-                break
-            if not told:
-                say(f"waiting to see whether {named(found)} still uses {self.file.parent}")
-            told = True
-            time.sleep(1.0)
-            if (now := self._read()) and now != found:
-                raise UserError(
-                    f"another run uses {self.file.parent} ({named(now)}): stop it first, or set "
-                    "checkpoint.folder to another folder"
-                )
+                return
+            refuse_alive(self.store, self.file, self.me, LAPSE_SECONDS)
+            # Or it is this run's. Or it is gone, or just being made: that is seen by another try.
+            if not (lapsed := read_lease(self.store, self.file)):
+                time.sleep(SETTLE_SECONDS)
         # The former process may have been about to renew it. After that it finds another name.
-        while self._read().get("token") != self.me["token"]:
+        while (found := read_lease(self.store, self.file)).get("token") != self.me["token"]:
+            if found and found != lapsed and not is_same_run(found, self.me):
+                raise refused(self.file, found)
             self._write()
             time.sleep(SETTLE_SECONDS)
 
     def _create(self) -> bool:
-        """Write the lease where there is none. Return whether there was none."""
+        """Write the lease where there is none. Return whether it is this process's then."""
+        if read_lease(self.store, self.file):
+            return False
+        created = self._create_only()
+        if created and self._create_only() is False:
+            return True
+        if created is False:
+            return False
+        self._write()
+        say(
+            f"warning: {self.file.parent} is in a store that cannot create an object only where "
+            "there is none: nothing keeps a second run from the same folder that starts at the "
+            "same moment"
+        )
+        time.sleep(SETTLE_SECONDS)
+        return read_lease(self.store, self.file).get("token") == self.me["token"]
+
+    def _create_only(self) -> bool | None:
+        """Ask the store to create the lease. False where there is one, None where it cannot ask."""
         try:
             self.store.files.pipe_file(str(self.file), self._text(), mode="create")
         except FileExistsError:
             return False
         except NotImplementedError:
-            self._write()
+            return None
         except Exception as error:
+            status = status_of(error)
+            if status in THERE:
+                return False
+            if status in UNKNOWN:
+                return None
             with reading(self.file):
                 raise error
         return True
@@ -115,23 +139,6 @@ class Lease:
                 self.check()
                 self._write()
 
-    def _read(self) -> dict[str, str]:
-        """Return what the lease says: nothing where there is none, "unknown" where it is damaged.
-
-        A damaged one is waited for as another run's is. Else it would keep all runs off for good.
-        """
-        content = b""
-        try:
-            with reading(self.file):
-                content = self.store.files.cat_file(str(self.file))
-            found = json.loads(content)
-        except FileNotFoundError:
-            return {}
-        except (Altered, ValueError):
-            found = None
-        unknown = {"process": "an unknown process", "since": "?", "unknown": repr(content)}
-        return found if isinstance(found, dict) else unknown
-
     def _write(self) -> None:
         with reading(self.file):
             self.store.files.pipe_file(str(self.file), self._text())
@@ -141,17 +148,82 @@ class Lease:
         return json.dumps(self.me | {"renewals": self.renewals}).encode()
 
 
+def read_lease(store: Store, file: PurePath) -> dict[str, str]:
+    """Return what a lease says: nothing where there is none, "unknown" where it is damaged.
+
+    A damaged one is waited for as another run's is. Else it would keep all runs off for good.
+    """
+    content = b""
+    try:
+        with reading(file):
+            content = store.files.cat_file(str(file))
+        found = json.loads(content)
+    except FileNotFoundError:
+        return {}
+    except (Altered, ValueError):
+        found = None
+    unknown = {"process": "an unknown process", "since": "?", "unknown": repr(content)}
+    return found if isinstance(found, dict) else unknown
+
+
+def refuse_another(store: Store, folder: PurePath, run: Path) -> None:
+    """Raise `UserError` where another run than that of the folder `run` renews its lease."""
+    me = {"run": run_id(run), "folder": in_store(folder)}
+    refuse_alive(store, folder / NAME, me, LOOK_SECONDS)
+
+
+def refuse_alive(store: Store, file: PurePath, me: dict[str, str], seconds: float) -> None:
+    """Wait some seconds for a lease that another run has. Raise `UserError` if it is renewed."""
+    found = read_lease(store, file)
+    if not found or is_same_run(found, me):
+        return
+    say(f"waiting to see whether {named(found)} still uses {file.parent}")
+    if shows_life(lambda: read_lease(store, file), seconds):
+        raise refused(file, found)
+
+
+def refused(file: PurePath, found: dict[str, str]) -> UserError:
+    """Return the error of a lease that another run has."""
+    return UserError(
+        f"another run uses {file.parent} ({named(found)}): stop it first, or set "
+        "checkpoint.folder to another folder"
+    )
+
+
+def is_same_run(found: dict[str, str], me: dict[str, str]) -> bool:
+    """Return whether a lease is one that the run of `me` has taken, and taken here."""
+    return found.get("run") == me["run"] and found.get("folder", me["folder"]) == me["folder"]
+
+
+def status_of(error: BaseException) -> int:
+    """Return the status of an answer that an error is about; 0 where it is of no answer."""
+    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    found = response.get("ResponseMetadata") if isinstance(response, dict) else None
+    return int(found.get("HTTPStatusCode", 0)) if isinstance(found, dict) else 0
+
+
 def named(found: dict[str, str]) -> str:
     """Return who has a lease, in words."""
     return f"{found.get('process')}, since {found.get('since')}"
 
 
-def run_id(run: Path) -> str:
-    """Return the random name of a run's folder, which is made with the first lease."""
+def in_store(folder: PurePath) -> str:
+    """Return where in its store a folder lies."""
+    return str(folder).partition("://")[2]
+
+
+def run_id(run: Path, make: bool = False) -> str:
+    """Return the name of a run's folder; one that nobody has where it has none yet.
+
+    It is a random one, of a file that is made with the first lease, and that file's place on its
+    disk. So a copy of the folder is another run, and a folder that is moved stays the same.
+    """
     file = run / ".lease"
     try:
-        return file.read_text()
-    except OSError:
-        run.mkdir(parents=True, exist_ok=True)
-        file.write_text(secrets.token_hex(8))
-        return file.read_text()
+        if make and not file.exists():
+            run.mkdir(parents=True, exist_ok=True)
+            write_durably(file, secrets.token_hex(8))
+        stat = file.stat()
+        return f"{read_text(file)} {stat.st_ino} {stat.st_ctime_ns}"
+    except (OSError, UnicodeDecodeError):  # also where the folder cannot be written
+        return secrets.token_hex(8)

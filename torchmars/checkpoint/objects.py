@@ -9,6 +9,7 @@ import contextlib
 import errno
 import io
 import re
+import time
 import zipfile
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,13 +17,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from torchmars.checkpoint.lease import Lease
-from torchmars.checkpoint.storage import DAMAGED, MANIFEST, NewFiles
+from torchmars.checkpoint.lease import NAME, SETTLE_SECONDS, Lease, refuse_another
+from torchmars.checkpoint.storage import DAMAGED, MANIFEST, WRITTEN, NewFiles, foreign
 from torchmars.checkpoint.uploads import ObjectFiles
+from torchmars.core.errors import Unreachable
 from torchmars.core.files import PARTIAL
 from torchmars.core.stores import BLOCK, Store, reading, writing
 
 REQUESTS = 8  # at a time
+LISTINGS = 10  # in which a new object must come up
 CHECKPOINT = re.compile(r"step-\d+")  # what its folder is called
 
 
@@ -35,8 +38,20 @@ class ObjectStorage:
     def __init__(self, store: Store) -> None:
         self.store = store
 
+    def refuse_another(self, folder: PurePath, run: Path) -> None:
+        refuse_another(self.store, folder, run)
+
     def take(self, folder: PurePath, run: Path) -> Lease:
-        return Lease(self.store, folder, run)
+        lease = Lease(self.store, folder, run)
+        for _ in range(LISTINGS):
+            if NAME in self.list(folder):
+                return lease
+            time.sleep(SETTLE_SECONDS)
+        lease.release()
+        raise Unreachable(
+            f"{folder}: its listing lacks {NAME}, which was just written: see what answers in the "
+            "store's place, and start again"
+        )
 
     def list(self, folder: PurePath) -> dict[str, bool]:
         with reading(folder):
@@ -103,7 +118,7 @@ class ObjectStorage:
         return checkpoint
 
     def _drop_uploads(self, folder: PurePath) -> None:
-        """Give up the parts of files that a killed process left in a folder.
+        """Give up the parts of a checkpoint's files that a killed process of the run has left.
 
         No listing has them, and S3 bills them. Other stores forget them by themselves.
         """
@@ -111,10 +126,19 @@ class ObjectStorage:
         if not hasattr(files, "list_multipart_uploads"):
             return
         with contextlib.suppress(Exception):  # it may be forbidden, and nothing depends on it
-            bucket, prefix, _ = files.split_path(f"{folder}/")
-            for each in files.list_multipart_uploads(bucket):
-                if each["Key"].startswith(prefix):
-                    files.abort_mpu(bucket, each["Key"], each["UploadId"])
+            bucket, key, _ = files.split_path(str(folder))
+            place = f"{key}/" if key else ""
+            own = re.compile(rf"{re.escape(place)}{CHECKPOINT.pattern}/{WRITTEN.pattern}")
+            asked = {"Bucket": bucket, "Prefix": f"{place}step-"}
+            while True:
+                found = files.call_s3("list_multipart_uploads", **asked)
+                for each in found.get("Uploads", []):
+                    if own.fullmatch(each["Key"]):
+                        files.abort_mpu(bucket, each["Key"], each["UploadId"])
+                after = {key: found.get(f"Next{key}") for key in ("KeyMarker", "UploadIdMarker")}
+                if not (found.get("IsTruncated") and all(after.values())):
+                    return
+                asked |= after
 
     def new_files(self, staged: PurePath, limit: int) -> NewFiles:
         return ObjectFiles(self.store, staged, limit)
@@ -139,12 +163,28 @@ class ObjectStorage:
             for file in (str(checkpoint / MANIFEST), f"{checkpoint}{DAMAGED}"):
                 with contextlib.suppress(FileNotFoundError):
                     files.rm_file(file)
-            with contextlib.suppress(FileNotFoundError):
-                files.rm(str(checkpoint), recursive=True)
+            with ThreadPoolExecutor(REQUESTS) as pool:
+                names = self._names(checkpoint)
+                own = [str(checkpoint / name) for name in names if WRITTEN.fullmatch(name)]
+                list(pool.map(files.rm_file, own))
+        if len(own) < len(names):
+            raise foreign(checkpoint, (name for name in names if not WRITTEN.fullmatch(name)))
+
+    def _names(self, folder: PurePath) -> Sequence[str]:
+        """Return the names in a folder, of files and folders."""
+        own = folder.name
+        try:
+            found = self.store.files.ls(str(folder), detail=False)
+        except FileNotFoundError:
+            return []
+        names = (name.rstrip("/").rpartition("/")[2] for name in found)
+        return [name for name in names if name != own]  # some tools make an object of its name
 
     def _has(self, checkpoint: PurePath) -> bool:
+        """Return whether a checkpoint has its manifest. What has not will be deleted."""
         with reading(checkpoint):
-            return bool(self.store.files.exists(str(checkpoint / MANIFEST)))
+            there = self.store.files.exists(str(checkpoint / MANIFEST))
+            return bool(there) or MANIFEST in self._names(checkpoint)
 
 
 def is_intact(archive: io.BytesIO) -> bool:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.folder import check_place, checkpoints
+from torchmars.checkpoint.storage import storage_of
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
@@ -35,6 +36,8 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     check_trackers(config.metrics)
     check_package(config.training.float8)
     evaluation_tasks(config)
+    check_place(config.checkpoints, config.run.path)
+    storage_of(config.checkpoints).refuse_another(config.checkpoints, config.run.path)
     # The ranks share the reading of every byte.
     level: Level = "off" if config.data.verify == "off" else "size"
     data = prepare_data(config, level)
