@@ -72,6 +72,12 @@ def test_what_no_save_wrote_stays(tmp_path, name, theirs):
     assert leftovers(tmp_path) == []
 
 
+def test_what_another_has_deleted_is_gone(tmp_path):
+    """A prune beside a run deletes what the run is about to delete."""
+    gone = [tmp_path / "step-00000004", tmp_path / "step-00000006.deleted"]
+    assert delete_all(gone, warn=pytest.fail) == []
+
+
 @contextlib.contextmanager
 def another_run(folder, run):
     """Let another process have a folder of checkpoints for the run of the folder `run`."""

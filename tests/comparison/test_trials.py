@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.tiny import tiny_config, write_config
 from torchmars.comparison.study import Trial
-from torchmars.comparison.trials import forget_failure, last_error, read_trial
+from torchmars.comparison.trials import delete_checkpoints, forget_failure, last_error, read_trial
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import last_step
 
@@ -92,3 +92,15 @@ def test_a_failure_without_a_word_is_not_given_the_reason_of_the_one_before(tria
         file.write("Killed\n")
     assert last_error(trial) == "Killed"
     assert (trial.folder / "failed.log").read_text() == "error: the data is gone\n"
+
+
+def test_of_a_trial_that_is_done_only_checkpoints_go(trial):
+    there = trial.config.run.path / "checkpoints"
+    for file in ("step-00000020/manifest.json", "step-00000010.partial/.metadata", "notes/mine"):
+        (there / file).parent.mkdir(parents=True)
+        (there / file).touch()
+    delete_checkpoints(trial, replace(read_trial(trial), state="diverged"))
+    assert [path.name for path in there.rglob("*")] == ["notes", "mine"]
+    (there / "notes" / "mine").unlink(), (there / "notes").rmdir()
+    delete_checkpoints(trial, replace(read_trial(trial), state="diverged"))
+    assert not there.exists()

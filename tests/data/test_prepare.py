@@ -427,3 +427,22 @@ def test_slurm_says_which_task_this_is():
     assert scheduler.task_of({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}) == (5, 8)
     script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
     assert scheduler.task_of(script) == (0, 1)
+
+
+@pytest.mark.parametrize("theirs", ["notes.txt", "plan.json.d/x", "weights.bin", ""])
+def test_a_folder_of_others_is_not_taken_for_one_cut_short(config, tmp_path, theirs):
+    partial = tmp_path / "one.partial"
+    file = partial / theirs
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("x")
+    with pytest.raises(UserError, match="is where the corpus is made, and .* is not of one: move"):
+        prepare_task(config, 0, 1, SIZES)
+    assert file.read_text() == "x"
+
+
+def test_a_removal_that_was_cut_short_is_ended(config, tmp_path):
+    (tmp_path / "one.partial").mkdir()
+    for name in ("piece-00000.lock", "train-00000-000.bin", "manifest.json.partial"):
+        (tmp_path / "one.partial" / name).touch()
+    assert prepare_task(config, 0, 1, SIZES) is not None
+    assert not (tmp_path / "one.partial").exists()

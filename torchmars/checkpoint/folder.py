@@ -100,6 +100,8 @@ def delete_all(paths: Iterable[P], warn: Callable[[str], None]) -> list[P]:
     for path in paths:
         try:
             storage_of(path).delete(path)
+        except FileNotFoundError:
+            pass  # a run and a prune beside it may delete the same
         except OSError as error:
             warn(f"warning: cannot delete {path}: {error.strerror}")
             undeletable.append(path)

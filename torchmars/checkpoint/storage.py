@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 DEFAULT = "checkpoints"  # the folder of checkpoints in a run's own folder
-OWNER = ".owner/lock"  # held by the run that has a folder of checkpoints which is not its default
+IN_USE = ".in-use/lock"  # held by the run that has a folder of checkpoints which is not its default
 # The files of a checkpoint, and how they are called until they are complete.
 WRITTEN = re.compile(
     rf"(__\d+_\d+\.distcp|\.metadata|{re.escape(MANIFEST)})({re.escape(PARTIAL)})?"
@@ -152,7 +152,7 @@ class LocalStorage:
 
     def refuse_another(self, folder: PurePath, run: Path) -> None:
         folder = Path(folder)
-        for lock in (folder / OWNER, lock_of_default(folder, run)):
+        for lock in (folder / IN_USE, lock_of_default(folder, run)):
             if lock is None or touched(lock) is None or touched(run / "lock"):
                 continue  # the run's own lock tells a rank of this run from another run
             say(f"waiting to see whether another run still uses {folder}")
@@ -166,7 +166,7 @@ class LocalStorage:
         of two that start at once, at least one sees the other.
         """
         folder = Path(folder)
-        lock = folder / OWNER
+        lock = folder / IN_USE
         if folder.resolve() == (run / DEFAULT).resolve() and not lock.exists():
             return None
         try:

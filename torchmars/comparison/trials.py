@@ -5,10 +5,12 @@ import math
 import os
 from pathlib import Path
 
+from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers
 from torchmars.comparison.results import LossCurve, State, TrialResult
 from torchmars.comparison.study import Study, Trial
 from torchmars.config.load import config_text
-from torchmars.core.files import open_file, remove, write_durably
+from torchmars.core.console import say
+from torchmars.core.files import open_file, write_durably
 from torchmars.records.run import Run, read_run
 
 CONFIG_FILE = "trial.toml"
@@ -101,8 +103,10 @@ def end_trial(trial: Trial, code: int | None) -> TrialResult:
 def delete_checkpoints(trial: Trial, result: TrialResult) -> None:
     """Delete the checkpoints of a trial that needs them no longer."""
     if result.state == "diverged" or result.state == "done" and not trial.config.checkpoint.at_end:
+        folder = trial.config.run.path / "checkpoints"
+        delete_all([*checkpoints(folder), *leftovers(folder)], lambda text: say(text, error=True))
         with contextlib.suppress(OSError):
-            remove(trial.config.run.path / "checkpoints")
+            folder.rmdir()
 
 
 def last_error(trial: Trial) -> str:

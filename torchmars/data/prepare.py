@@ -1,6 +1,7 @@
 """From a corpus to shards: tokenised once, by one process or by tasks side by side."""
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,8 @@ from torchmars.data.workers import Submit, start_workers
 from torchmars.data.writer import LOCK_SECONDS, PieceWriter, read_progress
 
 SIZES = Sizes()
+# Files in a folder that is being made.
+MADE = re.compile(r"(plan|manifest|sources)\.json|(piece|damaged|train|validation)-|damaged\.jsonl")
 AHEAD = 2  # blocks that are read ahead for each process that tokenises
 Submitted = tuple[PieceWriter, TextBlock | None, "Future[Encoded] | None"]
 
@@ -105,8 +108,21 @@ def begin_folder(plan: CorpusPlan, folder: Path) -> None:
             f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
         )
     if os.path.lexists(partial) and not has_plan(partial):
-        remove(partial)  # its removal was cut short
+        remove_rest(partial)  # its removal was cut short
     begin_plan(plan, partial)
+
+
+def remove_rest(partial: Path) -> None:
+    """Delete what is left of a folder that was being made. Raises `UserError` for other files."""
+    if not partial.is_symlink():
+        found = partial.iterdir() if partial.is_dir() else [partial]
+        others = sorted(path.name for path in found if path.is_dir() or not MADE.match(path.name))
+        if others:
+            raise UserError(
+                f"{partial} is where the corpus is made, and {others[0]} is not of one: move it "
+                "away, or set data.path to another folder"
+            )
+    remove(partial)
 
 
 def make_pieces(
