@@ -31,16 +31,30 @@ def endpoint():
         yield found
 
 
+SHOWS = """
+import os
+if "RANK" in os.environ:
+    open(__file__ + os.environ["RANK"], "w").write(repr(dict(os.environ)))
+"""
+
+
 @needs_proc
 def test_two_machines_by_hand_train_as_one(config, tmp_path, endpoint):
-    """Both also prepare the same data, at the same time."""
-    where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
+    """Both also prepare the same data, at the same time. Nobody sees by which secret they meet."""
+    (tmp_path / "shows").mkdir()
+    (tmp_path / "shows" / "sitecustomize.py").write_text(SHOWS)  # Python runs it first
+    where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint, "RDZV_TOKEN": "a-secret"}
+    where["PYTHONPATH"] = f"{tmp_path / 'shows'}:{ROOT}"
     nodes = [start_run(config, **where) for _ in range(2)]
     outs = [node.communicate(timeout=SECONDS) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs
     assert sum("step 8/8 | loss" in out for out, _ in outs) == 1 and any(
         "FSDP over 4 ranks" in out for out, _ in outs
     )
+    files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert sum(b"MASTER_ADDR" in each for each in files) == 4  # what the ranks were shown
+    assert not any(b"a-secret" in each for each in files) and "a-secret" not in str(outs)
+    assert "RDZV_TOKEN" not in str(outs)
     straight = tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 8})
     train(4, straight)
     assert metrics(tiny_tables(tmp_path)) == metrics(straight)
@@ -135,6 +149,18 @@ def test_a_port_that_another_program_has_is_told_in_a_line(config, number, messa
         )
         _, err = node.communicate(timeout=SECONDS)
     assert node.returncode == 2 and message in err.splitlines()[-1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", [("one", "other"), ("one", None)])
+def test_machines_of_different_secrets_say_so(config, tokens, endpoint):
+    """One of them reads what the other has written. That one finds nobody, or its host gone."""
+    where = IMPATIENT | {"RDZV_ENDPOINT": endpoint}
+    nodes = [start_run(config, **where, **{"RDZV_TOKEN": each} if each else {}) for each in tokens]
+    errs = [node.communicate(timeout=SECONDS)[1] for node in nodes]
+    assert 69 in {node.returncode for node in nodes} <= {2, 69} and "Traceback" not in str(errs)
+    assert sum("RDZV_TOKEN" in err.splitlines()[-1] for err in errs) == 1
+    assert all(err.splitlines()[-1].startswith("error: ") for err in errs)
 
 
 DIES = """

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 
 class Restarting(Protocol):
@@ -39,6 +40,12 @@ class Agent(LocalElasticAgent):
         if self.failures and self.restarting.progressed():
             self._remaining_restarts = worker_group.spec.max_restarts
         return result
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        try:
+            super()._rendezvous(worker_group)
+        except (KeyError, TypeError, ValueError) as error:  # what the machines tell each other
+            raise RendezvousStateError(f"it cannot be read: {error}") from None
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.restarting.tell(self.failures, self._remaining_restarts)

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from torchmars.cluster import process
+from torchmars.cluster.endpoint import interface_of
 from torchmars.config import ParallelismConfig
 from torchmars.core.errors import (
     EXIT_MISTAKE,
     EXIT_UNCONNECTED,
     LostRank,
     NoTraffic,
+    UserError,
     end_at_once,
     report_failure,
 )
@@ -30,13 +32,24 @@ NO_ROUTE = re.compile("no route|unreachable|unable to find|no socket interface",
 
 
 def open_store() -> dist.Store:
-    """Open the store of all ranks that torchrun announced, which rank 0 hosts.
+    """Open the store of all ranks: a file on one machine, else what rank 0 hosts.
 
-    A process that was started alone has one of its own. Raises `LostRank` if rank 0 cannot be
-    reached.
+    A process that was started alone has one of its own. Raises `UserError` if the file cannot be
+    shared, `LostRank` if rank 0 cannot be reached.
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
+    if file := os.environ.get(process.STORE_FILE):
+        try:
+            store = dist.FileStore(file)
+            store.set_timeout(process.start_timeout())
+            store.add("opened", 1)  # it locks the file
+            return store
+        except RuntimeError as error:
+            raise UserError(
+                f"the ranks cannot share {file} ({str(error).splitlines()[0]}): set TMPDIR to a "
+                "folder of this machine's own disk"
+            ) from None
     try:
         return next(dist.rendezvous("env://", timeout=process.start_timeout()))[0]
     except RuntimeError as error:  # DistNetworkError, DistStoreError
@@ -57,6 +70,8 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
     size = process.world_size()
     degrees = config.degrees(size)
     process.allow_open_files()
+    if process.alone_on_machine():
+        keep_within_machine()
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", process.local_rank()), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
@@ -85,6 +100,16 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
             assert ones.item() == size
         store.set_timeout(timedelta(minutes=30))  # groups that are made later use it too
         return Layout.create(device, degrees)
+
+
+def keep_within_machine() -> None:
+    """Let what this process listens at be out of other machines' reach.
+
+    A user who names an interface keeps it.
+    """
+    if loopback := interface_of("127.0.0.1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # that one, not all it begins
 
 
 @contextlib.contextmanager

@@ -30,6 +30,8 @@ class Environment:
     """Number of this machine. Default: found out."""
     RDZV_ENDPOINT: str | None = None
     """HOST:PORT of the rendezvous. One machine alone needs none."""
+    RDZV_TOKEN: str | None = None
+    """Secret of the machines, the same on all, by which they know each other."""
     RDZV_TIMEOUT: Annotated[int, Range(1, 86_400)] | None = None
     """Seconds that machines and ranks wait for each other at the start. Default: by their number.
     """
@@ -119,6 +121,8 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
         read: Any = value
     elif not value:
         raise UserError(f"{source} is empty: set it, or unset it for its default")
+    elif name == "RDZV_TOKEN":
+        read = value
     elif name == "LOG_RANK":
         read = [whole_number(part) for part in value.split(",")]
         if any(isinstance(part, str) for part in read):

@@ -88,10 +88,10 @@ def hang_of(rank: int, ended: ProcessFailure, report: str) -> Failure:
     return Failure(process.node(), rank, EXIT_HUNG, float(ended.timestamp), report, Kind.SYMPTOM)
 
 
-def lost_machines(reason: str) -> Failure:
+def lost_machines(reason: str, code: int = 1) -> Failure:
     """Return the failure of a machine that has only lost the others."""
     text = f"error: {process.node()} has lost the other machines: {reason}"
-    return Failure(process.node(), -1, 1, time.time(), text, Kind.FALLOUT)
+    return Failure(process.node(), -1, code, time.time(), text, Kind.FALLOUT)
 
 
 def first_here(ours: list[Failure]) -> Failure:

@@ -21,13 +21,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
+    RendezvousStateError,
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args
 
-from torchmars.cluster import process
+from torchmars.cluster import process, rendezvous
 from torchmars.cluster.agent import Agent
 from torchmars.cluster.failures import (
     Failure,
@@ -52,7 +53,7 @@ from torchmars.core.errors import (
 )
 from torchmars.core.timers import unless_done_in
 
-BACKEND = "torchmars"  # c10d, which tells us once it is connected
+BACKEND = "torchmars"  # that of rendezvous.py, which tells us once it is connected
 
 
 @contextlib.contextmanager
@@ -79,12 +80,13 @@ def launch(
     record: Callable[[Failure], None],
     reached: Callable[[], int],
     start: Callable[[LaunchConfig, Any], Callable[..., object]] = torchrun,
+    secret: str | None = None,
 ) -> int:
     """Start the ranks and wait for their end. Return the exit code, negative for a signal.
 
     `hang` is the folder of the watchdogs, `hang_seconds` their limit. `record` is called with the
     first failure, on the machine that had it, and `reached` returns the last step that the run has
-    reported. `start` starts the ranks.
+    reported. `start` starts the ranks. `secret` is RDZV_TOKEN.
     """
     with refused_by_torchrun():
         config, command, arguments = config_from_args(args)
@@ -95,7 +97,7 @@ def launch(
         Agent, restarting=Restarts(logs, hang, hang_seconds, record, reached)
     )
     try:
-        with guarded_rendezvous(args):
+        with guarded_rendezvous(args, secret):
             start(config, command)(*arguments)
     except ChildFailedError as error:
         logs.close()
@@ -104,9 +106,10 @@ def launch(
         code, by = 128 + error.sigval, error.sigval.name
     except (RendezvousError, DistError) as error:
         lost = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+        refused = isinstance(error, RendezvousStateError)
         if not logs.launch and isinstance(error, RendezvousError):
-            return report_rendezvous(args, lost)
-        failures = [lost_machines(lost)]
+            return report_refused(args, lost) if refused else report_rendezvous(args, lost)
+        failures = [lost_machines(lost, EXIT_UNCONNECTED if refused else 1)]
     logs.close()
     exit_code = logs.exit_code()
     if exit_code is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
@@ -125,7 +128,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def guarded_rendezvous(args: argparse.Namespace) -> Iterator[None]:
+def guarded_rendezvous(args: argparse.Namespace, secret: str | None = None) -> Iterator[None]:
     """End the process where the machines' rendezvous, which is `BACKEND`, does not answer.
 
     It may wait without end for one that speaks another protocol.
@@ -133,8 +136,7 @@ def guarded_rendezvous(args: argparse.Namespace) -> Iterator[None]:
     connected = threading.Event()
 
     def connect(parameters: RendezvousParameters) -> RendezvousHandler:
-        parameters.backend = "c10d"
-        handler = rendezvous_handler_registry.create_handler(parameters)
+        handler = rendezvous.join(parameters, secret)
         connected.set()
         return handler
 
@@ -223,3 +225,12 @@ def report_rendezvous(args: argparse.Namespace, reason: str) -> int:
         "listens on that port"
     )
     return EXIT_UNCONNECTED if in_batch_job(os.environ) else EXIT_MISTAKE
+
+
+def report_refused(args: argparse.Namespace, reason: str) -> int:
+    """Print that the rendezvous holds what is not unpickled. Return the exit code."""
+    say_error(
+        f"what lies at the rendezvous {args.rendezvous} is from no machine of this run ({reason}): "
+        "give all machines the same RDZV_TOKEN, and see who else reaches that port"
+    )
+    return EXIT_UNCONNECTED

@@ -49,6 +49,7 @@ class RankLogs(DefaultLogsSpecs):
         self.launch = ""  # the same on all machines, another one at each start of the ranks
         # A rank that knows how the run ends writes the run's exit code here.
         self.exit_code_file = scratch / "exit-code"
+        self.store_file = scratch / "store"
         self.pipes = selectors.DefaultSelector()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._pump, name="logs", daemon=True)
@@ -59,13 +60,15 @@ class RankLogs(DefaultLogsSpecs):
         torchrun calls this before each start of its ranks.
         """
         places = super().reify(envs)
-        self.exit_code_file.unlink(missing_ok=True)  # of the start before
+        for file in (self.exit_code_file, self.store_file):  # of the start before
+            file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
         for local, env in envs.items():
             self.launch = f"{env['MASTER_ADDR']}-{env['MASTER_PORT']}"
             rank, self.machines = int(env["RANK"]), int(env["GROUP_WORLD_SIZE"])
             self.ranks = int(env["WORLD_SIZE"])
+            env[process.STORE_FILE] = str(self.store_file) if self.machines == 1 else ""
             self.last[rank] = deque(maxlen=LAST_LINES)
             outputs = ((1, 1, places.stdouts), (2, sys.stderr.fileno(), places.stderrs))
             for number, console, streams in outputs:

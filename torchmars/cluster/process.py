@@ -20,6 +20,8 @@ from torchmars.core.typed import make, whole_number
 
 Number = Annotated[int, Range(0, 100_000_000)]
 Port = Annotated[int, Range(0, 65_535)]
+# The variable with the file that is the ranks' store where one launcher has started all of them.
+STORE_FILE = "TORCHMARS_STORE_FILE"
 
 
 def rank() -> int:
@@ -35,6 +37,11 @@ def world_size() -> int:
 def machines() -> int:
     """Return the number of machines, each of which has a launcher."""
     return number("GROUP_WORLD_SIZE", 1)
+
+
+def alone_on_machine() -> bool:
+    """Return whether all ranks are on this machine, as far as their launcher says so."""
+    return "RANK" not in os.environ or os.environ.get("GROUP_WORLD_SIZE") == "1"
 
 
 def local_rank() -> int:

@@ -62,6 +62,7 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
     """
     with exit_on_user_error(), tempfile.TemporaryDirectory() as scratch:
         options = sys.argv[1:] if options is None else options
+        secret = read_secret()
         prepared = options[:1] == ["--prepared"]
         signals = (*stopping(), signal.SIGQUIT)  # QUIT is passed on, and ends ranks at once
         args = parse(
@@ -89,13 +90,9 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store: with
-        # gloo every second restart fails (torch 2.11 to 2.13).
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        args.rendezvous = args.rdzv_endpoint  # as the user knows it
-        if nodes > 1:
-            args.rdzv_endpoint, is_host, address = find_endpoint(args.rdzv_endpoint)
-            args.local_addr = args.local_addr or address
-            args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
+        # gloo every second restart fails (torch 2.11 to 2.13). And the launcher must not listen.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        announce(args, nodes, secret)
         folder, deleted = config.run.path / "logs", partial(record_deletion, config.run.path)
         logs = RankLogs(folder, Path(scratch), shown, deleted)
         os.environ[EXIT_CODE_FILE] = str(logs.exit_code_file)
@@ -104,7 +101,7 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         reached = partial(last_step, config.run.path / METRICS_FILE)
         copies = config.checkpoint.memory_interval > 0
         with shared_memory() if copies else contextlib.nullcontext():
-            code = launch(args, logs, hang, hang_seconds, record, reached)
+            code = launch(args, logs, hang, hang_seconds, record, reached, secret=secret)
     # A negative code is the signal that ended the rank.
     sys.exit(code if code >= 0 else 128 - code)
 
@@ -118,6 +115,35 @@ def prepare(config: ResolvedConfig, sources: list[NamedTables], ranks: int, mach
     if not is_set(sources, "optimizer.lr"):
         for text in default_lr_warnings(config):
             say("\n".join(labelled("warning", text)))
+
+
+def announce(args: argparse.Namespace, nodes: int, secret: str | None) -> None:
+    """Put where the launchers of `nodes` machines meet into torchrun's options.
+
+    Raises `UserError` if they cannot connect.
+    """
+    args.rendezvous = args.rdzv_endpoint  # as the user knows it
+    if nodes == 1:
+        args.local_addr = "127.0.0.1"
+        return
+    if secret is None:
+        text = (
+            f"whoever reaches {args.rendezvous} can join this run: set RDZV_TOKEN to the same "
+            "secret on all machines"
+        )
+        say("\n".join(labelled("warning", text)), error=True)
+    args.rdzv_endpoint, is_host, address = find_endpoint(args.rdzv_endpoint)
+    args.local_addr = args.local_addr or address
+    args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
+
+
+def read_secret() -> str | None:
+    """Take RDZV_TOKEN out of the environment, which ranks and other processes get, and return it.
+
+    Raises `UserError` for an empty one.
+    """
+    secret = os.environ.pop("RDZV_TOKEN", None)
+    return None if secret is None else read_variable("RDZV_TOKEN", secret)
 
 
 def record_deletion(folder: Path, path: Path) -> None:

@@ -1,0 +1,139 @@
+"""The rendezvous of the launchers, of which there is one on each machine.
+
+torch unpickles what lies in the store of a rendezvous, and whoever reaches the store can write
+there. So one launcher alone has a store within its own process, and several look at what they read.
+"""
+
+import hmac
+import io
+import pickle
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend,
+    create_backend,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    Token,
+    _NodeDesc,  # torch 2.11 to 2.13 have both
+    _RendezvousState,
+    create_handler,
+)
+
+SIGNED = b"signed by RDZV_TOKEN "  # begins a state that is followed by its digest and itself
+DIGEST_BYTES = 32
+ALLOWED = {
+    (each.__module__, each.__name__): each
+    for each in (_RendezvousState, _NodeDesc, datetime, timedelta, timezone)
+}
+
+
+def join(parameters: RendezvousParameters, secret: str | None) -> RendezvousHandler:
+    """Return what lets this launcher meet the others, if there may be others.
+
+    `secret` is RDZV_TOKEN. Raises torch's `RendezvousError`.
+    """
+    parameters.backend = "c10d"
+    if parameters.max_nodes == 1:
+        store = HashStore()
+        return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+    backend, shared = create_backend(parameters)
+    return create_handler(shared, Checked(backend, parameters.run_id, secret), parameters)
+
+
+class Checked(RendezvousBackend):
+    """A backend whose state is unpickled only if it is one, and signed where there is a secret."""
+
+    def __init__(self, backend: RendezvousBackend, run_id: str, secret: str | None) -> None:
+        self.backend, self.run_id, self.secret = backend, run_id, secret
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = self.backend.get_state()
+        return found and (self.checked(found[0]), found[1])
+
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        # Where another launcher has written before, it is that one's state that comes back.
+        found = self.backend.set_state(self.signed(state), token)
+        return found and (self.checked(found[0]), *found[1:])
+
+    def signed(self, state: bytes) -> bytes:
+        """Return a state as it lies in the store."""
+        if self.secret is None:
+            return state
+        text = self.run_id.encode() + b"\0" + state
+        return SIGNED + hmac.digest(self.secret.encode(), text, "sha256") + state
+
+    def checked(self, stored: bytes) -> bytes:
+        """Return the state that lies in the store. Raises `RendezvousStateError` for another."""
+        state = stored
+        if self.secret is not None:
+            state = stored[len(SIGNED) + DIGEST_BYTES :]
+            if not hmac.compare_digest(self.signed(state), stored):
+                raise RendezvousStateError("it is not signed by the RDZV_TOKEN of this machine")
+        elif stored.startswith(SIGNED):
+            raise RendezvousStateError("it is signed by an RDZV_TOKEN, and this machine has none")
+        try:
+            found = StateUnpickler(io.BytesIO(state)).load()
+        except Exception as error:  # whatever bytes of others make of the unpickler
+            raise RendezvousStateError(f"it cannot be read: {error}") from None
+        if not is_state(found):
+            raise RendezvousStateError("it is no state of a rendezvous")
+        return state
+
+
+class StateUnpickler(pickle.Unpickler):
+    """Reads the state of a rendezvous without running code that it brings."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return ALLOWED[module, name]
+
+
+def is_state(found: object) -> bool:
+    """Return whether all parts of what was unpickled have the types that torch expects."""
+    if type(found) is not _RendezvousState or vars(found).keys() != vars(_RendezvousState()).keys():
+        return False
+    nodes = (found.participants, found.last_heartbeats, found.wait_list, found.redundancy_list)
+    return (
+        all(map(is_count, (found.round, found.complete, found.closed)))
+        and all(map(isinstance, nodes, (dict, dict, set, set)))
+        and all(is_node(each) for group in nodes for each in group)
+        and all(map(is_count, found.participants.values()))
+        and all(map(is_time, found.last_heartbeats.values()))
+        and (found.deadline is None or is_time(found.deadline))
+    )
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a whole number that any part of torch can take."""
+    return isinstance(value, int) and 0 <= value < 2**31
+
+
+def is_node(value: object) -> bool:
+    """Return whether a value names a launcher."""
+    return (
+        isinstance(value, _NodeDesc)
+        and isinstance(value.addr, str)
+        and is_count(value.pid)
+        and is_count(value.local_id)
+    )
+
+
+def is_time(value: object) -> bool:
+    """Return whether a value is a time that can be compared with the present."""
+    return isinstance(value, datetime) and value.tzinfo == UTC
