@@ -23,6 +23,8 @@
 #                  out; in a job, its number there)
 #   RDZV_ENDPOINT  HOST:PORT of the rendezvous, HOST being one of the machines (default in a job:
 #                  its first node and a port of the job's own)
+#   RDZV_TOKEN     secret of the machines, the same on all, without which nobody joins them (default:
+#                  none; in a job, one that it makes)
 #   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45,
 #                  and half a second for each rank, but at most 600)
 #
@@ -37,9 +39,13 @@ batch=false
 if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     batch=true
     root=$SLURM_SUBMIT_DIR  # $0 is a copy that SLURM made
-    # The nodes meet at the first one, at a port below those that systems give away.
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    export RDZV_ENDPOINT=${RDZV_ENDPOINT-$first:$((20000 + SLURM_JOB_ID % 12000))}
+    if [ -z "${RDZV_ENDPOINT+set}" ]; then  # the nodes meet at the first one, at a port to be found
+        export RDZV_ENDPOINT TORCHMARS_JOB_ENDPOINT
+        nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+        RDZV_ENDPOINT=${nodes%%$'\n'*}:20000
+        TORCHMARS_JOB_ENDPOINT=$RDZV_ENDPOINT
+    fi
+    export RDZV_TOKEN=${RDZV_TOKEN-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 fi
 trap 'exit 130' INT  # also where Python is about to end well
 python=$(python -c 'import sys; print(sys.executable); import torchmars' 2>/dev/null) || {
@@ -65,6 +71,11 @@ fi
 # Data and checkpoints are checked once. Then there is one launcher on each node of the job, and its
 # ranks on all CPUs that the job has there. All of them get the arguments of this script.
 python -m torchmars train --prepare "$@"
+if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ]; then  # this is the first node
+    port=$(python -c "from torchmars.cluster.ports import job_port; print(job_port($SLURM_JOB_ID))")
+    RDZV_ENDPOINT=${RDZV_ENDPOINT%:*}:$port
+    TORCHMARS_JOB_ENDPOINT=$RDZV_ENDPOINT
+fi
 srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=none \
     --kill-on-bad-exit=0 \
     bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars train --prepared "$@"' - "$@" &

@@ -1,10 +1,15 @@
 """The address and the interface by which this machine reaches another one."""
 
+import contextlib
 import socket
 
 import psutil
+import pytest
 
-from torchmars.cluster.endpoint import interface_of, local_address
+from torchmars.cluster.endpoint import find_endpoint, interface_of, local_address
+from torchmars.cluster.ports import job_port
+from torchmars.cluster.scheduler import JOB_ENDPOINT
+from torchmars.core.errors import NotMet, UserError
 
 
 def test_the_interface_of_an_address():
@@ -18,3 +23,67 @@ def test_the_interface_of_an_address():
 
 def test_a_loopback_address_is_none_that_others_know():
     assert local_address("127.0.0.1", 80) is None
+
+
+JOB = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH"}
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """Set variables of the environment, and none else that tells of a rendezvous."""
+    for name in ("RDZV_ENDPOINT", JOB_ENDPOINT, "NODE_RANK", "GLOO_SOCKET_IFNAME", *JOB):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RDZV_TIMEOUT", "1")
+    return lambda values: [monkeypatch.setenv(*each) for each in values.items()]
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "203.0.113.77", "nowhere.invalid"])
+@pytest.mark.parametrize(
+    "source,named",
+    [
+        ("RDZV_ENDPOINT", "RDZV_ENDPOINT = {}"),
+        (JOB_ENDPOINT, "the job's own rendezvous {}"),
+        ("", "--rdzv-endpoint = {}"),
+    ],
+)
+def test_an_error_names_where_the_endpoint_comes_from(variables, number, host, source, named):
+    """And what nobody has set is not blamed."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))  # nobody listens there
+        endpoint = f"{host}:{other.getsockname()[1]}"
+        if number == "0":
+            other.listen()
+        variables({"NODE_RANK": number})
+        if source == JOB_ENDPOINT:
+            variables({JOB_ENDPOINT: endpoint, "RDZV_ENDPOINT": endpoint, **JOB})
+        elif source:
+            variables({source: endpoint})
+        with pytest.raises(UserError) as caught:
+            find_endpoint(endpoint)
+    said = str(caught.value)
+    assert named.format(endpoint) in said and "NODE_RANK" not in said and "NNODES" not in said
+    assert source == "RDZV_ENDPOINT" or "RDZV_ENDPOINT" not in said.partition(": ")[0]
+    again = source == JOB_ENDPOINT and (number == "1" or host == "127.0.0.1")
+    assert isinstance(caught.value, NotMet) == (again and host != "nowhere.invalid")
+
+
+def test_the_port_of_a_job_is_the_next_that_is_free():
+    """Whether what has it listens at one address or at all, as IPv4 or as both."""
+    own = job_port(12_007)
+    assert own == job_port(7) >= 20_007
+    with contextlib.ExitStack() as opened:
+        for family, address in (
+            (socket.AF_INET, "127.0.0.1"),
+            (socket.AF_INET, ""),
+            (socket.AF_INET6, "::"),
+        ):
+            port, other = job_port(7), opened.enter_context(socket.socket(family))
+            other.bind((address, port))
+            other.listen()
+            assert job_port(7) > port
+    assert job_port(7) == own
+
+
+def test_a_job_whose_number_is_high_has_a_port_below_those_that_systems_give_away():
+    assert all(20_000 <= job_port(job) < 32_768 for job in (0, 11_999, 12_000, 2**31))

@@ -20,6 +20,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
 from torchmars.data import writer
 from torchmars.data.corpus import Sizes, load_dataset
+from torchmars.data.corpus_plan import place_in_array
 from torchmars.data.manifest import read_manifest
 from torchmars.data.prepare import prepare_task
 from torchmars.data.shards import check_shards
@@ -421,12 +422,78 @@ def test_mistakes_of_the_command(tmp_path, monkeypatch, capsys, args, message):
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+def array_variables(number, numbers):
+    """What SLURM 22.05 tells a task of an array."""
+    step = numbers.step if isinstance(numbers, range) else 1
+    values = {"ID": number, "MIN": min(numbers), "MAX": max(numbers), "STEP": step}
+    values["COUNT"] = len(numbers)
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    "began,again,places",
+    [
+        (range(8), [3, 7], [3, 7]),
+        (range(8), range(3, 5), [3, 4]),
+        (range(8), [7], [7]),
+        (range(8), [0, 1], [0, 1]),
+        (range(1, 9), [2, 3, 8], [1, 2, 7]),
+        (range(4, 16, 2), [6, 12], [1, 4]),
+        (range(8), range(0, 8, 4), [0, 4]),
+        (range(1), range(8), [*range(8)]),  # the whole array, after a try with one task
+        (range(3), range(6), [*range(6)]),
+        (range(2, 5), range(8), [*range(8)]),
+    ],
+)
+def test_tasks_of_an_array_that_are_submitted_again_keep_their_numbers(
+    tmp_path, began, again, places
+):
+    (tmp_path / "plan.json").touch()
+
+    def place(number, numbers):
+        found = scheduler.task_of_array(array_variables(number, numbers))
+        return place_in_array(tmp_path, *found)
+
+    assert [place(number, began)[0] for number in began] == [*range(len(began))]
+    found = [place(number, again) for number in again]
+    assert found == [(place, max(len(began), max(places) + 1)) for place in places]
+
+
+@pytest.mark.parametrize(
+    "began,again,message",
+    [
+        (None, [3, 7], "task 7 of the array: the tasks that began .* are not known: say which"),
+        (range(8), [3, 9], "task 9 of the array: the tasks that began .* were 0 to 7: say which"),
+        (range(0, 8, 2), [0, 3], "task 3 of the array: .* were 0 to 6"),
+        (range(8), range(4, 12), "task 11 of the array: .* were 0 to 7: say .* --task and --tasks"),
+    ],
+)
+def test_tasks_of_an_array_whose_numbers_nobody_knows_are_asked_for(
+    tmp_path, began, again, message
+):
+    (tmp_path / "plan.json").touch()
+    for number in began or []:
+        place_in_array(tmp_path, *scheduler.task_of_array(array_variables(number, began)))
+    with pytest.raises(UserError, match=message):
+        place_in_array(tmp_path, *scheduler.task_of_array(array_variables(list(again)[-1], again)))
+
+
+def test_two_tasks_of_an_array_complete_what_the_others_have_left(config):
+    one, array = made(config, "one"), replace(config, path=config.path + "-array")
+    for numbers, mine in ((range(5), [0, 2, 3]), ([1, 4], [1, 4])):
+        for number in mine:
+            assert not Path(array.path).exists()
+            prepare_task(array, *scheduler.task_of_array(array_variables(number, numbers)), SIZES)
+    assert files_of(array) == one
+
+
 def test_slurm_says_which_task_this_is():
     array = {"SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "1"}
-    assert scheduler.task_of(array) == (2, 4)
-    assert scheduler.task_of({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}) == (5, 8)
+    assert scheduler.task_of_array(array) == (3, scheduler.TaskArray(1, 1, 4))
+    assert scheduler.task_of_array({}) is None
+    assert scheduler.task_of_step({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}) == (5, 8)
     script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
-    assert scheduler.task_of(script) == (0, 1)
+    assert scheduler.task_of_step(script) == (0, 1)
 
 
 @pytest.mark.parametrize("theirs", ["notes.txt", "plan.json.d/x", "weights.bin", ""])

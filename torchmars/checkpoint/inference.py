@@ -174,7 +174,7 @@ def without_index(found: SavedModel | FolderModel) -> SavedModel | FolderModel:
     return found if isinstance(found, FolderModel) else replace(found, index=dcp.Metadata({}))
 
 
-def tokenizer_in(folder: Path, found: SavedModel | FolderModel) -> Tokenizer:
+def tokenizer_in(folder: PurePath, found: SavedModel | FolderModel) -> Tokenizer:
     """Return the tokenizer of a model that was found in `folder`. Raises `UserError`."""
     if isinstance(found, FolderModel):
         return FolderTokenizer(str(folder))

@@ -9,7 +9,8 @@ import psutil
 
 from torchmars.cluster import process
 from torchmars.cluster.environment import split_endpoint
-from torchmars.cluster.scheduler import in_batch_job
+from torchmars.cluster.ports import can_listen
+from torchmars.cluster.scheduler import JOB_ENDPOINT, in_batch_job
 from torchmars.core.errors import NotMet, UserError
 
 
@@ -21,21 +22,26 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     from the machine's own name, which may stand for another address. So both are passed to it.
     Raises `UserError` if the machines cannot connect.
     """
-    host, port = split_endpoint(endpoint)
-    address = resolve(endpoint, host, port)
+    name, remedy = named(endpoint)
+    host, port = split_endpoint(endpoint, name.partition(" = ")[0])
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(
+            f"{name}: {process.node()} does not know {host} ({error.strerror}): {remedy}"
+        ) from None
     number, here = process.node_rank(), can_listen(address, 0)
     if number == 0 and not here:
         raise UserError(
-            f"RDZV_ENDPOINT = {endpoint}: {host} is not {process.node()}, whose NODE_RANK is 0: "
-            "name that machine"
+            f"{name}: {host} is not {process.node()}, which is machine number 0: {remedy}"
         )
     if number == 0 and not can_listen("", port):
-        raise UserError(
-            f"RDZV_ENDPOINT = {endpoint}: port {port} of {process.node()} is taken: "
-            "choose another one"
+        # A job that starts again finds another port, or the program gone that has this one.
+        raise (NotMet if in_batch_job(os.environ) else UserError)(
+            f"{name}: port {port} of {process.node()} is taken: choose another one"
         )
     if not (here if number is None else number == 0):
-        wait_for_host(endpoint, host, port)
+        wait_for_host(name, host, port)
     local = local_address(address, port)
     if local is not None and (interface := interface_of(local)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -46,32 +52,25 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     return endpoint, number == 0, local
 
 
-def resolve(endpoint: str, host: str, port: int) -> str:
-    """Return the address of `host`. Raises `UserError` if this machine does not know it."""
-    try:
-        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise UserError(
-            f"RDZV_ENDPOINT = {endpoint}: {process.node()} does not know {host} "
-            f"({error.strerror}): name one of the machines"
-        ) from None
+def named(endpoint: str) -> tuple[str, str]:
+    """Return what a user calls an endpoint, and how another host is chosen.
+
+    It comes from run_train.sh, which found it out for a job, from the variable or from the option.
+    """
+    if os.environ.get(JOB_ENDPOINT) == endpoint:
+        remedy = "set RDZV_ENDPOINT=HOST:PORT, HOST being an address of the job's first machine"
+        return f"the job's own rendezvous {endpoint}", remedy
+    source = "RDZV_ENDPOINT" if "RDZV_ENDPOINT" in os.environ else "--rdzv-endpoint"
+    return (
+        f"{source} = {endpoint}",
+        "name one of the machines, the first one where they have numbers",
+    )
 
 
-def can_listen(address: str, port: int) -> bool:
-    """Return whether this machine has an address, and nothing listens on a port of it."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
-    return True
+def wait_for_host(name: str, host: str, port: int) -> None:
+    """Wait until something listens at HOST:PORT, that users call `name`.
 
-
-def wait_for_host(endpoint: str, host: str, port: int) -> None:
-    """Wait until something listens at `endpoint`. Raises `UserError` if nothing does in time.
-
-    In a job, which has not mistaken the machine, it is a `NotMet`.
+    Raises `UserError` if nothing does in time, `NotMet` in a job, which has the right machine.
     """
     deadline = time.monotonic() + process.start_timeout().total_seconds()
     while True:
@@ -82,7 +81,7 @@ def wait_for_host(endpoint: str, host: str, port: int) -> None:
         except OSError as error:
             if time.monotonic() > deadline - 1:
                 raise (NotMet if in_batch_job(os.environ) else UserError)(
-                    f"nobody is at RDZV_ENDPOINT = {endpoint}, as seen from {process.node()} "
+                    f"nobody is at {name}, as seen from {process.node()} "
                     f"({error.strerror or error}): run the same command on the machine that it "
                     "names, and see that this one can reach it"
                 ) from None

@@ -42,18 +42,21 @@ class Environment:
     OMP_NUM_THREADS: Cores | None = None
     """CPU threads of each rank. Default: the machine's cores over its ranks."""
 
-    def check(self) -> None:
-        """Raise `UserError` if the variables do not go together."""
+    def check(self, nodes: str = "NNODES") -> None:
+        """Raise `UserError` if the variables do not go together.
+
+        `nodes` is the one that says how many machines there are.
+        """
         if self.NNODES > 1 and not self.RDZV_ENDPOINT:
             raise UserError(
-                f"NNODES = {self.NNODES} needs RDZV_ENDPOINT=HOST:PORT, the same on "
+                f"{nodes} = {self.NNODES} needs RDZV_ENDPOINT=HOST:PORT, the same on "
                 "every machine, HOST being one of them"
             )
         if self.RDZV_ENDPOINT is not None:
             split_endpoint(self.RDZV_ENDPOINT)
         if self.NODE_RANK is not None and self.NODE_RANK >= self.NNODES:
             raise UserError(
-                f"NODE_RANK = {self.NODE_RANK} must be less than NNODES = "
+                f"NODE_RANK = {self.NODE_RANK} must be less than {nodes} = "
                 f"{self.NNODES}: machines are numbered from 0"
             )
         if self.NGPU is not None:
@@ -99,13 +102,16 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
     A job's variables stand in for those that are not set. Raises `UserError`.
     """
     of_job = VARIABLES if in_batch_job(variables) else {}
-    values = {}
-    for name in Environment.__dataclass_fields__:
-        source = name if name in variables else of_job.get(name, name)
-        if source in variables:
-            values[name] = read_variable(name, variables[source], source)
-    environment = Environment(**values)
-    environment.check()
+    names = Environment.__dataclass_fields__
+    sources = {name: name if name in variables else of_job.get(name, name) for name in names}
+    environment = Environment(
+        **{
+            name: read_variable(name, variables[source], source)
+            for name, source in sources.items()
+            if source in variables
+        }
+    )
+    environment.check(sources["NNODES"])
     return environment
 
 
@@ -127,15 +133,15 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
         read = [whole_number(part) for part in value.split(",")]
         if any(isinstance(part, str) for part in read):
             raise UserError(
-                f"LOG_RANK must be numbers of a machine's ranks, separated by commas, got {value!r}"
+                f"{source} must be numbers of a machine's ranks, separated by commas, got {value!r}"
             )
     else:
         read = whole_number(value)
     return make(hint, read, name=source)
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return HOST and PORT of RDZV_ENDPOINT. Raises `UserError` for a text of another form."""
+def split_endpoint(endpoint: str, source: str = "RDZV_ENDPOINT") -> tuple[str, int]:
+    """Return HOST and PORT of what `source` says. Raises `UserError` for a text of another form."""
     host, _, port = endpoint.rpartition(":")
     try:
         known = bool(re.fullmatch(r"[\w.:%-]+", host) and host.encode("idna"))
@@ -143,16 +149,16 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
         known = False
     if not (known and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise UserError(
-            f"RDZV_ENDPOINT must be HOST:PORT, with a port from 1 to 65535, got {endpoint!r}"
+            f"{source} must be HOST:PORT, with a port from 1 to 65535, got {endpoint!r}"
         )
     return host, int(port)
 
 
-def check_shown(shown: list[int], ranks: int) -> None:
-    """Raise `UserError` if LOG_RANK names a rank that a machine of `ranks` ranks has not."""
+def check_shown(shown: list[int], ranks: int, source: str = "LOG_RANK") -> None:
+    """Raise `UserError` if `source` names a rank that a machine of `ranks` ranks has not."""
     if max(shown) >= ranks:
         raise UserError(
-            f"LOG_RANK must be numbers of a machine's ranks, below {ranks}, separated "
+            f"{source} must be numbers of a machine's ranks, below {ranks}, separated "
             f"by commas, got {max(shown)}"
         )
 

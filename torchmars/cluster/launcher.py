@@ -219,12 +219,14 @@ def report_rendezvous(args: argparse.Namespace, reason: str) -> int:
 
     The machines of a job run the same command, and may meet at the next try.
     """
+    in_job = in_batch_job(os.environ)
+    check = "each runs the same command with the same number of machines"
     say_error(
-        f"the {args.nnodes} machines did not meet at {args.rendezvous} ({reason}): "
-        "check that each runs the same command with the same NNODES, and that nothing else "
-        "listens on that port"
+        f"the {args.nnodes} machines did not meet at {args.rendezvous} ({reason}): check that "
+        f"{'all of the job can reach it' if in_job else check}, and that nothing else listens on "
+        "that port"
     )
-    return EXIT_UNCONNECTED if in_batch_job(os.environ) else EXIT_MISTAKE
+    return EXIT_UNCONNECTED if in_job else EXIT_MISTAKE
 
 
 def report_refused(args: argparse.Namespace, reason: str) -> int:

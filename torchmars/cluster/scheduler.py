@@ -5,11 +5,16 @@ comparison/slurm.py submits trials.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
 
+from torchmars.core.bounds import Range
 from torchmars.core.typed import whole_number
 
 # The variables of a job, in place of one of run_train.sh's that is not set.
 VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
+# That of run_train.sh with the endpoint of a job for which nobody has set one.
+JOB_ENDPOINT = "TORCHMARS_JOB_ENDPOINT"
 CORES, JOB, NODE = "SLURM_CPUS_ON_NODE", "SLURM_JOB_ID", "SLURMD_NODENAME"
 
 
@@ -18,18 +23,51 @@ def in_batch_job(variables: Mapping[str, str]) -> bool:
     return bool(variables.get(JOB)) and variables.get("ENVIRONMENT") == "BATCH"
 
 
-def task_of(variables: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of this task of an array, or else of a step, and how many there are.
+@dataclass
+class TaskArray:
+    """The numbers of the tasks of an array, of which each is `step` more than the one before."""
 
-    0 of 1 for another process. A batch script outside a step is one process, however many tasks its
-    job has.
+    first: Annotated[int, Range(0, 2**31)]
+    step: Annotated[int, Range(1, 2**31)]
+    count: Annotated[int, Range(1, 2**31)]
+
+    def place(self, number: int) -> int | None:
+        """Return which of the tasks, from 0, has a number; None if none has."""
+        place, rest = divmod(number - self.first, self.step)
+        return place if 0 <= place < self.count and not rest else None
+
+    @property
+    def last(self) -> int:
+        """The highest number."""
+        return self.first + (self.count - 1) * self.step
+
+
+def task_of_array(variables: Mapping[str, str]) -> tuple[int, TaskArray | None] | None:
+    """Return the number of this task of an array, and the array; None for another process.
+
+    The array is None where its numbers do not follow each other: SLURM tells only the lowest, the
+    highest, and how many there are.
     """
+    count = number_of(variables, "SLURM_ARRAY_TASK_COUNT", 0)
+    if count < 1:
+        return None
+    first = number_of(variables, "SLURM_ARRAY_TASK_MIN", 0)
+    step = max(1, number_of(variables, "SLURM_ARRAY_TASK_STEP", 1))
+    array = TaskArray(first, step, count)
+    whole = number_of(variables, "SLURM_ARRAY_TASK_MAX", array.last) == array.last
+    return number_of(variables, "SLURM_ARRAY_TASK_ID", 0), array if whole else None
 
-    def number(name: str, default: int) -> int:
-        value = whole_number(variables.get(name, ""))
-        return value if isinstance(value, int) else default
 
-    if count := number("SLURM_ARRAY_TASK_COUNT", 0):
-        first, step = number("SLURM_ARRAY_TASK_MIN", 0), number("SLURM_ARRAY_TASK_STEP", 1)
-        return (number("SLURM_ARRAY_TASK_ID", 0) - first) // max(1, step), count
-    return number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", 1)
+def task_of_step(variables: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of this task of a step, and how many there are; 0 of 1 for others.
+
+    A batch script outside a step is one process, however many tasks its job has.
+    """
+    count = number_of(variables, "SLURM_STEP_NUM_TASKS", 1)
+    return number_of(variables, "SLURM_PROCID", 0), count
+
+
+def number_of(variables: Mapping[str, str], name: str, default: int) -> int:
+    """Return the whole number that a variable has, or else the default."""
+    value = whole_number(variables.get(name, ""))
+    return value if isinstance(value, int) else default

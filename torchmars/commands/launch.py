@@ -79,8 +79,9 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
             ranks = determine_local_world_size(args.nproc_per_node)
         make(Machines, nodes, name="--nnodes")
         make(Ranks, ranks, name="--nproc-per-node")
-        shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0"))
-        check_shown(list(shown), ranks)
+        option = "--local-ranks-filter"
+        shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0", option))
+        check_shown(list(shown), ranks, option)
         sources = sources or load_sources(args.training_script_args, "torchmars launch")
         config = config_of(sources)
         require_config(args.training_script_args)

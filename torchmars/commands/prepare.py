@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 from torchmars.cluster import scheduler
+from torchmars.cluster.scheduler import TaskArray
 from torchmars.config import DataConfig, ResolvedData
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
@@ -50,7 +51,7 @@ def main() -> None:
         task, tasks = task_of(options, os.environ if corpus_alone else {})
         check_ranks(options)
         corpora = config.data.corpora()
-        if corpus_alone or tasks > 1:
+        if corpus_alone or tasks != 1:
             done = [prepare_corpus(corpus, task, tasks) for corpus in corpora]
             if not all(done):
                 return
@@ -71,16 +72,16 @@ def long_form(arg: str) -> str:
     return f"--data.{arg.removeprefix('--')}" if short else arg
 
 
-def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of this task and how many there are. Raises `UserError`.
+def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int | TaskArray | None]:
+    """Return the number of this task, and how many there are or what array they are.
 
-    SLURM's `variables` say so where the options do not.
+    SLURM's `variables` say so where the options do not. Raises `UserError`.
     """
     task, tasks = options.task, options.tasks
     if (task is None) != (tasks is None):
         raise UserError("--task and --tasks need each other: --task 0 --tasks 8 is the first of 8")
     if task is None or tasks is None:
-        task, tasks = scheduler.task_of(variables)
+        return scheduler.task_of_array(variables) or scheduler.task_of_step(variables)
     if task >= tasks:
         raise UserError(
             f"task {task} is none of {tasks} tasks: they are numbered from 0 to {tasks - 1}, "
@@ -89,14 +90,15 @@ def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int]:
     return task, tasks
 
 
-def prepare_corpus(config: ResolvedData, task: int, tasks: int) -> bool:
+def prepare_corpus(config: ResolvedData, task: int, tasks: int | TaskArray | None) -> bool:
     """Do this task's part of a corpus, and print what there is.
 
     Returns whether the shards are complete. Raises `UserError`.
     """
     manifest = prepare_task(config, task, tasks)
     if manifest is None:
-        say(f"task {task} of {tasks} is done: the one that ends last completes {config.path}")
+        which = f"{task} of {tasks}" if isinstance(tasks, int) else f"{task} of the array"
+        say(f"task {which} is done: the one that ends last completes {config.path}")
         return False
     for name, split in manifest.splits.items():
         say(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchmars.cluster.scheduler import TaskArray
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
@@ -18,6 +19,7 @@ from torchmars.data.rows import check_columns
 from torchmars.data.tokenizer import load_tokenizer
 
 NAME = "plan.json"
+ARRAY = "plan.json.array"
 SETTINGS = ("source", "files", "tokenizer", "validation_fraction", "validation_seed")
 
 
@@ -82,6 +84,32 @@ def begin_plan(plan: CorpusPlan, folder: Path) -> None:
             f"the corpus has changed since {folder} was begun: {some}: put it back, or remove the "
             "folder to start over"
         )
+
+
+def place_in_array(folder: Path, number: int, array: TaskArray | None) -> tuple[int, int]:
+    """Return which of how many tasks the one of a number is, in the array that began a folder.
+
+    Some tasks of it that are submitted again make an `array` of their own, or one whose numbers do
+    not follow each other, None. Raises `UserError` for a number of none.
+    """
+    if not has_plan(folder):  # another task has made the rest
+        return 0, 1
+    file, remedy = folder / ARRAY, "say which of how many tasks this is by --task and --tasks"
+    try:
+        begun = make(TaskArray, parse_json(read_text(file))) if file.exists() else None
+    except (OSError, ValueError, UserError) as error:
+        raise UserError(f"{file} cannot be read ({error}): {remedy}") from None
+    if array and (begun is None or None not in (array.place(begun.first), array.place(begun.last))):
+        if array != begun:
+            write_durably(file, json.dumps(asdict(array)))
+        begun = array
+    place = begun and begun.place(number)
+    if begun is None or place is None:
+        known = "are not known" if begun is None else f"were {begun.first} to {begun.last}"
+        raise UserError(
+            f"task {number} of the array: the tasks that began {folder} {known}: {remedy}"
+        )
+    return place, begun.count
 
 
 def changed_inputs(before: list[Piece], now: list[Piece]) -> list[str]:

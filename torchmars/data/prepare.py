@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from torchmars.cluster.scheduler import TaskArray
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
 from torchmars.core.console import say
@@ -18,7 +19,13 @@ from torchmars.core.locks import locked
 from torchmars.core.words import counted
 from torchmars.data import foreign
 from torchmars.data.corpus import Sizes
-from torchmars.data.corpus_plan import CorpusPlan, begin_plan, has_plan, make_plan
+from torchmars.data.corpus_plan import (
+    CorpusPlan,
+    begin_plan,
+    has_plan,
+    make_plan,
+    place_in_array,
+)
 from torchmars.data.documents import Encoded, Encoder, TextBlock
 from torchmars.data.finish import check_damage, finish_folder, rename_folder
 from torchmars.data.manifest import DataManifest, check_manifest, has_manifest, read_manifest
@@ -47,12 +54,16 @@ def prepare_shards(config: ResolvedData) -> DataManifest:
 
 
 def prepare_task(
-    config: ResolvedData, task: int, tasks: int, sizes: Sizes = SIZES
+    config: ResolvedData,
+    task: int,
+    tasks: int | TaskArray | None,
+    sizes: Sizes = SIZES,
 ) -> DataManifest | None:
     """Make the shards of pieces `task`, `task + tasks`, ... of the corpus.
 
-    Whoever finds that all pieces are done makes the folder complete. Returns its manifest, or None
-    where other tasks are not done yet. Raises `UserError`.
+    Or `task` is a number in an array of tasks (`place_in_array`). Whoever finds that all pieces are
+    done makes the folder complete. Returns its manifest, or None where other tasks are not done
+    yet. Raises `UserError`.
     """
     folder = Path(config.path)
     if not has_manifest(folder) and parse_source(config.source).of_tokens:
@@ -65,6 +76,8 @@ def prepare_task(
             # On several machines all begin with this; the others find it done.
             with turn(folder):
                 begin_folder(plan, folder)
+                if not isinstance(tasks, int):
+                    task, tasks = place_in_array(partial_of(folder), task, tasks)
                 if tasks == 1:
                     make_pieces(config, plan, folder, task, tasks, sizes)
             if tasks > 1:  # side by side
