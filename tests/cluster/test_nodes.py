@@ -13,16 +13,8 @@ from tests.commands.test_run_ends import all_gone, needs_proc
 from tests.support.commands import ROOT, SECONDS, start, start_run
 from tests.support.full import FULL
 from tests.support.machines import free_endpoint
-from tests.support.tiny import metrics, tiny_config, tiny_tables, train, write_config, write_text
+from tests.support.tiny import metrics, tiny_tables, train
 from torchmars.metrics.events import EVENTS_FILE, read_events
-
-
-@pytest.fixture
-def config(tmp_path):
-    write_text(tmp_path)
-    file = tmp_path / "tiny.toml"
-    write_config(tiny_config(tmp_path, training={"steps": 8}), file)
-    return file
 
 
 @pytest.fixture

@@ -20,41 +20,41 @@ from tests.commands.test_run_ends import begun, needs_proc
 from tests.support.commands import SECONDS, ranks_of, start_run
 from tests.support.full import FULL
 from tests.support.machines import free_endpoint
-from tests.support.tiny import tiny_config, write_config, write_text
-from torchmars.cluster import rendezvous
+from torchmars.cluster import connection, process, rendezvous
+from torchmars.core.errors import UserError
 
 RUN = "torchmars"
 KEY = f"torch.rendezvous.{RUN}"
 RAN = "TORCHMARS_TEST_RAN"
 
 
-@pytest.fixture
-def config(tmp_path):
-    write_text(tmp_path)
-    file = tmp_path / "tiny.toml"
-    write_config(tiny_config(tmp_path, checkpoint={"interval": 5}), file)
-    return file
-
-
 @needs_proc
 def test_a_run_on_one_machine_listens_nowhere_else(config, monkeypatch):
     """Also after a restart, whose ranks find each other by a new file."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    process = begun(config, ranks=4, MAX_RESTARTS="1")
+    run = begun(config, "--checkpoint.interval", "5", ranks=4, MAX_RESTARTS="1")
 
     def addresses():
         everyone = [launcher, *launcher.children(recursive=True)]
         sockets = [each for one in everyone for each in one.net_connections(kind="inet")]
         return {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
 
-    launcher = psutil.Process(process.pid)
+    launcher = psutil.Process(run.pid)
     assert addresses() == {"127.0.0.1"}
-    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-    assert any(line.startswith("continue  from step") for line in process.stdout)
-    assert any(line.startswith("step  ") for line in process.stdout)
+    os.kill(ranks_of(run.pid)[1], signal.SIGKILL)
+    assert any(line.startswith("continue  from step") for line in run.stdout)
+    assert any(line.startswith("step  ") for line in run.stdout)
     assert addresses() == {"127.0.0.1"}
-    process.kill_group()
-    process.communicate(timeout=SECONDS)
+    run.kill_group()
+    run.communicate(timeout=SECONDS)
+
+
+def test_a_store_that_cannot_be_shared_is_a_line(monkeypatch):
+    """As where TMPDIR lies on a file system without locks."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(process.STORE_FILE, "/nowhere/store")
+    with pytest.raises(UserError, match="cannot share /nowhere/store .*: set TMPDIR to a folder"):
+        connection.open_store()
 
 
 class Call:

@@ -29,7 +29,7 @@ from tests.support.tiny import tiny_tables
 from torchmars import train as rank
 from torchmars.cluster.environment import Environment, cores_of, read_environment
 from torchmars.cluster.launcher import config_from_args
-from torchmars.commands import train
+from torchmars.commands import launch, train
 from torchmars.commands.launch import parse
 from torchmars.config import MetricsConfig
 from torchmars.config.load import config_text, load_config
@@ -64,6 +64,7 @@ NONSENSE = {
     "MAX_RESTARTS": ["\x1b[0m"],
     "RDZV_TIMEOUT": ["inf", "45 s"],
     "RDZV_ENDPOINT": ["29400"],
+    "RDZV_TOKEN": [""],
     "LOG_RANK": ["0,"],
     "OMP_NUM_THREADS": ["9" * 30],
     "CONFIG_FILE": ["", "fifo", "a/" * 2500],
@@ -93,6 +94,28 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
     assert read_environment(job | {"ENVIRONMENT": ""}).NNODES == 1  # started by hand within the job
     said = mistake(read_environment, job | {"SLURM_GPUS_ON_NODE": "gpu:8"})
     assert "SLURM_GPUS_ON_NODE must be a whole number" in said
+    nowhere = {name: value for name, value in job.items() if name != "RDZV_ENDPOINT"}
+    assert "SLURM_JOB_NUM_NODES = 4 needs RDZV" in mistake(read_environment, nowhere)
+    last = job | {"NODE_RANK": "4"}
+    assert "must be less than SLURM_JOB_NUM_NODES = 4" in mistake(read_environment, last)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--nnodes=2"], "--rdzv-endpoint must be HOST:PORT, with a port from 1 to 65535"),
+        (["--local-ranks-filter=5"], "--local-ranks-filter must be numbers of a machine's ranks"),
+        (["--local-ranks-filter=x"], "--local-ranks-filter must be numbers of a machine's ranks"),
+    ],
+)
+def test_an_option_of_launch_is_named_by_its_own_name(place, monkeypatch, capsys, options, message):
+    for name in ("RDZV_ENDPOINT", "RDZV_TOKEN", "LOG_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(SystemExit) as ended:
+        launch.main(["--prepared", *options, "-m", "torchmars.train", "tiny.toml"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}")
 
 
 MANY = "9" * 5000  # more digits than Python reads

@@ -103,13 +103,10 @@ def place_in_array(folder: Path, number: int, array: TaskArray | None) -> tuple[
         if array != begun:
             write_durably(file, json.dumps(asdict(array)))
         begun = array
-    place = begun and begun.place(number)
-    if begun is None or place is None:
-        known = "are not known" if begun is None else f"were {begun.first} to {begun.last}"
-        raise UserError(
-            f"task {number} of the array: the tasks that began {folder} {known}: {remedy}"
-        )
-    return place, begun.count
+    if begun and (place := begun.place(number)) is not None:
+        return place, begun.count
+    known = f"were {begun.first} to {begun.last}" if begun else "are not known"
+    raise UserError(f"task {number} of the array: the tasks that began {folder} {known}: {remedy}")
 
 
 def changed_inputs(before: list[Piece], now: list[Piece]) -> list[str]:
