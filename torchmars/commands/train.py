@@ -9,6 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 
+from torchmars.cluster.callers import follow_caller
 from torchmars.cluster.environment import (
     check_shown,
     check_temporary_folder,
@@ -39,6 +40,7 @@ class Train:
 
 def main() -> None:
     """Train the run of the config that the command line names; ends the process."""
+    follow_caller()
     with exit_on_user_error():
         options, rest = take_options(Train, sys.argv[1:])
         if rest[:1] == [""]:

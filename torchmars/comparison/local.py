@@ -3,27 +3,18 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from torchmars.benchmark.measure import ranks_of
+from torchmars.cluster.callers import start_launcher
 from torchmars.cluster.environment import cores_of, read_environment
 from torchmars.comparison.study import Study, Trial
 from torchmars.comparison.trials import OUTPUT_FILE, write_trial
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.words import counted
 from torchmars.training.preparation import prepare_run
-
-# `torchmars train`, which Linux tells to stop when its parent dies, were it by SIGKILL: 1 is
-# PR_SET_PDEATHSIG. Else its run would continue alone, in the way of the comparison's next start.
-TRAIN = f"""
-import ctypes, runpy, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)})
-runpy.run_module("torchmars", run_name="__main__", alter_sys=True)
-"""
 
 
 class LocalTrials:
@@ -94,14 +85,12 @@ class LocalTrials:
 def start_process(file: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start `torchmars train` on the config of a trial, whose output goes to a file beside it."""
     with (file.parent / OUTPUT_FILE).open("ab") as output:
-        # In a session of its own: else a terminal would send it Ctrl-C too.
-        return subprocess.Popen(
-            [sys.executable, "-c", TRAIN, "train", "--prepared", str(file)],
-            env=variables,
+        return start_launcher(
+            ["--prepared", str(file)],
+            variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,
         )
 
 
