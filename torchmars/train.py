@@ -22,6 +22,7 @@ from torchmars.core.errors import (
     end_at_once,
     exit_on_user_error,
     leave_exit_code,
+    no_exit,
     report_crash,
     report_failure,
 )
@@ -49,7 +50,8 @@ def main() -> None:
         apply_determinism(config.training)
 
     try:
-        with exit_on_user_error(quiet=process.rank() != 0):
+        # One rank alone may leave: as a crash, so that the launcher ends the others.
+        with exit_on_user_error(quiet=process.rank() != 0), no_exit(RuntimeError):
             store = connection.open_store()
             cluster = startup.check_ranks(config, store)
             layout = connection.start(config.parallelism, store)

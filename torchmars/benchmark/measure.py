@@ -4,8 +4,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,12 +11,13 @@ from pathlib import Path
 from types import FrameType
 
 from torchmars.benchmark.synthetic import write_random_shards
+from torchmars.cluster.callers import start_launcher
 from torchmars.cluster.environment import read_environment
 from torchmars.cluster.signals import stopping
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.console import say
-from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, UserError, say_error
+from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, Ended, UserError, say_error
 from torchmars.data.manifest import has_manifest
 from torchmars.metrics.journal import METRICS_FILE
 
@@ -69,7 +68,7 @@ def measure(config: ResolvedConfig, warmup: int, steps: int, ranks: int) -> Meas
     """Train `warmup` steps and then `steps` more, which count; return how fast they were.
 
     The run writes neither checkpoints nor for trackers. Where shards are missing it reads random
-    tokens. Raises `UserError` for what ends the run, and `SystemExit` with the code of a crash.
+    tokens. Raises `UserError` for what ends the run, and `Ended` with the code of a crash.
     """
     with tempfile.TemporaryDirectory(prefix="torchmars-bench-") as scratch:
         folder = Path(scratch)
@@ -128,12 +127,8 @@ def train(file: Path, ranks: int, output: int) -> int:
 
     It gets the signals that stop this process, which waits for it.
     """
-    command = [sys.executable, "-m", "torchmars", "train", "--prepared", str(file)]
     variables = os.environ | {"NGPU": str(ranks), "NNODES": "1"}
-    # In a session of its own: else a terminal would send it Ctrl-C too.
-    process = subprocess.Popen(
-        command, env=variables, stdout=output, stderr=output, start_new_session=True
-    )
+    process = start_launcher(["--prepared", str(file)], variables, stdout=output, stderr=output)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)
@@ -150,13 +145,13 @@ def fail(code: int, printed: str) -> None:
     """Raise what became of a run that ended with a `code` other than 0."""
     if code == EXIT_STOPPED:
         say_error("stopped by a signal before all was measured")
-        raise SystemExit(code)
+        raise Ended(code)
     lines = printed.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     if code == EXIT_MISTAKE and errors:
         raise UserError(errors[-1].removeprefix("error: "))
     say("\n".join(lines[-LAST_LINES:]), error=True)
-    raise SystemExit(code)
+    raise Ended(code)
 
 
 def read_measurement(file: Path, warmup: int, config: ResolvedConfig) -> Measurement:

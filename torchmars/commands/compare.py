@@ -26,7 +26,13 @@ from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Place, Range
 from torchmars.core.console import labelled, next_commands, say
-from torchmars.core.errors import EXIT_STOPPED, UserError, exit_on_user_error, missing_package
+from torchmars.core.errors import (
+    EXIT_STOPPED,
+    Ended,
+    UserError,
+    exit_on_user_error,
+    missing_package,
+)
 from torchmars.core.files import write_durably
 from torchmars.core.locks import locked
 from torchmars.core.options import take_options, words
@@ -87,7 +93,7 @@ def main() -> None:
         study = make_study(options, config, take_options(Compare, sys.argv[1:])[1])
         check_trials(study)
         if not compare(study, options):
-            raise SystemExit(EXIT_STOPPED)
+            raise Ended(EXIT_STOPPED)
 
 
 def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -> Study:

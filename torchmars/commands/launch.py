@@ -40,7 +40,7 @@ from torchmars.config.load import config_of, is_set, load_sources, require_confi
 from torchmars.config.toml_files import NamedTables
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import EXIT_CODE_FILE, UserError, exit_on_user_error
+from torchmars.core.errors import EXIT_CODE_FILE, Ended, UserError, exit_on_user_error
 from torchmars.core.typed import make
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import METRICS_FILE, last_step
@@ -104,7 +104,7 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         with shared_memory() if copies else contextlib.nullcontext():
             code = launch(args, logs, hang, hang_seconds, record, reached, secret=secret)
     # A negative code is the signal that ended the rank.
-    sys.exit(code if code >= 0 else 128 - code)
+    raise Ended(code if code >= 0 else 128 - code)
 
 
 def prepare(config: ResolvedConfig, sources: list[NamedTables], ranks: int, machines: int) -> None:
@@ -170,10 +170,17 @@ def record_failure(folder: Path, failure: Failure) -> None:
 def parse(options: list[str]) -> argparse.Namespace:
     """Return torchrun's options. Raises `UserError`."""
     parser = get_args_parser()
-    setattr(parser, "error", refuse)  # noqa: B010, mypy allows no assignment to a method
+    # mypy allows no assignment to a method.
+    setattr(parser, "error", refuse)  # noqa: B010
+    setattr(parser, "exit", leave)  # noqa: B010, of --help
     return parser.parse_args(options)
 
 
 def refuse(message: str) -> NoReturn:
     """Raise the `UserError` of options that torchrun's parser cannot take."""
     raise UserError(f"{message}: see --help")
+
+
+def leave(status: int = 0, message: str | None = None) -> NoReturn:
+    """End the process, as torchrun's parser does once it has printed its help."""
+    raise Ended(status)

@@ -9,6 +9,7 @@ import tomli_w
 
 from torchmars.config.checkpoint import HF
 from torchmars.config.config import Config, ResolvedConfig
+from torchmars.config.entries import check_tables
 from torchmars.config.plugins import load_plugins, not_loaded
 from torchmars.config.presets import find_sources
 from torchmars.config.run import Modules
@@ -144,6 +145,7 @@ def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
     def source_of(key: str) -> str:
         return next((name for name, tables in reversed(sources) if has(tables, key)), "")
 
+    check_tables()
     return make(Config, merged(sources), source_of).resolve()
 
 

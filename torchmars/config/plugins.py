@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torchmars.config.entries import TABLES, check_tables
 from torchmars.config.run import Modules
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, place_of
 from torchmars.core.options import words
 from torchmars.core.typed import make
 
@@ -30,18 +31,49 @@ class PluginOptions:
 
 
 def load_plugins(modules: Iterable[str]) -> None:
-    """Import modules of the user's, also from the current folder. Raises `UserError`."""
+    """Import modules of the user's, also from the current folder. Raises `UserError`.
+
+    One that fails leaves nothing in the tables: it can be mended and imported again.
+    """
+    arguments = [*sys.argv]  # what comes after reads them, and the folder's files
+    try:
+        folder = os.getcwd()
+    except OSError as error:
+        raise UserError(f"--plugins or run.plugins: the current folder: {error.strerror}") from None
     for module in modules:
+        before = [dict(table) for table in TABLES.values()]
         try:
-            if os.getcwd() not in sys.path:  # the command `torchmars` does not look there
-                sys.path.append(os.getcwd())
+            if folder not in sys.path:  # the command `torchmars` does not look there
+                sys.path.append(folder)
             importlib.import_module(module)
-        except Exception as error:  # whatever its code raises
-            raise UserError(
-                f"--plugins or run.plugins: cannot import {module} ({type(error).__name__}: "
-                f"{error}): name a module as Python does, such as my_module for my_module.py in "
-                "this folder, or in one of PYTHONPATH"
-            ) from None
+            check_tables(before)
+        except BaseException as error:
+            for table, entries in zip(TABLES.values(), before):
+                table.clear()
+                table.update(entries)
+            sys.modules.pop(module, None)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise refused(module, error) from None
+        finally:
+            sys.argv = arguments
+            os.chdir(folder)
+
+
+def refused(module: str, error: BaseException) -> UserError:
+    """Return the error of a plugin, whose code may raise anything, also by sys.exit()."""
+    if isinstance(error, UserError):
+        return UserError(f"the plugin {module} cannot be used: {error}")
+    remedy = f"mend {place_of(error)} which raises that"
+    if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+        remedy = (
+            "name a module as Python does, such as my_module for my_module.py in this folder, or "
+            "in one of PYTHONPATH"
+        )
+    return UserError(
+        f"--plugins or run.plugins: cannot import {module} ({type(error).__name__}: {error}): "
+        f"{remedy}"
+    )
 
 
 def not_loaded(tables: dict[str, Any]) -> list[str]:

@@ -1,13 +1,16 @@
 """What `data.source` names: a kind of source, and its parts after colons."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torchmars.core.errors import UserError
 from torchmars.core.places import place_problem
 from torchmars.core.typed import nearest
 
 STORE = re.compile(r"[a-z][a-z0-9+.-]*:(?=/)", re.IGNORECASE)  # begins the name of one's object
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,17 @@ class DataSource:
     def of_tokens(self) -> bool:
         """Whether another program has made tokens of its text."""
         return KINDS[self.kind].tokens
+
+
+def reader_of(readers: Mapping[str, R], kind: str) -> R:
+    """Return the reader of a kind of source. Raises `UserError` where a plugin has none."""
+    reader = readers.get(kind)
+    if not callable(reader):
+        raise UserError(
+            f"data.source: READERS[{kind!r}] must be a function that reads such files, got "
+            f"{reader!r}: docs/extending.md shows one"
+        )
+    return reader
 
 
 def parse_source(text: str) -> DataSource:

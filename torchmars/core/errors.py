@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +18,7 @@ EXIT_HUNG = 70  # EX_SOFTWARE
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to resume
 
 LONGEST = 1000  # characters of an error line
+PYTHON = str(Path(os.__file__).parent)  # the folder of its own modules
 # The environment variable with the file in which a rank leaves its exit code for its launcher.
 EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # that in which torchrun expects a rank's error
@@ -27,6 +29,10 @@ class UserError(Exception):
 
     The message is one line that names the option, file or shard and says what to do.
     """
+
+    def __str__(self) -> str:
+        """Return the message in one line, also where it has what others say in several."""
+        return " ".join(super().__str__().split())
 
 
 class NotMet(UserError):
@@ -60,6 +66,39 @@ class OutOfMemory(Exception):
     """A rank needs more memory than its GPU has. The message is one line that says what to do."""
 
 
+class Ended(SystemExit):
+    """The end of this process, asked for by this package."""
+
+
+@contextlib.contextmanager
+def no_exit(kind: type[Exception] = UserError) -> Iterator[None]:
+    """Raise a `kind` of error in place of a `SystemExit` that is not `Ended`.
+
+    Code of others, such as a plugin's, has raised it. The process would end in the middle of its
+    work, and with the code of success if that is 0.
+    """
+    try:
+        yield
+    except Ended:
+        raise
+    except SystemExit as error:
+        raise kind(
+            f"{place_of(error)} calls sys.exit({error.code!r}), which would end more than itself: "
+            "let it raise an exception"
+        ) from error
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and line that raised an error, in words; of Python's own, their caller."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno},"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        of_python = frame.filename.startswith((PYTHON, "<")) and "-packages" not in frame.filename
+        if not of_python:
+            return f"{frame.filename}, line {frame.lineno},"
+    return "a module"
+
+
 @contextlib.contextmanager
 def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     """End the process with code 2 and one line on stderr when the body raises `UserError`.
@@ -70,18 +109,19 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as torchmars/begin.py has made it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        yield
+        with no_exit():
+            yield
     except UserError as error:
         if not quiet:
             say_error(error)
         code = EXIT_UNCONNECTED if isinstance(error, (NotMet, Unreachable)) else EXIT_MISTAKE
-        raise SystemExit(code) from None
+        raise Ended(code) from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise Ended(130) from None
     except BrokenPipeError:
         if not unread():
             raise
-        raise SystemExit(0) from None
+        raise Ended(0) from None
     finally:
         finish()
 

@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, TypeVar
 
 from torchmars.core.bounds import KeyOf
+from torchmars.core.errors import Ended
 from torchmars.core.typed import without_none
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ def print_help_if_asked(
     for name, text, section in sections_of(settings):
         add_fields(parser.add_argument_group(f"[{name}]", text), section, f"{name}.")
     parser.print_help()
-    raise SystemExit(0)
+    raise Ended(0)
 
 
 def sections_of(settings: type | None) -> Iterator[tuple[str, str, type]]:

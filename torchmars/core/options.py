@@ -5,7 +5,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from torchmars.core.console import say
-from torchmars.core.errors import UserError
+from torchmars.core.errors import Ended, UserError
 from torchmars.core.files import name_problem
 from torchmars.core.help import options_of, print_help_if_asked
 from torchmars.core.places import place
@@ -131,7 +131,7 @@ def choose(args: list[str], commands: dict[str, str], prog: str, description: st
     """
     if not args or args[0] in ("-h", "--help"):
         print_commands(prog, description, commands)
-        raise SystemExit(0)
+        raise Ended(0)
     if args[0] in commands:
         return args[0]
     raise UserError(

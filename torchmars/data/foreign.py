@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.config import ResolvedData
-from torchmars.config.source import parse_source
+from torchmars.config.source import parse_source, reader_of
 from torchmars.core.console import say, say_if_long
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem, read_chunks
@@ -102,9 +102,8 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> DataManifest
             f"left out {counted(len(files['test']), 'file')} of test tokens (the first: "
             f"{files['test'][0]}): name one outright to train on it"
         )
-    train, validation = (
-        [READERS[source.kind](file) for file in files[split]] for split in ("train", "validation")
-    )
+    read = reader_of(READERS, source.kind)
+    train, validation = ([read(file) for file in files[split]] for split in ("train", "validation"))
     found = train + validation
     for each in found:
         if each.dtype != found[0].dtype:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchmars.config.source import DataSource
+from torchmars.config.source import DataSource, reader_of
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.places import place
 from torchmars.core.stores import store_of
@@ -60,7 +60,7 @@ def read_input(
 ) -> Iterator[ReadPart]:
     """Yield an input part by part, from an offset on. Raises `UserError`."""
     try:
-        yield from READERS[source.kind](each, source, offset, lines, sizes)
+        yield from reader_of(READERS, source.kind)(each, source, offset, lines, sizes)
     except OSError as error:
         raise UserError(
             f"cannot read {each.name} of the corpus: {error.strerror or error}: start again when "

@@ -2,13 +2,14 @@
 
 import contextlib
 import importlib
+from collections.abc import Mapping
 
 import torch
 
 from torchmars.config import ModelConfig
 from torchmars.config.fields import require
 from torchmars.config.model import MODELS
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, no_exit
 from torchmars.core.typed import nearest
 from torchmars.models.model import Model
 
@@ -19,9 +20,18 @@ def family(name: str) -> type[Model]:
     """Return the class of the models called `name`. Raises `UserError` where a plugin has none."""
     module, _, kind = MODELS[name].rpartition(".")
     try:
-        found: type[Model] = getattr(importlib.import_module(module), kind)
+        with no_exit():
+            found: type[Model] = getattr(importlib.import_module(module), kind)
     except Exception as error:  # whatever the code of a plugin raises
         raise UserError(f"model.name: the class {MODELS[name]} cannot be had: {error}") from None
+    wanted = f"model.name: the class {MODELS[name]} must"
+    require(isinstance(found, type) and issubclass(found, Model), f"{wanted} derive from Model")
+    undefined = ", ".join(sorted(found.__abstractmethods__))
+    require(not undefined, f"{wanted} define {undefined}")
+    for field in ("sizes", "inputs", "cuts"):
+        require(hasattr(found, field), f"{wanted} have {field}")
+    require(isinstance(found.sizes, Mapping) and bool(found.sizes), f"{wanted} have named sizes")
+    require(isinstance(found.extra, tuple), f"{wanted} have extra, a tuple, got {found.extra!r}")
     return found
 
 
@@ -37,7 +47,14 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
         require(
             name in kind.extra, f'model.extra.{name} means nothing to "{config.name}": remove it'
         )
-    return kind.from_config(config, vocab_size, seq_len)
+    model = kind.from_config(config, vocab_size, seq_len)
+    missing = [field for field in Model.__annotations__ if not hasattr(model, field)]
+    require(
+        isinstance(model, Model) and not missing,
+        f"model.name: {MODELS[config.name]}.from_config must return a Model"
+        + (f" that has {', '.join(missing)}" if isinstance(model, Model) else f", got {model!r}"),
+    )
+    return model
 
 
 def title(config: ModelConfig) -> str:
