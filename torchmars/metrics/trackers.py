@@ -1,14 +1,31 @@
-"""Trackers: TensorBoard and Weights & Biases, each where the config asks for it."""
+"""Trackers: TensorBoard and Weights & Biases, each where the config asks for it.
 
+The run does not depend on them: metrics.jsonl has all that they get.
+"""
+
+import configparser
+import contextlib
+import netrc
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from torchmars.begin import is_missing
 from torchmars.config import MetricsConfig, ResolvedConfig
+from torchmars.core.console import say
 from torchmars.core.errors import UserError, missing_package
 
 WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
+LOCAL_MODES = ("offline", "disabled", "dryrun")  # which need no account
+# A server that is gone must not keep the ranks at the end. What was not sent lies in the run's
+# folder, for `wandb sync`.
+FINISH_SECONDS = 300
+NETRC = (Path("~/.netrc"), Path("~/_netrc"))
 
 
 class Tracker(Protocol):
@@ -19,6 +36,13 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write what is kept back, and end."""
+
+
+class Service(Tracker, Protocol):
+    """A tracker of another package. Each call may raise anything."""
+
+    def abandon(self) -> None:
+        """Leave it after a failure. May wait."""
 
 
 class TensorBoard:
@@ -37,6 +61,9 @@ class TensorBoard:
     def close(self) -> None:
         self.writer.close()
 
+    def abandon(self) -> None:
+        """Its thread ends by itself."""
+
 
 class WeightsAndBiases:
     """Logs to Weights & Biases, with all settings of the run."""
@@ -44,6 +71,7 @@ class WeightsAndBiases:
     def __init__(self, config: ResolvedConfig) -> None:
         import wandb
 
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_SECONDS))
         self.run = wandb.init(
             project=config.metrics.wandb_project,
             name=config.run.name,
@@ -58,6 +86,56 @@ class WeightsAndBiases:
     def close(self) -> None:
         self.run.finish()
 
+    def abandon(self) -> None:
+        """Take back what W&B would do, and say, when the process ends."""
+        import wandb
+
+        wandb.teardown(exit_code=1)
+
+
+class Guarded:
+    """A tracker that ends no run: a failure of it is told once, and then it gets nothing more."""
+
+    def __init__(self, option: str, open: Callable[[], Service]) -> None:
+        """`open` what the config asks for by `option`."""
+        self.option = option
+        self.tracker: Service | None = None
+        try:
+            self.tracker = open()
+        except (Exception, SystemExit) as error:
+            self._drop(error)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        try:
+            if self.tracker is not None:
+                self.tracker.write(step, values)
+        except (Exception, SystemExit) as error:
+            self._drop(error)
+
+    def close(self) -> None:
+        try:
+            if self.tracker is not None:
+                self.tracker.close()
+        except (Exception, SystemExit) as error:
+            self._drop(error)
+
+    def _drop(self, error: BaseException) -> None:
+        if (tracker := self.tracker) is not None:
+            self.tracker = None
+            threading.Thread(target=abandon, args=(tracker,), daemon=True).start()
+        said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        say(
+            f"warning: {self.option} has failed and gets nothing more of this run, which goes on "
+            f"({said}); metrics.jsonl has all",
+            error=True,
+        )
+
+
+def abandon(tracker: Service) -> None:
+    """Leave a tracker that has failed, whatever it does then."""
+    with contextlib.suppress(Exception, SystemExit):
+        tracker.abandon()
+
 
 def open_trackers(config: ResolvedConfig, step: int) -> list[Tracker]:
     """Open the trackers that `config` asks for, to continue after `step`.
@@ -67,9 +145,9 @@ def open_trackers(config: ResolvedConfig, step: int) -> list[Tracker]:
     check_trackers(config.metrics)
     trackers: list[Tracker] = []
     if config.metrics.tensorboard:
-        trackers.append(TensorBoard(config, step))
+        trackers.append(Guarded("metrics.tensorboard", partial(TensorBoard, config, step)))
     if config.metrics.wandb:
-        trackers.append(WeightsAndBiases(config))
+        trackers.append(Guarded("metrics.wandb", partial(WeightsAndBiases, config)))
     return trackers
 
 
@@ -78,6 +156,46 @@ def check_trackers(config: MetricsConfig) -> None:
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and is_missing(name):
             raise missing_package(name, f"metrics.{name}", extra=name)
-    mode = os.environ.get("WANDB_MODE", "online")
-    if config.wandb and mode not in WANDB_MODES:
+    if not config.wandb:
+        return
+    settings = wandb_settings()
+    mode = settings.get("mode", "online")
+    if mode not in WANDB_MODES:
         raise UserError(f"WANDB_MODE must be one of {', '.join(WANDB_MODES)}, got {mode!r}")
+    if mode not in LOCAL_MODES and not has_account(settings):
+        raise UserError(
+            "metrics.wandb needs an account of Weights & Biases: log in once by wandb login, set "
+            "WANDB_API_KEY, or WANDB_MODE=offline to keep its files on this machine"
+        )
+
+
+def wandb_settings() -> dict[str, str]:
+    """Return what W&B's files of settings say, and its variables, which win."""
+    home = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    folder = Path(os.environ.get("WANDB_DIR") or ".")
+    files = configparser.ConfigParser(interpolation=None)
+    try:
+        files.read([home / "settings", folder / "wandb" / "settings"], encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):  # W&B says so
+        files.clear()
+    found = dict(files["default"]) if files.has_section("default") else {}
+    for name in ("mode", "api_key", "identity_token_file", "base_url"):
+        if given := os.environ.get(f"WANDB_{name.upper()}"):
+            found[name] = given
+    return found
+
+
+def has_account(settings: dict[str, str]) -> bool:
+    """Return whether W&B finds a key here: in its settings, or in the file of `wandb login`."""
+    if settings.get("api_key") or settings.get("identity_token_file"):
+        return True
+    home = [file for file in map(Path.expanduser, NETRC) if file.exists()]
+    file = Path(os.environ.get("NETRC") or (home or [Path(os.devnull)])[0]).expanduser()
+    try:
+        entries = netrc.netrc(file).hosts
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        return False
+    if host := urlsplit(settings.get("base_url", "")).netloc:
+        return host in entries
+    # The name of its server depends on its version. `wandb login` calls all users "user".
+    return any(login == "user" or "wandb" in name for name, (login, *_) in entries.items())

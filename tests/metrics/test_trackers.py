@@ -1,0 +1,184 @@
+"""Trackers end no run, and an account that is missing is known before the work."""
+
+import errno
+import sys
+import types
+
+import pytest
+
+import torchmars
+from tests.support.tiny import metrics, tiny_config, tiny_tables, write_text
+from torchmars.config import MetricsConfig
+from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
+from torchmars.metrics import trackers
+from torchmars.metrics.trackers import check_trackers, open_trackers
+
+KEY = "0123456789" * 4
+
+
+def full_disk():
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+class FakeRun:
+    """What `wandb.init` gives; one of its calls, or none, fails."""
+
+    def __init__(self, failing, error):
+        self.failing, self.error, self.calls = failing, error, []
+
+    def call(self, name, /, *args, **settings):
+        self.calls.append(name)
+        if name == self.failing:
+            raise self.error
+        return self
+
+    def __getattr__(self, name):
+        return lambda *args, **settings: self.call(name, *args, **settings)
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """No account of W&B, and nothing that says how to use it."""
+    for name in ("API_KEY", "MODE", "BASE_URL", "IDENTITY_TOKEN_FILE", "DIR", "CONFIG_DIR"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trackers, "is_missing", lambda name: False)
+    return tmp_path
+
+
+def used(config):
+    """Open the trackers of a config, and use them for three steps."""
+    opened = open_trackers(config, 0)
+    for step in (1, 2, 3):
+        for each in opened:
+            each.write(step, {"train/loss": 1.0})
+    for each in opened:
+        each.close()
+
+
+@pytest.mark.parametrize("failing", ["init", "log", "finish"])
+@pytest.mark.parametrize("error", [full_disk(), RuntimeError("gone\nfor good"), KeyError("x")])
+def test_a_failure_of_wandb_is_told_once(alone, monkeypatch, capsys, failing, error):
+    fake = FakeRun(failing, error)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fake.init))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "9")
+    used(tiny_config(alone, metrics={"wandb": True}))
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("warning: metrics.wandb has failed")
+    assert type(error).__name__ in err
+    order = ["init", "log", "log", "log", "finish"]
+    assert fake.calls == order[: order.index(failing) + 1]
+
+
+@pytest.mark.parametrize("failing", ["__init__", "add_scalar", "close"])
+def test_a_failure_of_tensorboard_is_told_once(alone, monkeypatch, capsys, failing):
+    board = pytest.importorskip("torch.utils.tensorboard")
+
+    def fail(*args, **settings):
+        raise full_disk()
+
+    monkeypatch.setattr(board.SummaryWriter, failing, fail)
+    used(tiny_config(alone, metrics={"tensorboard": True}))
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "metrics.tensorboard has failed" in err and "No space" in err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_is_full_for_tensorboards_own_thread(alone, monkeypatch, capsys):
+    """It writes on a thread of its own, and says so at a later call."""
+    pytest.importorskip("torch.utils.tensorboard")
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def fail(*args):
+        raise full_disk()
+
+    monkeypatch.setattr(RecordWriter, "write", fail)
+    used(tiny_config(alone, metrics={"tensorboard": True}))
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "metrics.tensorboard has failed" in err
+
+
+def test_a_run_whose_trackers_fail_is_complete(alone, monkeypatch, capsys):
+    pytest.importorskip("torch.utils.tensorboard")
+    fake = FakeRun("log", ConnectionError("gone"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fake.init))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "9")
+    write_text(alone)
+    both = {"wandb": True, "tensorboard": True}
+    tables = tiny_tables(alone, training={"steps": 3}, metrics=both)
+    torchmars.run_training(config_from_tables(tables, "in a test"))
+    assert [*metrics(tables)] == [1, 2, 3]
+    assert capsys.readouterr().err.count("metrics.wandb has failed") == 1
+
+
+def netrc_of(host, login="user"):
+    return lambda home: (home / ".netrc").write_text(
+        f"machine {host}\n  login {login}\n  password {KEY}\n"
+    )
+
+
+def settings_of(text, file=".config/wandb/settings"):
+    def write(home):
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).write_text(f"[default]\n{text}\n")
+
+    return write
+
+
+WITH = {
+    "key": {"WANDB_API_KEY": KEY},
+    "token": {"WANDB_IDENTITY_TOKEN_FILE": "token"},
+    "offline": {"WANDB_MODE": "offline"},
+    "disabled": {"WANDB_MODE": "disabled"},
+    "dryrun": {"WANDB_MODE": "dryrun"},
+    "login": netrc_of("api.wandb.ai"),
+    "login of another version": netrc_of("api.elsewhere.com"),
+    "settings": settings_of(f"api_key = {KEY}"),
+    "wandb offline": settings_of("mode = offline", "wandb/settings"),
+}
+WITHOUT = {
+    "nothing": {},
+    "empty key": {"WANDB_API_KEY": ""},
+    "online": {"WANDB_MODE": "online"},
+    "shared": {"WANDB_MODE": "shared"},
+    "login elsewhere": netrc_of("github.com", "me"),
+    "damaged login": lambda home: (home / ".netrc").write_text("machine"),
+    "damaged settings": lambda home: settings_of("[")(home),
+    "settings without": settings_of("project = x"),
+}
+
+
+def prepared(case, home, monkeypatch):
+    if callable(case):
+        case(home)
+    else:
+        for name, value in case.items():
+            monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("case", WITH)
+def test_an_account_or_none_that_is_needed(alone, monkeypatch, case):
+    prepared(WITH[case], alone, monkeypatch)
+    check_trackers(MetricsConfig(wandb=True))
+
+
+@pytest.mark.parametrize("case", WITHOUT)
+def test_no_account_is_a_mistake(alone, monkeypatch, case):
+    prepared(WITHOUT[case], alone, monkeypatch)
+    check_trackers(MetricsConfig())
+    with pytest.raises(UserError, match="metrics.wandb needs an account.*WANDB_MODE=offline"):
+        check_trackers(MetricsConfig(wandb=True))
+
+
+def test_a_login_for_another_server_does_not_count(alone, monkeypatch):
+    netrc_of("api.wandb.ai")(alone)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.my.org")
+    with pytest.raises(UserError, match="needs an account"):
+        check_trackers(MetricsConfig(wandb=True))
+    netrc_of("wandb.my.org")(alone)
+    check_trackers(MetricsConfig(wandb=True))
