@@ -46,3 +46,23 @@ class ScheduleConfig:
         if self.name == "wsd" and self.decay_steps is None:
             return replace(self, decay_steps=steps // 5)
         return self
+
+    def warning(self, steps: int) -> str:
+        """Return in a line that its lengths do not fit a run of `steps` steps; nothing if they do.
+
+        `steps` is training.steps, and the section is resolved.
+        """
+        warmup, decay = self.warmup_steps, self.decay_steps or 0
+        run = f"training.steps = {steps:,}"
+        if warmup >= steps and not (warmup == steps and self.name == "constant"):
+            reached = f"reaches {steps / warmup:.0%} of" if warmup > steps else "ends at"
+            return (
+                f"schedule.warmup_steps = {warmup:,} leave nothing of {run}: the learning rate "
+                f"{reached} optimizer.lr: lower schedule.warmup_steps"
+            )
+        if decay and warmup + decay > steps:
+            return (
+                f"schedule.warmup_steps = {warmup:,} and schedule.decay_steps = {decay:,} are "
+                f"longer than {run}: the decay has {steps - warmup:,} steps: lower one of them"
+            )
+        return ""

@@ -71,9 +71,11 @@ def torch_warning(version: str) -> str:
 def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MARS) -> list[str]:
     """Return the model, its layout, the batch of a step, and the optimizer's groups, in lines.
 
+    And a warning of a schedule that does not fit the run.
     `config` has its dtypes resolved.
     """
     training = config.training
+    unfit = config.schedule.warning(training.steps)
     microbatch_size, accumulation_steps = training.microbatches(
         layout.data.size, config.parallelism.stages
     )
@@ -105,6 +107,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
             f"{config.optimizer.name}, {config.optimizer.mode}{part}{matrices}",
             *group_table(optimizer.param_groups),
         ),
+        *(labelled("warning", unfit) if unfit else []),
     ]
 
 
