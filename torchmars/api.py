@@ -2,15 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,14 @@ from torch import Tensor
 
 from torchmars.checkpoint.inference import load_model, load_sharded_model
 from torchmars.cluster import connection, process
+from torchmars.cluster.callers import start_launcher
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.config import ParallelismConfig, ResolvedConfig
-from torchmars.config.fields import Positive
+from torchmars.config.fields import Count, Positive
 from torchmars.config.load import config_of, config_text, sources_of
-from torchmars.core.errors import EXIT_STOPPED, UserError
+from torchmars.core.arguments import as_path, as_text, texts_of
+from torchmars.core.bounds import Range
+from torchmars.core.errors import EXIT_STOPPED, UserError, no_exit
 from torchmars.core.places import place
 from torchmars.core.typed import make
 from torchmars.data.tokenizer import Tokenizer
@@ -40,6 +42,10 @@ from torchmars.training.preparation import prepare_run
 from torchmars.training.trainer import build_trainer
 
 Config = str | Path | Sequence[str | Path] | ResolvedConfig
+Ranks = Annotated[int, Range(1, 1_000)]
+Planning = Annotated[int, Range(1, 100_000)]  # as `torchmars plan` has it
+PerNode = Annotated[int, Range(0, 100_000)]
+_alone = threading.Lock()  # held while this process trains, plans or measures
 
 
 def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) -> Run:
@@ -47,7 +53,7 @@ def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) 
 
     One rank trains in this process, which keeps what the config sets for a process:
     `training.deterministic`, and the folder of compiled kernels. Several ranks are processes of
-    their own, which the launcher starts.
+    their own, which the launcher starts. They save and end with this process, were it killed.
 
     Args:
         config: a TOML file, the name of a shipped one or of a preset, or several of them, of which
@@ -61,14 +67,14 @@ def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) 
 
     Raises:
         UserError: for a mistake in the config or the data, in one line that names the remedy.
-        KeyboardInterrupt: where a signal stopped the run. It was saved: call again to go on.
+        KeyboardInterrupt: where a signal stopped the run. It was saved if it had begun: call again
+            to go on. Outside of the main thread no signal does.
         RuntimeError: where ranks of the launcher failed. They have printed why.
     """
-    resolved = read_config(config, sections)
-    if ranks == 1:
-        code = train_here(resolved)
-    else:
-        code = train_by_launcher(resolved, ranks)
+    make(Ranks, ranks, name="ranks")
+    with no_exit():
+        resolved = read_config(config, sections)
+        code = train_here(resolved) if ranks == 1 else train_by_launcher(resolved, ranks)
     if code == EXIT_STOPPED:
         raise KeyboardInterrupt
     if code:
@@ -112,8 +118,10 @@ def make_plan(
     Raises:
         UserError: for a config that these ranks cannot train.
     """
-    resolved = read_config(config, sections)
-    with own_group():
+    make(Planning, world_size, name="world_size")
+    make(PerNode, gpus_per_node, name="gpus_per_node")
+    with no_exit(), own_group():
+        resolved = read_config(config, sections)
         plan = plans.make_plan(resolved, world_size, gpus_per_node)
         text = "\n".join(report(plan))
         peak, seconds = plan.largest.peak, plan.seconds
@@ -135,10 +143,10 @@ def load(folder: str | PurePath, device: str | torch.device | None = None) -> "L
             imported. What the folder names is never imported.
         DamagedCheckpoint: where files of the checkpoint are damaged; a `UserError` too.
     """
-    folder = place(folder, "folder")
-    model, tokenizer, config = load_model(folder)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return LanguageModel(folder, model.to(device).eval(), tokenizer, config)
+    path, device = place(as_path(folder, "folder"), "folder"), usable_device(device)
+    with no_exit():
+        model, tokenizer, config = load_model(path)
+    return LanguageModel(path, model.to(device).eval(), tokenizer, config)
 
 
 @dataclass(frozen=True)
@@ -180,10 +188,12 @@ class LanguageModel:
         Raises:
             UserError: for a value out of its range.
         """
+        if isinstance(prompt, str):
+            return self.generate([prompt], max_tokens, temperature, top_k, top_p, seed)[0]
+        prompts = texts_of(prompt, "prompt")
         settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         draw = make(Draw, settings)
         make(Positive, max_tokens, name="max_tokens")
-        prompts = [prompt] if isinstance(prompt, str) else [*prompt]
         if not prompts:
             return []
         longest = max(len(encode(self.tokenizer, each)) for each in prompts)
@@ -191,24 +201,26 @@ class LanguageModel:
         weights = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
         model = deepcopy(self.model, weights)
         predict = predict_with_cache(model, min(model.seq_len, longest + max_tokens))
-        found = continuations(predict, self.tokenizer, prompts, max_tokens, draw)
-        return found[0] if isinstance(prompt, str) else found
+        return continuations(predict, self.tokenizer, prompts, max_tokens, draw)
 
     @torch.no_grad()
     def logits(self, text: str | Tensor) -> Tensor:
         """Return the logits of the token after each token of a text.
 
         Args:
-            text: a text, or token ids [batch, length].
+            text: a text, or token ids [length] or [batch, length].
 
         Returns:
-            [length, vocab_rows] for a text, [batch, length, vocab_rows] for token ids. The rows
+            [length, vocab_rows] for a text, [batch, length, vocab_rows] for a batch. The rows
             beyond the tokenizer's vocabulary are padding, which training makes unlikely.
 
         Raises:
-            UserError: for more tokens than the model sees.
+            UserError: for more tokens than the model sees, and for what is no token.
         """
-        ids = torch.tensor(encode(self.tokenizer, text)) if isinstance(text, str) else text
+        if isinstance(text, Tensor):
+            ids = check_tokens(text, self.model.vocab_rows)
+        else:
+            ids = torch.tensor(encode(self.tokenizer, as_text(text, "text")))
         if ids.shape[-1] > self.model.seq_len:
             raise UserError(f"{ids.shape[-1]} tokens: the model sees {self.model.seq_len}")
         device = next(self.model.parameters()).device
@@ -240,11 +252,18 @@ class LanguageModel:
             The measures of each task and of the text, by its name.
 
         Raises:
-            UserError: for a task or a text that cannot be read.
+            UserError: for a task or a text that cannot be read, and where there is none.
         """
-        with own_group():
+        names = texts_of([tasks] if isinstance(tasks, str) else tasks, "tasks")
+        text = None if text is None else str(as_path(text, "text"))
+        if not names and text is None:
+            raise UserError("name what to measure: tasks or text")
+        make(Count, shots, name="shots")
+        make(Positive | None, limit, name="limit")  # type: ignore[arg-type]
+        make(Positive, batch_size, name="batch_size")
+        make(Count, seed, name="seed")
+        with no_exit(), own_group():
             layout = connection.start(ParallelismConfig())
-            names = [tasks] if isinstance(tasks, str) else tasks
             questions = read_tasks(names, shots, limit, seed)
             model, tokenizer = load_sharded_model(self.folder, layout, "float32")
             scorer = Scorer(model, layout, tokenizer, batch_size)
@@ -263,8 +282,46 @@ def read_config(config: Config, sections: dict[str, Any]) -> ResolvedConfig:
         if sections:
             raise UserError("a resolved config takes no other settings: set them where it is made")
         return config
-    names = [config] if isinstance(config, str | Path) else config
-    return config_of([*sources_of([str(name) for name in names]), ("in Python", sections)])
+    names = [config] if isinstance(config, str | PurePath) else config
+    if not isinstance(names, list | tuple):
+        raise UserError(
+            "config must be a TOML file, the name of one or of a preset, or a list of these, got "
+            f"{config!r:.80}: settings are sections, such as training={{'steps': 100}}"
+        )
+    files = [str(as_path(name, "config")) for name in names]
+    return config_of([*sources_of(files), ("in Python", sections)])
+
+
+def usable_device(device: Any) -> torch.device:
+    """Return the device that is asked for, by default the GPU where there is one.
+
+    Raises `UserError` for one that this machine has not, or on which nothing is computed.
+    """
+    wanted = device
+    if device is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(wanted)
+        if found.type != "meta" and isinstance(wanted, str | torch.device):
+            torch.empty(1, device=found)
+            return found
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError):  # torch's, of many lines
+        pass
+    raise UserError(f'device must be one of this machine, such as "cpu", got {device!r:.80}')
+
+
+def check_tokens(ids: Tensor, rows: int) -> Tensor:
+    """Return token ids as 64-bit numbers. Raises `UserError` for a tensor that is none of these."""
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or ids.ndim not in (1, 2) or not ids.numel() or ids.is_meta or ids.is_sparse:
+        raise UserError(
+            "text must be a text, or whole numbers [length] or [batch, length], got a tensor "
+            f"{list(ids.shape)} of {ids.dtype}"
+        )
+    least, most = (int(each) for each in ids.aminmax())
+    if least < 0 or most >= rows:
+        raise UserError(f"text must have token ids from 0 to {rows - 1}, got {least} to {most}")
+    return ids.long()
 
 
 @contextmanager
@@ -273,21 +330,26 @@ def own_group() -> Iterator[None]:
 
     Raises `UserError` where this process is in one.
     """
-    if dist.is_initialized() or "RANK" in os.environ:
-        raise UserError("this process is a rank of several: call torchmars outside of torchrun")
+    if not _alone.acquire(blocking=False):
+        raise UserError("another thread trains, plans or measures: this process does one at a time")
     try:
-        yield
+        if dist.is_initialized() or "RANK" in os.environ:
+            raise UserError("this process is a rank of several: call torchmars outside of torchrun")
+        try:
+            yield
+        finally:
+            connection.stop()
     finally:
-        connection.stop()
+        _alone.release()
 
 
 def train_here(config: ResolvedConfig) -> int:
     """Train on one rank, in this process. Returns the run's exit code."""
-    process.check_variables()
-    keep_compiled_in(config.run.compile_cache)
-    prepare_run(config, 1, 1)
-    apply_determinism(config.training)
     with own_group():
+        process.check_variables()
+        keep_compiled_in(config.run.compile_cache)
+        prepare_run(config, 1, 1)
+        apply_determinism(config.training)
         trainer = build_trainer(config, connection.start(config.parallelism))
         try:
             return trainer.run()
@@ -300,12 +362,17 @@ def train_by_launcher(config: ResolvedConfig, ranks: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.toml"
         file.write_text(config_text(config), encoding="utf-8")
-        command = [sys.executable, "-m", "torchmars", "train", str(file)]
-        variables = os.environ | {"NGPU": str(ranks)}
-        # In a session of its own: a terminal would send it Ctrl-C too, and the second one ends it.
-        launcher = subprocess.Popen(command, env=variables, start_new_session=True)
+        # The temporary folder goes with an interrupt that comes before the next line: then the
+        # launcher finds no config.
+        launcher = start_launcher([str(file)], os.environ | {"NGPU": str(ranks)})
+        interrupted = False
         while True:
             try:
-                return launcher.wait()
-            except KeyboardInterrupt:  # it saves the run
-                launcher.send_signal(signal.SIGINT)
+                if interrupted:
+                    launcher.send_signal(signal.SIGINT)  # it saves the run
+                code = launcher.wait()
+                break
+            except KeyboardInterrupt:
+                interrupted = True
+    # What a launcher that was interrupted at its start ends with says nothing.
+    return EXIT_STOPPED if interrupted and code else code

@@ -1,10 +1,14 @@
 """torchmars from Python: what a notebook does, beside what the commands do."""
 
+import contextlib
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from pathlib import Path
 
@@ -18,6 +22,7 @@ import torchmars
 from tests.support.commands import finish_run, run_command
 from tests.support.full import FULL
 from tests.support.tiny import metrics, tiny_tables, write_config, write_text
+from torchmars import api
 from torchmars.config.load import config_from_tables
 from torchmars.core import locks
 
@@ -83,6 +88,131 @@ def test_another_process_can_go_on_with_a_run_of_this_one(run, config):
         torchmars.run_training(config)
         assert not locks.is_locked(run.folder / "lock")
         assert not [each for each in threading.enumerate() if each.name == "lock"]
+
+
+def test_a_thread_trains_the_same_run(run, config):
+    """Signals are the program's then. A second one at the same time is refused."""
+    found = []
+
+    def train():
+        found.append(torchmars.run_training(config, run={"name": "thread"}))
+
+    before = signal.getsignal(signal.SIGTERM)
+    with api.own_group(), pytest.raises(torchmars.UserError, match="one at a time"):
+        torchmars.run_training(config, run={"name": "second"})
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    np.testing.assert_array_equal(
+        found[0].series["train/loss"].values, run.series["train/loss"].values
+    )
+    assert found[0].checkpoints == [20] and signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, torchmars.UserError, ValueError])
+def test_a_call_that_fails_leaves_the_run_to_others(config, monkeypatch, error):
+    """Whatever ends it, and a SystemExit, of a plugin's code, does not end the program."""
+
+    def fail(*args):
+        raise error
+
+    name = f"failing-{error.__name__}"
+    with monkeypatch.context() as patch:
+        patch.setattr("torchmars.training.build.introduction", fail)
+        with pytest.raises(torchmars.UserError if error is SystemExit else error):
+            torchmars.run_training(config, run={"name": name})
+    assert not [each for each in threading.enumerate() if each.name == "lock"]
+    with monkeypatch.context() as patch:
+        patch.setattr("torchmars.training.checkpointer.Checkpointer.resume", fail)
+        with pytest.raises(torchmars.UserError if error is SystemExit else error):
+            torchmars.run_training(config, run={"name": name})
+    assert not [each for each in threading.enumerate() if each.name == "lock"]
+
+
+def test_a_network_that_is_not_there_does_not_end_the_program(config, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing")
+    with pytest.raises(torchmars.UserError, match="Unable to find address for: nothing.*set GLOO"):
+        torchmars.run_training(config, run={"name": "unconnected"})
+
+
+@pytest.mark.parametrize("code", [-signal.SIGINT, 130, 75, 2])
+def test_ctrl_c_is_that_whatever_the_launcher_ends_with(config, monkeypatch, code):
+    """At its start it imports, and has nothing to save."""
+    sent = []
+
+    class Launcher:
+        def send_signal(self, number):
+            sent.append(number)
+
+        def wait(self):
+            if not sent:
+                raise KeyboardInterrupt
+            return code
+
+    monkeypatch.setattr(api, "start_launcher", lambda *args: Launcher())
+    with pytest.raises(KeyboardInterrupt):
+        torchmars.run_training(config, ranks=2)
+    assert sent == [signal.SIGINT]
+
+
+NOTEBOOK = """
+import sys, torchmars
+try:
+    torchmars.run_training(
+        sys.argv[1], ranks=2, run={"name": sys.argv[2]}, training={"steps": 10**6}
+    )
+except KeyboardInterrupt:
+    sys.exit(9)
+"""
+
+
+@FULL
+def test_a_notebook_that_is_killed_leaves_a_saved_run_and_no_process(config, tables, tmp_path):
+    """And Ctrl-C while the launcher starts is a KeyboardInterrupt that leaves none either."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300", "TMPDIR": str(tmp_path)}
+    handlers = {"restore_signals": True, "preexec_fn": take_ctrl_c, "env": env, "cwd": ROOT}
+
+    def notebook(name):
+        return subprocess.Popen([sys.executable, "-c", NOTEBOOK, config, name], **handlers)
+
+    folder = Path(tables["run"]["folder"]) / "killed"
+    killed = notebook("killed")
+    wait_until(lambda: '"step": 3,' in read(folder / "metrics.jsonl"))
+    killed.kill()
+    killed.wait()
+    wait_until(lambda: not descendants(tmp_path, killed.pid))
+    assert '"stopped"' in read(folder / "events.jsonl") and torchmars.read_run(folder).checkpoints
+    stopped = notebook("stopped")
+    wait_until(lambda: descendants(tmp_path, stopped.pid))
+    stopped.send_signal(signal.SIGINT)
+    assert stopped.wait() == 9
+    wait_until(lambda: not descendants(tmp_path, stopped.pid))
+
+
+def take_ctrl_c():
+    """Have Python's handler, whatever started pytest."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def read(file):
+    return file.read_text() if file.exists() else ""
+
+
+def descendants(mark, but):
+    """The processes whose temporary folder is `mark`, but one."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"TMPDIR={mark}\0" in (place / "environ").read_text(errors="replace"):
+                found.append(int(place.name))
+    return [each for each in found if each != but]
+
+
+def wait_until(reached):
+    deadline = time.monotonic() + 600
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_curves_are_those_of_the_file(run):

@@ -120,15 +120,16 @@ def _network_check() -> Iterator[None]:
     tells a mistake from what may go well at the next try.
     """
 
-    def give_up(reason: str, code: int = EXIT_UNCONNECTED) -> None:
-        report_failure(
-            NoTraffic(
-                f"{process.node()}: the ranks are connected, but cannot exchange data ({reason}): "
-                "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
-                "that connects the machines, see that no firewall is between them, or give slow "
-                "machines more time by RDZV_TIMEOUT"
-            )
+    def problem(reason: str) -> str:
+        return (
+            f"{process.node()}: the ranks are connected, but cannot exchange data ({reason}): "
+            "set GLOO_SOCKET_IFNAME, for GPUs NCCL_SOCKET_IFNAME too, to the network interface "
+            "that connects the machines, see that no firewall is between them, or give slow "
+            "machines more time by RDZV_TIMEOUT"
         )
+
+    def give_up(reason: str, code: int = EXIT_UNCONNECTED) -> None:
+        report_failure(NoTraffic(problem(reason)))
         # The launcher ends the others, and asks whether a rank elsewhere has died.
         end_at_once(code)
 
@@ -145,6 +146,8 @@ def _network_check() -> Iterator[None]:
             ) from None
         if not NETWORK.search(reason):
             raise
+        if "RANK" not in os.environ:  # no launcher has others to end: a program may go on
+            raise UserError(problem(reason)) from None
         give_up(reason, EXIT_MISTAKE if NO_ROUTE.search(str(error)) else EXIT_UNCONNECTED)
 
 

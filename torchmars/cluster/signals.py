@@ -73,7 +73,8 @@ class StopSignals:
     """Catches the signals in this process: `with StopSignals() as signals: ...`.
 
     A thread takes them. Python's own handlers wait for the main thread, which may be in a
-    collective that never ends: then a second signal would not end the rank.
+    collective that never ends: then a second signal would not end the rank. Where the run is not on
+    the main thread itself, in a program of the user's, that program has the signals.
     """
 
     def __init__(self) -> None:
@@ -85,6 +86,8 @@ class StopSignals:
         self.pipe: socket.socket | None = None
 
     def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         caught = (*stopping(), ORPHANED)
         read, self.pipe = socket.socketpair()
         self.pipe.setblocking(False)

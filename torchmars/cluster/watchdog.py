@@ -43,6 +43,8 @@ class Watchdog:
         self.stream: TextIO | None = None  # of `file`, while it watches
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.ended = threading.Event()
+        self.watched = threading.get_ident()
+        """The thread that trains. In a program of the user's it need not be the main one."""
         self.activity, self.last_beat = "", 0.0
         self.beat("the first step")
 
@@ -112,10 +114,8 @@ class Watchdog:
     def _report(self) -> None:
         """Write where this rank stands. The first rank that can prints what all have written."""
         assert self.stream is not None
-        main_thread = threading.main_thread().ident
-        assert main_thread is not None
         recorded = recorded_collectives(self.on_gpu, self.save_group)
-        place = describe_place(sys._current_frames()[main_thread], recorded)
+        place = describe_place(sys._current_frames()[self.watched], recorded)
         rank, size = self.layout.world.rank, self.layout.world.size
         seconds = time.monotonic() - self.last_beat
         with contextlib.suppress(OSError):

@@ -12,6 +12,8 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date, time
+from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -36,7 +38,7 @@ def make(kind: type[T], value: Any, source: Callable[[str], str] | str = "", nam
         for path, problem in unprintable(value):
             raise mistake(path, problem, source, name)
         # JSON, since pydantic takes a table for a dataclass there even where it is strict.
-        text = json.dumps(value, default=lambda other: {"": str(other)})
+        text = json.dumps(value, default=lambda other: {"": str(other)})  # a date of TOML
         reader: TypeAdapter[T] = adapter(cast(Any, kind))
         return reader.validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
@@ -78,6 +80,8 @@ def unprintable(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[
         yield path, f"must be Unicode text without a NUL character, got {value!r}"
     elif isinstance(value, int) and abs(value) > LARGEST:
         yield path, "must be a number of at most 1,000 digits"
+    elif not isinstance(value, (int, float, str, date, time, NoneType)):  # what Python alone has
+        yield path, f"must be plain text, number, true, false, list or table, got {value!r:.80}"
 
 
 def mistake(path: Path, problem: str, source: Callable[[str], str] | str, name: str) -> UserError:
@@ -203,11 +207,11 @@ def describe(hint: Any) -> str:
     return names.get(hint, "a table")
 
 
-def is_text(value: str) -> bool:
-    """Return whether a string can be written as UTF-8 and has no NUL character."""
+def is_text(value: Any) -> bool:
+    """Return whether a value is a string that UTF-8 can write, without a NUL character."""
     try:
         return b"\0" not in value.encode()
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, AttributeError):  # also what is no string
         return False
 
 

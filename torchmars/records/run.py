@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchmars.checkpoint.folder import checkpoints, folder_of, step_of
 from torchmars.config.toml_files import Tables, read_toml
+from torchmars.core.arguments import as_path
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.places import local_place
@@ -102,9 +103,11 @@ class Run:
         return [step_of(path) for path in checkpoints(folder_of(self.folder))]
 
     def along(self, axis: Along, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return where `steps` are on an axis."""
+        """Return where `steps` are on an axis. Raises `UserError` for another axis."""
         if axis == "step":
-            return steps.astype(np.float64)
+            return np.asarray(steps, np.float64)
+        if axis not in get_args(Along):
+            raise UserError(f"axis must be one of {', '.join(get_args(Along))}, got {axis!r:.80}")
         return self.tokens(steps) if axis == "tokens" else self.seconds(steps)
 
     def tokens(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -118,7 +121,7 @@ class Run:
                     f"{self.folder / CONFIG_FILE} has no training.global_batch_size or no "
                     "training.seq_len: restore it, or leave this run out"
                 )
-            return steps.astype(np.float64) * sizes[0] * sizes[1]
+            return np.asarray(steps, np.float64) * sizes[0] * sizes[1]
         known = np.isfinite(reported.values)
         return interpolated(steps, reported.steps[known], reported.values[known])
 
@@ -156,7 +159,7 @@ def read_run(folder: str | Path) -> Run:
     Raises:
         UserError: where it is no run's folder, or its files are damaged.
     """
-    folder = local_place(folder, "the folder of a run")
+    folder = local_place(as_path(folder, "folder"), "the folder of a run")
     file = folder / CONFIG_FILE
     if not file.is_file():
         lacks = f"it has no {CONFIG_FILE}" if folder.exists() else "it does not exist"

@@ -1,5 +1,6 @@
 """The four parts of a run, in the order in which they need each other: builders for `Trainer`."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,13 +108,22 @@ class ResumedOptimizer:
 
 
 def resume_optimizer(
-    config: ResolvedConfig, layout: Layout, data: RunData, model: RunModel, events: EventLog
+    config: ResolvedConfig,
+    layout: Layout,
+    data: RunData,
+    model: RunModel,
+    events: EventLog,
+    failed: ExitStack,
 ) -> ResumedOptimizer:
-    """Make the optimizer; resume it, the model and the data from the newest good checkpoint."""
+    """Make the optimizer; resume it, the model and the data from the newest good checkpoint.
+
+    `failed` is closed where the run cannot be built: it gives the run's folder back.
+    """
     optimizer = build_optimizer(config, model.whole, model.parallel.weights, layout)
     whole = build_optimizer(config, model.whole)
     saver = Saver(config.checkpoint, config.checkpoints, layout, events.add, events.deleted)
     seed_rng(config.run.seed, 0, layout.world.rank)
+    failed.callback(saver.release)
     saver.take_folder(config.run)
     checkpointer = Checkpointer(
         config, layout, model.parallel, optimizer, model.average, whole, saver, data.mixture

@@ -1,5 +1,7 @@
 """The training loop, in time order."""
 
+from contextlib import ExitStack
+
 from torch import Tensor
 
 from torchmars.cluster.signals import StopSignals
@@ -35,9 +37,12 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> "Trainer":
     data = build_data(config, layout)
     model = build_model(config, layout, data)
     events = EventLog(config.run.path if layout.first else None)
-    optimizer = resume_optimizer(config, layout, data, model, events)
-    reports = build_reports(config, layout, abilities, data, model, optimizer, events)
-    return Trainer(config, layout, data, model, optimizer, reports)
+    with ExitStack() as failed:  # a notebook goes on, and must not keep the run's folder then
+        optimizer = resume_optimizer(config, layout, data, model, events, failed)
+        reports = build_reports(config, layout, abilities, data, model, optimizer, events)
+        trainer = Trainer(config, layout, data, model, optimizer, reports)
+        failed.pop_all()
+    return trainer
 
 
 class Trainer:

@@ -1,0 +1,33 @@
+"""What Python code gives for paths and texts, which errors call by the argument's name."""
+
+from pathlib import Path, PurePath
+from typing import Any
+
+from torchmars.core.errors import UserError
+from torchmars.core.files import name_problem
+
+
+def as_path(value: Any, name: str) -> Path:
+    """Return a path that Python code gives. Raises `UserError` for what is none."""
+    if not isinstance(value, str | PurePath):
+        raise UserError(f"{name} must be a path, got {value!r:.80}")
+    if not str(value) or (wrong := name_problem(value)):
+        raise UserError(f"{name}: {value!r:.80} cannot be a path ({wrong if value else 'empty'})")
+    return Path(value)
+
+
+def as_text(value: Any, name: str) -> str:
+    """Return a text. Raises `UserError` for what is none."""
+    try:
+        if isinstance(value, str) and value.encode() is not None:
+            return value
+    except UnicodeEncodeError:  # half of a pair of UTF-16
+        pass
+    raise UserError(f"{name} must be text, got {value!r:.80}")
+
+
+def texts_of(values: Any, name: str) -> list[str]:
+    """Return a list of texts. Raises `UserError` for what is none."""
+    if not isinstance(values, list | tuple):
+        raise UserError(f"{name} must be text, or a list of texts, got {values!r:.80}")
+    return [as_text(each, name) for each in values]
