@@ -12,6 +12,7 @@ from torchmars.config.model import MODELS
 from torchmars.config.plugins import load_plugins
 from torchmars.config.source import KINDS, SourceKind, reader_of
 from torchmars.core.errors import UserError
+from torchmars.data.reading import READERS
 from torchmars.models import build_meta_model
 from torchmars.optim.rules import RULES
 
@@ -33,6 +34,7 @@ from torchmars.models.model import Model
 class Mine(GPT2):
     pass
 """
+READER = "from torchmars.data.reading import READERS\n"
 KIND = "from torchmars.config.source import KINDS, SourceKind\n"
 
 
@@ -119,6 +121,12 @@ def test_ctrl_c_is_not_taken_for_an_error_of_it(plugin):
         (f"{KIND}KINDS['mine'] = SourceKind('glob')", "must have parts, a tuple of texts"),
         (f"{KIND}KINDS['mine'] = SourceKind(('glob',), '.csv')", "must have suffixes, a tuple"),
         (f"{KIND}KINDS['mine'] = SourceKind(('glob', 'sheet'))", "has the parts sheet"),
+        (f"{KIND}KINDS['openwebtext'] = SourceKind()", "stands for hf:Skylion007/openwebtext"),
+        *(
+            (f"{READER}READERS['mine'] = {entry}", "READERS['mine'] must be a function")
+            for entry in ("None", "'my_plugin.read'", "()")
+        ),
+        (f"{READER}READERS['text'] = print", "READERS['text'] is there already"),
         (f"{KIND}KINDS['text'] = SourceKind(('glob',))", "KINDS['text'] is there already"),
         *(
             (f"{KIND}KINDS[{name!r}] = SourceKind()", "has no name that can be written")
@@ -186,7 +194,7 @@ def test_a_class_that_is_no_model(plugin, text, said):
 def test_a_kind_without_a_reader(plugin, monkeypatch):
     monkeypatch.setitem(KINDS, "mine", SourceKind(("glob",), (".x",)))
     assert config_from_tables({"data": {"source": "mine:a"}}, "in a test").data.source == "mine:a"
-    for readers in ({}, {"mine": None}, {"mine": 3}):
+    for readers in (READERS, {"mine": None}, {"mine": 3}):
         with pytest.raises(UserError, match=r"READERS\['mine'\] must be a function"):
             reader_of(readers, "mine")
 
@@ -210,5 +218,5 @@ def test_a_command_whose_hook_exits_is_no_success(plugin, call):
 
 def test_the_packages_own_entries_are_good():
     """By the same checks."""
-    check_tables([{} for _ in TABLES])
+    check_tables({title: {} for title in TABLES})
     assert load_config([], "test").model.name in MODELS

@@ -1,27 +1,34 @@
 """The tables that plugins add to, and what an entry of each must be."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchmars.config.model import MODELS
-from torchmars.config.source import KINDS, DataSource, SourceKind
+from torchmars.config.source import KINDS, NAMES, DataSource, SourceKind
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES, MatrixRule, Rule
 from torchmars.optim.settings import MATRIX_SETTINGS, Setting
 
-TABLES: dict[str, dict[Any, Any]] = {"MODELS": MODELS, "RULES": RULES, "KINDS": KINDS}
-OWN = [dict(table) for table in TABLES.values()]  # the package's entries
+TABLES: dict[str, dict[Any, Any]] = {}
+OWN: dict[str, dict[Any, Any]] = {}  # the package's entries of each
+PROBLEMS: dict[str, Callable[[str, Any], str]] = {}  # what is wrong with an entry, "" for nothing
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
-def check_tables(before: Sequence[dict[Any, Any]] = OWN) -> None:
+def declare(title: str, table: dict[Any, Any], problem: Callable[[str, Any], str]) -> None:
+    """Let plugins add to a table, which has the package's own entries so far."""
+    TABLES[title], OWN[title], PROBLEMS[title] = table, dict(table), problem
+
+
+def check_tables(before: Mapping[str, dict[Any, Any]] = OWN) -> None:
     """Raise `UserError` for an entry that cannot be used, and for one that replaces another.
 
     `before` are the entries that the tables had, by default the package's own.
     """
-    for (title, table), had in zip(TABLES.items(), before):
+    for title, table in TABLES.items():
+        had = before.get(title, OWN[title])
         for name, entry in had.items():
             if table.get(name) is not entry:
                 raise UserError(f"{title}[{name!r}] is there already: give yours another name")
@@ -74,6 +81,8 @@ def problem_of_kind(name: str, entry: Any) -> str:
     """Return what is wrong with an entry of KINDS; an empty text where nothing is."""
     if not isinstance(entry, SourceKind):
         return f"must be a SourceKind, got {entry!r}"
+    if name in NAMES:
+        return f"cannot be reached: {name} stands for {NAMES[name]}"
     for field in ("parts", "suffixes"):
         value = getattr(entry, field)
         if not (isinstance(value, tuple) and all(isinstance(each, str) for each in value)):
@@ -84,8 +93,6 @@ def problem_of_kind(name: str, entry: Any) -> str:
     return ""
 
 
-PROBLEMS: dict[str, Callable[[str, Any], str]] = {
-    "MODELS": problem_of_model,
-    "RULES": problem_of_rule,
-    "KINDS": problem_of_kind,
-}
+declare("MODELS", MODELS, problem_of_model)
+declare("RULES", RULES, problem_of_rule)
+declare("KINDS", KINDS, problem_of_kind)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torchmars.config.entries import TABLES, check_tables
+from torchmars.config.entries import OWN, TABLES, check_tables
 from torchmars.config.run import Modules
 from torchmars.core.errors import UserError, place_of
 from torchmars.core.options import words
@@ -41,14 +41,15 @@ def load_plugins(modules: Iterable[str]) -> None:
     except OSError as error:
         raise UserError(f"--plugins or run.plugins: the current folder: {error.strerror}") from None
     for module in modules:
-        before = [dict(table) for table in TABLES.values()]
+        before = {title: dict(table) for title, table in TABLES.items()}
         try:
             if folder not in sys.path:  # the command `torchmars` does not look there
                 sys.path.append(folder)
             importlib.import_module(module)
             check_tables(before)
         except BaseException as error:
-            for table, entries in zip(TABLES.values(), before):
+            for title, table in TABLES.items():
+                entries = before.get(title, OWN[title])
                 table.clear()
                 table.update(entries)
             sys.modules.pop(module, None)

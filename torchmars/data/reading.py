@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torchmars.config.entries import declare
 from torchmars.config.source import DataSource, reader_of
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.places import place
@@ -85,6 +86,11 @@ READERS: dict[str, Callable[[Input, DataSource, int, int, Sizes], Iterator[ReadP
     "parquet": parquet_parts,
     "hf": dataset_parts,
 }
+declare(
+    "READERS",
+    READERS,
+    lambda name, entry: "" if callable(entry) else f"must be a function, got {entry!r}",
+)
 
 
 class TextReader:
