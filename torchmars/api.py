@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -282,7 +282,7 @@ def read_config(config: Config, sections: dict[str, Any]) -> ResolvedConfig:
         if sections:
             raise UserError("a resolved config takes no other settings: set them where it is made")
         return config
-    names = [config] if isinstance(config, str | PurePath) else config
+    names = [config] if isinstance(config, str | os.PathLike) else config
     if not isinstance(names, list | tuple):
         raise UserError(
             "config must be a TOML file, the name of one or of a preset, or a list of these, got "
@@ -312,8 +312,10 @@ def usable_device(device: Any) -> torch.device:
 
 def check_tokens(ids: Tensor, rows: int) -> Tensor:
     """Return token ids as 64-bit numbers. Raises `UserError` for a tensor that is none of these."""
-    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not whole or ids.ndim not in (1, 2) or not ids.numel() or ids.is_meta or ids.is_sparse:
+    whole = ids.layout == torch.strided and not (
+        ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    )
+    if not whole or ids.ndim not in (1, 2) or not ids.numel() or ids.is_meta or ids.is_nested:
         raise UserError(
             "text must be a text, or whole numbers [length] or [batch, length], got a tensor "
             f"{list(ids.shape)} of {ids.dtype}"

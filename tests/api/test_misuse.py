@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,13 @@ def ids(*values, **settings):
     return logits(torch.tensor(values, **settings))
 
 
+def sparse():
+    ones = torch.ones(2, 2, dtype=torch.int64)
+    with warnings.catch_warnings():  # torch's, of a layout in beta
+        warnings.simplefilter("ignore")
+        return ones.to_sparse(), ones.to_sparse_csr()
+
+
 NAN, HUGE, HALF = math.nan, 10**5000, "\ud800"
 WRONG = {
     "ranks": [train(ranks=each) for each in (0, -1, None, 1.5, "2", True, NAN, 1001, np.int64(2))],
@@ -105,7 +113,7 @@ WRONG = {
     "text": [
         *(logits(each) for each in (None, 3, b"x", [1], HALF, np.array([1]), Other())),
         *(ids(*each) for each in ([], [1.0], [True], [10**6], [-1], [[[1]]], [[], []])),
-        *(logits(each) for each in (torch.tensor(1), torch.ones(2, 2, dtype=int).to_sparse())),
+        *(logits(each) for each in (torch.tensor(1), *sparse())),
         ids(1, device="meta"),
         *(evaluate(text=each) for each in (3, [], "", "\0", "nothing.txt", "folder", b"x")),
     ],

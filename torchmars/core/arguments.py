@@ -1,6 +1,7 @@
 """What Python code gives for paths and texts, which errors call by the argument's name."""
 
-from pathlib import Path, PurePath
+import os
+from pathlib import Path
 from typing import Any
 
 from torchmars.core.errors import UserError
@@ -9,11 +10,12 @@ from torchmars.core.files import name_problem
 
 def as_path(value: Any, name: str) -> Path:
     """Return a path that Python code gives. Raises `UserError` for what is none."""
-    if not isinstance(value, str | PurePath):
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str):
         raise UserError(f"{name} must be a path, got {value!r:.80}")
-    if not str(value) or (wrong := name_problem(value)):
-        raise UserError(f"{name}: {value!r:.80} cannot be a path ({wrong if value else 'empty'})")
-    return Path(value)
+    if wrong := name_problem(path) if path else "it is empty":
+        raise UserError(f"{name}: {path!r:.80} cannot be a path ({wrong})")
+    return Path(path)
 
 
 def as_text(value: Any, name: str) -> str:
