@@ -152,11 +152,16 @@ def test_a_network_that_carries_nothing_is_told_in_time(tmp_path):
     ],
 )
 def test_a_mistake_in_the_network_is_told_from_a_slow_one(monkeypatch, said, code):
+    """A rank's launcher ends the others. A program that has no ranks goes on."""
     ends = []
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(connection, "end_at_once", ends.append)
     with connection._network_check():
         raise RuntimeError(said)
     assert ends == [code]
+    monkeypatch.delenv("RANK")
+    with pytest.raises(UserError, match="cannot exchange data"), connection._network_check():
+        raise RuntimeError(said)
 
 
 def test_more_ranks_have_more_time():

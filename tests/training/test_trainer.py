@@ -250,7 +250,11 @@ def test_ranks_on_different_cpus_compute_in_one_dtype(tmp_path):
 
     def tables(name, optimizer, **training):
         return tiny_tables(
-            tmp_path, run={"name": name}, optimizer=optimizer, training={"steps": 1} | training
+            tmp_path,
+            run={"name": name},
+            optimizer=optimizer,
+            training={"steps": 1} | training,
+            schedule={"warmup_steps": 0},  # which would be warned of
         )
 
     auto, named, adamw = listen_on(
