@@ -15,7 +15,8 @@ from tests.models.test_moe import GLM
 from tests.support.commands import run_command
 from tests.support.mistakes import fuzz, mistake, sizes
 from tests.support.tiny import tiny_config, write_text
-from torchmars.checkpoint.huggingface import CONFIG, INDEX, TOKENIZER, WEIGHTS, open_folder
+from torchmars.checkpoint.huggingface import TOKENIZER, open_folder
+from torchmars.checkpoint.huggingface_weights import CONFIG, INDEX, WEIGHTS
 from torchmars.models.gpt2 import GPT2, GPT2Args
 from torchmars.models.huggingface import counterparts
 from torchmars.models.huggingface_config import to_config
@@ -100,7 +101,11 @@ def entries(**places):
 
 
 def index(text):
-    return lambda folder: (folder / INDEX).write_text(text)
+    def change(folder):
+        (folder / WEIGHTS).unlink()  # it would be taken in place of the index
+        (folder / INDEX).write_text(text)
+
+    return change
 
 
 def pickle_only(folder):
@@ -153,7 +158,10 @@ WRONG = {
     "rope list": (config(rope_scaling=[8.0]), "which is no table"),
     "pickle only": (pickle_only, "no model.safetensors: .* may run code"),
     "weights fifo": (as_fifo(WEIGHTS), "Not a regular file"),
-    "weights empty": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "header too small"),
+    "weights empty": (
+        lambda folder: (folder / WEIGHTS).write_bytes(b""),
+        "is empty: fetch it again",
+    ),
     "beyond the file": (entries(a=([1000], [0, 4000])), "not fully covered"),
     "overlapping": (entries(a=([4], [0, 16]), b=([4], [8, 24])), "invalid offset"),
     "huge header": (header("{}", 2**63), "header too large"),

@@ -17,7 +17,7 @@ from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.export import export_folder
-from torchmars.checkpoint.huggingface import weights_of_folder, write_weight_files
+from torchmars.checkpoint.huggingface_weights import weights_of_folder, write_weight_files
 from torchmars.checkpoint.inference import load_model, open_model
 from torchmars.checkpoint.weights import load_weights
 from torchmars.config import (

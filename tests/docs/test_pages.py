@@ -1,11 +1,14 @@
 """Links of README.md and docs/ lead somewhere, and what the pages say of files is so."""
 
 import re
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
 from torchmars.__main__ import commands
+from torchmars.config.huggingface_models import IN_WORDS, TITLES
 from torchmars.config.load import load_config
 
 README = ROOT / "README.md"
@@ -43,6 +46,27 @@ def test_quickstart_is_the_documented_one():
         and f"step   1/{config.training.steps} | loss" in transcript
         and f"run       {config.run.path}, seed 0" in transcript
     )
+
+
+# Text that users read: pages, and the docstrings of which `--help` is made.
+TEXTS = [*PAGES, ROOT / "CHANGELOG.md"]
+TEXTS += [file for room in ("commands", "config") for file in (ROOT / "torchmars" / room).iterdir()]
+
+
+def test_who_lists_models_of_transformers_lists_all():
+    """But GPT-2 and Llama, of which some lists are not."""
+    titles = {title: re.compile(rf"\b{re.escape(title)}\b(?!-)") for title in TITLES.values()}
+    listed = 0
+    for page in filter(Path.is_file, TEXTS):
+        for paragraph in re.split(r"\n\s*\n|\n- ", page.read_text()):
+            named = {title for title, pattern in titles.items() if pattern.search(paragraph)}
+            if len(named) >= 4:
+                listed += 1
+                assert named >= titles.keys() - {"GPT-2", "Llama"}, (page, paragraph)
+    assert listed >= 4
+    assert IN_WORDS in " ".join(import_module("torchmars.commands.import").Import.__doc__.split())
+    for title, pattern in titles.items():
+        assert pattern.search(IN_WORDS), title
 
 
 def test_every_command_is_in_the_list_of_commands():

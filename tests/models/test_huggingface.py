@@ -10,6 +10,7 @@ from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_llama import VARIANTS
 from tests.models.test_moe import VARIANTS as MIXTURES
 from torchmars.config import ModelConfig
+from torchmars.config.huggingface_models import DEFAULTS, TITLES
 from torchmars.core.errors import UserError
 from torchmars.models import build_model
 from torchmars.models.gpt2 import GPT2, GPT2Args
@@ -96,7 +97,6 @@ def test_our_model_of_their_config_is_the_one_it_was(name, tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only models with 'silu'"),
         ({"attention_bias": True}, "attention_bias is True: only models with False"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "positions are scaled by .*yarn"),
-        ({"hidden_size": None}, "lacks 'hidden_size'"),
     ],
 )
 def test_a_model_that_we_do_not_have_is_refused_by_name(changes, message):
@@ -104,6 +104,22 @@ def test_a_model_that_we_do_not_have_is_refused_by_name(changes, message):
     config = {key: value for key, value in config.items() if value is not None}
     with pytest.raises(UserError, match=message):
         from_config(config)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_a_key_that_is_left_out_has_the_default_of_its_class(kind):
+    theirs = pytest.importorskip("transformers").AutoConfig.for_model(kind).to_dict()
+    given = {"head_dim": theirs.get("hidden_size", 0) // theirs.get("num_attention_heads", 1)}
+    given["num_key_value_heads"] = theirs.get("num_attention_heads")
+    theirs |= {"partial_rotary_factor": 1.0} | theirs.get("rope_parameters", {})
+    for key, value in DEFAULTS[kind].items():
+        if value is None and theirs.get(key) is not None:  # it follows from others
+            assert theirs[key] == given[key], key
+        elif key in theirs:
+            assert theirs[key] == value and type(theirs[key]) is type(value), key
+        else:  # the class has no such key, and is as ours without it
+            assert key in {"attention_bias", "head_dim"} and not value, key
+    assert DEFAULTS.keys() == TITLES.keys()
 
 
 # What transformers itself declares as perhaps None.
@@ -160,8 +176,8 @@ def test_the_number_of_experts_has_either_name(kind):
     [number] = [config.pop(name) for name in names if name in config]
     for name in names:
         assert from_config(config | {name: number}) == expected
-    with pytest.raises(UserError, match="lacks 'num_local_experts'"):
-        from_config(config)
+        with pytest.raises(UserError, match="which is the same, [78]: leave the right one"):
+            from_config(config | dict.fromkeys(names, 7) | {name: number})
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,21 @@ import torch
 from torch import Tensor
 
 from torchmars.checkpoint.card import HEAD, model_card
-from torchmars.checkpoint.huggingface import CONFIG, FILE_BYTES, write_weight_files
+from torchmars.checkpoint.huggingface_weights import CONFIG, FILE_BYTES, write_weight_files
 from torchmars.checkpoint.inference import SavedModel, tokenizer_of
 from torchmars.checkpoint.weights import write_weights
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
-from torchmars.data.tokenizer_files import loading_problem, tokenizer_files
+from torchmars.data.tokenizer import GENERATION
+from torchmars.data.tokenizer_files import (
+    ends_of,
+    loading_problem,
+    special_tokens,
+    tokenizer_files,
+)
 from torchmars.models.huggingface_config import to_config
 
-CARD, GENERATION = "README.md", "generation_config.json"
+CARD = "README.md"
 FILE = re.compile(
     r"README\.md|((tokenizer|config|generation_config|tokenizer_config)\.json|model.*)(\.partial)?"
 )
@@ -115,14 +121,22 @@ def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]
             f"data.tokenizer: {config.data.tokenizer} has {tokenizer.vocab_size:,} tokens, that "
             f"of the run had {newest.manifest.vocab_size:,}: put it back"
         )
-    end = tokenizer.end_of_text
-    ends = {"bos_token_id": end, "eos_token_id": end}
+    special = special_tokens(tokenizer)
+    ends = [end for end in ends_of(tokenizer) if end < tokenizer.vocab_size]
+    ids = {
+        "bos_token_id": special["bos_token"],
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
+    }
     # Rows past the vocabulary are padding.
     padding = list(range(tokenizer.vocab_size, model.vocab_rows))
-    generation = {**ends, "pad_token_id": end, "suppress_tokens": padding or None}
+    pad = tokenizer.end_of_text if special["pad_token"] is None else special["pad_token"]
+    generation = {**ids, "pad_token_id": pad, "suppress_tokens": padding or None}
+    kind = str(dtype).removeprefix("torch.")
+    # Versions 5 of transformers read `dtype`, earlier ones `torch_dtype`.
+    own = {**ids, "dtype": kind, "torch_dtype": kind}
     return {
         CARD: model_card(models, tokenizer_problem(newest)),
-        CONFIG: to_json(to_config(model) | ends | {"dtype": str(dtype).removeprefix("torch.")}),
+        CONFIG: to_json(to_config(model) | own),
         GENERATION: to_json(generation),
         **tokenizer_files(tokenizer, config.training.seq_len),
     }

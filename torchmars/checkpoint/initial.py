@@ -1,11 +1,13 @@
 """The start of a new run from weights: those of another run's checkpoint, or exported ones."""
 
+import os
 from pathlib import Path, PurePath
 from typing import Literal
 
 from torch import Tensor
 
-from torchmars.checkpoint.huggingface import weights_of_folder
+from torchmars.checkpoint.huggingface import is_folder_of_transformers
+from torchmars.checkpoint.huggingface_weights import weights_of_folder
 from torchmars.checkpoint.index import shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.parts import read_index_part
@@ -94,7 +96,7 @@ def weights_of(source: str, model: Model) -> dict[str, SavedWeight] | None:
     """
     try:
         if source.startswith(HF):
-            saved = weights_of_folder(Path(source.removeprefix(HF)), model)
+            saved = weights_of_folder(Path(os.path.expanduser(source.removeprefix(HF))), model)
         elif source.endswith(".safetensors"):
             saved = weights_of_file(Path(source))
         else:
@@ -113,7 +115,9 @@ def open_source(
     try:
         return find_checkpoint(source, say, level)
     except UserError as error:
-        raise UserError(f"checkpoint.init_from: {error}") from None
+        theirs = is_folder_of_transformers(Path(source))
+        remedy = f": it is a folder of transformers: write {HF}{source}" if theirs else ""
+        raise UserError(f"checkpoint.init_from: {error}{remedy}") from None
 
 
 def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], list[str]]:

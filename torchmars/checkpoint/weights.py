@@ -16,7 +16,13 @@ from torchmars.core.files import PARTIAL, DurableFile, open_file, path_problem, 
 from torchmars.optim.tensors import local_intervals, local_part
 
 CHUNK = 2**25  # bytes that are converted at a time
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+}
+POINTER = b"version https://git-lfs"  # begins what Git leaves in place of a large file
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,20 @@ def weights_of_file(file: Path) -> dict[str, SavedWeight]:
                 place = saved.get_slice(name)
                 found[name] = SavedWeight(file, name, tuple(place.get_shape()), place.get_dtype())
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {file}: {error}") from None
+        raise UserError(f"cannot read {file}: {no_content(file) or error}") from None
     return found
+
+
+def no_content(file: Path) -> str:
+    """Return why what should be in a file is not there at all; "" if it may be."""
+    try:
+        with open_file(file) as stream:
+            begin = stream.read(len(POINTER))
+    except OSError:
+        return ""
+    if begin == POINTER:
+        return "it is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
+    return "" if begin else "it is empty: fetch it again"
 
 
 def weights_problem(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tomli_w
 
+from torchmars.config.huggingface_models import IN_WORDS
 from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem, write_durably
@@ -16,12 +17,15 @@ from torchmars.core.options import parse
 
 @dataclass
 class Import:
-    """Write a config that trains on from a model of Hugging Face's transformers.
+    __doc__ = f"""Write a config that trains on from a model of Hugging Face's transformers.
 
-    The folder is one that save_pretrained wrote, or that was downloaded from the hub: GPT-2, Llama,
-    Qwen2, Qwen3, Qwen3-MoE or Mixtral with .safetensors files. It is checked, and stays where it
-    is: each rank of a run reads its own part of the weights there. Files that are named after the
-    config, and --section.key value overrides, change what they like.
+    The folder is one that save_pretrained wrote, or that was downloaded from the hub, with
+    .safetensors files. It is that of one of these models:
+    {IN_WORDS}.
+
+    It is checked, and stays where it is: each rank of a run reads its own part of the weights
+    there. Files that are named after the config, and --section.key value overrides, change what
+    they like.
     """
 
     folder: Positional[Path]

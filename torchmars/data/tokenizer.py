@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 LARGEST_VOCABULARY = 10_000_000
+GENERATION = "generation_config.json"
 VocabularySize = Annotated[int, Range(1, LARGEST_VOCABULARY)]
 TokenDtype = Literal["uint16", "uint32"]
 # Vocabulary and end of text of an encoding that needs no BPE files where no text is read.
@@ -288,9 +289,36 @@ class FileTokenizer(Tokenizer):
         except (OSError, ValueError) as error:
             raise UserError(f"data.tokenizer: cannot read {file} ({error}): restore it") from None
 
+    def number(self, token: str) -> int | None:
+        """Return the id of a token; None if there is none."""
+        return self._tokenizer.token_to_id(token) if is_text(token) else None
+
+    @property
+    def around(self) -> list[int]:
+        """The ids that the file's post-processor puts around a text."""
+        with refused(self.path, "cannot encode a text"):
+            found = self._tokenizer.encode("")
+        return [number for number, mask in zip(found.ids, found.special_tokens_mask) if mask]
+
+    @property
+    def ends_of_model(self) -> list[int]:
+        """The ids that end a text by what the model says that lies beside the file; mostly none.
+
+        That is in generation_config.json, or else in config.json, as in transformers.
+        """
+        for name in (GENERATION, "config.json"):
+            with contextlib.suppress(OSError, ValueError):
+                found = parse_json(read_text(self.path.with_name(name))).get("eos_token_id")
+                numbers = found if isinstance(found, list) else [found]
+                if ends := [each for each in numbers if type(each) is int and each >= 0]:
+                    return ends
+        return []
+
     def copy_to(self, folder: Path) -> None:
         """Leave all that the tokenizer is read from in a folder. Raises `OSError`."""
         folder.mkdir(exist_ok=True)
+        if ends := self.ends_of_model:
+            write_durably(folder / GENERATION, json.dumps({"eos_token_id": ends}) + "\n")
         write_durably(folder / "tokenizer_config.json", json.dumps(self.settings, indent=2) + "\n")
         write_durably(folder / "tokenizer.json", self.text)
 

@@ -19,12 +19,17 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     """Return the texts of the files that AutoTokenizer loads, by name.
 
     `seq_len` is the length of the model's sequences. Settings beside a tokenizer.json are kept, but
-    not those that name code. Raises `UserError` where the package that writes the files is missing.
+    not those that name code or a token that there is not. Raises `UserError` where the package that
+    writes the files is missing.
     """
     kept: dict[str, Any] = {}
     if isinstance(tokenizer, FileTokenizer):
         text, end = tokenizer.text, tokenizer.token(tokenizer.end_of_text)
         kept = {key: value for key, value in tokenizer.settings.items() if key != "auto_map"}
+        for name, number in special_tokens(tokenizer).items():
+            token = None if number is None else tokenizer.token(number)
+            if content_of(kept.get(name)) != token:
+                kept[name] = token
     else:
         assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
         ranks, pattern, special = tokenizer.byte_pairs()
@@ -43,6 +48,36 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
         "tokenizer.json": text,
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
     }
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Return the ids of the tokens with a part of their own, by their names in transformers.
+
+    A text begins and is padded with the token that ends it, where the tokenizer names no other.
+    """
+    end = tokenizer.end_of_text
+    found: dict[str, int | None] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
+    if isinstance(tokenizer, FileTokenizer):
+        settings = tokenizer.settings
+        found["bos_token"] = [*tokenizer.around, end][0]
+        for name in settings.keys() & {"bos_token", "pad_token"}:
+            token = content_of(settings[name])
+            number = None if token is None else tokenizer.number(token)
+            if token is None or number is not None:
+                found[name] = number
+    return found
+
+
+def ends_of(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that end a text that is generated, first the one that ends documents."""
+    others = tokenizer.ends_of_model if isinstance(tokenizer, FileTokenizer) else []
+    return [*dict.fromkeys([tokenizer.end_of_text, *others])]
+
+
+def content_of(token: object) -> str | None:
+    """Return the token that a setting names, as a text or as a table; None if it names none."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def loading_problem(tokenizer: Tokenizer, model_type: str) -> str:

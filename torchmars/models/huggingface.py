@@ -122,6 +122,14 @@ def mixture_kind(args: LlamaArgs) -> str:
     return "qwen3_moe" if args.qk_norm else "mixtral"
 
 
+def base_of(model: Model) -> str:
+    """Return what begins the names there of all tensors but the head.
+
+    A model that was saved without its head has none of it in its names.
+    """
+    return "transformer." if isinstance(model, GPT2) else "model."
+
+
 def left_out(model: Model) -> tuple[str, ...]:
     """Return what names of tensors there begin with that `model` has no use for.
 

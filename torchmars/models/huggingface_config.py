@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torchmars.config.huggingface_models import ALIASES, DEFAULTS
 from torchmars.core.errors import UserError
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.huggingface import mixture_kind
@@ -165,19 +166,56 @@ def rope_scaling(factor: float) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section [model] of a config.json, and its `seq_len` beside it.
 
-    Raises `UserError` for a model that our families do not cover.
+    A key that is not there has the default of the model's class. Raises `UserError` for a model
+    that our families do not cover.
     """
-    readers = {"gpt2": from_gpt2, "llama": from_llama, "qwen2": from_llama, "qwen3": from_llama}
-    readers |= {"qwen3_moe": from_mixture, "mixtral": from_mixture, "glm4_moe": from_glm}
+    readers = {"gpt2": from_gpt2, "qwen3_moe": from_mixture, "mixtral": from_mixture}
+    readers |= {"glm4_moe": from_glm}
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in readers:
+    if not isinstance(kind, str) or kind not in DEFAULTS:
         raise UserError(
-            f"its model_type is {kind!r}: models of {', '.join(readers)} can be imported"
+            f"its model_type is {kind!r}: models of {', '.join(DEFAULTS)} can be imported"
+        )
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            "its weights are quantised, as its quantization_config says: fetch the model in "
+            "bfloat16, or dequantise and save it"
+        )
+    if "text_config" in config:
+        raise UserError("its text_config makes it more than a model of text: export that alone")
+    if (file := config.get("transformers_weights")) is not None:
+        raise UserError(
+            f"its transformers_weights names {file!r}: name that file model.safetensors, and "
+            "leave the key out"
         )
     try:
-        return readers[kind](config)
+        return readers.get(kind, from_llama)(with_defaults(kind, config))
     except KeyError as error:
         raise UserError(f"its config.json lacks {error}") from None
+
+
+def with_defaults(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with each key that is read, each under one name. Raises `UserError`."""
+    whole = {**DEFAULTS[kind], **config}
+    given = dict(config)
+    for other, name in ALIASES.get(kind, {}).items():
+        if config.get(other) is not None:
+            whole[name] = whole_number(config, other)
+            if given.setdefault(name, whole[name]) != whole[name]:
+                raise UserError(
+                    f"its {other} is {whole[name]}, and its {name}, which is the same, "
+                    f"{given[name]!r}: leave the right one"
+                )
+    return whole
+
+
+def left_to_class(config: Mapping[str, Any]) -> list[str]:
+    """Return the sizes that a config.json leaves to the defaults of its class."""
+    kind = config["model_type"]
+    given = {*config, *(ALIASES.get(kind, {}).get(name) for name in config)}
+    return [
+        name for name, value in DEFAULTS[kind].items() if type(value) is int and name not in given
+    ]
 
 
 def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,17 +238,20 @@ def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
         "n_embd": width,
         "vocab_size": whole_number(config, "vocab_size"),
         "bias": True,
-        "activation": activations[config.get("activation_function", "gelu_new")],
-        "scale_attn_by_inverse_layer_idx": config.get("scale_attn_by_inverse_layer_idx", False),
+        "activation": activations[config["activation_function"]],
+        "scale_attn_by_inverse_layer_idx": config["scale_attn_by_inverse_layer_idx"],
         "seq_len": whole_number(config, "n_positions"),
     }
 
 
 def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     rope, glm = rope_of(config), config["model_type"] == "glm4_moe"
+    types = config.get("layer_types")
+    for each in types if isinstance(types, list) else []:
+        require_all({"layer_types": each}, layer_types=["full_attention"])
     require_all(
         config,
-        hidden_act=["silu"],
+        hidden_act=["silu", "swish"],
         attention_bias=[False, True] if glm else [False],
         mlp_bias=[False],
         use_sliding_window=[False],
@@ -219,7 +260,7 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     heads, width = (whole_number(config, name) for name in ("num_attention_heads", "hidden_size"))
     # Where these are null, they follow from the others.
     given = {"num_key_value_heads": heads, "head_dim": width // heads}
-    given |= {name: whole_number(config, name) for name in given if config.get(name) is not None}
+    given |= {name: whole_number(config, name) for name in given if config[name] is not None}
     return {
         "name": "llama",
         "n_layer": whole_number(config, "num_hidden_layers"),
@@ -234,7 +275,7 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
         "norm_eps": number(config, "rms_norm_eps"),
         "qk_norm": config["model_type"] in ("qwen3", "qwen3_moe"),
         "qkv_bias": config["model_type"] == "qwen2",
-        "tied": config.get("tie_word_embeddings", False),
+        "tied": config["tie_word_embeddings"],
         "seq_len": whole_number(config, "max_position_embeddings"),
     }
 
@@ -251,8 +292,8 @@ def from_mixture(config: Mapping[str, Any]) -> dict[str, Any]:
             norm_topk_prob=[False, True],
         )
     inner = "intermediate_size" if mixtral else "moe_intermediate_size"
-    normalised = mixtral or bool(config.get("norm_topk_prob", False))
-    return from_llama(config) | experts_of(config, inner) | {"norm_topk_prob": normalised}
+    own = experts_of(config, "num_local_experts", inner)
+    return from_llama(config) | own | {"norm_topk_prob": mixtral or config["norm_topk_prob"]}
 
 
 def from_glm(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,23 +306,23 @@ def from_glm(config: Mapping[str, Any]) -> dict[str, Any]:
     )
     own = {
         "rotary_fraction": number(rope_of(config), "partial_rotary_factor"),
-        "qk_norm": config.get("use_qk_norm", False),
-        "qkv_bias": config.get("attention_bias", False),
+        "qk_norm": config["use_qk_norm"],
+        "qkv_bias": config["attention_bias"],
         "router": "sigmoid",
         "n_expert_shared": whole_number(config, "n_shared_experts"),
         "n_dense": whole_number(config, "first_k_dense_replace", least=0),
-        "norm_topk_prob": config.get("norm_topk_prob", True),
+        "norm_topk_prob": config["norm_topk_prob"],
         "routed_scaling": number(config, "routed_scaling_factor"),
     }
-    return from_llama(config) | experts_of(config, "moe_intermediate_size") | own
+    return (
+        from_llama(config) | experts_of(config, "n_routed_experts", "moe_intermediate_size") | own
+    )
 
 
-def experts_of(config: Mapping[str, Any], inner: str) -> dict[str, int]:
-    """Return the number of experts, that of a token, and the width that is there called `inner`."""
-    # Under which name their number is written depends on the version.
-    names = [name for name in ("num_experts", "n_routed_experts") if config.get(name) is not None]
+def experts_of(config: Mapping[str, Any], number: str, inner: str) -> dict[str, int]:
+    """Return the number of experts and their width, which are there called so, and of a token."""
     return {
-        "n_expert": whole_number(config, names[0] if names else "num_local_experts"),
+        "n_expert": whole_number(config, number),
         "n_expert_used": whole_number(config, "num_experts_per_tok"),
         "n_expert_inner": whole_number(config, inner),
     }
@@ -298,17 +339,17 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     more = tables[0] if tables else {}
     if not isinstance(more, dict):
         raise UserError(f"its rotary positions are {more!r}, which is no table")
-    glm = config["model_type"] == "glm4_moe"
-    rope = {
-        "rope_theta": config.get("rope_theta", 10_000.0),
-        "partial_rotary_factor": config.get("partial_rotary_factor", 0.5 if glm else 1.0),
-        **more,
-    }
+    if nested := [name for name, value in more.items() if isinstance(value, dict)]:
+        raise UserError(f"its rotary positions are those of layers of types: {', '.join(nested)}")
+    rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")} | more
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not glm:
+    if config["model_type"] != "glm4_moe":
         require_all(rope, partial_rotary_factor=[None, 1.0])
     if kind == "default":
         return rope | {"factor": 1.0}
+    if "original_max_position_embeddings" in config:  # it goes before that of the table
+        name = "original_max_position_embeddings"
+        rope[name] = config[name]
     if kind != "llama3" or rope | rope_scaling(rope["factor"]) != rope:
         raise UserError(
             f"its rotary positions are scaled by {rope}: only Llama 3.1's scaling can be imported"

@@ -1,0 +1,520 @@
+"""Folders as others leave them: what transformers loads has the same logits here, or one line."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.full import full_but
+from tests.support.mistakes import mistake
+from torchmars.checkpoint.huggingface import open_folder
+from torchmars.checkpoint.huggingface_weights import weights_of_folder
+from torchmars.checkpoint.weights import load_weights
+from torchmars.config.huggingface_models import DEFAULTS
+from torchmars.core.errors import UserError
+from torchmars.models import build_meta_model
+
+transformers = pytest.importorskip("transformers")
+SHAPE = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+EXPERTS = SHAPE | {"num_experts_per_tok": 2}
+FAMILIES = {
+    "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64},
+    "llama": SHAPE,
+    "qwen2": SHAPE,
+    "qwen3": SHAPE | {"head_dim": 16},
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16},
+    "mixtral": EXPERTS | {"num_local_experts": 4},
+    "glm4_moe": EXPERTS
+    | {"n_routed_experts": 4, "moe_intermediate_size": 24, "head_dim": 16, "use_qk_norm": True},
+}
+TOKENS = torch.randint(260, (1, 24), generator=torch.Generator().manual_seed(1))
+
+
+def randomised(model):
+    """A model with weights so large that a difference is seen."""
+    generator = torch.Generator().manual_seed(0)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_floating_point() and "inv_freq" not in name:
+            norm = "norm" in name or ".ln_" in name
+            torch.nn.init.normal_(value, float(norm and "weight" in name), 0.3, generator)
+    return model.eval()
+
+
+@cache
+def model_of(kind, tied=False):
+    tie = {} if kind == "gpt2" else {"tie_word_embeddings": tied}
+    config = transformers.AutoConfig.for_model(kind, vocab_size=260, **FAMILIES[kind], **tie)
+    return randomised(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def theirs_of(folder):
+    """The logits of transformers, or why it has none."""
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        if report["missing_keys"] or report["mismatched_keys"]:
+            return None, "random weights"
+        with torch.no_grad():
+            return model(TOKENS).logits, ""
+    except Exception as error:  # whatever it is: no logits
+        return None, f"{type(error).__name__}: {error}"
+
+
+def ours_of(folder):
+    """Our logits, or the line with which a folder is refused."""
+    found = []
+    line = mistake(lambda: found.append(open_folder(folder)))
+    if line:
+        return None, line
+    model = found[0].model.to_empty(device="cpu")
+    load_weights(found[0].weights, model.state_dict())
+    with torch.no_grad():
+        return model.head(model(TOKENS)), ""
+
+
+def tensors(change):
+    """Change the tensors of a folder by their names."""
+
+    def way(folder, model):
+        values = change(load_file(folder / "model.safetensors"))
+        values = {name: value.clone().contiguous() for name, value in values.items()}
+        save_file(values, folder / "model.safetensors", {"format": "pt"})
+
+    return way
+
+
+def config(**changes):
+    def way(folder, model):
+        file = folder / "config.json"
+        text = {**json.loads(file.read_text()), **changes}
+        file.write_text(json.dumps({key: value for key, value in text.items() if value is not ...}))
+
+    return way
+
+
+def files(**contents):
+    """Put files beside those of a folder; None takes one away."""
+
+    def way(folder, model):
+        for name, content in contents.items():
+            name = name.replace("__", ".")
+            if content is None:
+                (folder / name).unlink()
+            else:
+                (folder / name).write_bytes(content)
+
+    return way
+
+
+def sharded(folder, model):
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+
+
+def both(*ways):
+    def way(folder, model):
+        for each in ways:
+            each(folder, model)
+
+    return way
+
+
+def stale_shards(folder, model):
+    """Shards of other weights, and their index, beside the file of a newer save."""
+    with torch.no_grad():
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        for value in model.parameters():
+            value.mul_(0.5)
+        model.save_pretrained(folder / "old", max_shard_size="20KB")
+        for name, value in model.state_dict().items():
+            value.copy_(values[name])
+    for file in (folder / "old").glob("model*"):
+        file.rename(folder / file.name)
+    shutil.rmtree(folder / "old")
+
+
+def as_links(folder, model):
+    """As the cache of the hub has them."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../blobs/{number}")
+
+
+def renamed(change):
+    return tensors(lambda values: {change(name): value for name, value in values.items()})
+
+
+def base(name):
+    return name.removeprefix("model.").removeprefix("transformer.")
+
+
+def fused(folder, model):
+    model.save_pretrained(folder, save_original_format=False)
+
+
+def mixed(values):
+    kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return {name: value.to(kinds[n % 4]) for n, (name, value) in enumerate(values.items())}
+
+
+def table_in(values):
+    return next(name for name in values if name.endswith(("embed_tokens.weight", "wte.weight")))
+
+
+def own_head(values):
+    shape, generator = values[table_in(values)].shape, torch.Generator().manual_seed(2)
+    return values | {"lm_head.weight": torch.randn(shape, generator=generator)}
+
+
+def same_head(values):
+    return values | {"lm_head.weight": values[table_in(values)]}
+
+
+def head_alone(values):
+    table = table_in(values)
+    return {"lm_head.weight" if name == table else name: each for name, each in values.items()}
+
+
+def bins(folder, model):
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def named(name):
+    return lambda folder, model: (folder / "model.safetensors").rename(folder / name)
+
+
+def no_index(folder, model):
+    sharded(folder, model)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def shard_gone(folder, model):
+    sharded(folder, model)
+    next(folder.glob("model-00002*")).unlink()
+
+
+def index(change):
+    def way(folder, model):
+        sharded(folder, model)
+        file = folder / "model.safetensors.index.json"
+        text = json.loads(file.read_text())
+        change(text)
+        file.write_text(json.dumps(text))
+
+    return way
+
+
+def classifier(folder, model):
+    config = transformers.AutoConfig.from_pretrained(folder, num_labels=3, pad_token_id=0)
+    other = transformers.AutoModelForSequenceClassification.from_config(config)
+    randomised(other).save_pretrained(folder)
+
+
+def base_model(folder, model):
+    model.base_model.save_pretrained(folder)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+ADAPTER = b'{"peft_type": "LORA", "base_model_name_or_path": "x"}'
+
+
+def old_buffers(values):
+    more = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+    more += ("transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias")
+    return values | {name: torch.ones(4) for name in more}
+
+
+def padded(values):
+    """More rows of the tables than config.json says."""
+    return {
+        name: torch.cat([value, value[:4]]) if len(value) == 260 else value
+        for name, value in values.items()
+    }
+
+
+def as_dtype(dtype, names=("_proj", "c_", "w1")):
+    def change(values):
+        return {
+            name: value.to(dtype) if any(each in name for each in names) else value
+            for name, value in values.items()
+        }
+
+    return tensors(change)
+
+
+def with_mark(folder, model):
+    """As editors leave it, and a number that is none."""
+    file = folder / "config.json"
+    text = file.read_text().replace("{", '{"initializer_range": NaN,', 1)
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+
+
+def cut_off(folder, model):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def in_two_ways(values):
+    return values | {base(n): each for n, each in values.items() if re.search("norm|ln_", n)}
+
+
+# How a folder came to be, and the line that it is refused with, if it is: for each family.
+WAYS = {
+    "as it was saved": (lambda folder, model: None, ""),
+    "shards": (sharded, ""),
+    "shards beside a newer file": (stale_shards, ""),
+    "links of a cache": (as_links, ""),
+    "experts in stacks": (fused, ""),
+    "a mark and a NaN": (with_mark, ""),
+    "without prefix": (renamed(base), ""),
+    "head with prefix": (renamed(lambda name: name.replace("lm_head", "model.lm_head")), ""),
+    "dtypes mixed": (tensors(mixed), ""),
+    "bfloat16": (tensors(lambda values: {n: each.bfloat16() for n, each in values.items()}), ""),
+    "old buffers": (tensors(old_buffers), ""),
+    "old buffers without prefix": (both(tensors(old_buffers), renamed(base)), ""),
+    "index with a wrong size": (index(lambda text: text["metadata"].update(total_size=5)), ""),
+    "index without metadata": (index(lambda text: text.pop("metadata")), ""),
+    "others beside": (files(consolidated__safetensors=b"x", pytorch_model__bin=b"x"), ""),
+    "no architectures": (config(architectures=...), ""),
+    "null quantization_config": (config(quantization_config=None), ""),
+    "code beside": (config(auto_map={"AutoModelForCausalLM": "modeling.X"}), ""),
+    "dtype and torch_dtype": (config(dtype=..., torch_dtype="float16"), ""),
+    "compiled": (renamed(lambda name: f"_orig_mod.{name}"), "save the model that is in _orig_mod"),
+    "ddp": (renamed(lambda name: f"module.{name}"), "save the model that is in module"),
+    "named twice": (tensors(in_two_ways), "are one weight: take one out"),
+    "float8": (as_dtype(torch.float8_e4m3fn), "as F8_E4M3, where F32"),
+    "int8": (as_dtype(torch.int8), "as I8, where F32"),
+    "quantised": (config(quantization_config={"quant_method": "fp8"}), "weights are quantised"),
+    "padded": (tensors(padded), r"in shape \[264, 32\], the config's model in \[260, 32\]"),
+    "pickles": (bins, "no model.safetensors: .* save it with safe_serialization"),
+    "a variant": (named("model.fp16.safetensors"), 'load the model with variant="fp16"'),
+    "Mistral's own": (named("consolidated.safetensors"), "no model.safetensors, but consolidated"),
+    "no index": (no_index, "no model.safetensors.index.json that says"),
+    "a shard is missing": (shard_gone, "has no model-00002-of-.*, which its .*index.json names"),
+    "a file elsewhere": (
+        both(named("other.safetensors"), config(transformers_weights="other.safetensors")),
+        "transformers_weights names 'other.safetensors'",
+    ),
+    "pointer of Git LFS": (files(model__safetensors=LFS), "pointer of Git LFS.* git lfs pull"),
+    "config is a pointer": (files(config__json=LFS), "pointer of Git LFS.* git lfs pull"),
+    "empty": (files(model__safetensors=b""), "it is empty: fetch it again"),
+    "cut off": (cut_off, "cannot read .*model.safetensors"),
+    "adapter": (files(adapter_config__json=ADAPTER), "an adapter of PEFT: .*merge_and_unload"),
+    "adapter alone": (
+        files(adapter_config__json=ADAPTER, config__json=None, model__safetensors=None),
+        "an adapter of PEFT: .*merge_and_unload",
+    ),
+    "part of a model": (config(text_config={"model_type": "llama"}), "text_config makes it more"),
+}
+# The same, of a head that is tied to the token table.
+TIED = {
+    "tied": (lambda folder, model: None, ""),
+    "another head": (tensors(own_head), ""),
+    "another head without prefix": (both(tensors(own_head), renamed(base)), ""),
+    "the same head": (tensors(same_head), ""),
+    "the same head, not tied": (both(tensors(same_head), config(tie_word_embeddings=False)), ""),
+    "the head alone": (tensors(head_alone), ""),
+    "the head alone, in shards": (both(tensors(head_alone), as_links), ""),
+    "saved without head": (base_model, ""),
+    "classifier": (classifier, "has score.weight, .*ForSequenceClassification', which is no lang"),
+    "neither": (
+        tensors(lambda values: {n: each for n, each in values.items() if each.shape[0] != 260}),
+        "has no (model.embed_tokens|transformer.wte).weight, which its config.json asks for",
+    ),
+}
+OWN_TABLE = "lm_head.weight has other values than its transformer.wte.weight: a GPT-2 here has"
+EXCEPTIONS = {
+    ("another head", "gpt2"): OWN_TABLE,
+    ("another head without prefix", "gpt2"): OWN_TABLE,
+    ("the same head, not tied", "gpt2"): "its tie_word_embeddings is False: only models with True",
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMAS = [kind for kind in FAMILIES if kind != "gpt2"]
+QWENS = ["qwen2", "qwen3", "qwen3_moe"]
+
+
+def scaled(**changes):
+    table = LLAMA3 | {"original_max_position_embeddings": 8192} | changes
+    return config(rope_scaling={key: each for key, each in table.items() if each is not ...})
+
+
+# What config.json says, of which families.
+CONFIGS = {
+    "theta beside the table": (config(rope_theta=77.0), LLAMAS, ""),
+    "theta alone": (config(rope_theta=77.0, rope_parameters=...), LLAMAS, ""),
+    "scaling beside the table": (scaled(rope_theta=500.0), LLAMAS, ""),
+    "factor without a type": (config(rope_scaling={"factor": 2.0}), LLAMAS, ""),
+    "llama3 of another length": (scaled(original_max_position_embeddings=32), LLAMAS, "scaled by"),
+    "llama3 of no length": (scaled(original_max_position_embeddings=...), LLAMAS, "scaled by"),
+    "llama3, length beside": (
+        both(scaled(), config(original_max_position_embeddings=32)),
+        LLAMAS,
+        "scaled by",
+    ),
+    "linear": (config(rope_scaling={"type": "linear", "factor": 2.0}), LLAMAS, "scaled by"),
+    "yarn": (config(rope_scaling={"rope_type": "yarn", "factor": 2.0}), LLAMAS, "scaled by"),
+    "by layers": (config(rope_parameters={"full_attention": LLAMA3}), LLAMAS, "layers of types"),
+    "swish": (config(hidden_act="swish"), LLAMAS, ""),
+    "gelu": (config(hidden_act="gelu"), LLAMAS, "hidden_act is 'gelu'"),
+    "windows": (
+        config(use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=...),
+        QWENS,
+        "use_sliding_window is True",
+    ),
+    "no window": (config(sliding_window=4), QWENS, ""),
+    "a window": (config(sliding_window=4), ["mixtral"], "sliding_window is 4"),
+    "windows by layers": (
+        config(layer_types=["full_attention", "sliding_attention"]),
+        QWENS,
+        "layer_types is 'sliding_attention'",
+    ),
+    "other weights of experts": (config(norm_topk_prob=True), ["qwen3_moe", "glm4_moe"], ""),
+    "experts under another name": (
+        config(num_experts=..., num_local_experts=4),
+        ["qwen3_moe"],
+        "",
+    ),
+    "two numbers of experts": (
+        config(num_experts=4, num_local_experts=2),
+        ["qwen3_moe", "mixtral"],
+        "which is the same",
+    ),
+    "other names": (
+        config(
+            n_embd=...,
+            n_head=...,
+            n_layer=...,
+            n_positions=...,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            max_position_embeddings=64,
+        ),
+        ["gpt2"],
+        "",
+    ),
+    "two numbers of heads": (config(num_attention_heads=2), ["gpt2"], "which is the same, 4"),
+    "scaled by layer": (config(scale_attn_by_inverse_layer_idx=True), ["gpt2"], ""),
+    "exact GELU": (config(activation_function="gelu"), ["gpt2"], ""),
+    "another eps": (config(layer_norm_epsilon=0.01), ["gpt2"], "layer_norm_epsilon is 0.01"),
+    "biases": (config(attention_bias=True), ["llama", "qwen3"], "attention_bias is True"),
+    "all dense": (config(mlp_only_layers=[0]), ["qwen3_moe"], r"mlp_only_layers is \[0\]"),
+}
+CASES = [
+    *((way, kind) for way in WAYS for kind in FAMILIES),
+    *(
+        (way, kind)
+        for way in TIED
+        for kind in FAMILIES
+        if (way, kind) != ("classifier", "glm4_moe")
+    ),
+    *((way, kind) for way, (_, kinds, _) in CONFIGS.items() for kind in kinds),
+]
+QUICK = [
+    ("shards beside a newer file", "llama"),
+    ("links of a cache", "llama"),
+    ("another head", "llama"),
+    ("the head alone", "gpt2"),
+]
+
+
+@pytest.mark.parametrize("way,kind", full_but(QUICK, CASES))
+def test_a_folder_has_the_logits_of_transformers_or_a_line_that_says_why(tmp_path, way, kind):
+    change, *_, message = (WAYS | TIED | CONFIGS)[way]
+    message = EXCEPTIONS.get((way, kind), message)
+    folder, model = tmp_path / "model", model_of(kind, way in TIED)
+    model.save_pretrained(folder)
+    change(folder, model)
+    ours, line = ours_of(folder)
+    if message:
+        assert ours is None and re.search(message, line), line
+        assert f"{folder} cannot be opened: " in line
+        return
+    theirs, why = theirs_of(folder)
+    if theirs is None:  # then it is none of weights
+        assert re.match("OSError: .*config|KeyError: 'metadata'", why), why
+        theirs = model(TOKENS).logits.detach()
+    assert not line
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_another_head_is_told_and_the_run_is_not_tied(tmp_path, capsys):
+    folder = tmp_path / "model"
+    model_of("llama", tied=True).save_pretrained(folder)
+    tensors(own_head)(folder, None)
+    capsys.readouterr()
+    found = open_folder(folder)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "lm_head.weight has other values: it is loaded as" in said
+    assert found.tables["model"]["tied"] is False and "output.weight" in found.weights
+    with pytest.raises(UserError, match="than its model.embed_tokens.weight: set model.tied = fal"):
+        weights_of_folder(folder, build_meta_model(replace(found.config.model, tied=True), 1, 64))
+    tensors(same_head)(folder, None)
+    assert open_folder(folder).tables["model"]["tied"] is True
+    assert not capsys.readouterr().err
+
+
+# Shapes that are those of the classes where they may be small, so that a key can be left out.
+SWEPT = {
+    "gpt2": {"n_layer": 2, "n_embd": 48},
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"moe_intermediate_size": 8},
+    "mixtral": {},
+    "glm4_moe": {"hidden_size": 768, "moe_intermediate_size": 8},
+}
+TINY = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 24, "rms_norm_eps": 0.01}
+SIZES = {"vocab_size", "n_embd", "n_layer", "hidden_size", "num_hidden_layers", "model_type"}
+SIZES |= {"intermediate_size", "moe_intermediate_size"}
+
+
+@pytest.mark.parametrize(
+    "kind,part", full_but([("mixtral", "read")], product(SWEPT, ["read", "unread", "sizes"]))
+)
+def test_a_key_that_is_left_out_is_what_it_is_in_transformers(tmp_path, kind, part):
+    """Where a size is, neither finds its weights. In an older config.json too."""
+    shape = SWEPT[kind] if kind == "gpt2" else TINY | {"rope_theta": 50.0} | SWEPT[kind]
+    made = transformers.AutoConfig.for_model(kind, vocab_size=260, **shape)
+    model = randomised(transformers.AutoModelForCausalLM.from_config(made))
+    model.save_pretrained(tmp_path)
+    file, text = tmp_path / "config.json", made.to_dict()
+    old = {"rope_parameters": ..., "rope_theta": 50.0, "rope_scaling": None}
+    whole, _ = theirs_of(tmp_path)
+    changed, refused = set(), set()
+    read = {*DEFAULTS[kind], "rope_parameters"} - SIZES
+    unused = {"intermediate_size"} if kind == "qwen3_moe" else set()  # no block is dense
+    parts = {"read": read, "sizes": SIZES - unused, "unread": text.keys() - read - SIZES | unused}
+    keys = parts[part] & {*text, "rope_theta"}
+    for key in keys:
+        given = text if key in text else {**text, **old}
+        file.write_text(json.dumps({n: v for n, v in given.items() if v is not ... and n != key}))
+        theirs, why = theirs_of(tmp_path)
+        ours, line = ours_of(tmp_path)
+        assert (theirs is None) == bool(line), (key, why, line)
+        if theirs is None:
+            refused.add(key)
+            continue
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=key)
+        changed |= set() if torch.equal(theirs, whole) else {key}
+    assert refused == (keys if part == "sizes" else set())
+    if kind != "gpt2" and part == "read":
+        assert changed == {"rope_parameters", "rope_theta", "rms_norm_eps"}

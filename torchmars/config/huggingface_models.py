@@ -1,0 +1,122 @@
+"""The models of Hugging Face's transformers that are read: their names, and their defaults.
+
+A key that config.json leaves out has the default of the model's class there, which differs from
+class to class. Source: the classes `XConfig` of transformers 5.24; a test compares them.
+"""
+
+from typing import Any
+
+_LLAMA = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,  # as many as heads
+    "head_dim": None,  # the width over the heads
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 1.0,
+}
+_QWEN = _LLAMA | {
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+}
+# By the model_type of config.json. `rope_theta` and `partial_rotary_factor` are in its table
+# `rope_parameters`, or beside it.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "vocab_size": 50_257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    },
+    "llama": _LLAMA | {"mlp_bias": False},
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+    "qwen3_moe": _QWEN
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "mixtral": _LLAMA
+    | {
+        "intermediate_size": 14_336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "glm4_moe": _LLAMA
+    | {
+        "vocab_size": 151_552,
+        "intermediate_size": 10_944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    },
+}
+# What the models are called, by their model_type.
+TITLES = {
+    "gpt2": "GPT-2",
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "mixtral": "Mixtral",
+    "glm4_moe": "GLM-4.5",
+}
+*_FIRST, _LAST = TITLES.values()
+IN_WORDS = f"{', '.join(_FIRST)} and {_LAST}"
+# Other names of a key there. Which of those of the experts is written depends on the version.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ALIASES: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "qwen3_moe": {name: "num_local_experts" for name in _EXPERTS},
+    "mixtral": {name: "num_local_experts" for name in _EXPERTS},
+    "glm4_moe": {name: "n_routed_experts" for name in _EXPERTS},
+}
