@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.data.test_tokenizer import tokenizer_file
 from tests.support.full import full_but
 from tests.support.mistakes import mistake
 from torchmars.checkpoint.huggingface import open_folder
@@ -18,6 +19,7 @@ from torchmars.checkpoint.huggingface_weights import weights_of_folder
 from torchmars.checkpoint.weights import load_weights
 from torchmars.config.huggingface_models import DEFAULTS
 from torchmars.core.errors import UserError
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_meta_model
 
 transformers = pytest.importorskip("transformers")
@@ -454,6 +456,17 @@ def test_a_folder_has_the_logits_of_transformers_or_a_line_that_says_why(tmp_pat
         theirs = model(TOKENS).logits.detach()
     assert not line
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_settings_of_a_tokenizer_in_a_cache_are_found(tmp_path):
+    """They lie beside the link, not beside the file that it leads to."""
+    folder = tmp_path / "model"
+    model_of("llama").save_pretrained(folder)
+    tokenizer_file(folder, special="<stop>")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    as_links(folder, None)
+    name = open_folder(folder).tables["data"]["tokenizer"]
+    assert load_tokenizer(name).end_of_text == 127
 
 
 def test_another_head_is_told_and_the_run_is_not_tied(tmp_path, capsys):

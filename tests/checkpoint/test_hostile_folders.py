@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.support.mistakes import fuzz, mistake, sizes
 from tests.support.tiny import tiny_config, write_text
 from torchmars.checkpoint.huggingface import TOKENIZER, open_folder
 from torchmars.checkpoint.huggingface_weights import CONFIG, INDEX, WEIGHTS
+from torchmars.checkpoint.inference import open_any
 from torchmars.models.gpt2 import GPT2, GPT2Args
 from torchmars.models.huggingface import counterparts
 from torchmars.models.huggingface_config import to_config
@@ -202,6 +204,18 @@ def test_what_is_wrong_is_one_line(folder, case):
     assert f"{folder} cannot be opened: " in said
     assert re.search(message, said), said
     assert sorted(folder.parent.rglob("*")) == files
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B"])
+def test_a_name_of_the_hub_is_told_how_to_fetch_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    bare = name.removeprefix("hf:")
+    line = f"there is no folder {bare}: fetch it with `hf download {bare} --local-dir {bare}`"
+    assert line in mistake(open_folder, Path(name))
+    if name != bare:
+        assert line in mistake(open_any, Path(name))
+        make_folder(tmp_path / "model", MODELS["llama"])
+        assert "checkpoint.init_from: name model here" in mistake(open_any, Path("hf:model"))
 
 
 @pytest.mark.parametrize("kind", MODELS)

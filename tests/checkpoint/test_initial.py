@@ -215,6 +215,15 @@ MISFITS = [
         "checkpoint.init_from: nowhere is neither a checkpoint nor a run with one",
     ),
     (
+        {"checkpoint": {"init_from": "hf:Qwen/Qwen3-0.6B"}},
+        "no folder Qwen/Qwen3-0.6B: fetch it with `hf download Qwen/Qwen3-0.6B --local-dir Qwen/Q",
+    ),
+    ({"checkpoint": {"init_from": "hf:FOLDER/none"}}, "there is no folder .*/none$"),
+    (
+        {"checkpoint": {"init_from": "FOLDER/theirs"}},
+        "nor a run with one: it is a folder of transformers: write hf:.*theirs",
+    ),
+    (
         {"checkpoint": {"init_from": "FOLDER/none.safetensors"}},
         "cannot read .*none.safetensors",
     ),
@@ -245,6 +254,8 @@ MISFITS = [
 def test_what_does_not_fit_is_one_line(folder, overrides, message):
     (folder / "broken.safetensors").write_bytes(b"no weights")
     save_file({"norm.weight": torch.ones(32)}, folder / "part.safetensors")
+    (folder / "theirs").mkdir(exist_ok=True)
+    (folder / "theirs" / "config.json").write_text("{}")
     overrides = {
         section: {
             key: value.replace("FOLDER", str(folder)) if isinstance(value, str) else value

@@ -33,7 +33,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     write_text(folder)
     file = tokenizer_file(folder / "mine", special="<stop>")
-    file.with_name("tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    file.with_name("tokenizer_config.json").write_text('{"eos_token": "<stop>", "bos_token": "a"}')
+    file.with_name("generation_config.json").write_text('{"eos_token_id": [101, 127, 102]}')
     run_ranks(train_in, 1, folder, tables_in(folder, "mine/tokenizer.json"))
     return folder
 
@@ -50,6 +51,11 @@ def test_a_run_is_loaded_from_any_folder(folder, tmp_path, monkeypatch):
         assert tokenizer.end_of_text == 127
     texts = texts_of([open_model(copied)], torch.float32)
     assert texts["tokenizer.json"].encode() == content
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads(texts[name])
+        assert found["eos_token_id"] == [127, 101, 102] and found["bos_token_id"] == ord("a")
+    found = json.loads(texts["config.json"])
+    assert found["dtype"] == found["torch_dtype"] == "float32"
     monkeypatch.chdir(checkpoint)
     assert load_model(checkpoint.relative_to(checkpoint))[1].end_of_text == 127
 

@@ -7,12 +7,18 @@ import sys
 import pytest
 import regex
 import tiktoken_ext.openai_public
+import tokenizers
 
 from tests.data.test_tokenizer import letters
 from tests.support.real_data import FOLDER, needs_data
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.data.tokenizer_files import byte_pair_tokenizer, tokenizer_files
+from torchmars.data.tokenizer_files import (
+    byte_pair_tokenizer,
+    ends_of,
+    special_tokens,
+    tokenizer_files,
+)
 
 TEXTS = [
     "The quick brown fox's 12345 jumps,  over\n\n  the lazy\tdog.  ",
@@ -66,6 +72,68 @@ def test_files_of_a_file_are_that_file_and_the_settings_beside_it_without_code(t
         text = (tmp_path / "files" / name).read_text()
         assert (text == (tmp_path / name).read_text()) == (name == "tokenizer.json")
     assert "auto_map" not in text
+
+
+BEGIN = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "rstrip": False}
+BEGIN |= {"normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    "settings,begins,pads",
+    [
+        ({}, None, "</s>"),
+        ({"bos_token": "<s>", "pad_token": "<pad>"}, "<s>", "<pad>"),
+        ({"bos_token": BEGIN, "eos_token": "</s>"}, "<s>", "</s>"),
+        ({"bos_token": {"content": "<s>"}, "eos_token": None}, "<s>", "</s>"),
+        ({"bos_token": None, "pad_token": None}, "none", "none"),
+        ({"bos_token": "<gone>", "pad_token": "<gone>"}, None, "</s>"),
+    ],
+)
+def test_the_ids_of_special_tokens_are_those_of_the_files(tmp_path, settings, begins, pads, adds):
+    """Where nothing names the one that begins a text, it is what the post-processor puts there."""
+    words = ["<s>", "</s>", "<pad>", "a"]
+    model = tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a")
+    file = tokenizers.Tokenizer(model)
+    file.add_special_tokens(words[:3])
+    if adds:
+        file.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    file.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(str(tmp_path))
+    theirs = written(tokenizer, tmp_path / "files")
+    found = special_tokens(tokenizer)
+    assert found == {name: getattr(theirs, f"{name}_id") for name in found}
+    begins = begins or ("<s>" if adds else "</s>")
+    assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == tuple(
+        None if each == "none" else each for each in (begins, "</s>", pads)
+    )
+
+
+@pytest.mark.parametrize(
+    "generation,config,ends",
+    [
+        (None, None, []),
+        ({"eos_token_id": [1, 3]}, {"eos_token_id": 2}, [1, 3]),
+        ({"bos_token_id": 0}, {"eos_token_id": [2, 3]}, [2, 3]),
+        (None, {"eos_token_id": 2}, [2]),
+        ({"eos_token_id": "x"}, {"eos_token_id": [True, -1]}, []),
+        ("{", [3], []),
+    ],
+)
+def test_what_ends_a_text_by_the_model_beside_the_file_goes_along(
+    tmp_path, generation, config, ends
+):
+    letters(special="</s>").save(str(tmp_path / "tokenizer.json"))
+    for name, value in (("generation_config.json", generation), ("config.json", config)):
+        if value is not None:
+            text = value if isinstance(value, str) else json.dumps(value)
+            (tmp_path / name).write_text(text)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.copy_to(tmp_path / "copy")
+    for each in (tokenizer, load_tokenizer(str(tmp_path / "copy"))):
+        assert each.ends_of_model == ends and ends_of(each) == [127, *ends]
+    assert ends_of(load_tokenizer("bytes")) == [256]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])

@@ -27,9 +27,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
         text, end = tokenizer.text, tokenizer.token(tokenizer.end_of_text)
         kept = {key: value for key, value in tokenizer.settings.items() if key != "auto_map"}
         for name, number in special_tokens(tokenizer).items():
-            token = None if number is None else tokenizer.token(number)
-            if content_of(kept.get(name)) != token:
-                kept[name] = token
+            kept[name] = None if number is None else tokenizer.token(number)
     else:
         assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
         ranks, pattern, special = tokenizer.byte_pairs()
