@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoint.test_huggingface import SHAPE
 from tests.data.test_tokenizer import tokenizer_file
 from tests.support.full import full_but
 from tests.support.mistakes import mistake
@@ -23,14 +24,6 @@ from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_meta_model
 
 transformers = pytest.importorskip("transformers")
-SHAPE = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
 EXPERTS = SHAPE | {"num_experts_per_tok": 2}
 FAMILIES = {
     "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64},
