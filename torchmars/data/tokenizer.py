@@ -289,10 +289,6 @@ class FileTokenizer(Tokenizer):
         except (OSError, ValueError) as error:
             raise UserError(f"data.tokenizer: cannot read {file} ({error}): restore it") from None
 
-    def number(self, token: str) -> int | None:
-        """Return the id of a token; None if there is none."""
-        return self._tokenizer.token_to_id(token) if is_text(token) else None
-
     @property
     def around(self) -> list[int]:
         """The ids that the file's post-processor puts around a text."""
