@@ -37,10 +37,13 @@ class Directions:
         gram = in_gram_form(rows, cols, product, self.orthogonalize_form)
         return ORTHOGONALIZERS[self.orthogonalize].flops(rows, cols, gram)
 
-    def orthogonalized(self, momenta: Tensor, product: torch.dtype) -> Tensor:
-        """Return a batch of `momenta` [n, rows, cols], orthogonalised, in the dtype `product`."""
+    def orthogonalized(self, momenta: Tensor, product: torch.dtype, rounded: torch.dtype) -> Tensor:
+        """Return a batch of `momenta` [n, rows, cols], orthogonalised, in the dtype `product`.
+
+        `rounded` is the coarsest dtype that they were kept in.
+        """
         x = equilibrated(momenta) if self.equilibrate else momenta
-        return ORTHOGONALIZERS[self.orthogonalize](x, product, self.orthogonalize_form)
+        return ORTHOGONALIZERS[self.orthogonalize](x, product, self.orthogonalize_form, rounded)
 
     def normalized(
         self, orthogonal: Tensor, squares: Tensor | None

@@ -25,13 +25,18 @@ class Orthogonalizer(ABC):
 
     @abstractmethod
     def __call__(
-        self, matrices: Tensor, dtype: torch.dtype | None = None, form: str = "direct"
+        self,
+        matrices: Tensor,
+        dtype: torch.dtype | None = None,
+        form: str = "direct",
+        rounded: torch.dtype | None = None,
     ) -> Tensor:
         """Map every singular value of each matrix near 1, keeping its singular vectors.
 
         `matrices` is a batch [n, rows, cols], of which none depends on the others. `dtype` is the
         one to multiply in; None: that of the matrices. Returns a tensor of their shape and of this
-        dtype. `form` is one of `settings.ORTHOGONALIZE_FORM`.
+        dtype. `form` is one of `settings.ORTHOGONALIZE_FORM`. `rounded` is the coarsest dtype that
+        the matrices were kept in; None: theirs.
         """
 
     @abstractmethod
@@ -50,7 +55,11 @@ class Iteration(Orthogonalizer):
         self.polynomials, self.margin, self.eps = polynomials, margin, 1e-7
 
     def __call__(
-        self, matrices: Tensor, dtype: torch.dtype | None = None, form: str = "direct"
+        self,
+        matrices: Tensor,
+        dtype: torch.dtype | None = None,
+        form: str = "direct",
+        rounded: torch.dtype | None = None,
     ) -> Tensor:
         dtype = dtype or matrices.dtype
         tall = matrices.shape[-2] > matrices.shape[-1]
@@ -129,23 +138,42 @@ class SingularValues(Orthogonalizer):
     """
 
     def __call__(
-        self, matrices: Tensor, dtype: torch.dtype | None = None, form: str = "direct"
+        self,
+        matrices: Tensor,
+        dtype: torch.dtype | None = None,
+        form: str = "direct",
+        rounded: torch.dtype | None = None,
     ) -> Tensor:
         # In float32 a singular value of 1e-4 of the largest is already in doubt. And one by one: a
         # batch does not give the bits of its matrices alone, of which another layout has others.
-        factors = [self._factor(matrix) for matrix in matrices.to(torch.float64)]
+        kept = rounded or matrices.dtype
+        factors = [self._factor(matrix, kept) for matrix in matrices.to(torch.float64)]
         return torch.stack(factors).to(dtype or matrices.dtype)
 
     @staticmethod
-    def _factor(matrix: Tensor) -> Tensor:
+    def _factor(matrix: Tensor, rounded: torch.dtype) -> Tensor:
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-        least = values[:1] * max(matrix.shape) * torch.finfo(matrix.dtype).eps
-        return (left * (values > least)) @ right
+        return (left * (values > noise(matrix, values[:1], rounded))) @ right
 
     def flops(self, rows: int, cols: int, gram: bool = False) -> int:
         # Golub & Van Loan, Matrix Computations, 4th edition, table 8.6.1: R-SVD with U and V.
         short, long = sorted((rows, cols))
         return 6 * short**2 * long + 20 * short**3
+
+
+def noise(matrix: Tensor, largest: Tensor, rounded: torch.dtype) -> Tensor:
+    """Return how large a singular value of 0 may be for rounding alone.
+
+    `largest` is the largest one, and `rounded` the dtype that the matrix was kept in. What computed
+    the matrix was at best in float32: the usual max(rows, cols) eps of the largest bounds that.
+    In bfloat16 this would be all of most matrices. There entries are rounded each on its own, which
+    adds no more than about eps times the longest row and the longest column (Bandeira and van
+    Handel, arXiv 1408.6185).
+    """
+    eps = torch.finfo(rounded).eps
+    computed = largest * (max(matrix.shape) * min(eps, torch.finfo(torch.float32).eps))
+    longest = sum(torch.linalg.vector_norm(matrix, dim=dim).max() for dim in (0, 1))
+    return torch.maximum(computed, eps * longest)
 
 
 ORTHOGONALIZERS: dict[str, Orthogonalizer] = {

@@ -25,7 +25,7 @@ class Plans:
     """Plans for the groups that `add` was called with. All follows from shapes and layouts.
 
     `mesh_groups` keeps the process groups, also from plans to later ones. `norm_group` and
-    `matrix_dtype` are those of `MARS`.
+    the dtypes are those of `MARS`.
     """
 
     def __init__(
@@ -33,8 +33,10 @@ class Plans:
         mesh_groups: MeshGroups,
         norm_group: dist.ProcessGroup | None,
         matrix_dtype: str,
+        momentum_dtype: torch.dtype | None,
     ) -> None:
-        self.mesh_groups, self.matrix_dtype = mesh_groups, matrix_dtype
+        self.mesh_groups = mesh_groups
+        self.matrix_dtype, self.momentum_dtype = matrix_dtype, momentum_dtype
         self.shard_sum = ShardSum(mesh_groups)
         self.totals = ModelTotals(mesh_groups, norm_group)
         self.parameters: list[Tensor] = []
@@ -50,7 +52,7 @@ class Plans:
     def without_groups(self) -> "Plans":
         """Return plans with the same settings and process groups, to which no group was added."""
         norm_group = self.totals.norm_group
-        return Plans(self.mesh_groups, norm_group, self.matrix_dtype)
+        return Plans(self.mesh_groups, norm_group, self.matrix_dtype, self.momentum_dtype)
 
     def add(self, group: dict[str, Any]) -> None:
         """Give a group's parameters a place in the reductions and its matrices owners.
@@ -77,6 +79,7 @@ class Plans:
                         loads,
                         self.mesh_groups,
                         self.matrix_dtype,
+                        self.momentum_dtype,
                     )
                 )
         for parameter in group["params"]:

@@ -22,7 +22,12 @@ from torchmars.optim.directions import Directions, squared_deviations
 from torchmars.optim.matrices import MatrixShape, Units
 from torchmars.optim.meshes import MeshGroups, mesh_place
 from torchmars.optim.owners import plan_buckets
-from torchmars.optim.precision import multiplies_bfloat16, resolve_matrix_dtype, wire_and_product
+from torchmars.optim.precision import (
+    coarsest,
+    multiplies_bfloat16,
+    resolve_matrix_dtype,
+    wire_and_product,
+)
 from torchmars.optim.same_plan import check_same_plan, on_all_ranks
 from torchmars.optim.tensors import flat_slices, local_part
 from torchmars.optim.tiles import Tile, blocks_of_shards
@@ -92,6 +97,7 @@ class MatrixTraffic:
 
     They are sharded over the same axes. Creating an object is collective over the ranks of the
     mesh. `matrix_dtype` is what was asked for: "auto" is resolved here, the same on every rank.
+    `momentum_dtype` is that of `MARS`.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class MatrixTraffic:
         loads: OwnerLoads,
         groups: MeshGroups,
         matrix_dtype: str,
+        momentum_dtype: torch.dtype | None = None,
     ) -> None:
         self.parameters, self.shapes = parameters, shapes
         self.directions = directions
@@ -118,6 +125,8 @@ class MatrixTraffic:
         self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, native_bfloat16)
         self.wire, self.product = wire_and_product(self.matrix_dtype)
         self.wide = torch.promote_types(self.wire, torch.float32)  # of the rows' mean squares
+        of_parameters = {p.dtype for p in parameters}
+        self.rounded = coarsest(self.wire, momentum_dtype or self.wire, *of_parameters)
         # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
         ranks = self.place.ranks
         plan = plan_buckets(
@@ -218,7 +227,7 @@ class MatrixTraffic:
 
         `parameters` are those that its matrices are of, by number.
         """
-        orthogonal = self.directions.orthogonalized(momenta, self.product)
+        orthogonal = self.directions.orthogonalized(momenta, self.product, self.rounded)
         if self.deviations is not None:
             numbers = torch.tensor(parameters, device=self.device)
             self.deviations.index_add_(0, numbers, squared_deviations(orthogonal).double())
