@@ -144,7 +144,7 @@ def test_auto_follows_from_shape_and_dtype():
         assert method.flops(rows, cols) == (20 * ratio + 10) * short**3
         assert method.flops(rows, cols, gram=True) == (8 * ratio + 28) * short**3
     assert method.flops(64, 96, gram=True) == method.flops(64, 96)  # where it begins to pay
-    settings = RULES["mars-m"].defaults | {"orthogonalize_form": "auto"}
+    settings = RULES["mars-m"].defaults | {"rule": "mars-m", "orthogonalize_form": "auto"}
     flops = [Directions.of(settings).flops(64, 256, each) for each in (wide, torch.bfloat16)]
     assert flops == [method.flops(64, 256, gram=True), method.flops(64, 256)]
 

@@ -16,6 +16,7 @@ from torchmars.checkpoint.storage import MANIFEST, storage_of
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE
 from torchmars.config.dtypes import COMPUTE, MATRIX
+from torchmars.config.optimizer import ROUTERS
 from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
@@ -128,7 +129,7 @@ def check_same_run(
         flattened(json.loads(json.dumps(tables))) for tables in (asdict(Config()), asdict(config))
     )
     was |= flattened(manifest.config)
-    for name in (COMPUTE, MATRIX, COMPILE):
+    for name in (COMPUTE, MATRIX, COMPILE, ROUTERS):
         if now[name] in ("auto", None):  # not resolved yet: it will be what it was
             now[name] = was[name]
     if manifest.tokenizer_sha256 is not None:  # it may have moved

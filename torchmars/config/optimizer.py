@@ -4,7 +4,7 @@ The settings of rules are those that the rules declare (`optim.rules`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torchmars.config.fields import Amount, Clip, Mark, Positive, require
@@ -14,6 +14,7 @@ from torchmars.optim.rules import RULES, variance_reduced
 from torchmars.optim.settings import Betas, Choice, Flag, Number, Setting
 
 Rule = Annotated[str, KeyOf(RULES)]
+ROUTERS = "optimizer.zero_mean_routers"
 GROUPS = ("matrix", "router", "embedding", "head", "vector")
 
 
@@ -133,6 +134,11 @@ class OptimizerConfig:
     multiplied in float32; input and direction are sent in bfloat16. auto: bfloat16 where every
     rank has instructions for it, else mixed. A run keeps what it began with unless this names
     another."""
+    zero_mean_routers: bool | None = None
+    """Matrix rules: take the mean over experts out of the momentum of softmax routers. Their
+    gradient has none but for rounding, of which orthogonalisation would make a step. By default
+    new runs do unless training.router_z_loss is set, whose gradient has one. A run keeps what it
+    began with unless this says otherwise."""
     overlap: bool = True
     """Matrix rules: let the transfers of matrices overlap with the work on others."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -228,3 +234,18 @@ def set_fields(section: GroupConfig | OptimizerConfig) -> dict[str, Any]:
     """Return the fields of a section that are not None."""
     values = {each.name: getattr(section, each.name) for each in fields(section)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def resolve_routers(
+    section: ResolvedOptimizer, router_z_loss: float, saved: dict[str, Any] | None
+) -> ResolvedOptimizer:
+    """Return the section with `zero_mean_routers` resolved.
+
+    Where the config names nothing, it is what it was in `saved`, the config of the checkpoint that
+    the run resumes from: None if it is older than the setting.
+    """
+    value = section.zero_mean_routers
+    if value is None:
+        value = True if saved is None else saved["optimizer"].get("zero_mean_routers")
+        value = value and not router_z_loss
+    return replace(section, zero_mean_routers=value)

@@ -66,6 +66,7 @@ class Router(nn.Module):
         # No nn.Linear: such layers are computed in float8 where that is asked for.
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("bias", torch.zeros(experts) if sigmoid else None)
+        self.is_softmax = not sigmoid
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and numbers of the experts that tokens `x` [tokens, width] use.
@@ -80,9 +81,16 @@ class Router(nn.Module):
         else:
             chosen = (scores + self.bias).topk(self.used, dim=-1).indices
             weights = scores.gather(-1, chosen)
-        if self.normalize:
+        if self.normalize and self.used == 1:  # a quotient's gradient would be its rounding
+            weights = weights * 0 + 1
+        elif self.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
         return weights * self.scale, chosen
+
+    @property
+    def always_weighs_the_same(self) -> bool:
+        """Whether weights are the same whatever the logits are: they have no gradient then."""
+        return self.used == 1 and (self.normalize or (self.is_softmax and len(self.weight) == 1))
 
 
 class Experts(nn.Module):

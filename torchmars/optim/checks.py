@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
 from torchmars.optim.settings import Number, shown
@@ -46,6 +46,32 @@ def check_flags(exact: Any, overlap: Any, compile: Any, norm_group: Any) -> None
     if norm_group is not None and not isinstance(norm_group, dist.ProcessGroup):
         raise TypeError(
             f"norm_group must be a process group that this rank is in, got {shown(norm_group)!r}"
+        )
+
+
+def check_params(params: Any) -> None:
+    """Raise `TypeError` for what is neither parameters nor groups of them."""
+    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        raise TypeError(
+            "params must be parameters, named parameters or groups of them, such as "
+            f"param_groups(model), got {'the module ' * isinstance(params, nn.Module)}"
+            f"{type(params).__name__}"
+        )
+    for number, each in enumerate(params if isinstance(params, list | tuple) else ()):
+        if isinstance(each, list) or (isinstance(each, tuple) and len(each) != 2):
+            raise TypeError(
+                f"params must be parameters, pairs (name, parameter) or dicts, got {shown(each)!r} "
+                f"as number {number}"
+            )
+
+
+def check_exact(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise `ValueError` for exact mode where no rule of `groups` uses a last gradient."""
+    rules = sorted({group["rule"] for group in groups})
+    if not any(RULES[rule].variance_reduced for rule in rules):
+        raise ValueError(
+            f"exact=True has no meaning for {', '.join(rules)}: it corrects none. Remove it, "
+            "or choose a rule of mars-*"
         )
 
 

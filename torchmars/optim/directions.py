@@ -5,12 +5,15 @@ orthogonal matrix, arXiv 2602.21545.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from torchmars.optim.orthogonalize import ORTHOGONALIZERS, in_gram_form
+from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.settings import Settings
 
 ROW_BETA = 0.95  # the decay of the rows' mean squares, of NorMuon
@@ -21,11 +24,13 @@ ROW_EPS = 1e-8
 class Directions:
     """How a group's momenta become directions: the settings of its group that say it."""
 
+    rule: str
     orthogonalize: str
     orthogonalize_form: str
     equilibrate: bool
     renormalize: bool
     normalize_rows: bool
+    zero_mean: bool
 
     @classmethod
     def of(cls, settings: Settings) -> "Directions":
@@ -42,20 +47,47 @@ class Directions:
 
         `rounded` is the coarsest dtype that they were kept in.
         """
+        null = torch.ones_like(momenta[..., :1])
+        if self.zero_mean:
+            momenta = without(momenta, null)
         x = equilibrated(momenta) if self.equilibrate else momenta
-        return ORTHOGONALIZERS[self.orthogonalize](x, product, self.orthogonalize_form, rounded)
+        x = ORTHOGONALIZERS[self.orthogonalize](x, product, self.orthogonalize_form, rounded)
+        if not self.zero_mean:
+            return x
+        # Products in bfloat16 round too, and of 1e-3 an iteration makes 1/2.
+        if self.equilibrate:
+            null = torch.linalg.vector_norm(momenta, dim=-1, keepdim=True)
+        return without(x, null).to(x.dtype)
+
+    def scaled(self, orthogonal: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return parts of matrices [rows, cols] = `shape` times the scale of each over theirs.
+
+        With `renormalize` they are renormalised first.
+        """
+        x = renormalized(orthogonal) if self.renormalize else orthogonal
+        scale = cast(MatrixRule, RULES[self.rule]).scale
+        factor = scale(*x.shape[1:]) / scale(*shape)
+        return x if factor == 1 else x * factor
 
     def normalized(
-        self, orthogonal: Tensor, squares: Tensor | None
+        self, directions: Tensor, squares: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the directions that `orthogonalized` matrices become, and rows' mean squares.
+        """Return directions with rows of even size over time, and the rows' mean squares.
 
         `squares` [n, rows], with `normalize_rows`, are those after the last step: 0 before the
-        first. The results are in float32 at least, where anything is done.
+        first. The results are then in float32 at least.
         """
-        if self.renormalize:
-            orthogonal = renormalized(orthogonal)
-        return (orthogonal, None) if squares is None else with_normalized_rows(orthogonal, squares)
+        return (directions, None) if squares is None else with_normalized_rows(directions, squares)
+
+
+def without(matrices: Tensor, null: Tensor) -> Tensor:
+    """Return matrices [n, rows, cols] of whose columns none has a part along `null` [n, rows, 1].
+
+    In float32 at least.
+    """
+    wide, null = matrices.to(_wide(matrices)), null.to(_wide(matrices))
+    along = (null * wide).sum(-2, keepdim=True) / null.square().sum(-2, keepdim=True)
+    return wide - null * along.where(along.isfinite(), 0)
 
 
 def equilibrated(momenta: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Source: the table "who gets which rule" of the MARS and MARS-M papers and their 
 
 import difflib
 import inspect
+import re
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -13,10 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmars.optim.checks import check_group, check_rule
+from torchmars.optim.checks import check_group, check_params, check_rule
+from torchmars.optim.fused import cut_of, looks_fused, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
-from torchmars.optim.settings import Settings, shown
+from torchmars.optim.settings import CUT, Settings, shown
 
 
 def complete_settings(name: str, **given: Any) -> Settings:
@@ -25,17 +27,17 @@ def complete_settings(name: str, **given: Any) -> Settings:
     Raises `ValueError`, naming the argument, for an unknown name, a setting that the optimizer does
     not have and a value out of range. A `clip` of 0 or None switches the per-tensor clip off.
     """
-    if name not in RULES:
-        raise ValueError(f"name must be one of {', '.join(RULES)}, got {name!r}")
+    if not isinstance(name, str) or name not in RULES:
+        raise ValueError(f"name must be one of {', '.join(RULES)}, got {shown(name)!r}")
     known = {each.name: each for each in RULES[name].settings if each.scope != "group"}
     for key in given:
         if key not in known:
             raise ValueError(f'{key} has no meaning for "{name}": remove it')
     settings = {key: setting.default for key, setting in known.items()} | given
+    for key, setting in known.items():
+        setting.check(_clip(settings[key]) if key == "clip" else settings[key])
     if "lr_1d" in settings and settings["lr_1d"] is None:
         settings["lr_1d"] = settings["lr"] / 2
-    for key, setting in known.items():
-        setting.check(settings[key] or None if key == "clip" else settings[key])
     RULES[name].check(settings)
     return settings
 
@@ -48,10 +50,15 @@ def role_settings(name: str, **settings: Any) -> dict[str, Settings]:
     settings, rule = complete_settings(name, **settings), RULES[name]
     shared = [each.name for each in rule.settings if each.scope == "both"]
     main = {"rule": name, "clip": None} | {key: settings[key] for key in shared}
-    main["clip"] = main["clip"] or None
+    main["clip"] = _clip(main["clip"])
     table = dict.fromkeys(ROLES, main) | rule.settings_by_role(main, settings)
     table["convolution"] = table["convolution"] | {"flatten": True}
     return table
+
+
+def _clip(value: Any) -> Any:
+    """Return a clip as a group has it: None for 0."""
+    return None if isinstance(value, int | float) and not value else value
 
 
 def check_groups(
@@ -77,20 +84,25 @@ def param_groups(
     *,
     by_role: dict[str, dict[str, Any]] | None = None,
     by_pattern: Sequence[tuple[str, dict[str, Any]]] = (),
+    split_fused: bool = True,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Return groups for `MARS`, with named parameters, each in one group.
 
-    There is one group for each pattern and each role that `model` has.
+    There is one group for each pattern and each role that `model` has, and for each way in which
+    a parameter of them is cut into matrices.
 
     Args:
         model: the model whose parameters are grouped by their roles (see `roles`).
         name: the optimizer whose defaults are used: one of the rules.
         by_role: for a role, group settings that replace the optimizer's: rule, lr, betas, eps,
-            weight_decay, gamma, clip, split, flatten.
+            weight_decay, gamma, clip, split, flatten, transposed, zero_mean.
         by_pattern: pairs (pattern, group settings). A parameter whose name matches a pattern (as a
             shell's) goes to the first one that it matches, with its role's settings but for those
             given.
+        split_fused: take apart, for the matrix rules, what is known to be several matrices in one,
+            such as fused QKV weights of transformers' models. Warns of a parameter that looks fused
+            and is not known. False: all stay whole, as if written by hand.
         settings: replace the defaults of optimizer `name`.
 
     Raises `ValueError`, naming the argument, for a value out of range, for a setting without
@@ -100,14 +112,16 @@ def param_groups(
         raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     if not isinstance(by_role or {}, dict):
         raise TypeError(f"by_role must be a dict of settings by role, got {shown(by_role)!r}")
+    _check_patterns(by_pattern)
     table, given = role_settings(name, **settings), by_role or {}
     for role, changes in given.items():
         if role not in ROLES:
             raise ValueError(f"by_role must name roles of {', '.join(ROLES)}, got {role!r}")
         table[role] = _changed(table[role], changes, role)
-    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    groups: dict[tuple[str, str, str], dict[str, Any]] = {}
     claimed: set[str] = set()
-    named = dict(model.named_parameters())
+    whole: list[str] = []
+    named, modules = dict(model.named_parameters()), dict(model.named_modules())
     for parameter_name, role in roles(model).items():
         pattern, changes = next(
             (each for each in by_pattern if fnmatchcase(parameter_name, each[0])), ("", {})
@@ -115,10 +129,20 @@ def param_groups(
         if pattern:
             claimed.add(pattern)
         where = pattern or role
-        if (where, role) not in groups:
-            changed = _changed(table[role], changes, where)
-            groups[where, role] = {"params": [], "role": where} | changed
-        groups[where, role]["params"].append((parameter_name, named[parameter_name]))
+        changed = _changed(table[role], changes, where)
+        if isinstance(RULES[changed["rule"]], MatrixRule):
+            own, parameter = given.get(role, {}) | changes, named[parameter_name]
+            found = cut_of(parameter_name, parameter, modules) if split_fused else {}
+            if role == "router" and softmax_router(parameter_name, modules):
+                found["zero_mean"] = True
+            changed |= {key: value for key, value in found.items() if key not in own}
+            if not found and "split" not in own and looks_fused(parameter_name):
+                whole.append(parameter_name)
+        key = where, role, repr([changed.get(name) for name in (*CUT, "zero_mean")])
+        group = groups.setdefault(key, {"params": [], "role": where} | changed)
+        group["params"].append((parameter_name, named[parameter_name]))
+    if whole and split_fused:
+        _warn_of_whole(whole, named[whole[0]])
     for pattern, _ in by_pattern:
         if pattern not in claimed:
             raise ValueError(
@@ -126,6 +150,33 @@ def param_groups(
                 "(or an earlier pattern claimed them all)"
             )
     return list(groups.values())
+
+
+def _check_patterns(by_pattern: Any) -> None:
+    """Raise `TypeError` unless `by_pattern` is a list of patterns with settings."""
+    pairs = by_pattern if isinstance(by_pattern, list | tuple) else None
+    if pairs is None or not all(
+        isinstance(each, list | tuple)
+        and len(each) == 2
+        and isinstance(each[0], str)
+        and isinstance(each[1], dict)
+        for each in pairs
+    ):
+        raise TypeError(
+            "by_pattern must be a list of pairs (pattern, dict of settings), got "
+            f"{shown(by_pattern)!r}"
+        )
+
+
+def _warn_of_whole(names: Sequence[str], first: Tensor) -> None:
+    """Warn that parameters that may be several matrices are orthogonalised as one."""
+    pattern, parts = re.sub(r"\d+", "*", names[0]), 3 if first.shape[0] % 3 == 0 else 2
+    warnings.warn(
+        f"{names[0]!r} and {len(names) - 1} more look like several matrices in one, and are "
+        "orthogonalised as one. If they are, say how many, or the rows of each: "
+        f'by_pattern=[({pattern!r}, {{"split": {parts}}})]; with "split": 1 it is not said again',
+        stacklevel=3,
+    )
 
 
 def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
@@ -140,7 +191,7 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
         if shared and value is not None and not _has_meaning(key, changed["rule"]):
             raise ValueError(f'{where}.{key} has no meaning for "{changed["rule"]}": remove it')
     if "clip" in changed:
-        changed["clip"] = changed["clip"] or None
+        changed["clip"] = _clip(changed["clip"])
     try:
         check_rule(changed["rule"])
         for key in known.keys() & changed.keys():
@@ -169,6 +220,7 @@ def complete_group(
                 raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
     if "params" not in group:
         raise ValueError(f"group {number} has no 'params': name its parameters")
+    check_params(group["params"])
     check_rule(group.get("rule", defaults["rule"]))
     for setting in RULES[group.get("rule", defaults["rule"])].settings:
         if setting.scope != "optimizer" and setting.name not in given:

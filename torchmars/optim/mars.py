@@ -17,11 +17,13 @@ from torch import Tensor
 
 from torchmars.optim.checks import (
     MAX_GRAD_NORM,
+    check_exact,
     check_flags,
     check_fraction,
     check_group,
     check_names,
     check_parameters,
+    check_params,
     check_rule,
     check_state_dtypes,
     warn_of_no_gradient,
@@ -172,13 +174,17 @@ class MARS(torch.optim.Optimizer):
         self.measures = False
         """Whether steps measure how orthogonal their matrices are, for `telemetry`."""
         # Read twice. torch refuses a tensor.
+        check_params(params)
         given: Any = params if isinstance(params, Tensor) else list(params)
+        check_params(given)
         settings |= dict(rule=rule, eps=eps, weight_decay=weight_decay, flatten=flatten)
         settings |= dict(gamma=gamma, gamma_next=gamma_next, clip=clip, split=split)
         settings |= {key: each for key, each in (("lr", lr), ("betas", betas)) if each is not None}
         self._given = list(settings)  # what else a group has follows from its rule
         by_rule = {key: RULES[rule].defaults[key] for key in ("lr", "betas")}
         super().__init__(given, by_rule | settings)
+        if exact and norm_group is None:  # a part may have no matrices
+            check_exact(self.param_groups)
         self._settle()
         warn_of_slips(self.param_groups, given, settings, inspect.signature(MARS), stacklevel=3)
 

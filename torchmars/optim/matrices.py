@@ -1,6 +1,8 @@
 """Parameters seen as matrices: how one is cut by rows, and which part of it a rank has.
 
-A fused QKV weight is cut into three before it is orthogonalised (`split`).
+A fused QKV weight is cut into three before it is orthogonalised (`split`). Parts that are runs of
+whole rows are matrices of their own from the plan on. Others, columns and rows that take turns, are
+cut where the matrix lies whole.
 """
 
 import itertools
@@ -9,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 Interval = tuple[int, int]
@@ -23,13 +27,16 @@ class MatrixShape:
 
     Two dims are one matrix, three are a batch (experts). With `flatten`, or from four dims on, all
     but the first are flattened into the columns (convolutions). `split` is the number of parts of a
-    matrix, or the rows of each: a fused QKV weight has the parts q, k and v. Raises `ValueError`
-    for a shape that is no matrix and for a split that does not fit it.
+    matrix, or the rows of each: a fused QKV weight has the parts q, k and v. Where it has more rows
+    than these, they take turns, as where each head has its own q, k and v. `transposed` matrices
+    are stored [in, out], and are cut by columns. Raises `ValueError` for a shape that is no matrix
+    and for a split that does not fit it.
     """
 
     shape: tuple[int, ...]
     flatten: bool = False
     split: int | tuple[int, ...] = 1
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) < 2:
@@ -37,10 +44,11 @@ class MatrixShape:
                 "a matrix rule needs parameters of at least two dimensions, got one of shape "
                 f"{self.shape}"
             )
-        if sum(self.parts) != self.matrix[1]:
+        rows, together = self.sides[0], sum(self.parts)
+        if together != rows and (together <= 0 or rows % together):
             raise ValueError(
-                f"split = {self.split} does not divide the {self.matrix[1]} rows of a parameter "
-                f"of shape {self.shape}"
+                f"split = {self.split} does not divide the {rows} "
+                f"{'columns' if self.transposed else 'rows'} of a parameter of shape {self.shape}"
             )
 
     @property
@@ -54,9 +62,15 @@ class MatrixShape:
         return self.local(self.shape)
 
     @property
+    def sides(self) -> tuple[int, int]:
+        """The sides of each matrix of the batch, [out, in]: `parts` are of the first."""
+        _, rows, cols = self.matrix
+        return (cols, rows) if self.transposed else (rows, cols)
+
+    @property
     def parts(self) -> tuple[int, ...]:
-        """The rows of each matrix of the batch after the split."""
-        rows = self.matrix[1]
+        """The rows of each part, or of each of its turns."""
+        rows = self.sides[0]
         if isinstance(self.split, int):
             return (
                 (rows // self.split,) * self.split
@@ -64,6 +78,31 @@ class MatrixShape:
                 else (-1,)
             )
         return tuple(self.split)
+
+    def __str__(self) -> str:
+        stored = ", transposed" if self.transposed else ""
+        return f"of shape {self.shape}, flatten {self.flatten}, split {self.split}{stored}"
+
+    @property
+    def is_cut_whole(self) -> bool:
+        """Whether its parts are no runs of whole rows."""
+        return self.transposed or sum(self.parts) < self.matrix[1]
+
+    def cut(self, matrices: Tensor) -> list[Tensor]:
+        """Return the parts [n, out, in] of whole `matrices` [n, rows, cols]."""
+        if not self.is_cut_whole:
+            return [matrices]
+        oriented = matrices.mT if self.transposed else matrices
+        turns = oriented.unflatten(1, (-1, sum(self.parts))).split(self.parts, dim=2)
+        return [each.flatten(1, 2) for each in turns]
+
+    def put_together(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole matrices [n, rows, cols] of `parts`, as `cut` returns them."""
+        if not self.is_cut_whole:
+            return parts[0]
+        turns = [each.unflatten(1, (-1, rows)) for each, rows in zip(parts, self.parts)]
+        whole = torch.cat(turns, dim=2).flatten(1, 2)
+        return whole.mT if self.transposed else whole
 
     def local(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Return the shape of a rank's part, `shape`, seen as [batch, rows, cols]."""
@@ -153,7 +192,7 @@ class Units(NamedTuple):
 def units_of(parameter: int, shape: MatrixShape) -> list[Units]:
     """Return the matrices of parameter number `parameter`, in order."""
     batch, rows, cols = shape.matrix
-    if shape.parts == (rows,):
+    if shape.is_cut_whole or shape.parts == (rows,):
         return [Units(parameter, 0, batch, 0, rows, cols)] if batch * rows * cols else []
     starts = list(itertools.accumulate(shape.parts, initial=0))
     return [

@@ -15,7 +15,7 @@ from torchmars.optim.matrices import MatrixShape
 from torchmars.optim.meshes import MeshAxes, MeshGroups, layout_key
 from torchmars.optim.norms import ModelTotals, ShardSum
 from torchmars.optim.rules import RULES, MatrixRule
-from torchmars.optim.settings import FIXED
+from torchmars.optim.settings import CUT, FIXED
 from torchmars.optim.state import Known, known_parameters
 from torchmars.optim.tensors import local_part
 from torchmars.optim.traffic import MatrixTraffic, OwnerLoads
@@ -68,8 +68,7 @@ class Plans:
                 alike.setdefault(layout_key(parameter), []).append(parameter)
             for parameters in alike.values():
                 shapes = [
-                    MatrixShape(tuple(p.shape), group["flatten"], group["split"])
-                    for p in parameters
+                    MatrixShape(tuple(p.shape), *(group[name] for name in CUT)) for p in parameters
                 ]
                 traffic.append(
                     MatrixTraffic(

@@ -226,12 +226,14 @@ def corrected_momentum(g: Tensor, state: State, betas: Betas, **correction: Any)
 def orthogonal_direction(m: Tensor, state: State, options: Settings | None = None) -> Tensor:
     """Return each matrix of `m` with its singular values mapped near 1, as `options` say.
 
-    `options` are the settings `orthogonalize`, `equilibrate`, `renormalize` and `normalize_rows`
-    of matrix rules. The last is NorMuon's (arXiv 2510.05491): each row is divided by the root of
-    its mean square over time, which `state` keeps, and the whole gets its norm back.
+    `options` are the settings `orthogonalize`, `zero_mean`, `equilibrate`, `renormalize` and
+    `normalize_rows` of matrix rules. The last is NorMuon's (arXiv 2510.05491): each row is divided
+    by the root of its mean square over time, which `state` keeps, and the whole gets its norm back.
     """
     given = {"orthogonalize": "newton-schulz"} | (options or {})
     rows, cols = m.shape[-2:]
+    if given.get("zero_mean"):
+        m = m - m.mean(-2, keepdim=True)
     if given.get("equilibrate"):
         of_rows = torch.linalg.vector_norm(m, dim=-1, keepdim=True)
         m = m / of_rows.where(of_rows > 0, 1) * norm_of_each(m) / rows**0.5

@@ -5,7 +5,7 @@ Source: the table "who gets which rule" of the MARS and MARS-M papers and their 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.13: the one base of all convolutions
@@ -29,6 +29,8 @@ _EMBEDDING_PARTS = {
     "wte",
     "wpe",
 }
+_NORM_NAME = re.compile(r"(.*_)?(norm|layernorm|layer_norm|ln)(_?\w)?", re.IGNORECASE)
+_GATES = {"gate", "gating", "wg"}  # what may choose experts, beside them
 _VECTOR_NAME = re.compile(r"(.*_)?bias|A_log")  # A_log: decay rates of Mamba
 _HEAD_NAME = re.compile(r"head|lm_head|classifier")
 # These are hidden matrices where they are repeated, as q_head in each block of Funnel Transformers.
@@ -45,16 +47,18 @@ def roles(model: nn.Module) -> dict[str, str]:
     head is the last matrix in a module named head, lm_head, classifier or *_head, or a layer named
     output or score, and in a model without any of these its last layer, if that is an `nn.Linear`
     that the model holds itself (fc).
-    Weights of convolutions are matrices [out, -1]. A matrix in a module named router, which chooses
+    Weights of convolutions are matrices [out, -1], but those of depthwise ones, which have a filter
+    for each channel: vectors. A matrix in a module that is named as a router, or as a gate beside
     experts, is a router. All else is a matrix, or a batch of them.
     """
+    modules = dict(model.named_modules())
     owners = {id(p): each for each in model.modules() for p in each.parameters(recurse=False)}
     for each in model.modules():  # a tied tensor is an embedding, whatever else holds it
         if isinstance(each, _EMBEDDINGS):
             owners |= {id(p): each for p in each.parameters(recurse=False)}
     heads = _heads(model)
     return {
-        name: _role(name, parameter, owners[id(parameter)], name in heads)
+        name: _role(name, parameter, owners[id(parameter)], name in heads, modules)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -69,12 +73,19 @@ def looks_like(name: str) -> str | None:
     return "head" if _HEAD_NAME.fullmatch(last) else None
 
 
-def _role(name: str, parameter: Tensor, owner: nn.Module, is_head: bool) -> str:
-    last = name.rpartition(".")[2]
+def _role(
+    name: str, parameter: Tensor, owner: nn.Module, is_head: bool, modules: Mapping[str, nn.Module]
+) -> str:
+    *path, last = name.split(".")
     if isinstance(owner, _EMBEDDINGS):
         return "embedding"
     if parameter.ndim < 2 or isinstance(owner, _NORMS) or _VECTOR_NAME.fullmatch(last):
         return "vector"
+    named_norm = path and _NORM_NAME.fullmatch(path[-1]) and not isinstance(owner, nn.Linear)
+    if named_norm or _is_depthwise(owner, parameter):
+        return "vector"
+    if parameter.ndim == 2 and min(parameter.shape) > 1 and _chooses_experts(path, owner, modules):
+        return "router"
     if _EMBEDDING_PARTS & set(last.split("_")):
         return "embedding"
     if is_head:
@@ -83,7 +94,28 @@ def _role(name: str, parameter: Tensor, owner: nn.Module, is_head: bool) -> str:
         return "vector"
     if isinstance(owner, _ConvNd):
         return "convolution"
-    return "router" if "router" in name.split(".") else "matrix"
+    return "matrix"
+
+
+def _is_depthwise(owner: nn.Module, parameter: Tensor) -> bool:
+    """Return whether a parameter is the filters of a convolution, one for each channel."""
+    return isinstance(owner, _ConvNd) and owner.groups > 1 and parameter.shape[1] == 1
+
+
+def _chooses_experts(
+    path: Sequence[str], owner: nn.Module, modules: Mapping[str, nn.Module]
+) -> bool:
+    """Return whether the matrix of a module, at `path`, makes the scores of experts.
+
+    It has a router around it, or a gate that lies beside experts.
+    """
+    if "router" in path or type(owner).__name__.endswith("Router"):
+        return True
+    for number, part in enumerate(path[-2:], max(len(path) - 2, 0)):
+        beside = modules[".".join(path[:number])].named_children()
+        if part in _GATES and any("expert" in name for name, _ in beside):
+            return True
+    return False
 
 
 def _heads(model: nn.Module) -> set[str]:

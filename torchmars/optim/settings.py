@@ -79,7 +79,7 @@ class Flag(Setting):
 
 @dataclass(frozen=True)
 class Rows(Setting):
-    """Into how many parts a matrix is cut by rows, or the rows of each part."""
+    """Into how many parts a matrix is cut by rows, or the rows of each part, as a pattern."""
 
     def judge(self, value: Any) -> tuple[bool, str]:
         parts = value if isinstance(value, tuple | list) and value else [value]
@@ -123,6 +123,19 @@ FLATTEN = Flag(
     "flatten", "See parameters of three dims as one matrix [out, -1].", False, scope="group"
 )
 SPLIT = Rows("split", "Parts that a matrix is cut into by rows.", 1, scope="group")
+TRANSPOSED = Flag(
+    "transposed",
+    "Matrices are stored [in, out], not [out, in]: their columns are what is called rows.",
+    False,
+    scope="group",
+)
+ZERO_MEAN = Flag(
+    "zero_mean",
+    "Take the mean over rows out of a matrix and of its direction: of softmax routers, whose "
+    "gradient has none but for rounding.",
+    False,
+    scope="group",
+)
 
 CAUTIOUS_DECAY = Flag(
     "cautious_decay",
@@ -163,6 +176,8 @@ RENORMALIZE = Flag(
 MATRIX_SETTINGS = (
     FLATTEN,
     SPLIT,
+    TRANSPOSED,
+    ZERO_MEAN,
     ORTHOGONALIZE,
     ORTHOGONALIZE_FORM,
     NORMALIZE_ROWS,
@@ -170,6 +185,8 @@ MATRIX_SETTINGS = (
     RENORMALIZE,
 )
 
+# How a parameter is seen as matrices.
+CUT = ("flatten", "split", "transposed")
 # Settings of a group that plans and state follow from: they cannot change later.
 FIXED = ("rule", *(each.name for each in MATRIX_SETTINGS))
 

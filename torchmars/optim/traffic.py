@@ -136,10 +136,7 @@ class MatrixTraffic:
             ranks,
             loads.setdefault(tuple(sorted(ranks)), {}),
         )
-        descriptions = [
-            f"of shape {shape.shape}, flatten {shape.flatten}, split {shape.split}, placed {placed}"
-            for shape, placed in zip(shapes, placements)
-        ]
+        descriptions = [f"{shape}, placed {placed}" for shape, placed in zip(shapes, placements)]
         check_same_plan(
             descriptions, plan, matrix_dtype, directions, self.place.groups, self.device
         )
@@ -227,11 +224,14 @@ class MatrixTraffic:
 
         `parameters` are those that its matrices are of, by number.
         """
-        orthogonal = self.directions.orthogonalized(momenta, self.product, self.rounded)
-        if self.deviations is not None:
-            numbers = torch.tensor(parameters, device=self.device)
-            self.deviations.index_add_(0, numbers, squared_deviations(orthogonal).double())
-        directions, squares = self.directions.normalized(orthogonal, squares)
+        shape, parts = self.shapes[parameters[0]], []
+        for each in shape.cut(momenta):
+            orthogonal = self.directions.orthogonalized(each, self.product, self.rounded)
+            if self.deviations is not None:
+                numbers = torch.tensor(parameters, device=self.device)
+                self.deviations.index_add_(0, numbers, squared_deviations(orthogonal).double())
+            parts.append(self.directions.scaled(orthogonal, momenta.shape[1:]))
+        directions, squares = self.directions.normalized(shape.put_together(parts), squares)
         return directions.to(momenta.dtype), squares
 
     def write_results(self, bucket: Bucket, returned: list[Tensor], places: Places) -> None:

@@ -1,9 +1,12 @@
 """What does not go together in a layout: found before there are ranks."""
 
+from collections.abc import Iterator
+
 from torchmars.config import Config, Degrees
 from torchmars.config.compile import compile_problem, needs_compile
 from torchmars.config.fields import require
 from torchmars.models import Model
+from torchmars.models.moe import MoE
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 from torchmars.parallel.float8 import converted_rows
 
@@ -24,6 +27,24 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     check_float8(config, degrees, model)
     check_balance(config, model)
     config.subset_microbatches(degrees.data)
+
+
+def untrained(config: Config, model: Model) -> Iterator[str]:
+    """Yield a line for each setting that leaves weights of `model` without a gradient."""
+    training = config.training
+    mixtures = [each for each in model.modules() if isinstance(each, MoE)]
+    if any(each.router.always_weighs_the_same for each in mixtures):
+        only = " but that of training.balance_loss" if training.balance_loss else ""
+        yield (
+            "model.n_expert_used = 1: the one weight of a token is 1 whatever its router says, so "
+            f"routers have no gradient{only}: set model.norm_topk_prob = false, or use more of "
+            "several experts"
+        )
+    if training.seq_len == 1:
+        yield (
+            "training.seq_len = 1: a token sees itself alone, so queries and keys have no "
+            "gradient: make it longer"
+        )
 
 
 def check_tensors(degrees: Degrees, model: Model) -> None:
@@ -153,3 +174,8 @@ def check_balance(config: Config, model: Model) -> None:
             f"training.{name} = {coefficient:g} is a loss of experts, which the model does not "
             "have: set model.n_expert, or remove it",
         )
+    require(
+        not (training.router_z_loss and config.optimizer.zero_mean_routers),
+        f"optimizer.zero_mean_routers takes out what training.router_z_loss = "
+        f"{training.router_z_loss:g} pulls at: remove one of them",
+    )

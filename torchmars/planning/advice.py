@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from torchmars.metrics.throughput import GIB
+from torchmars.parallel.checks import untrained
 from torchmars.planning.assumptions import FLOPS, GPU, MEMORY, NETWORK
 from torchmars.planning.plan import Plan
 from torchmars.planning.work import Share
@@ -23,6 +24,7 @@ def advice(plan: Plan) -> Iterator[str]:
     yield from of_axes(plan)
     yield from of_owners(plan)
     yield from of_tokens(plan)
+    yield from untrained(plan.config, plan.whole)
     rows, width = plan.whole.vocab_rows, plan.whole.width
     if plan.per_node and (rows % TILE or width % TILE):
         yield (

@@ -1,12 +1,13 @@
 """What all ranks of a run are able to, and the settings that follow from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
 from torchmars.config import ResolvedConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
+from torchmars.config.optimizer import resolve_routers
 from torchmars.optim.kernels import can_compile
 from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.parallel.fsdp import weight_device
@@ -29,6 +30,8 @@ def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedCo
     native_bfloat16 = layout.agree(lambda: multiplies_bfloat16(weights))
     saved = layout.on_first(lambda: newest_config(checkpoints(config.checkpoints)))
     config = resolve_dtypes(config, device, native_bfloat16, saved)
+    optimizer = resolve_routers(config.optimizer, config.training.router_z_loss, saved)
+    config = replace(config, optimizer=optimizer)
     able = layout.agree(lambda: can_compile(device))
     config = resolve_compile(config, device, able, layout.group("tp").size, saved)
     return config, Abilities(native_bfloat16, able)

@@ -25,7 +25,11 @@ def build_optimizer(
     """
     section = config.optimizer
     try:
-        groups = param_groups(model, **section.settings())
+        # Fused weights of our models stay whole, as in the published runs.
+        settings = section.settings() | {"split_fused": False}
+        if not section.zero_mean_routers:  # None: of a run that is older than the setting
+            settings["by_role"].setdefault("router", {})["zero_mean"] = False
+        groups = param_groups(model, **settings)
         if weights is not None:
             for group in groups:
                 names = [name for name, _ in group["params"] if name in weights]

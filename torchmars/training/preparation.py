@@ -7,7 +7,7 @@ from torchmars.checkpoint.storage import storage_of
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
-from torchmars.core.console import say
+from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable, write_durably
 from torchmars.core.words import counted
@@ -20,7 +20,7 @@ from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.tasks import Question
 from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model
-from torchmars.parallel.checks import check_layout
+from torchmars.parallel.checks import check_layout, untrained
 from torchmars.parallel.float8 import check_package
 
 
@@ -33,6 +33,8 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     model = build_meta_model(config.model, vocab_size, config.training.seq_len)
     check_layout(config, config.parallelism.degrees(ranks), model)
+    for text in untrained(config, model):
+        say("\n".join(labelled("warning", text)))
     check_trackers(config.metrics)
     check_package(config.training.float8)
     evaluation_tasks(config)
