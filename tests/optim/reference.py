@@ -45,6 +45,8 @@ def direction(rule: str, m: Tensor, options: dict | None = None, state: dict | N
             [direction(rule, each, options, state.setdefault(i, {})) for i, each in enumerate(m)]
         )
     rows, cols = m.shape
+    if options.get("zero_mean"):
+        m = m - torch.ones(rows, 1, dtype=m.dtype) @ m.sum(0, keepdim=True) / rows
     if options.get("equilibrate"):
         size = float(m.norm()) / rows**0.5
         m = torch.stack([row * (size / float(row.norm())) for row in m])

@@ -52,6 +52,36 @@ def test_batches_flattening_and_splits_are_separate_matrices(rule):
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo", "muon"])
+def test_parts_that_take_turns_and_parts_of_columns_are_separate_matrices(rule):
+    """As Falcon's heads, GPT-2's Conv1D, and experts of gpt-oss. In float64."""
+    heads = [[0, 1, 8, 9], [2, 3, 4, 10, 11, 12], [5, 6, 7, 13, 14, 15]]
+    cases = [
+        ((16, 6), {"split": (2, 3, 3)}, lambda x: [x[rows] for rows in heads]),
+        ((4, 15), {"split": 3, "transposed": True}, lambda x: [y.T for y in x.chunk(3, 1)]),
+        ((4, 15), {"split": (9, 6), "transposed": True}, lambda x: [x[:, :9].T, x[:, 9:].T]),
+        (
+            (3, 4, 10),
+            {"split": (1, 1), "transposed": True},
+            lambda x: [x[:, :, ::2].mT, x[:, :, 1::2].mT],
+        ),
+        ((3, 10, 4), {"split": (1, 1)}, lambda x: [x[:, ::2], x[:, 1::2]]),
+        ((6, 2, 5), {"flatten": True, "split": 2}, lambda x: list(x.flatten(1).chunk(2))),
+    ]
+    lean = {"clip": None} if rule != "muon" else {}
+    for number, (shape, options, cut) in enumerate(cases):
+        sequence = gradients(shape, 4, number, torch.float64)
+        together = nn.Parameter(gradients(shape, 1, 9, torch.float64)[0].clone())
+        parts = [nn.Parameter(part.clone().contiguous()) for part in cut(together.detach())]
+        settings = {"rule": rule, "weight_decay": 0.1, "renormalize": True} | lean
+        of_parts = list(zip(*(cut(g) for g in sequence)))
+        for params, given, own in (([together], [sequence], options), (parts, of_parts, {})):
+            group = {"params": params, **settings, **own}
+            run(MARS([group], matrix_dtype=torch.float64), params, given)
+        for one, other in zip(cut(together.detach()), parts):
+            torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-12)
+
+
 def test_newton_schulz():
     matrices = torch.randn(
         3, 8, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64

@@ -151,6 +151,37 @@ def test_groups_of_another_shape():
         refused(lambda by_role=by_role: param_groups(nn.Linear(2, 2), by_role=by_role), "")
 
 
+@pytest.mark.parametrize("rule", ["muon", "adamw", "lion"])
+def test_exact_mode_of_rules_that_correct_nothing(rule):
+    refused(lambda: MARS([nn.Parameter(torch.ones(4, 4))], rule=rule, exact=True), "exact=True has")
+    both = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    MARS([{"params": both[:1], "rule": rule}, {"params": both[1:], "rule": "mars-m"}], exact=True)
+
+
+LAYER = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        *((lambda given=given: MARS(given), "params must be") for given in (None, 3, LAYER)),
+        (lambda: MARS([[LAYER.weight]]), "params must be"),
+        (lambda: MARS([("weight",)]), "params must be"),
+        (lambda: MARS([{"params": None}]), "params must be"),
+        *(
+            (lambda given=given: param_groups(LAYER, by_pattern=given), "by_pattern must be")
+            for given in (None, 3, "x", ["x"], [("x",)], [("x", None)], [(1, {})], ("*", {}))
+        ),
+        *((lambda given=given: param_groups(LAYER, given), "name must be") for given in ([], {})),
+        (lambda: param_groups(LAYER, lr=10**400), "lr must be"),
+        (lambda: param_groups(LAYER, clip=torch.ones(2)), "clip must be"),
+        (lambda: param_groups(LAYER, by_role={"matrix": {"clip": torch.ones(2)}}), "clip must be"),
+    ],
+)
+def test_arguments_of_another_kind(call, message):
+    refused(call, message)
+
+
 def test_parameters_of_others_have_no_correction_to_skip():
     parameter, optimizer = made()
     for given in ([nn.Parameter(torch.ones(2))], parameter, ["weight"]):

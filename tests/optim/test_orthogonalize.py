@@ -105,6 +105,36 @@ def test_rounding_of_another_order_moves_no_direction():
     torch.testing.assert_close(directions[0], directions[1], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", ORTHOGONALIZERS)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("product", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("equilibrate", [False, True])
+def test_the_momentum_of_a_softmax_router_has_no_direction_but_its_own(
+    method, wire, product, equilibrate
+):
+    """Its columns have mean 0 but for rounding. The direction is as near to float64's as others."""
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(512, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(512, 96, generator=generator, dtype=torch.float64)
+    (logits.softmax(-1) * torch.randn(512, 16, generator=generator)).sum().backward()
+    exact = logits.grad.T @ x
+    assert exact.mean(0).abs().max() < 1e-12 < exact.abs().mean()
+    given = RULES["mars-m"].defaults | {"rule": "mars-m", "orthogonalize": method}
+    settings = given | {"equilibrate": equilibrate, "zero_mean": True}
+    moved = exact.to(wire)[None]
+    found = Directions.of(settings).orthogonalized(moved, product, wire)[0].double()
+    lengths = exact.norm(dim=1, keepdim=True)
+    null = torch.nn.functional.normalize(lengths if equilibrate else torch.ones(16, 1), dim=0)
+    assert (null.mT.double() @ found).norm() < 0.01
+    near = orthogonalized(exact / lengths if equilibrate else exact, method)
+    if method == "svd":
+        near = near - null.double() @ (null.mT.double() @ near)
+    assert (found - near).norm() < (0.3 if torch.bfloat16 in (wire, product) else 1e-3)
+    if product == torch.bfloat16 and method != "svd" and not equilibrate:  # the fault
+        usual = Directions.of(given).orthogonalized(moved, product, wire)[0].double()
+        assert (null.mT.double() @ usual).norm() > 0.1
+
+
 def test_svd_is_exact_in_float32_and_for_each_matrix_alone():
     """Also of small singular values. A batch, which layouts cut otherwise, changes no bit."""
     for name, matrix in spectra(64, 256):

@@ -32,6 +32,7 @@ OPTIONS = [
     {"orthogonalize": "svd"},
     {"normalize_rows": True},
     {"equilibrate": True},
+    {"zero_mean": True},
     {"renormalize": True},
     {"orthogonalize": "polar-express", "equilibrate": True, "renormalize": True}
     | {"normalize_rows": True},

@@ -3,6 +3,8 @@
 A step makes no more communication than the plan says.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -244,3 +246,47 @@ def norm_on_half_of_the_world():
 
 def test_a_mesh_may_be_a_part_of_the_world():
     assert run_ranks(norm_on_half_of_the_world, 8) == [(0, 8.0)] * 4 + [(1, 16.0)] * 4
+
+
+CUTS = [
+    ((24, 8), {"split": (2, 1, 3)}),  # q, k and v take turns
+    ((8, 24), {"split": (8, 4, 4, 8), "transposed": True}),
+    ((4, 6, 8), {"split": (1, 1), "transposed": True}),  # experts, gates beside ups
+    ((8, 24), {"zero_mean": True}),
+    ((8, 24), {"zero_mean": True, "equilibrate": True, "normalize_rows": True}),
+    ((12, 8), {"split": (1, 2), "orthogonalize": "svd", "normalize_rows": True}),
+]
+
+
+def cut_steps(distribute, matrix_dtype):
+    results = []
+    for seed, (shape, options) in enumerate(CUTS):
+        generator = torch.Generator().manual_seed(seed)
+        start, *sequence = (torch.randn(shape, generator=generator) for _ in range(4))
+        parameter = nn.Parameter(distribute(start))
+        group = {"params": [parameter], "rule": "mars-shampoo", "lr": 0.1, "clip": None}
+        optimizer = MARS([group | options], matrix_dtype=matrix_dtype)
+        for gradient in sequence:
+            parameter.grad = distribute(gradient)
+            optimizer.step()
+        results.append(parameter)
+    return whole(results)
+
+
+def cut_on_mesh(placements):
+    mesh = init_device_mesh("cpu", (2,))
+    laid_out = partial(
+        distribute_tensor, device_mesh=mesh, placements=placements, src_data_rank=None
+    )
+    return [cut_steps(laid_out, dtype) for dtype in MATRIX_DTYPES]
+
+
+def cut_on_meshes():
+    return cut_on_mesh([Shard(0)]) + cut_on_mesh([Shard(1)])
+
+
+def test_cuts_through_shards_are_made_where_the_matrix_is_whole():
+    wanted = [cut_steps(torch.clone, dtype) for dtype in MATRIX_DTYPES]
+    for found in run_ranks(cut_on_meshes, 2):
+        for number, each in enumerate(found):
+            assert all(map(torch.equal, each, wanted[number % 3]))

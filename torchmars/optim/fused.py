@@ -119,7 +119,8 @@ _HALVES = re.compile("gate_up_proj|up_gate_proj")
 _THIRDS = re.compile("qkv")
 # Names of what may be several matrices.
 _LOOKS_FUSED = re.compile(
-    "(.*_)?(qkvz?|w?qkv|query_key_value|c_attn|in_proj_weight|gate_up|up_gate|w12|w13|to_kv)(_.*)?",
+    "(.*_)?(w?qkvz?|query_key_value|c_attn|in_proj_weight|gate_up|w12|w13|to_kv)(_.*)?"
+    "|up_gate(_proj)?",
     re.IGNORECASE,
 )
 _EINSUM = re.compile("XLNetRelativeAttention")  # its matrices are [in, heads, size of a head]

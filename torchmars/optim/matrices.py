@@ -94,7 +94,7 @@ class MatrixShape:
             return [matrices]
         oriented = matrices.mT if self.transposed else matrices
         turns = oriented.unflatten(1, (-1, sum(self.parts))).split(self.parts, dim=2)
-        return [each.flatten(1, 2) for each in turns]
+        return [each.flatten(1, 2).contiguous() for each in turns]
 
     def put_together(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole matrices [n, rows, cols] of `parts`, as `cut` returns them."""

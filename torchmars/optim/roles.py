@@ -84,7 +84,11 @@ def _role(
     named_norm = path and _NORM_NAME.fullmatch(path[-1]) and not isinstance(owner, nn.Linear)
     if named_norm or _is_depthwise(owner, parameter):
         return "vector"
-    if parameter.ndim == 2 and min(parameter.shape) > 1 and _chooses_experts(path, owner, modules):
+    if (
+        parameter.ndim == 2
+        and min(parameter.shape) > 1
+        and _chooses_experts(path, parameter, owner, modules)
+    ):
         return "router"
     if _EMBEDDING_PARTS & set(last.split("_")):
         return "embedding"
@@ -103,19 +107,18 @@ def _is_depthwise(owner: nn.Module, parameter: Tensor) -> bool:
 
 
 def _chooses_experts(
-    path: Sequence[str], owner: nn.Module, modules: Mapping[str, nn.Module]
+    path: Sequence[str], parameter: Tensor, owner: nn.Module, modules: Mapping[str, nn.Module]
 ) -> bool:
-    """Return whether the matrix of a module, at `path`, makes the scores of experts.
+    """Return whether a matrix in the module at `path`, `owner`, makes the scores of experts.
 
-    It has a router around it, or a gate that lies beside experts.
+    It is the last one of a module that is named as a router, or as a gate and lies beside experts.
     """
-    if "router" in path or type(owner).__name__.endswith("Router"):
-        return True
-    for number, part in enumerate(path[-2:], max(len(path) - 2, 0)):
-        beside = modules[".".join(path[:number])].named_children()
-        if part in _GATES and any("expert" in name for name, _ in beside):
-            return True
-    return False
+    for number, part in enumerate(path):
+        beside = [name for name, _ in modules[".".join(path[:number])].named_children()]
+        if part == "router" or (part in _GATES and any("expert" in name for name in beside)):
+            inside = modules[".".join(path[: number + 1])].parameters()
+            return parameter is [each for each in inside if each.ndim == 2][-1]
+    return type(owner).__name__.endswith("Router")
 
 
 def _heads(model: nn.Module) -> set[str]:
