@@ -7,8 +7,15 @@ import re
 import pytest
 
 from tests.support.tiny import write_config
-from torchmars.config import Config, Degrees, identity_fields, reported_sections
+from torchmars.config import (
+    Config,
+    Degrees,
+    OptimizerConfig,
+    identity_fields,
+    reported_sections,
+)
 from torchmars.config.load import config_from_tables, load_config
+from torchmars.config.optimizer import resolve_routers
 from torchmars.core.errors import UserError, exit_on_user_error
 
 
@@ -392,3 +399,22 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "optimizer.last_grad_dtype",
     ]
     assert reported_sections() == ["model", "training", "optimizer", "schedule", "guards"]
+
+
+@pytest.mark.parametrize(
+    "given,z_loss,saved,wanted",
+    [
+        (None, 0.0, None, True),  # a new run
+        (None, 1e-3, None, False),  # whose routers have a gradient there
+        (None, 0.0, {}, None),  # of before the setting
+        (None, 0.0, {"zero_mean_routers": True}, True),
+        (None, 0.0, {"zero_mean_routers": False}, False),
+        (None, 1e-3, {"zero_mean_routers": True}, False),
+        (False, 0.0, None, False),
+        (True, 0.0, {}, True),
+    ],
+)
+def test_routers_keep_what_a_run_began_with(given, z_loss, saved, wanted):
+    section = OptimizerConfig(zero_mean_routers=given).resolve()
+    found = resolve_routers(section, z_loss, saved if saved is None else {"optimizer": saved})
+    assert found.zero_mean_routers is wanted

@@ -17,6 +17,7 @@ from torchmars.optim import param_groups
 from torchmars.optim.roles import roles
 
 EXPERTS = {"n_expert": 8, "n_expert_used": 2, "n_expert_inner": 48}
+LLAMA_OF = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 96}
 # As GLM-4.5-Air.
 GLM = {
     "router": "sigmoid",
@@ -291,3 +292,22 @@ def test_counts_in_words_name_the_active_parameters_where_they_differ():
     stacks = sum(each.numel() for each in mixture.parameters() if each.ndim == 3)
     active = mixture.parameter_count - stacks * 3 // 4
     assert mixture.counts_in_words.endswith(f" parameters ({active:,} active)")
+
+
+def test_only_a_softmax_router_is_without_its_mean():
+    """A sigmoid's gradient has one. All matrices of our models stay whole otherwise."""
+    for router, wanted in (("softmax", True), ("sigmoid", None)):
+        args = dict(LLAMA_OF, **EXPERTS, router=router)
+        model = build_meta_model(ModelConfig(name="llama", **args), 64, 32)
+        [group] = [each for each in param_groups(model, "mars-m") if each["role"] == "router"]
+        assert group.get("zero_mean") is wanted
+
+
+def test_one_expert_with_its_probability_divided_out_has_exactly_no_gradient():
+    """Of the quotient's rounding an orthogonalisation would make a step."""
+    for sigmoid in (False, True):
+        router = Router(16, 4, 1, True, sigmoid, scale=2.5)
+        torch.nn.init.normal_(router.weight)
+        weights, _ = router(torch.randn(64, 16))
+        (weights * torch.randn(64, 1)).sum().backward()
+        assert (weights == 2.5).all() and not router.weight.grad.any()

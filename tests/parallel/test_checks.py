@@ -1,22 +1,68 @@
 """Layouts that cannot be are refused in one line, before there are ranks."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from torchmars.config import (
     ActivationCheckpointConfig,
     Config,
     ModelConfig,
+    OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
 )
 from torchmars.config.float8 import Float8Config
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
-from torchmars.parallel.checks import check_layout
+from torchmars.parallel.checks import check_balance, check_layout, untrained
 
 SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 32}
 FLOAT8 = Float8Config("tensorwise", all_gather=True)
 LLAMA = {"name": "llama", "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 96, "n_layer": 4}
+
+
+ROUTED = LLAMA | {"n_expert": 4, "n_expert_inner": 16}
+
+
+@pytest.mark.parametrize(
+    "model,training,found",
+    [
+        ({"n_expert_used": 1}, {}, ["routers have no gradient: set"]),
+        ({"n_expert_used": 1}, {"balance_loss": 0.01}, ["but that of training.balance_loss"]),
+        ({"n_expert_used": 1, "router": "sigmoid"}, {}, ["routers have no gradient"]),
+        ({"n_expert": 1, "n_expert_used": 1, "norm_topk_prob": False}, {}, ["routers have no"]),
+        ({"n_expert": 1, "n_expert_used": 1, "norm_topk_prob": False, "router": "sigmoid"}, {}, []),
+        ({"n_expert_used": 1, "norm_topk_prob": False}, {}, []),
+        ({"n_expert_used": 2}, {}, []),
+        ({"n_expert": 0}, {"seq_len": 1}, ["queries and keys have no gradient"]),
+    ],
+)
+def test_what_has_no_gradient_is_said_once(model, training, found):
+    """And has none: the least gradient that is no rounding is that of another weight."""
+    settings = TrainingConfig(**{"seq_len": 8} | training)
+    config = Config(model=ModelConfig(**ROUTED | model), training=settings)
+    meta = build_meta_model(config.model, 64, 8)
+    lines = list(untrained(config, meta))
+    assert len(lines) == len(found) and all(map(str.__contains__, lines, found))
+    whole = meta.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*whole.parameters(), *whole.buffers()):
+        if tensor.is_floating_point():
+            torch.nn.init.normal_(tensor, std=0.1, generator=generator)
+    tokens = torch.randint(64, (4, settings.seq_len), generator=generator)
+    whole.train()(tokens).square().mean().backward()
+    still = [name for name, p in whole.named_parameters() if p.ndim > 1 and not p.grad.any()]
+    assert bool(still) == bool(found)
+    assert all("router" in name or "attn" in name for name in still)
+
+
+def test_a_z_loss_needs_the_mean_of_routers():
+    config = Config(model=ModelConfig(**ROUTED), training=TrainingConfig(router_z_loss=1e-3))
+    config = replace(config, optimizer=OptimizerConfig(zero_mean_routers=True))
+    with pytest.raises(UserError, match=r"zero_mean_routers takes out what training.router_z_loss"):
+        check_balance(config, build_meta_model(config.model, 64, 8))
 
 
 def check(ranks, model=SIZE, training=None, activations=None, **parallelism):

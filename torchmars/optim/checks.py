@@ -49,20 +49,27 @@ def check_flags(exact: Any, overlap: Any, compile: Any, norm_group: Any) -> None
         )
 
 
-def check_params(params: Any) -> None:
-    """Raise `TypeError` for what is neither parameters nor groups of them."""
+def checked_params(params: Any) -> Any:
+    """Return parameters, or groups of them, to be read more than once.
+
+    Raises `TypeError` for what is neither. What torch refuses, or takes as it is, stays so.
+    """
     if isinstance(params, nn.Module) or not isinstance(params, Iterable):
         raise TypeError(
             "params must be parameters, named parameters or groups of them, such as "
             f"param_groups(model), got {'the module ' * isinstance(params, nn.Module)}"
             f"{type(params).__name__}"
         )
-    for number, each in enumerate(params if isinstance(params, list | tuple) else ()):
+    if isinstance(params, Tensor | set):  # torch takes the one in a group, refuses the other
+        return params
+    params = list(params)
+    for number, each in enumerate(params):
         if isinstance(each, list) or (isinstance(each, tuple) and len(each) != 2):
             raise TypeError(
                 f"params must be parameters, pairs (name, parameter) or dicts, got {shown(each)!r} "
                 f"as number {number}"
             )
+    return params
 
 
 def check_exact(groups: Iterable[Mapping[str, Any]]) -> None:

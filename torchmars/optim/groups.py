@@ -8,13 +8,13 @@ import difflib
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
-from torchmars.optim.checks import check_group, check_params, check_rule
+from torchmars.optim.checks import check_group, check_rule, checked_params
 from torchmars.optim.fused import cut_of, looks_fused, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
@@ -108,52 +108,54 @@ def param_groups(
     Raises `ValueError`, naming the argument, for a value out of range, for a setting without
     meaning and for a pattern that claims no parameter.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
-    if not isinstance(by_role or {}, dict):
-        raise TypeError(f"by_role must be a dict of settings by role, got {shown(by_role)!r}")
-    _check_patterns(by_pattern)
-    table, given = role_settings(name, **settings), by_role or {}
-    for role, changes in given.items():
-        if role not in ROLES:
-            raise ValueError(f"by_role must name roles of {', '.join(ROLES)}, got {role!r}")
-        table[role] = _changed(table[role], changes, role)
+    _check_types(model, by_role, by_pattern)
+    given = by_role or {}
+    table = _changed_roles(role_settings(name, **settings), given)
     groups: dict[tuple[str, str, str], dict[str, Any]] = {}
     claimed: set[str] = set()
-    whole: list[str] = []
     named, modules = dict(model.named_parameters()), dict(model.named_modules())
+    whole: dict[str, Tensor] = {}
     for parameter_name, role in roles(model).items():
         pattern, changes = next(
             (each for each in by_pattern if fnmatchcase(parameter_name, each[0])), ("", {})
         )
-        if pattern:
-            claimed.add(pattern)
+        claimed.add(pattern)
         where = pattern or role
         changed = _changed(table[role], changes, where)
+        parameter = named[parameter_name]
         if isinstance(RULES[changed["rule"]], MatrixRule):
-            own, parameter = given.get(role, {}) | changes, named[parameter_name]
+            own = given.get(role, {}) | changes
             found = cut_of(parameter_name, parameter, modules) if split_fused else {}
             if role == "router" and softmax_router(parameter_name, modules):
                 found["zero_mean"] = True
-            changed |= {key: value for key, value in found.items() if key not in own}
-            if not found and "split" not in own and looks_fused(parameter_name):
-                whole.append(parameter_name)
+            changed |= {each: value for each, value in found.items() if each not in own}
+            if split_fused and not found and "split" not in own and looks_fused(parameter_name):
+                whole[parameter_name] = parameter
         key = where, role, repr([changed.get(name) for name in (*CUT, "zero_mean")])
         group = groups.setdefault(key, {"params": [], "role": where} | changed)
-        group["params"].append((parameter_name, named[parameter_name]))
-    if whole and split_fused:
-        _warn_of_whole(whole, named[whole[0]])
-    for pattern, _ in by_pattern:
-        if pattern not in claimed:
-            raise ValueError(
-                f"by_pattern: {pattern!r} claims no parameter "
-                "(or an earlier pattern claimed them all)"
-            )
+        group["params"].append((parameter_name, parameter))
+    _check_claimed(by_pattern, claimed)
+    if whole:
+        _warn_of_whole(whole)
     return list(groups.values())
 
 
-def _check_patterns(by_pattern: Any) -> None:
-    """Raise `TypeError` unless `by_pattern` is a list of patterns with settings."""
+def _changed_roles(
+    table: dict[str, Settings], by_role: dict[str, dict[str, Any]]
+) -> dict[str, Settings]:
+    """Return the settings of each role with those changed that `by_role` changes."""
+    for role in by_role:
+        if role not in ROLES:
+            raise ValueError(f"by_role must name roles of {', '.join(ROLES)}, got {role!r}")
+    return table | {role: _changed(table[role], each, role) for role, each in by_role.items()}
+
+
+def _check_types(model: Any, by_role: Any, by_pattern: Any) -> None:
+    """Raise `TypeError` for an argument of `param_groups` of another type."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
+    if not isinstance(by_role or {}, dict):
+        raise TypeError(f"by_role must be a dict of settings by role, got {shown(by_role)!r}")
     pairs = by_pattern if isinstance(by_pattern, list | tuple) else None
     if pairs is None or not all(
         isinstance(each, list | tuple)
@@ -168,11 +170,22 @@ def _check_patterns(by_pattern: Any) -> None:
         )
 
 
-def _warn_of_whole(names: Sequence[str], first: Tensor) -> None:
+def _check_claimed(by_pattern: Sequence[tuple[str, Any]], claimed: Collection[str]) -> None:
+    """Raise `ValueError` for a pattern that claimed no parameter."""
+    for pattern, _ in by_pattern:
+        if pattern not in claimed:
+            raise ValueError(
+                f"by_pattern: {pattern!r} claims no parameter "
+                "(or an earlier pattern claimed them all)"
+            )
+
+
+def _warn_of_whole(whole: Mapping[str, Tensor]) -> None:
     """Warn that parameters that may be several matrices are orthogonalised as one."""
-    pattern, parts = re.sub(r"\d+", "*", names[0]), 3 if first.shape[0] % 3 == 0 else 2
+    name, first = next(iter(whole.items()))
+    pattern, parts = re.sub(r"\d+", "*", name), 3 if first.shape[0] % 3 == 0 else 2
     warnings.warn(
-        f"{names[0]!r} and {len(names) - 1} more look like several matrices in one, and are "
+        f"{name!r} and {len(whole) - 1} more look like several matrices in one, and are "
         "orthogonalised as one. If they are, say how many, or the rows of each: "
         f'by_pattern=[({pattern!r}, {{"split": {parts}}})]; with "split": 1 it is not said again',
         stacklevel=3,
@@ -220,14 +233,13 @@ def complete_group(
                 raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
     if "params" not in group:
         raise ValueError(f"group {number} has no 'params': name its parameters")
-    check_params(group["params"])
     check_rule(group.get("rule", defaults["rule"]))
     for setting in RULES[group.get("rule", defaults["rule"])].settings:
         if setting.scope != "optimizer" and setting.name not in given:
             group.setdefault(setting.name, setting.default)
     check_group(defaults | group, number)
-    if not isinstance(group["params"], Tensor | set):  # torch takes the one, refuses the other
-        group["params"] = list(group["params"])
+    group["params"] = checked_params(group["params"])
+    if isinstance(group["params"], list):
         names: dict[Any, str] = {}
         for place, each in enumerate(group["params"]):
             name, parameter = each if isinstance(each, tuple) else (place, each)

@@ -23,9 +23,9 @@ from torchmars.optim.checks import (
     check_group,
     check_names,
     check_parameters,
-    check_params,
     check_rule,
     check_state_dtypes,
+    checked_params,
     warn_of_no_gradient,
 )
 from torchmars.optim.groups import complete_group, warn_of_slips
@@ -173,10 +173,7 @@ class MARS(torch.optim.Optimizer):
         self._telemetry: list[GroupTelemetry] = []  # of the last step
         self.measures = False
         """Whether steps measure how orthogonal their matrices are, for `telemetry`."""
-        # Read twice. torch refuses a tensor.
-        check_params(params)
-        given: Any = params if isinstance(params, Tensor) else list(params)
-        check_params(given)
+        given = checked_params(params)
         settings |= dict(rule=rule, eps=eps, weight_decay=weight_decay, flatten=flatten)
         settings |= dict(gamma=gamma, gamma_next=gamma_next, clip=clip, split=split)
         settings |= {key: each for key, each in (("lr", lr), ("betas", betas)) if each is not None}
