@@ -49,11 +49,11 @@ def test_a_run_on_one_machine_listens_nowhere_else(config, monkeypatch):
     run.communicate(timeout=SECONDS)
 
 
-def test_a_store_that_cannot_be_shared_is_a_line(monkeypatch):
-    """As where TMPDIR lies on a file system without locks."""
+def test_a_store_that_cannot_be_shared_is_a_line(tmp_path, monkeypatch):
+    """As where TMPDIR lies on a file system without locks. A folder cannot be locked either."""
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(process.STORE_FILE, "/nowhere/store")
-    with pytest.raises(UserError, match="cannot share /nowhere/store .*: set TMPDIR to a folder"):
+    monkeypatch.setenv(process.STORE_FILE, str(tmp_path))
+    with pytest.raises(UserError, match=f"cannot share {tmp_path} .*: set TMPDIR to a folder of"):
         connection.open_store()
 
 
