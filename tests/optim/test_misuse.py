@@ -182,6 +182,13 @@ def test_arguments_of_another_kind(call, message):
     refused(call, message)
 
 
+def test_a_group_without_parameters_steps():
+    optimizer = MARS([{"params": []}])
+    with pytest.warns(UserWarning, match="finds no gradient"):
+        optimizer.step()
+    assert optimizer.telemetry()["grad_norm"] == 0
+
+
 def test_parameters_of_others_have_no_correction_to_skip():
     parameter, optimizer = made()
     for given in ([nn.Parameter(torch.ones(2))], parameter, ["weight"]):
