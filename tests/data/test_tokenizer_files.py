@@ -133,6 +133,7 @@ def test_what_ends_a_text_by_the_model_beside_the_file_goes_along(
     tokenizer.copy_to(tmp_path / "copy")
     for each in (tokenizer, load_tokenizer(str(tmp_path / "copy"))):
         assert each.ends_of_model == ends and ends_of(each) == [127, *ends]
+        assert each.ends == {127, *ends}  # where generation stops
     assert ends_of(load_tokenizer("bytes")) == [256]
 
 

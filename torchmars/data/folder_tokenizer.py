@@ -11,10 +11,7 @@ from typing import Any
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text
 from torchmars.core.typed import parse_json
-from torchmars.data.tokenizer import FileTokenizer
-
-# What names the tokens that end a text, in the order in which transformers asks them.
-NAMING_ENDS = ("generation_config.json", "config.json")
+from torchmars.data.tokenizer import NAMING_ENDS, FileTokenizer
 
 
 class FolderTokenizer(FileTokenizer):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LARGEST_VOCABULARY = 10_000_000
 GENERATION = "generation_config.json"
+# The files beside a tokenizer.json that name what ends a text, in transformers' order.
+NAMING_ENDS = (GENERATION, "config.json")
 VocabularySize = Annotated[int, Range(1, LARGEST_VOCABULARY)]
 TokenDtype = Literal["uint16", "uint32"]
 # Vocabulary and end of text of an encoding that needs no BPE files where no text is read.
@@ -297,12 +299,14 @@ class FileTokenizer(Tokenizer):
         return [number for number, mask in zip(found.ids, found.special_tokens_mask) if mask]
 
     @property
-    def ends_of_model(self) -> list[int]:
-        """The ids that end a text by what the model says that lies beside the file; mostly none.
+    def ends(self) -> frozenset[int]:
+        """That of documents here, and those of the model that a run has trained on from."""
+        return frozenset({self.end_of_text, *self.ends_of_model})
 
-        That is in generation_config.json, or else in config.json, as in transformers.
-        """
-        for name in (GENERATION, "config.json"):
+    @property
+    def ends_of_model(self) -> list[int]:
+        """The ids that end a text by what the model says that lies beside the file; mostly none."""
+        for name in NAMING_ENDS:
             with contextlib.suppress(OSError, ValueError):
                 found = parse_json(read_text(self.path.with_name(name))).get("eos_token_id")
                 numbers = found if isinstance(found, list) else [found]
