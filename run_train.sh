@@ -23,8 +23,8 @@
 #                  out; in a job, its number there)
 #   RDZV_ENDPOINT  HOST:PORT of the rendezvous, HOST being one of the machines (default in a job:
 #                  its first node and a port of the job's own)
-#   RDZV_TOKEN     secret of the machines, the same on all, without which nobody joins them (default:
-#                  none; in a job, one that it makes)
+#   RDZV_TOKEN     secret of the machines, the same on all, without which nobody joins them
+#                  (default: none; in a job, one that it makes)
 #   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45,
 #                  and half a second for each rank, but at most 600)
 #
