@@ -62,6 +62,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(os.cpu_count() or 1, 4)
 
 
+@pytest.fixture(autouse=True)
+def evaluate_leaves_the_tests_alive(monkeypatch):
+    """A command that fails ends its process at once, where other packages' threads may abort it."""
+    monkeypatch.setattr("torchmars.commands.evaluate.end_at_once", sys.exit)
+
+
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs `torchmars COMMAND ARGS` in this process; returns its exit code, output and errors."""

@@ -127,16 +127,14 @@ def test_links_in_circles_end_and_folders_by_link_are_read(tmp_path):
     assert tmp_path / "here" / "gone.txt" in source_files(DataConfig(f"text:{tmp_path}/here"))
 
 
-@pytest.fixture(params=["memory", pytest.param("s3", marks=FULL)])
-def address(request, tmp_path):
-    """A folder of an object store, in memory or behind a server."""
-    if request.param == "memory":
-        yield f"memory://{tmp_path.name}"
-        return
+@pytest.fixture
+def address():
+    """A folder of an object store."""
     with s3_server():
         yield f"s3://{BUCKET}/folder"
 
 
+@FULL
 def test_a_folder_of_an_object_store_gives_the_same(address, capsys):
     names = DATA + LEFT
     files = store_of(ObjectPath(address)).files

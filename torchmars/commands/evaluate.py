@@ -87,7 +87,8 @@ def main() -> None:
     except LostRank as error:  # a line instead of a traceback
         report_failure(error)
         end_at_once(1)
-    connection.stop()
+    finally:
+        connection.stop()
 
 
 def check_options(options: Evaluate) -> list[str]:

@@ -1,6 +1,7 @@
 """From TOML files and `--section.key value` overrides to a resolved config, and back to a file."""
 
 import dataclasses
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -213,10 +214,19 @@ def without_none(value: Any) -> Any:
 def check_secrets(tables: Tables) -> None:
     """Raise `UserError`, which does not repeat it, for a value with credentials in a name."""
     for setting, value in flattened(tables).items():
-        if has_credentials(str(value)):
+        if any(map(has_credentials, texts_in(value))):
             raise UserError(
                 f"{setting} must not hold credentials: a store's own variables and files do"
             )
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in nested tables and lists, and the names in tables."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from texts_in(each)
 
 
 def check_places(config: ResolvedConfig) -> None:
