@@ -301,8 +301,9 @@ def usable_device(device: Any) -> torch.device:
     if device is None:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(wanted)
-        if found.type != "meta" and isinstance(wanted, str | torch.device):
+        allowed = isinstance(wanted, str | int | torch.device) and not isinstance(wanted, bool)
+        found = torch.device(wanted if allowed else "meta")
+        if found.type != "meta":
             torch.empty(1, device=found)
             return found
     except (RuntimeError, AssertionError, TypeError, NotImplementedError):  # torch's, of many lines

@@ -1,6 +1,7 @@
 """A run's folder of checkpoints: only what runs make is deleted, and of a link the link alone."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,14 @@ from tests.support.ranks import run_ranks
 from tests.support.storages import keep_on
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
 from torchmars.checkpoint import storage
-from torchmars.checkpoint.folder import check_place, checkpoints, delete_all, leftovers, step_of
+from torchmars.checkpoint.folder import (
+    check_place,
+    checkpoints,
+    delete_all,
+    folder_of,
+    leftovers,
+    step_of,
+)
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.storage import LOCAL, LocalStorage
 from torchmars.core import locks
@@ -277,3 +285,27 @@ def test_a_run_goes_on_from_a_linked_checkpoint_and_saves_beside_what_it_cannot_
         read_verified(tmp_path / "disk" / "step-00000004", "full").step == 4
     )  # the link alone is gone
     assert [step_of(path) for path in checkpoints(folder)] == [10, 12]
+
+
+def test_a_link_that_leads_nowhere_hides_no_checkpoint(tmp_path):
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-00000004" / "manifest.json").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "notes").symlink_to(tmp_path / "file" / "x")
+    (tmp_path / "circle").symlink_to("circle")
+    assert checkpoints(tmp_path) == [tmp_path / "step-00000004"]
+    (tmp_path / "step-00000008").symlink_to("step-00000008")
+    with pytest.raises(UserError, match="step-00000008 cannot be looked at .*: restore it"):
+        checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "circle/x", "file/x"])
+def test_a_folder_that_no_disk_has_is_a_line(tmp_path, name):
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="checkpoint.folder cannot be a folder"):
+        check_place(tmp_path / name, tmp_path / "run")
+    named = json.dumps(f"{tmp_path}/{name}")
+    (tmp_path / "config.toml").write_text(f"[checkpoint]\nfolder = {named}")
+    with pytest.raises(UserError, match="config.toml: checkpoint.folder cannot be a folder"):
+        folder_of(tmp_path)

@@ -522,3 +522,22 @@ def test_a_damaged_lease_lapses(tmp_path, folder, monkeypatch, content):
     written(store, folder / leases.NAME, content)
     with pytest.raises(Unreachable, match="it is no lease"):
         lease.check()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xef\xbb\xbf" + LISTING + b"</ListBucketResult>",
+        LISTING.replace(b"?>", b"?><!-- a -->\n<!-- b -->") + b"</ListBucketResult>",
+        LISTING + b"</ListBucketResult>\n<!-- served by one -->\n",
+    ],
+)
+def test_a_listing_may_have_what_xml_allows(body):
+    answer = {"status_code": 200, "headers": {}, "body": body}
+    assert problem("ListObjectsV2", answer) == ""
+    assert "a page" in problem("ListObjectsV2", answer | {"body": None})
+
+
+def test_two_names_of_an_azure_folder_are_one():
+    names = ("az://box/run", "abfs://box@account.dfs.core.windows.net/run")
+    assert {leases.in_store(place(name)) for name in names} == {"box/run"}

@@ -1,13 +1,17 @@
 """The address and the interface by which this machine reaches another one."""
 
 import contextlib
+import os
 import socket
 
 import psutil
 import pytest
 
+from torchmars.cluster import connection
 from torchmars.cluster.endpoint import find_endpoint, interface_of, local_address
+from torchmars.cluster.environment import read_environment
 from torchmars.cluster.ports import job_port
+from torchmars.cluster.rendezvous import Checked
 from torchmars.cluster.scheduler import JOB_ENDPOINT
 from torchmars.core.errors import NotMet, UserError
 
@@ -87,3 +91,20 @@ def test_the_port_of_a_job_is_the_next_that_is_free():
 
 def test_a_job_whose_number_is_high_has_a_port_below_those_that_systems_give_away():
     assert all(20_000 <= job_port(job) < 32_768 for job in (0, 11_999, 12_000, 2**31))
+
+
+def test_a_token_of_any_bytes_signs_and_no_error_repeats_it():
+    token = os.fsdecode(b"\xff\xfe secret")
+    assert read_environment({"RDZV_TOKEN": token}).RDZV_TOKEN == token
+    state = Checked(None, "run", token).signed(b"state")
+    assert Checked(None, "run", token).signed(b"state") == state and b"secret" not in state
+
+
+def test_a_process_that_goes_on_has_the_variables_that_it_had(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    connection.keep_within_machine()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
+    connection.stop()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ and os.environ["NCCL_SOCKET_IFNAME"] == "eth0"

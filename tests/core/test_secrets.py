@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 
 from torchmars.core.errors import say_error
-from torchmars.core.secrets import FILES, without_secrets
+from torchmars.core.secrets import FILES, has_credentials, without_credentials, without_secrets
 
 # Values that are in no place but those of a test, which nothing but their place tells to be secret.
 WORDS = [f"word-{number}/of+nobody" for number in range(9)]
@@ -81,3 +81,21 @@ def test_an_error_never_has_credentials(capsys):
     for name in ("s3://K:SECRET@b", "s3:K:A/SECRET@b", "https://h/x?sig=SECRET", "s3//K:SECRET@b"):
         say_error(f"cannot read the argument {name!r}: see --help")
         assert "SECRET" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "See https://medium.com/@user",
+        "http://user: hello",
+        "s3://bucket/run@2024",
+        "https://hf.co/a/b@main is a revision",
+    ],
+)
+def test_names_and_texts_with_such_letters_are_no_credentials(text):
+    assert not has_credentials(text) and without_credentials(text) == text
+
+
+@pytest.mark.parametrize("name", ["s3://AKIAIOSFODNN7EXAMPLE/x@bucket", "http://user:word@host/x"])
+def test_these_are(name):
+    assert has_credentials(name) and name not in without_credentials(name)

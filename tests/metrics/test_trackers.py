@@ -1,6 +1,7 @@
 """Trackers end no run, and an account that is missing is known before the work."""
 
 import errno
+import os
 import sys
 import types
 
@@ -182,3 +183,13 @@ def test_a_login_for_another_server_does_not_count(alone, monkeypatch):
         check_trackers(MetricsConfig(wandb=True))
     netrc_of("wandb.my.org")(alone)
     check_trackers(MetricsConfig(wandb=True))
+
+
+def test_a_home_that_cannot_be_read_has_no_account(alone, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(os, "stat", refused)
+        found = trackers.has_account({})
+    assert not found

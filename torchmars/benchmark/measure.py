@@ -96,6 +96,7 @@ def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> 
         ),
         checkpoint=replace(
             config.checkpoint,
+            folder=None,  # not that of the run itself
             interval=0,
             interval_minutes=0.0,
             at_end=False,

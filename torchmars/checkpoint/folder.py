@@ -12,7 +12,7 @@ from torchmars.checkpoint.storage import DAMAGED, DELETED, storage_of
 from torchmars.config.toml_files import read_toml
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL
+from torchmars.core.files import PARTIAL, path_problem
 from torchmars.core.places import place
 
 P = TypeVar("P", bound=PurePath)
@@ -37,6 +37,7 @@ def folder_of(run: PurePath) -> PurePath:
     named = table.get("folder") if isinstance(table, dict) else None
     if isinstance(named, str):
         folder = place(named, f"{file}: checkpoint.folder")
+        check_path(folder, f"{file}: checkpoint.folder")
         tell_once(file, folder)
         return folder
     return run if checkpoints(run) else run / "checkpoints"
@@ -49,14 +50,22 @@ def tell_once(config: Path, folder: PurePath) -> None:
         say(f"the checkpoints are read from {folder}, as {config} says", error=True)
 
 
+def check_path(folder: PurePath, option: str) -> None:
+    """Raise `UserError` where a disk cannot have a folder that `option` names."""
+    if isinstance(folder, Path) and (wrong := path_problem(folder, "folder")):
+        raise UserError(f"{option} cannot be a folder ({wrong}): name another one")
+
+
 def check_place(folder: PurePath, run: Path) -> None:
     """Raise `UserError` where the run of the folder `run` must not have its checkpoints."""
+    check_path(folder, "checkpoint.folder")
     whole = folder.resolve() if isinstance(folder, Path) else folder
     wrong = ""
     if any(STEP.fullmatch(part) or LEFTOVER.fullmatch(part) for part in whole.parts):
         wrong = "lies in a checkpoint, and would be deleted with it"
-    elif isinstance(whole, Path) and whole != run.resolve() and (whole / "config.toml").exists():
-        wrong = "is the folder of another run" if (whole / "lock").exists() else ""
+    elif isinstance(whole, Path) and whole != run.resolve():
+        if all(os.path.exists(whole / name) for name in ("config.toml", "lock")):
+            wrong = "is the folder of another run"
     if isinstance(whole, Path) and whole.is_dir() and not os.access(whole, os.R_OK | os.X_OK):
         wrong = "cannot be listed: who knows what checkpoints it has"
     if wrong:

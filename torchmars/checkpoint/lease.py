@@ -208,8 +208,9 @@ def named(found: dict[str, str]) -> str:
 
 
 def in_store(folder: PurePath) -> str:
-    """Return where in its store a folder lies."""
-    return str(folder).partition("://")[2]
+    """Return where in its store a folder lies. abfs:// may name the account too."""
+    bucket, _, key = str(folder).partition("://")[2].partition("/")
+    return f"{bucket.partition('@')[0]}/{key}"
 
 
 def run_id(run: Path, make: bool = False) -> str:
@@ -223,7 +224,6 @@ def run_id(run: Path, make: bool = False) -> str:
         if make and not file.exists():
             run.mkdir(parents=True, exist_ok=True)
             write_durably(file, secrets.token_hex(8))
-        stat = file.stat()
-        return f"{read_text(file)} {stat.st_ino} {stat.st_ctime_ns}"
+        return f"{read_text(file)} {file.stat().st_ino}"
     except (OSError, UnicodeDecodeError):  # also where the folder cannot be written
         return secrets.token_hex(8)

@@ -225,13 +225,19 @@ class MemoryCopies:
 
     def _give(self, key: Key, rank: int) -> None:
         """Send the part of another rank that lies on this machine, if it is good."""
-        found = find(self.folder, rank, key)
-        if found is None or found[1].crc32 != found[0].crc32():
-            send_to(None, rank, self.layout)
-            if found is not None:
-                found[0].drop()
+        found = None
+        try:
+            found = find(self.folder, rank, key)
+        finally:  # the rank waits
+            good = found is not None and found[1].crc32 == found[0].crc32()
+            if not good:
+                send_to(None, rank, self.layout)
+        if found is None:
             return
         slot, header = found
+        if not good:
+            slot.drop()
+            return
         send_to(header, rank, self.layout)
         for piece in slot.memory.split(PIECE):
             dist.send(piece, rank, group=self.layout.control)

@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from torchmars.checkpoint.lease import NAME, SETTLE_SECONDS, Lease, refuse_another
-from torchmars.checkpoint.storage import DAMAGED, MANIFEST, WRITTEN, NewFiles, foreign
+from torchmars.checkpoint.storage import DAMAGED, MANIFEST, WRITTEN, Foreign, NewFiles
 from torchmars.checkpoint.uploads import ObjectFiles
 from torchmars.core.errors import Unreachable
 from torchmars.core.files import PARTIAL
@@ -113,7 +113,8 @@ class ObjectStorage:
 
     def stage(self, checkpoint: PurePath) -> PurePath:
         if self.list(checkpoint):  # one that the run could not resume from
-            self.delete(checkpoint)
+            with contextlib.suppress(Foreign):  # others' files stay beside those of the new one
+                self.delete(checkpoint)
         self._drop_uploads(checkpoint.parent)
         return checkpoint
 
@@ -168,7 +169,7 @@ class ObjectStorage:
                 own = [str(checkpoint / name) for name in names if WRITTEN.fullmatch(name)]
                 list(pool.map(files.rm_file, own))
         if len(own) < len(names):
-            raise foreign(checkpoint, (name for name in names if not WRITTEN.fullmatch(name)))
+            raise Foreign(checkpoint, (name for name in names if not WRITTEN.fullmatch(name)))
 
     def _names(self, folder: PurePath) -> Sequence[str]:
         """Return the names in a folder, of files and folders."""

@@ -100,7 +100,12 @@ class Saver:
         self.lock = self.layout.only_first(
             lambda: RunLock(run.lock, f"training the run {run.path}")
         )
-        self.lease = self.layout.only_first(lambda: self.storage.take(self.folder, run.path))
+        try:
+            self.lease = self.layout.only_first(lambda: self.storage.take(self.folder, run.path))
+        except UserError:  # a program may go on
+            if self.lock is not None:
+                self.lock.release()
+            raise
 
     def check_lock(self) -> None:
         """Raise `LostLock` if another process goes on with the run: this one stood still meanwhile.

@@ -184,9 +184,10 @@ class LocalStorage:
     def list(self, folder: PurePath) -> dict[str, bool]:
         try:
             with os.scandir(folder) as found:
-                return {each.name: each.is_dir() for each in found}
+                entries = [*found]
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return {}
+        return {each.name: is_folder(each) for each in entries}
 
     def open(self, file: PurePath) -> BinaryIO:
         return open_file(Path(file))
@@ -237,7 +238,7 @@ class LocalStorage:
         for name in names.keys() - others:
             (path / name).unlink(missing_ok=True)
         if others:
-            raise foreign(path, others)
+            raise Foreign(path, others)
         path.rmdir()
 
     def _rename(self, checkpoint: Path, suffix: str) -> Path:
@@ -261,6 +262,21 @@ class LocalStorage:
             path = checkpoint.with_name(f"{checkpoint.name}-{number}{suffix}")
 
 
+def is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Return whether an entry of a folder of checkpoints is a folder.
+
+    A link may lead where nobody can look. Raises `UserError` where it may be a checkpoint.
+    """
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if not entry.name.startswith("step-"):
+            return False
+        raise UserError(
+            f"{entry.path} cannot be looked at ({error.strerror}): restore it, or move it away"
+        ) from None
+
+
 def lock_of_default(folder: Path, run: Path) -> Path | None:
     """Return the lock of another run than `run` whose own folder a folder of checkpoints is in."""
     real = folder.resolve()
@@ -279,10 +295,12 @@ def in_use(folder: Path, lock: Path) -> UserError:
     )
 
 
-def foreign(checkpoint: PurePath, names: Iterable[str]) -> OSError:
-    """Return the error of a checkpoint that holds what no save wrote."""
-    why = f"it holds {min(names)}, which no save wrote: move that away"
-    return OSError(errno.ENOTEMPTY, why, str(checkpoint))
+class Foreign(OSError):
+    """A checkpoint holds what no save wrote: files called `names`, which stay."""
+
+    def __init__(self, checkpoint: PurePath, names: Iterable[str]) -> None:
+        why = f"it holds {min(names)}, which no save wrote: move that away"
+        super().__init__(errno.ENOTEMPTY, why, str(checkpoint))
 
 
 class LocalFiles:

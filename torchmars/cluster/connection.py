@@ -30,6 +30,8 @@ NETWORK = re.compile("gloo|nccl|socket|connect|timed out", re.IGNORECASE)
 # What no waiting mends: a wrong interface, or no way to the other machine.
 NO_ROUTE = re.compile("no route|unreachable|unable to find|no socket interface", re.IGNORECASE)
 
+OWN: dict[str, str] = {}  # variables of the network that this process has set for itself
+
 
 def open_store() -> dist.Store:
     """Open the store of all ranks: a file on one machine, else what rank 0 hosts.
@@ -108,8 +110,9 @@ def keep_within_machine() -> None:
     A user who names an interface keeps it.
     """
     if loopback := interface_of("127.0.0.1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # that one, not all it begins
+        named = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}  # no prefix
+        OWN.update({name: value for name, value in named.items() if name not in os.environ})
+        os.environ.update(OWN)
 
 
 @contextlib.contextmanager
@@ -152,6 +155,9 @@ def _network_check() -> Iterator[None]:
 
 
 def stop() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one, and what was set for it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    for name in OWN:  # a program that goes on may submit a job of several machines
+        os.environ.pop(name, None)
+    OWN.clear()

@@ -127,8 +127,8 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
         read: Any = value
     elif not value:
         raise UserError(f"{source} is empty: set it, or unset it for its default")
-    elif name == "RDZV_TOKEN":
-        read = value
+    elif name == "RDZV_TOKEN":  # of any bytes, and no error repeats it
+        return value
     elif name == "LOG_RANK":
         read = [whole_number(part) for part in value.split(",")]
         if any(isinstance(part, str) for part in read):

@@ -6,6 +6,7 @@ there. So one launcher alone has a store within its own process, and several loo
 
 import hmac
 import io
+import os
 import pickle
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
@@ -75,7 +76,7 @@ class Checked(RendezvousBackend):
         if self.secret is None:
             return state
         text = self.run_id.encode() + b"\0" + state
-        return SIGNED + hmac.digest(self.secret.encode(), text, "sha256") + state
+        return SIGNED + hmac.digest(os.fsencode(self.secret), text, "sha256") + state
 
     def checked(self, stored: bytes) -> bytes:
         """Return the state that lies in the store. Raises `RendezvousStateError` for another."""

@@ -49,7 +49,7 @@ def clean() -> None:
             found = folder.lstat()
             if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
                 continue
-            held = [is_locked(file) for file in folder.glob(f"{LOCK}*")]
+            held = [is_locked(file, local=True) for file in folder.glob(f"{LOCK}*")]
             if held and not any(each is not False for each in held):
                 remove(folder)
 

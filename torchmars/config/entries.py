@@ -27,7 +27,8 @@ def check_tables(before: Mapping[str, dict[Any, Any]] = OWN) -> None:
 
     `before` are the entries that the tables had, by default the package's own.
     """
-    for title, table in TABLES.items():
+    for title in OWN:
+        table = TABLES[title]
         had = before.get(title, OWN[title])
         for name, entry in had.items():
             if table.get(name) is not entry:

@@ -4,6 +4,7 @@ Importing one runs its code. So only the user names them: in a config that is tr
 `--plugins`. What a checkpoint or another file of a run says of plugins is never imported.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torchmars.config.entries import OWN, TABLES, check_tables
+from torchmars.config.entries import TABLES, check_tables
 from torchmars.config.run import Modules
 from torchmars.core.errors import UserError, place_of
 from torchmars.core.options import words
@@ -49,7 +50,7 @@ def load_plugins(modules: Iterable[str]) -> None:
             check_tables(before)
         except BaseException as error:
             for title, table in TABLES.items():
-                entries = before.get(title, OWN[title])
+                entries = before.get(title, {})
                 table.clear()
                 table.update(entries)
             sys.modules.pop(module, None)
@@ -65,16 +66,16 @@ def refused(module: str, error: BaseException) -> UserError:
     """Return the error of a plugin, whose code may raise anything, also by sys.exit()."""
     if isinstance(error, UserError):
         return UserError(f"the plugin {module} cannot be used: {error}")
+    what = type(error).__name__
+    with contextlib.suppress(Exception):  # its text may raise too
+        what += f": {error}"
     remedy = f"mend {place_of(error)} which raises that"
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
         remedy = (
             "name a module as Python does, such as my_module for my_module.py in this folder, or "
             "in one of PYTHONPATH"
         )
-    return UserError(
-        f"--plugins or run.plugins: cannot import {module} ({type(error).__name__}: {error}): "
-        f"{remedy}"
-    )
+    return UserError(f"--plugins or run.plugins: cannot import {module} ({what}): {remedy}")
 
 
 def not_loaded(tables: dict[str, Any]) -> list[str]:

@@ -22,14 +22,21 @@ HEADERS = {
     "HeadObject": ("etag", "content-length"),
 }
 PUTS = "PutObject", "UploadPart"  # their answers have no body
-ROOT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?<(?:\w+:)?(\w+)[\s>/]")
+COMMENT = rb"<!--(?:(?!-->).)*-->\s*"
+ROOT = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*(?:<\?xml[^>]*\?>\s*)?(?:%b)*<(?:\w+:)?(\w+)[\s>/]" % COMMENT, re.S
+)
 
 
 def session() -> Any:
-    """Return a session of the client of S3 that asks again where an answer is none of a store."""
-    from aiobotocore.session import AioSession
+    """Return a session of the client of S3 that asks again where an answer is none of a store.
 
-    made = AioSession()
+    It has the profile that fsspec's own settings name.
+    """
+    from aiobotocore.session import AioSession
+    from fsspec.config import conf
+
+    made = AioSession(profile=conf.get("s3", {}).get("profile"))
     # Before botocore's own, for which what is no XML is a fault of the store's.
     made.get_component("event_emitter").register_first("before-parse.s3", check_answer)
     return made
@@ -57,7 +64,7 @@ def problem(operation: str, answer: dict[str, Any]) -> str:
         return f"{operation} brings a page ({kind})"
     if (root := ROOTS.get(operation)) is None:
         return ""
-    found = ROOT.match(answer["body"])
+    found = ROOT.match(answer["body"] or b"")
     if found is None or found[1].decode() != root or not closed(answer["body"], root):
         return f"a page or a part of one ({kind}) where a {root} is due"
     more = b"<IsTruncated>true" in answer["body"]
@@ -68,7 +75,7 @@ def problem(operation: str, answer: dict[str, Any]) -> str:
 
 def closed(body: bytes, root: str) -> bool:
     """Return whether XML comes to its end."""
-    end = body.rstrip()[-200:]
+    end = re.sub(rb"(?:%b)+$" % COMMENT, b"", body[-2000:], flags=re.S).rstrip()
     return re.search(rf"(</(\w+:)?{root}\s*>|/>)$".encode(), end) is not None
 
 

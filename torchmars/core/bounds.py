@@ -141,7 +141,10 @@ class Local(Bounds):
 
     def check(self, value: str) -> str:
         """Return such a text. Raises `ValueError` for another one."""
-        for text in (value, value.partition("=")[2]):
+        name, equals, file = value.partition("=")
+        for text in (value, file):
             if wrong := place_problem(text, stores=False):
                 raise ValueError(wrong)
-        return value
+        if value.startswith("file:"):
+            return str(place(value))
+        return f"{name}={place(file)}" if file.startswith("file:") else value

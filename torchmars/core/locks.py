@@ -89,11 +89,12 @@ def _replace(file: Path) -> int | None:
     return None
 
 
-def is_locked(file: Path) -> bool | None:
+def is_locked(file: Path, local: bool = False) -> bool | None:
     """Return whether another process holds the `lock` of a file, which is left as it is.
 
     None where this machine cannot know: locks may not reach from the machine that the file names to
-    this one. A process must not ask for a lock of its own: asking gives it up.
+    this one. They do where the file is `local`. A process must not ask for a lock of its own: that
+    gives it up.
     """
     # struct flock of Linux: type, whence, start, length, process.
     question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -107,7 +108,7 @@ def is_locked(file: Path) -> bool | None:
         return None
     if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
         return True
-    return False if f" on {socket.gethostname()}, since " in owner else None
+    return False if local or f" on {socket.gethostname()}, since " in owner else None
 
 
 def shows_life(state: Callable[[], object], seconds: float) -> bool:

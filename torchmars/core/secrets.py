@@ -8,17 +8,20 @@ from pathlib import Path
 from urllib.parse import quote
 
 GONE = "..."
+# How the names of keys begin at Amazon and Google.
+KEY = r"(?:A3T|AKIA|ASIA|AGPA|AIDA|AROA|AIPA|ANPA|ANVA|GOOG)[A-Z0-9]{8,}"
 SHORTEST = 6  # letters of a secret: shorter ones are in every text
 # USER@, USER:PASSWORD@ and USER:PASSWORD, to the end of the word. Azure's names may be
 # abfs://CONTAINER@ACCOUNT.HOST, and addresses have ports.
 CREDENTIALS = (
+    # Nor is what comes after a bucket or a host.
+    rf"(?!/*(?!{KEY})[A-Za-z0-9][A-Za-z0-9._-]*/)"
     r"(?!(?<=abfs://)[\w.-]+@[\w-]+\.[\w.-]+(?:[/\s'\"]|$))"
-    r"(?:\S*@\S*|[^\s/:]*:(?![0-9]{1,5}(?:\W|$))\S*)"
+    r"(?:\S*@\S*|[^\s/:]*:(?![0-9]{1,5}(?:\W|$))\S+)"
 )
 BEGINS = "|".join(rf"(?<={begin})" for begin in ("://", r"\bs3:", r"\bgs:", r"\bgcs:", r"\baz:"))
 IN_NAMES = re.compile(f"(?:{BEGINS}){CREDENTIALS}", re.IGNORECASE)
-# How the names of keys begin at Amazon and Google.
-KEY_ID = re.compile(r"\b(?:A3T|AKIA|ASIA|AGPA|AIDA|AROA|AIPA|ANPA|ANVA|GOOG)[A-Z0-9]{8,}\b")
+KEY_ID = re.compile(rf"\b{KEY}\b")
 # The same in what is hardly a name, and what follows the ? of an address.
 PRINTED = [
     IN_NAMES,

@@ -47,7 +47,9 @@ MISTAKE = re.compile(
     re.IGNORECASE,
 )
 REFUSALS = {"PermissionError", "AccessDenied", "AuthenticationFailed", "AuthorizationFailure"}
-REFUSALS |= {"401", "403"}
+REFUSALS |= {"401", "403", "UnauthorizedSSOTokenError", "TokenRetrievalError"}
+# Of credentials that may come at the next try, and of a clock that may be set by then.
+PASSING = {"CredentialRetrievalError", "MetadataRetrievalError", "RequestTimeTooSkewed"}
 REFUSAL = re.compile("forbidden|unauthorized|access denied", re.IGNORECASE)
 # When an object was last written to, in what the stores say of one.
 CHANGED = ("LastModified", "mtime", "updated", "last_modified")
@@ -232,14 +234,14 @@ def reading(path: PurePath) -> Iterator[None]:
     except Exception as error:
         if "Checksum" in type(error).__name__:
             raise Altered(f"{path}: what comes is not what was written ({reason(error)})") from None
-        kinds, text = set(kinds_of(error)), str(error)
+        kinds, text = set(kinds_of(error)), str(error).replace(str(path), "")
         if kinds & MISTAKES or MISTAKE.search(text):
             raise UserError(
                 f"{path} is no name that the store or its settings allow ({reason(error)}): "
                 "name another one, or mend the settings of the store's own tools"
             ) from None
         refused = kinds & REFUSALS or any("Credential" in kind for kind in kinds)
-        if refused or REFUSAL.search(text):
+        if (refused or REFUSAL.search(text)) and not kinds & PASSING:
             raise UserError(
                 f"{path}: the store refuses ({reason(error)}): give it credentials that may use "
                 "the folder, where its own tools take them"

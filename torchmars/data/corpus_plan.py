@@ -11,6 +11,7 @@ from typing import Any
 from torchmars.cluster.scheduler import TaskArray
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
+from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, write_durably
 from torchmars.core.typed import make, parse_json
@@ -104,6 +105,8 @@ def place_in_array(folder: Path, number: int, array: TaskArray | None) -> tuple[
             write_durably(file, json.dumps(asdict(array)))
         begun = array
     if begun and (place := begun.place(number)) is not None:
+        if array != begun:
+            say(f"this is task {place} of the {begun.count} that began {folder}: all must be done")
         return place, begun.count
     known = f"were {begun.first} to {begun.last}" if begun else "are not known"
     raise UserError(f"task {number} of the array: the tasks that began {folder} {known}: {remedy}")

@@ -189,8 +189,8 @@ def has_account(settings: dict[str, str]) -> bool:
     """Return whether W&B finds a key here: in its settings, or in the file of `wandb login`."""
     if settings.get("api_key") or settings.get("identity_token_file"):
         return True
-    home = [file for file in map(Path.expanduser, NETRC) if file.exists()]
-    file = Path(os.environ.get("NETRC") or (home or [Path(os.devnull)])[0]).expanduser()
+    home = filter(os.path.exists, map(os.path.expanduser, NETRC))
+    file = os.path.expanduser(os.environ.get("NETRC") or next(home, os.devnull))
     try:
         entries = netrc.netrc(file).hosts
     except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
