@@ -6,6 +6,7 @@ SIGINT, SIGUSR1 and SIGHUP. The end of the launcher counts as the first.
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -43,6 +44,8 @@ def be_helper(*unused: Any) -> None:
     rank's connections, too. While it lives, no other rank sees that the rank was killed: data
     workers of torch live on for 5 seconds.
     """
+    # What is garbage of the rank stays: objects of torch wait for threads that no fork has.
+    gc.freeze()
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(AttributeError, OSError):  # not Linux

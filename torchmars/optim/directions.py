@@ -47,14 +47,14 @@ class Directions:
 
         `rounded` is the coarsest dtype that they were kept in.
         """
-        null = torch.ones_like(momenta[..., :1])
         if self.zero_mean:
-            momenta = without(momenta, null)
+            momenta = without(momenta, torch.ones_like(momenta[..., :1]))
         x = equilibrated(momenta) if self.equilibrate else momenta
         x = ORTHOGONALIZERS[self.orthogonalize](x, product, self.orthogonalize_form, rounded)
         if not self.zero_mean:
             return x
         # Products in bfloat16 round too, and of 1e-3 an iteration makes 1/2.
+        null = torch.ones_like(momenta[..., :1])
         if self.equilibrate:
             null = torch.linalg.vector_norm(momenta, dim=-1, keepdim=True)
         return without(x, null).to(x.dtype)
