@@ -318,6 +318,8 @@ WAYS = {
         "an adapter of PEFT: .*merge_and_unload",
     ),
     "part of a model": (config(text_config={"model_type": "llama"}), "text_config makes it more"),
+    "no part of a model": (config(text_config=None), ""),
+    "tokens that see later ones": (config(is_causal=False), "its is_causal is False"),
 }
 # The same, of a head that is tied to the token table.
 TIED = {

@@ -11,7 +11,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.places import ObjectPath
 from torchmars.core.stores import store_of
 from torchmars.data.corpus import source_files
-from torchmars.data.files import matches
+from torchmars.data.files import FoundFiles, matches
 
 DATA = ["a.txt", "deep/b.txt", "deep/er/c.txt", "deep/README.txt", "notes_/tmp.txt", "x~y/d.txt"]
 LEFT = [
@@ -145,3 +145,25 @@ def test_a_folder_of_an_object_store_gives_the_same(address, capsys):
         found = matches(pattern, "text", "data.source").told()
         assert [str(file) for file in found] == expected, pattern
         assert f"left out {len(LEFT)} files" in capsys.readouterr().out
+
+
+def test_files_of_one_number_on_their_mount_are_no_links(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name)
+    stat = os.stat
+
+    def without_numbers(path, *args, **options):
+        found = list(stat(path, *args, **options))
+        found[1] = 0  # st_ino
+        return os.stat_result(found)
+
+    files = {tmp_path / f"{name}.txt" for name in "abc"}
+    with monkeypatch.context() as mount:
+        mount.setattr(os, "stat", without_numbers)
+        found = FoundFiles(files).once()
+    assert found == sorted(files)
+
+
+def test_a_readme_that_is_all_there_is_is_read(tmp_path):
+    (tmp_path / "README.md").write_text("x")
+    assert matches(f"{tmp_path}/*.md", "text", "x").once() == [tmp_path / "README.md"]

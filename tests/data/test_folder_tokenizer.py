@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 import torch
 
 from tests.support.tokenizers import write_llama, write_tokenizer
@@ -13,6 +14,7 @@ from torchmars.data.tokenizer import load_tokenizer
 from torchmars.evaluation.scoring import Scorer, Tokens
 
 transformers = pytest.importorskip("transformers")
+NO_TOKENS = ('"2"', "[true]", "-1")
 TEXTS = ["The cat sat on", "é日", " The  fox\n", "The fox"]
 
 
@@ -146,9 +148,23 @@ def test_the_tokens_that_end_a_text(tmp_path, files, ends):
     assert FolderTokenizer(str(tmp_path)).ends == ends
 
 
-@pytest.mark.parametrize("content", ['{"eos_token_id": "2"}', '{"eos_token_id": [true]}', "[", "3"])
+@pytest.mark.parametrize(
+    "content",
+    ['{"eos_token_id": "2"}', '{"eos_token_id": [true]}', '{"eos_token_id": -1}', "[", "3"],
+)
 def test_settings_that_name_no_tokens_are_told_in_a_line(tmp_path, content):
     write_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(UserError, match="generation_config.json"):
         FolderTokenizer(str(tmp_path)).ends  # noqa: B018
+
+
+def test_a_template_without_a_text_has_its_tokens_alone(tmp_path):
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer.save(str(file))
+    assert FolderTokenizer(str(tmp_path)).before == tokenizer.encode("a text").ids == [1, 2]

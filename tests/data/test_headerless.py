@@ -14,6 +14,7 @@ from tests.data.test_tokenizer import tokenizer_file
 from tests.support.full import full_but
 from tests.support.tiny import tiny_config
 from torchmars.core.errors import LONGEST, UserError
+from torchmars.data.headerless import LOOKED_AT, check_numbers
 from torchmars.data.manifest import read_manifest
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.shards import check_shards
@@ -147,3 +148,20 @@ def test_numbers_of_characters_are_refused_and_their_file_is_not_read(tmp_path):
     file = tokenizer_file(tmp_path / "own")  # made for these characters
     prepared(tmp_path, tokenizer=str(file))
     assert not ran.exists()
+
+
+def test_a_header_and_a_few_large_numbers_hide_no_wide_ones(tmp_path):
+    numbers = np.random.default_rng(0).integers(0, 50_000, 200_000).astype("<u4")
+    for name, content in (
+        ("header", b"\xff" * 1024 + numbers.tobytes()),
+        ("large", np.where(np.arange(200_000) % 500 == 7, 10**6, numbers).astype("<u4").tobytes()),
+    ):
+        file = tmp_path / f"{name}.bin"
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="has uint32 tokens, no uint16"):
+            check_numbers(file, content[:LOOKED_AT], len(content))
+
+
+def test_uint16_tokens_with_one_blank_byte_are_no_text(tmp_path):
+    content = np.array([32] + [100] * 40, "<u2").tobytes()
+    check_numbers(tmp_path / "train.bin", content, len(content))

@@ -5,6 +5,7 @@ import pytest
 
 from tests.data.test_foreign import FORMATS, TRAIN, config_of, documents, write_llmc
 from torchmars.data import foreign
+from torchmars.data.foreign import find_files, split_of
 from torchmars.data.prepare import prepare_shards
 
 
@@ -70,3 +71,29 @@ def test_folders_tell_splits_too(tmp_path):
     splits = prepare_shards(config_of(tmp_path, "llmc:{}/*/*.bin").data).splits
     for name, split in (("train", "train"), ("validation", "dev")):
         assert [shard.file for shard in splits[name].shards] == [f"{tmp_path}/tokens/{split}/0.bin"]
+
+
+@pytest.mark.parametrize(
+    "name,split",
+    [
+        ("valset_0.bin", "validation"),
+        ("trainset_0.bin", "train"),
+        ("wiki_testset_text_document.bin", "test"),
+        ("CorpusTest_text_document.bin", "test"),
+        ("holdout_0.bin", "test"),
+        ("latest.bin", ""),
+    ],
+)
+def test_other_words_for_splits(name, split):
+    assert split_of([name]) == split
+
+
+def test_a_part_of_a_word_says_it_where_no_word_does(tmp_path):
+    for name in ("fw10Btrain_0.bin", "fw10Bval_0.bin"):
+        (tmp_path / name).write_bytes(bytes(64))
+    found = find_files("nanogpt:x", "nanogpt", str(tmp_path))
+    assert {split: [file.name for file in files] for split, files in found.items()} == {
+        "train": ["fw10Btrain_0.bin"],
+        "validation": ["fw10Bval_0.bin"],
+        "test": [],
+    }

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import listen, metrics, tiny_config, tiny_tables, write_text
 from tests.support.tokenizers import KINDS
+from torchmars.core.errors import UserError
 from torchmars.data.manifest import DataManifest, Split, read_manifest
 from torchmars.data.mixture import Mixture, MixturePart
 from torchmars.data.tokenizer import load_tokenizer
@@ -121,3 +122,14 @@ def test_a_run_reports_bits_per_byte(tmp_path):
             step: pytest.approx(loss / math.log(2) * ratio) for step, loss in losses.items()
         }
         assert f"loss {losses[2]:.4f} | {bits[2]:.3f} bits/byte" in out
+
+
+def test_a_corpus_of_which_the_tokenizer_leaves_nothing_is_a_line(tmp_path):
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "</s>": 1}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("\x01\x02")
+    config = tiny_config(tmp_path, data={"tokenizer": str(tmp_path / "tokenizer.json")})
+    with pytest.raises(UserError, match="the corpus has no text"):
+        prepare_data(config)

@@ -8,6 +8,8 @@ from torch import nn
 
 from tests.support.full import FULL
 from torchmars.optim import MARS, param_groups
+from torchmars.optim.fused import cut_of, looks_fused
+from torchmars.optim.roles import roles
 
 CUT = ("flatten", "split", "transposed", "zero_mean")
 
@@ -261,3 +263,57 @@ def test_models_of_transformers(family):
     for end, expected in wanted.items():
         of_end = {name: each for name, each in found.items() if name.endswith(end)}
         assert of_end and all(each == expected for each in of_end.values()), (end, of_end)
+
+
+class GPTNeoXAttention(nn.Module):
+    """As transformers', whose class users and FSDP2 derive others from."""
+
+    head_size = 4
+
+    def __init__(self):
+        super().__init__()
+        self.query_key_value = nn.Linear(8, 24)
+
+
+class FSDPGPTNeoXAttention(GPTNeoXAttention):
+    pass
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self._checkpoint_wrapped_module = module
+
+
+@pytest.mark.parametrize("kind", [GPTNeoXAttention, FSDPGPTNeoXAttention])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_class_of_its_own_and_a_wrapper_hide_no_cut(kind, wrapped):
+    model = nn.ModuleDict({"attn": kind()})
+    if wrapped:
+        model["attn"].query_key_value = Wrapper(model["attn"].query_key_value)
+    name, parameter = next(each for each in model.named_parameters() if each[1].ndim == 2)
+    assert cut_of(name, parameter, dict(model.named_modules())) == {"split": (4, 4, 4)}
+    assert looks_fused(name)
+
+
+@pytest.mark.parametrize("kind,gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_the_gates_of_torchs_recurrent_layers_are_matrices_of_their_own(kind, gates):
+    model = nn.ModuleDict({"rnn": kind(6, 5)})
+    for name in ("rnn.weight_ih_l0", "rnn.weight_hh_l0"):
+        found = cut_of(name, model.get_parameter(name), dict(model.named_modules()))
+        assert found == ({"split": gates} if gates > 1 else {})
+
+
+class GateBesideExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts_w1 = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4, 6))
+
+
+def test_a_gate_beside_what_is_named_as_experts_is_a_router():
+    both = nn.ModuleDict({"a": GateBesideExperts(), "b": nn.Module()})
+    both["b"].gates = nn.ModuleList([nn.Linear(6, 4, bias=False)])
+    both["b"].experts = nn.ModuleList([nn.Linear(6, 6, bias=False)])
+    found = roles(both)
+    assert found["a.gate"] == found["b.gates.0.weight"] == "router"
+    assert found["a.experts_w1"] == found["b.experts.0.weight"] == "matrix"

@@ -46,11 +46,7 @@ def make_plan(config: ResolvedData, sizes: Sizes) -> CorpusPlan:
     settings = {f"data.{name}": getattr(config, name) for name in SETTINGS}
     if (digest := load_tokenizer(config.tokenizer).sha256) is not None:
         settings["data.tokenizer"] = f"a file of SHA-256 {digest}"  # under whichever path
-    pieces = corpus_pieces(config, sizes)
-    source = parse_source(config.source)
-    if source.kind == "parquet":  # not when the work on all files before is done
-        check_columns([each.name for piece in pieces for each in piece], source.field)
-    return CorpusPlan(settings | asdict(sizes), pieces)
+    return CorpusPlan(settings | asdict(sizes), corpus_pieces(config, sizes))
 
 
 def has_plan(folder: Path) -> bool:
@@ -66,6 +62,9 @@ def begin_plan(plan: CorpusPlan, folder: Path) -> None:
     file = folder / NAME
     remedy = f"set it back, or remove the folder {folder} to start over"
     if not has_plan(folder):
+        source = parse_source(plan.settings["data.source"])
+        if source.kind == "parquet":  # not when the work on all files before is done
+            check_columns([each.name for piece in plan.pieces for each in piece], source.field)
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(file, json.dumps(asdict(plan)))
         return

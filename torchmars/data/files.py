@@ -111,6 +111,8 @@ def matches(pattern: str, kind: str, option: str) -> FoundFiles:
         found = [file for file in found if file.name.endswith(plain + packed)]
     result = FoundFiles()
     result.add(found, fixed, asked)
+    if not result.files:  # the cards alone are what is meant
+        result.files = {file for file in result.leftovers if CARD.fullmatch(file.name)}
     if not result.files:
         also = ", also compressed" if packed else ""
         read = f" (a folder gives its {' and '.join(plain)} files{also})" if is_folder else ""
@@ -185,7 +187,9 @@ def identity(file: PurePath) -> object:
         stat = os.stat(file) if isinstance(file, Path) else None
     except OSError:  # whoever reads it says so
         stat = None
-    return (stat.st_dev, stat.st_ino) if stat else file
+    if stat and stat.st_nlink > 1:
+        return stat.st_dev, stat.st_ino
+    return os.path.realpath(file) if stat else file  # numbers of some mounts are no file's own
 
 
 def looking(pattern: str, option: str) -> str:

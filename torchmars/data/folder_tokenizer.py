@@ -25,7 +25,8 @@ class FolderTokenizer(FileTokenizer):
         # A token of another tokenizer, so that no text and no vocabulary plays a part.
         any_token = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
         whole = self._tokenizer.post_process(any_token, None, True)
-        return whole.ids[: whole.special_tokens_mask.index(0)]
+        mask = whole.special_tokens_mask
+        return whole.ids[: mask.index(0)] if 0 in mask else whole.ids
 
     @cached_property
     def begin(self) -> int:
@@ -43,7 +44,7 @@ class FolderTokenizer(FileTokenizer):
         for name in NAMING_ENDS:
             found = self.table(name).get("eos_token_id")
             numbers = found if isinstance(found, list) else [] if found is None else [found]
-            if not all(type(number) is int for number in numbers):
+            if not all(type(number) is int and number >= 0 for number in numbers):
                 file = self.path.with_name(name)
                 raise UserError(f"{file}: eos_token_id is {found!r}, no token id: correct it")
             if numbers:

@@ -47,9 +47,10 @@ from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
 
 # The words of names that say which split a file is of, as in Hugging Face's data sets.
 SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("train", "training", "trainset"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "valset", "dev", "devset"), "validation"),
+    **dict.fromkeys(("test", "tests", "testing", "testset", "eval", "evals"), "test"),
+    **dict.fromkeys(("evaluation", "holdout", "heldout"), "test"),
 }
 # Of llm.c's files, by magic number: the version that is read, and the tokens' dtype.
 LLMC_HEADER = 256 * 4
@@ -166,9 +167,10 @@ def find_files(source: str, kind: str, place: str) -> dict[str, list[Path]]:
     splits: dict[str, list[Path]] = {"train": [], "validation": [], "test": []}
     for file in found.told():
         split = split_of(file.parts[fixed:])
-        # Beside nanoGPT's and llm.c's tokens there may be other files.
-        if is_folder and kind != "megatron" and not (split or re.search("train|val", file.name)):
-            continue
+        if is_folder and kind != "megatron" and not split:
+            if not (part := re.search("train|val", file.name)):
+                continue  # there may be other files beside the tokens
+            split = {"train": "train", "val": "validation"}[part[0]]
         splits[split or "train"].append(Path(os.path.abspath(file)))
     if not any(splits.values()):
         looked_for = ["*.bin"] if kind == "megatron" else ["*train*.bin", "*val*.bin"]
@@ -185,7 +187,8 @@ def split_of(names: Sequence[str]) -> str:
 
     The last word that names one counts.
     """
-    words = re.findall("[a-z]+", "/".join(names).lower())
+    apart = re.sub("([a-z])([A-Z])", r"\1 \2", "/".join(names))
+    words = re.findall("[a-z]+", apart.lower())
     said = [SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS]
     return said[-1] if said else ""
 

@@ -19,6 +19,7 @@ LOOKED_AT = 2**20  # bytes of the begin of a file, which tell what its numbers a
 FEWEST = 64  # bytes that tell it
 # Every second uint16 of numbers below it is less than 4. Hardly a vocabulary is larger.
 WIDE = 2**18
+SHARE = 0.99  # of the numbers at least: there may be a header, and a few larger ones
 OTHER_NUMBERS = ("<i8", ">i8", "<u4", ">u4")  # int32 are uint32 as long as none is negative
 LLMC_MAGIC = (20240520, 20240801)
 NUMPY_MAGIC = b"\x93NUMPY"
@@ -72,8 +73,11 @@ def check_tokenizer(file: Path, start: bytes, tokenizer: Tokenizer) -> None:
 def is_written(start: bytes) -> bool:
     """Return whether bytes are text: UTF-8 without control characters but for white space."""
     with contextlib.suppress(UnicodeDecodeError):
-        text = start[: start.rfind(b" ") + 1].decode()  # no character is cut there
-        return bool(text) and all(letter.isprintable() or letter in "\t\n\f\r" for letter in text)
+        end = start.rfind(b" ") + 1  # no character is cut there
+        text = start[:end].decode()
+        return end > len(start) // 2 and all(
+            letter.isprintable() or letter in "\t\n\f\r" for letter in text
+        )
     return False
 
 
@@ -86,9 +90,9 @@ def wide_numbers(start: bytes) -> str:
         return ""
     for dtype in OTHER_NUMBERS:
         numbers = np.frombuffer(start[: len(start) // 8 * 8], dtype).astype(np.int64)
-        if numbers.min() >= 0 and numbers.max() < WIDE:
-            if (numbers >> 16).max() < (numbers & 0xFFFF).max():
-                return dtype
+        those = numbers[(numbers >= 0) & (numbers < WIDE)]
+        if len(those) >= SHARE * len(numbers) and (those >> 16).max() < (those & 0xFFFF).max():
+            return dtype
     return ""
 
 

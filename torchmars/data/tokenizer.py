@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LARGEST_VOCABULARY = 10_000_000
 GENERATION = "generation_config.json"
-# The files beside a tokenizer.json that name what ends a text, in transformers' order.
+# The files beside a tokenizer.json that name what ends a text. The first that does counts.
 NAMING_ENDS = (GENERATION, "config.json")
 VocabularySize = Annotated[int, Range(1, LARGEST_VOCABULARY)]
 TokenDtype = Literal["uint16", "uint32"]

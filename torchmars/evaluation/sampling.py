@@ -123,8 +123,8 @@ def stream_text(
     They are at most `count` tokens, to the end of a document. A letter of several tokens comes
     when it is whole.
     """
+    context, ends = encode(tokenizer, prompt), tokenizer.ends
     yield prompt
-    context = encode(tokenizer, prompt)
     new: list[int] = []
     text, said = "", 0
     for (token,) in sample(
@@ -132,7 +132,7 @@ def stream_text(
         [context],
         count,
         vocab_size=tokenizer.vocab_size,
-        ends=tokenizer.ends,
+        ends=ends,
         draw=draw,
     ):
         assert token is not None

@@ -134,19 +134,23 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     A line `<|endoftext|>` ends a document. Raises `UserError`.
     """
     windows: list[Tokens] = []
-    lost = 0  # bytes of documents of which the tokenizer leaves nothing
+    lost = 0  # bytes of the documents before, of which the tokenizer leaves nothing
     for file in matches(pattern, "text", "--text").told(scorer.layout.say):
         try:
             for _, content in texts_of(read_bytes(file), LARGEST):
                 text = decode(content) if isinstance(content, bytes) else ""
                 found = scorer.windows(text) if text.strip() else []
                 lost += 0 if found else len(text.encode())
+                if found:
+                    found[0] = replace(found[0], size=(found[0].size or 0) + lost)
+                    lost = 0
                 windows += found
         except (OSError, Damage) as error:
             raise UserError(f"--text: cannot read {file}: {error}") from None
     if not windows:
         raise UserError(f"--text: {pattern} has no text")
-    return [replace(windows[0], size=(windows[0].size or 0) + lost), *windows[1:]]
+    windows[-1] = replace(windows[-1], size=(windows[-1].size or 0) + lost)
+    return windows
 
 
 def measure(

@@ -181,8 +181,12 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
             "its weights are quantised, as its quantization_config says: fetch the model in "
             "bfloat16, or dequantise and save it"
         )
-    if "text_config" in config:
+    if config.get("text_config") is not None:
         raise UserError("its text_config makes it more than a model of text: export that alone")
+    if config.get("is_causal", True) is not True:
+        raise UserError(
+            f"its is_causal is {config['is_causal']}: tokens see later ones there, and never here"
+        )
     if (file := config.get("transformers_weights")) is not None:
         raise UserError(
             f"its transformers_weights names {file!r}: name that file model.safetensors, and "

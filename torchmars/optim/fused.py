@@ -117,12 +117,16 @@ _LAYERS: list[tuple[str, str, Rows]] = [
 # In any model: the first half of the rows, or of the columns, is the gate.
 _HALVES = re.compile("gate_up_proj|up_gate_proj")
 _THIRDS = re.compile("qkv")
+# Modules that wrap another one, whose names come between its own and that of its layer.
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "module"}
+_GATES_OF = {"LSTM": 4, "GRU": 3}  # each is a matrix of torch's own layers
 # Names of what may be several matrices.
 _LOOKS_FUSED = re.compile(
     "(.*_)?(w?qkvz?|query_key_value|c_attn|in_proj_weight|gate_up|w12|w13|to_kv)(_.*)?"
-    "|up_gate(_proj)?",
+    "|up_gate(_proj)?|att_proj|(queries_)?keys_values|key_value|kv|qk|W_pack|gate_and_up|w1w3",
     re.IGNORECASE,
 )
+_CONV1D = re.compile("Conv1D")
 _EINSUM = re.compile("XLNetRelativeAttention")  # its matrices are [in, heads, size of a head]
 # Routers whose weights follow from a softmax over experts, or over those that were chosen.
 _SOFTMAX_ROUTER = re.compile(
@@ -142,12 +146,15 @@ def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Se
     transposed = {"transposed": True} if _is_conv1d(owner) else {}
     if isinstance(owner, _ConvNd):
         return {"split": owner.groups} if owner.groups > 1 else {}
-    if _EINSUM.fullmatch(type(owner).__name__) and parameter.ndim == 3:
+    if isinstance(owner, nn.RNNBase) and layer.startswith(("weight_ih", "weight_hh")):
+        gates = _GATES_OF.get(owner.mode, 1)
+        return {"split": gates} if gates > 1 else {}
+    if is_one(owner, _EINSUM) and parameter.ndim == 3:
         return {"flatten": True}
     if parameter.ndim == 3 and (_HALVES.fullmatch(layer) or layer == "down_proj"):
         return _of_experts(owner, layer)
     for kind, layers, rows in _LAYERS:
-        if re.fullmatch(layers, layer) and re.fullmatch(kind, type(holder).__name__):
+        if re.fullmatch(layers, layer) and is_one(holder, re.compile(kind)):
             try:
                 return {"split": rows(holder)}
             except AttributeError:  # of another version
@@ -164,7 +171,7 @@ def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Se
 
 def looks_fused(name: str) -> bool:
     """Return whether the name of a parameter says that it may be several matrices."""
-    parts = name.split(".")
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return any(_LOOKS_FUSED.fullmatch(part) for part in parts[-2:] if part != "weight")
 
 
@@ -175,7 +182,15 @@ def softmax_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """
     owner = modules[name.rpartition(".")[0]]
     known = getattr(owner, "is_softmax", None)
-    return bool(_SOFTMAX_ROUTER.fullmatch(type(owner).__name__)) if known is None else bool(known)
+    return is_one(owner, _SOFTMAX_ROUTER) if known is None else bool(known)
+
+
+def is_one(module: nn.Module, kind: re.Pattern[str]) -> bool:
+    """Return whether a module is of a class of that name, also by what it inherits from.
+
+    FSDP2 makes a class of its own of each that it shards.
+    """
+    return any(kind.fullmatch(each.__name__) for each in type(module).__mro__)
 
 
 def _place(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, str, nn.Module]:
@@ -187,12 +202,14 @@ def _place(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, str, nn.Mo
     if last != "weight":
         return path, last, modules[path]
     outer, _, layer = path.rpartition(".")
+    while layer in _WRAPPERS:
+        outer, _, layer = outer.rpartition(".")
     return path, layer, modules[outer]
 
 
 def _is_conv1d(owner: nn.Module) -> bool:
     """Return whether a module is transformers' linear layer that keeps its weight as [in, out]."""
-    return type(owner).__name__ == "Conv1D" and hasattr(owner, "nf")
+    return is_one(owner, _CONV1D) and hasattr(owner, "nf")
 
 
 def _of_experts(owner: nn.Module, layer: str) -> Settings:

@@ -5,7 +5,7 @@ Source: the table "who gets which rule" of the MARS and MARS-M papers and their 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.13: the one base of all convolutions
@@ -30,8 +30,8 @@ _EMBEDDING_PARTS = {
     "wpe",
 }
 _NORM_NAME = re.compile(r"(.*_)?(norm|layernorm|layer_norm|ln)(_?\w)?", re.IGNORECASE)
-_GATES = {"gate", "gating", "wg"}  # what may choose experts, beside them
-_VECTOR_NAME = re.compile(r"(.*_)?bias|A_log")  # A_log: decay rates of Mamba
+_GATES = {"gate", "gates", "gating", "wg"}  # what may choose experts, beside them
+_VECTOR_NAME = re.compile(r"(.*_)?bias(es)?|A_log")  # A_log: decay rates of Mamba
 _HEAD_NAME = re.compile(r"head|lm_head|classifier")
 # These are hidden matrices where they are repeated, as q_head in each block of Funnel Transformers.
 _OTHER_HEAD_NAME = re.compile(r"(?!pre_).*_(head|classifier)|head_dist")
@@ -87,7 +87,7 @@ def _role(
     if (
         parameter.ndim == 2
         and min(parameter.shape) > 1
-        and _chooses_experts(path, parameter, owner, modules)
+        and _chooses_experts(name, parameter, owner, modules)
     ):
         return "router"
     if _EMBEDDING_PARTS & set(last.split("_")):
@@ -107,18 +107,28 @@ def _is_depthwise(owner: nn.Module, parameter: Tensor) -> bool:
 
 
 def _chooses_experts(
-    path: Sequence[str], parameter: Tensor, owner: nn.Module, modules: Mapping[str, nn.Module]
+    name: str, parameter: Tensor, owner: nn.Module, modules: Mapping[str, nn.Module]
 ) -> bool:
-    """Return whether a matrix in the module at `path`, `owner`, makes the scores of experts.
+    """Return whether a matrix of a module, its `owner`, makes the scores of experts.
 
     It is the last one of a module that is named as a router, or as a gate and lies beside experts.
     """
+    *path, last = name.split(".")
     for number, part in enumerate(path):
-        beside = [name for name, _ in modules[".".join(path[:number])].named_children()]
-        if part == "router" or (part in _GATES and any("expert" in name for name in beside)):
+        holder = modules[".".join(path[:number])]
+        if part == "router" or (part in _GATES and _has_experts(holder)):
             inside = modules[".".join(path[: number + 1])].parameters()
             return parameter is [each for each in inside if each.ndim == 2][-1]
-    return type(owner).__name__.endswith("Router")
+    if last in _GATES and _has_experts(owner):
+        return True
+    return any(each.__name__.endswith("Router") for each in type(owner).__mro__)
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Return whether a module has what is named as experts."""
+    names = [name for name, _ in module.named_children()]
+    names += [name for name, _ in module.named_parameters(recurse=False)]
+    return any("expert" in name for name in names)
 
 
 def _heads(model: nn.Module) -> set[str]:
