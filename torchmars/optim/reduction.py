@@ -94,8 +94,10 @@ def reduce_gradients(
     `with_last`: also take the products with the last gradients.
     """
     products = _sum_products(groups, plans, with_last, compile)
-    none = torch.zeros(3, dtype=torch.float64, device=plans.device)  # of a rank without parameters
-    total = torch.stack(list(products.values()) or [none]).sum(0)[0]
+    if products:
+        total = torch.stack(list(products.values())).sum(0)[0]
+    else:  # of a rank without parameters
+        total = torch.zeros((), dtype=torch.float64, device=plans.device)
     # The largest gradient, over the largest that can be computed with.
     strains = [_of(group, products)[:, 0].sqrt().max() / group.largest_norm for group in groups]
     strain = torch.stack([torch.zeros_like(total), *strains]).max()
