@@ -172,7 +172,7 @@ except KeyboardInterrupt:
 """
 
 
-@FULL
+@pytest.mark.slow
 def test_a_notebook_that_is_killed_leaves_a_saved_run_and_no_process(config, tables, tmp_path):
     """And Ctrl-C while the launcher starts is a KeyboardInterrupt that leaves none either."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300", "TMPDIR": str(tmp_path)}

@@ -495,8 +495,16 @@ SIZES = {"vocab_size", "n_embd", "n_layer", "hidden_size", "num_hidden_layers", 
 SIZES |= {"intermediate_size", "moe_intermediate_size"}
 
 
+LONG = {("qwen3_moe", "unread"), ("glm4_moe", "unread")}  # half a minute
+PARTS = [part for part in product(SWEPT, ["read", "unread", "sizes"]) if part not in LONG]
+
+
 @pytest.mark.parametrize(
-    "kind,part", full_but([("mixtral", "read")], product(SWEPT, ["read", "unread", "sizes"]))
+    "kind,part",
+    [
+        *full_but([("mixtral", "read")], PARTS),
+        *(pytest.param(*part, marks=pytest.mark.slow) for part in sorted(LONG)),
+    ],
 )
 def test_a_key_that_is_left_out_is_what_it_is_in_transformers(tmp_path, kind, part):
     """Where a size is, neither finds its weights. In an older config.json too."""
