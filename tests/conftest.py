@@ -63,6 +63,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.fixture(autouse=True)
+def no_process_group_stays():
+    """A command leaves its process group to the end of its process, which is here that of all."""
+    yield
+    if "torch.distributed" in sys.modules:
+        from torchmars.cluster import connection
+
+        connection.stop()
+
+
+@pytest.fixture(autouse=True)
 def evaluate_leaves_the_tests_alive(monkeypatch):
     """A command that fails ends its process at once, where other packages' threads may abort it."""
     monkeypatch.setattr("torchmars.commands.evaluate.end_at_once", sys.exit)
