@@ -60,4 +60,4 @@ def test_a_launcher_whose_caller_is_killed_is_told_to_save(early):
 def test_a_launcher_that_was_started_by_hand_follows_nobody(monkeypatch):
     monkeypatch.delenv(CALLER, raising=False)
     follow_caller()
-    assert not [each for each in threading.enumerate() if each.name == "caller"]
+    assert not [each for each in threading.enumerate() if each.name == "parent"]

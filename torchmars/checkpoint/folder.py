@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import TypeVar
 
-from torchmars.checkpoint.storage import DAMAGED, DELETED, storage_of
+from torchmars.checkpoint.storage import DAMAGED, DEFAULT, DELETED, storage_of
 from torchmars.config.toml_files import read_toml
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
@@ -40,7 +40,7 @@ def folder_of(run: PurePath) -> PurePath:
         check_path(folder, f"{file}: checkpoint.folder")
         tell_once(file, folder)
         return folder
-    return run if checkpoints(run) else run / "checkpoints"
+    return run if checkpoints(run) else run / DEFAULT
 
 
 @cache

@@ -225,11 +225,11 @@ class MemoryCopies:
 
     def _give(self, key: Key, rank: int) -> None:
         """Send the part of another rank that lies on this machine, if it is good."""
-        found = None
+        good = False
         try:
             found = find(self.folder, rank, key)
-        finally:  # the rank waits
             good = found is not None and found[1].crc32 == found[0].crc32()
+        finally:  # the rank waits
             if not good:
                 send_to(None, rank, self.layout)
         if found is None:

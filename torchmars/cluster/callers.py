@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from typing import Any
+
+from torchmars.cluster.signals import send_once_gone
 
 # The environment variable with the process number of who has started a launcher.
 CALLER = "TORCHMARS_CALLER"
@@ -38,11 +38,5 @@ def follow_caller() -> None:
     It passes that on to its ranks, which save. One that was started by hand follows nobody.
     """
     caller = os.environ.pop(CALLER, None)
-
-    def watch() -> None:
-        while os.getppid() == int(caller or 0):
-            time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     if caller is not None:
-        threading.Thread(target=watch, name="caller", daemon=True).start()
+        send_once_gone(int(caller), signal.SIGTERM)

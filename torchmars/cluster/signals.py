@@ -63,13 +63,19 @@ def follow_launcher() -> None:
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     launcher = int(os.environ.get(LAUNCHER, os.getppid())) if under_torchrun else None
 
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(1.0)
-        os.kill(os.getpid(), ORPHANED)
-
     if launcher is not None:
-        threading.Thread(target=watch, name="launcher", daemon=True).start()
+        send_once_gone(launcher, ORPHANED)
+
+
+def send_once_gone(parent: int, number: int) -> None:
+    """Send this process a signal once its parent is gone, by a thread that looks each second."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 class StopSignals:

@@ -16,7 +16,8 @@ NAME = re.compile(
 FILE = re.compile(r"file:(?://(?:localhost)?)?(/[^/].*)", re.S)  # the name of a local file
 # What begins as the name of a store does, well spelled or not.
 MEANT = re.compile(
-    r".*://|\s*[a-z][a-z0-9+.-]*\s*:[/\\]|\s*(?:s3[an]?|gc?s|az|abfss?|https?|file|arn)\s*(?:[:;]|//)",
+    r".*://|\s*[a-z][a-z0-9+.-]*\s*:[/\\]"
+    r"|\s*(?:s3[an]?|gc?s|az|abfss?|https?|file|arn)\s*(?:[:;]|//)",
     re.IGNORECASE | re.DOTALL,
 )
 # What stores, their clients or URLs take for something else than a letter of a name.

@@ -298,12 +298,12 @@ class FileTokenizer(Tokenizer):
             found = self._tokenizer.encode("")
         return [number for number, mask in zip(found.ids, found.special_tokens_mask) if mask]
 
-    @property
+    @cached_property
     def ends(self) -> frozenset[int]:
         """That of documents here, and those of the model that a run has trained on from."""
         return frozenset({self.end_of_text, *self.ends_of_model})
 
-    @property
+    @cached_property
     def ends_of_model(self) -> list[int]:
         """The ids that end a text by what the model says that lies beside the file; mostly none."""
         for name in NAMING_ENDS:

@@ -56,10 +56,9 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
     end = tokenizer.end_of_text
     found: dict[str, int | None] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
     if isinstance(tokenizer, FileTokenizer):
-        settings = tokenizer.settings
         found["bos_token"] = [*tokenizer.around, end][0]
-        for name in settings.keys() & {"bos_token", "pad_token"}:
-            token = content_of(settings[name])
+        for name in tokenizer.settings.keys() & {"bos_token", "pad_token"}:
+            token = tokenizer.named(name)
             number = None if token is None else tokenizer.number(token)
             if token is None or number is not None:
                 found[name] = number
@@ -70,12 +69,6 @@ def ends_of(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a text that is generated, first the one that ends documents."""
     others = tokenizer.ends_of_model if isinstance(tokenizer, FileTokenizer) else []
     return [*dict.fromkeys([tokenizer.end_of_text, *others])]
-
-
-def content_of(token: object) -> str | None:
-    """Return the token that a setting names, as a text or as a table; None if it names none."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
 
 
 def loading_problem(tokenizer: Tokenizer, model_type: str) -> str:

@@ -130,8 +130,8 @@ _CONV1D = re.compile("Conv1D")
 _EINSUM = re.compile("XLNetRelativeAttention")  # its matrices are [in, heads, size of a head]
 # Routers whose weights follow from a softmax over experts, or over those that were chosen.
 _SOFTMAX_ROUTER = re.compile(
-    "(AriaText|DeepseekV2|Ernie4_5_Moe|FlexOlmo|GptOss|GraniteMoe(SWA|Hybrid|Shared)?|Jamba|LaraMini"
-    "|Mellum|MiniMax|Mixtral|Olmoe|OpenAIPrivacyFilter|Qwen2Moe|Qwen3Moe|Qwen3Next|Qwen3_5Moe"
+    "(AriaText|DeepseekV2|Ernie4_5_Moe|FlexOlmo|GptOss|GraniteMoe(SWA|Hybrid|Shared)?|Jamba"
+    "|LaraMini|Mellum|MiniMax|Mixtral|Olmoe|OpenAIPrivacyFilter|Qwen2Moe|Qwen3Moe|Qwen3Next|Qwen3_5Moe"
     "|Qwen3VLMoeText|Qwen3OmniMoe\\w+)Top[kK]Router"
 )
 
