@@ -2,8 +2,10 @@
 
 import itertools
 import shutil
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
@@ -228,6 +230,33 @@ def test_a_pattern_that_claims_nothing_is_refused(tmp_path):
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, optimizer={"groups": [{"pattern": "*.nothing"}]})
     assert "'*.nothing' claims no parameter" in run_ranks(fails, 1, tables)[0]
+
+
+def with_a_last_gradient_of_zero(trainer):
+    """Let the first step of mars-m correct as all others do, with h = 0."""
+    optimizer = trainer.optimizer
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["rule"] == "mars-m" else ():
+            optimizer.state[parameter]["step"].fill_(1)
+
+
+@FULL
+def test_mars_m_of_gamma_1_minus_mu_without_clip_trains_as_muon(tmp_path):
+    write_text(tmp_path)
+    both = {"betas": [0.9, 0.99], "lr": 2e-3, "matrix_dtype": "float32"}
+    mars = {"name": "mars-m", "gamma": 0.1, "clip": 0} | both
+    runs = [
+        tiny_tables(tmp_path, run={"name": name}, training={"steps": steps}, optimizer=optimizer)
+        for name, steps, optimizer in [
+            ("muon", 50, {"name": "muon"} | both),
+            ("same", 50, mars),
+            ("more", 10, mars | {"gamma": 0.2}),
+        ]
+    ]
+    run_ranks(partial(train_here, change=with_a_last_gradient_of_zero), 1, *runs)
+    muon, same, more = (np.array(list(metrics(each).values())) for each in runs)
+    assert len(muon) == 50 and abs(same - muon).max() < 1e-5
+    assert abs(more - muon[:10]).max() > 1e-3
 
 
 def test_gamma_follows_its_schedule(tmp_path):
