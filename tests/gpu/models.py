@@ -1,7 +1,6 @@
 """Whole steps of models, the loss alone, and Newton-Schulz alone."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.gpu.device import DEVICE, ON_GPU, sized
+from tests.gpu.gaps import gaps
 from tests.gpu.timing import Step, forget, kernels_of, timed
 from torchmars.cluster import connection
 from torchmars.config import (
@@ -100,8 +100,9 @@ def loops(
     rules: list[str],
     steps: int,
     activations: str = "none",
+    with_gaps: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield what each loop reaches with each batch."""
+    """Yield what each loop reaches with each batch, and then when the GPU is idle in it."""
     vocab_size, length = sized((vocab_size, length), (64, 16))
     flops = build_meta_model(config, vocab_size, length).flops_per_token()
     for batch in sized(batches, [1]):
@@ -111,10 +112,12 @@ def loops(
             else:
                 step = ours(config, rule, vocab_size, batch, length, activations)
             found = timed(step, sized(steps, 1))
-            del step
             speed = batch * length / found["step, ms"] * 1e3
             mfu = Throughput(0, batch * length, flops, DEVICE, ranks=1).mfu(speed)
             yield {"batch": batch, "loop": rule, "tokens/s": speed, "MFU": mfu, **found}
+            if with_gaps:
+                yield from ({"loop": rule, **row} for row in gaps(step, 3))
+            del step
             forget()
 
 
@@ -124,6 +127,12 @@ def gpt2_small() -> Iterator[dict[str, Any]]:
     yield from loops(GPT2, 50304, [16], 1024, rules, 20)
     if ON_GPU:
         yield from loops(GPT2, 50304, [64, 8, 32], 1024, [PLAIN, "mars-adamw", "mars-m"], 10)
+
+
+def gpt2_small_in_short() -> Iterator[dict[str, Any]]:
+    """Yield what GPT-2 small reaches with 16 sequences of 1,024 tokens, and where it waits."""
+    rules = [PLAIN, "mars-adamw", "adamw", "mars-m"]
+    yield from loops(GPT2, 50304, [16], 1024, rules, 10, with_gaps=True)
 
 
 def llama_1b() -> Iterator[dict[str, Any]]:
@@ -181,14 +190,26 @@ def losses() -> Iterator[dict[str, Any]]:
 
 def newton_schulz() -> Iterator[dict[str, Any]]:
     """Yield how fast matrices of Llama 8B and 70B are orthogonalised, in bfloat16."""
-    method, peak = ORTHOGONALIZERS["newton-schulz"], peak_flops(DEVICE)
     for count, rows, cols in [
         *((1, 4096, 4096), (1, 14336, 4096), (8, 1024, 4096)),
         *((1, 8192, 8192), (1, 28672, 8192), (28, 768, 768)),
     ]:
-        rows, cols = sized((rows, cols), (rows // 512, cols // 512))
-        matrices = torch.randn(count, rows, cols, device=DEVICE, dtype=getattr(torch, DTYPE))
-        found = timed(partial(method, matrices), sized(10, 1))
-        speed = count * method.flops(rows, cols) / found["step, ms"] * 1e3
-        share = speed / peak if peak else None
-        yield {"matrices": f"{count} x {rows} x {cols}", "FLOP/s": speed, "of peak": share, **found}
+        yield {"matrices": f"{count} x {rows} x {cols}", **orthogonalized((count, rows, cols))}
+
+
+def newton_schulz_of_gpt2() -> Iterator[dict[str, Any]]:
+    """Yield how fast all matrices of GPT-2 small are orthogonalised, in the batches of a step."""
+    squares, tall = [(28, 768, 768), (20, 768, 768)], [(7, 3072, 768), (5, 3072, 768)]
+    wide = [(count, cols, rows) for count, rows, cols in tall]
+    yield {"matrices": "GPT-2 small", **orthogonalized(*squares, *tall, *wide)}
+
+
+def orthogonalized(*batches: tuple[int, int, int]) -> dict[str, Any]:
+    """Return how fast `batches` of matrices [n, rows, cols] are orthogonalised, one by one."""
+    method, peak = ORTHOGONALIZERS["newton-schulz"], peak_flops(DEVICE)
+    batches = sized(batches, tuple((count, r // 256, c // 256) for count, r, c in batches))
+    matrices = [torch.randn(each, device=DEVICE, dtype=getattr(torch, DTYPE)) for each in batches]
+    found = timed(lambda: [method(each) for each in matrices], sized(10, 1))
+    flops = sum(count * method.flops(rows, cols) for count, rows, cols in batches)
+    speed = flops / found["step, ms"] * 1e3
+    return {"FLOP/s": speed, "of peak": speed / peak if peak else None, **found}

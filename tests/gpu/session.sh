@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# tests/gpu/session.sh NUMBER [--smoke]: one of six commands that tell what a GPU can do, of at most
-# nine minutes each (docs/benchmarks.md#on-a-gpu). Rows go to gpu-NUMBER.jsonl as they come.
+# tests/gpu/session.sh NUMBER [--smoke]: one of seven commands that tell what a GPU can do, of at
+# most nine minutes each, the seventh of four (docs/benchmarks.md#on-a-gpu). Rows go to
+# gpu-NUMBER.jsonl as they come.
 #
 # On a bare machine, packages that are missing may lie as wheels in the folder `wheels`, and the
 # interpreter may be called python3 only.

@@ -1,12 +1,13 @@
-"""The six commands of `tests/gpu/session.sh` run in small, and none can last for longer."""
+"""The commands of `tests/gpu/session.sh` run in small, and none can last for longer."""
 
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from tests.gpu import session
+from tests.gpu import gaps, session
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from torchmars.cluster import connection
@@ -32,6 +33,24 @@ def rows_of(folder):
 def test_a_command_takes_at_most_nine_minutes():
     for parts in session.COMMANDS.values():
         assert sum(part.seconds for part in parts) <= 9 * 60 - 5 * len(parts)  # to import torch
+    assert sum(part.seconds for part in session.COMMANDS[7]) <= 225
+
+
+def test_gaps_are_named_by_what_the_host_did():
+    def event(name, start, end, parent=None):
+        times = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=times, cpu_parent=parent)
+
+    kernels = [(0, 10, "a"), (4, 12, "b"), (5, 6, "c"), (30, 31, "d"), (31, 33, "e"), (93, 95, "f")]
+    busy, found = gaps.gaps_between(reversed(kernels))
+    assert busy == 12 + 3 + 2
+    assert found == [(12, 30, "b", "d"), (33, 93, "e", "f")]
+    step = event("step", 0, 40)
+    inner = event("kernel", 14, 28, parent=step)
+    host = gaps.Host([inner, step, event("later", 60, 70)])
+    assert host.during(12, 30) == "step > kernel"
+    assert host.during(28, 50) == "step"
+    assert host.during(33, 93) == gaps.BETWEEN == gaps.Host([]).during(0, 1)
 
 
 def test_a_part_is_ended_after_its_seconds():
