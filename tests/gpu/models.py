@@ -1,7 +1,7 @@
 """Whole steps of models, the loss alone, and Newton-Schulz alone."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.orthogonalize import ORTHOGONALIZERS
+from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import chunk_tokens, mean_loss
 from torchmars.parallel.parallel_model import ParallelModel
 
@@ -31,12 +32,39 @@ GPT2 = ModelConfig(name="gpt2", size="small", **sized({}, NANO))
 PLAIN = "plain loop, AdamW"
 
 
+class Loop(NamedTuple):
+    """A step of a training loop, in its parts."""
+
+    passes: Step
+    """Forward and backward."""
+    optimizer: Step
+    """With the clip."""
+    rest: Step
+    model: ParallelModel | nn.Module
+    owner: torch.optim.Optimizer
+
+    def step(self) -> None:
+        """Make a step."""
+        self.passes()
+        self.optimizer()
+        self.rest()
+
+
 def ours(
-    config: ModelConfig, rule: str, vocab_size: int, batch: int, length: int, activations: str
-) -> Step:
-    """Return a step of torchmars on one rank, compiled."""
-    layout = connection.start(ParallelismConfig())
-    training = TrainingConfig(global_batch_size=batch, seq_len=length, dtype=DTYPE, compile=True)
+    config: ModelConfig,
+    rule: str,
+    vocab_size: int,
+    batch: int,
+    length: int,
+    activations: str = "none",
+    dtype: str = DTYPE,
+    layout: Layout | None = None,
+) -> Loop:
+    """Return the loop of torchmars, compiled: on one rank, if no `layout` says otherwise."""
+    layout = layout or connection.start(ParallelismConfig())
+    training = TrainingConfig(
+        global_batch_size=batch * layout.data.size, seq_len=length, dtype=dtype, compile=True
+    )
     model = ParallelModel(
         build_meta_model(config, vocab_size, length),
         ParallelismConfig(),
@@ -52,16 +80,17 @@ def ours(
     optimizer = MARS(groups, max_grad_norm=1.0)
     windows = some_windows(vocab_size, batch, length)
 
-    def step() -> None:
-        model.backward([windows])
-        optimizer.step()
+    def rest() -> None:
+        model.follow_weights()
         optimizer.zero_grad()
 
-    return step
+    return Loop(lambda: model.backward([windows]), optimizer.step, rest, model, optimizer)
 
 
-def plain(config: ModelConfig, vocab_size: int, batch: int, length: int) -> Step:
-    """Return a step of the plainest loop around the same model, compiled."""
+def plain(
+    config: ModelConfig, vocab_size: int, batch: int, length: int, dtype: str = DTYPE
+) -> Loop:
+    """Return the plainest loop around the same model, compiled, with autocast for bfloat16."""
     model = build_meta_model(config, vocab_size, length).to_empty(device=DEVICE)
     init_weights(model, 0)
     parameters = list(model.parameters())
@@ -73,16 +102,17 @@ def plain(config: ModelConfig, vocab_size: int, batch: int, length: int) -> Step
         logits = model.head(model(tokens))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def step() -> None:
+    def passes() -> None:
         moved = windows.to(DEVICE, non_blocking=True)
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_GPU):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             loss = loss_of(moved[:, :-1], moved[:, 1:])
         loss.backward()
+
+    def clip_and_step() -> None:
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+    return Loop(passes, clip_and_step, optimizer.zero_grad, model, optimizer)
 
 
 def some_windows(vocab_size: int, batch: int, length: int) -> torch.Tensor:
@@ -108,9 +138,9 @@ def loops(
     for batch in sized(batches, [1]):
         for rule in rules:
             if rule == PLAIN:
-                step = plain(config, vocab_size, batch, length)
+                step = plain(config, vocab_size, batch, length).step
             else:
-                step = ours(config, rule, vocab_size, batch, length, activations)
+                step = ours(config, rule, vocab_size, batch, length, activations).step
             found = timed(step, sized(steps, 1))
             speed = batch * length / found["step, ms"] * 1e3
             mfu = Throughput(0, batch * length, flops, DEVICE, ranks=1).mfu(speed)
@@ -151,7 +181,7 @@ def profile() -> Iterator[dict[str, Any]]:
     """Yield the kernels that a step of GPT-2 small spends most of its time in."""
     batch, length, vocab_size = sized((16, 1024, 50304), (1, 16, 64))
     for rule in ("mars-adamw", "mars-m"):
-        step = ours(GPT2, rule, vocab_size, batch, length, "none")
+        step = ours(GPT2, rule, vocab_size, batch, length).step
         for _ in range(sized(4, 1)):
             step()
         kernels = sorted(kernels_of(step, sized(3, 1)).items(), key=lambda each: -each[1][0])

@@ -1,0 +1,223 @@
+"""Print what a step costs the host of a GPU, on a machine without one: ours beside the plain loop.
+
+    python -m tests.measurements.host_step [--ranks 1 2 8] [--only plain mars-adamw]
+
+A GPT-2 of 12 layers, so narrow that its tensors cost little, in bfloat16 in both loops. What the
+code does on GPUs alone is forced on the CPU, see `forced`; it is an error if that is not there. Of
+several ranks there is one: its collectives return at once.
+
+The numbers are CPU milliseconds, the least of 12 steps, and all loops take turns. Triton launches
+by a driver that starts nothing: its own Python counts. What CUDA's driver and NCCL take is not in
+the numbers, nor are FSDP's streams and events. Products of narrow matrices are: in bfloat16 about
+10 us each on a CPU, which is what a launch of one takes. Measure on a quiet machine: what others do
+there slows the plain loop more than the others.
+"""
+
+import argparse
+import contextlib
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from tests.gpu.models import Loop, ours, plain
+from torchmars.config import ModelConfig, ParallelismConfig
+from torchmars.optim import MARS, kernels, owners, reduction, traffic, update
+from torchmars.parallel import fsdp
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.parallel_model import ParallelModel
+
+Step = Callable[[], object]
+RULES = ["adamw", "mars-adamw", "mars-m"]
+TURNS, STEPS = 3, 4
+WIDTH, WIDTH_OF_SMALL = 16, 768
+NARROWER = (WIDTH / WIDTH_OF_SMALL) ** 2  # the elements of a matrix, to those of GPT-2 small's
+SHAPE = {"n_head": 2, "n_embd": WIDTH}
+GPT2 = ModelConfig(name="gpt2", size="small", n_layer=12, **SHAPE)
+LLAMA = ModelConfig(name="llama", size="8b", n_layer=32, n_kv_head=1, n_inner=56, **SHAPE)
+TENSORS = {"gpt2": 75, "llama": 291}
+
+
+class Forced(NamedTuple):
+    """What a GPU decides otherwise than a CPU: a name of a module or class, and its value there."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+def force_settle(optimizer: MARS) -> None:
+    """Let the host see no verdict, and kernels be compiled for a small model, too."""
+    SETTLE(optimizer)
+    optimizer.sees_verdict, optimizer.compile = False, True
+
+
+def run_on_tiles(matrices: Any, kernel: Any, tensors: Any, factors: Any) -> None:
+    """Run a kernel on tiles as GPUs do: compiled."""
+    kernels.run_kernel(kernel, tensors, factors, compile=True)
+
+
+def run_first_pass(kernel: Any, tensors: Any, factors: Any, compile: bool) -> list[Tensor]:
+    """Run a kernel of the first pass as GPUs do: plain norms are one kernel of torch's own."""
+    if kernel is kernels.squared_norms:
+        norms = torch._foreach_norm([g for (g,) in tensors], 2, torch.float64)
+        return [torch.nn.functional.pad(torch.stack(norms).square()[:, None], (0, 2))]
+    return kernels.run_kernel(kernel, tensors, factors, compile)
+
+
+SETTLE = MARS._settle
+UNITS = 13  # of FSDP in GPT-2 small on a GPU: each block, and the rest
+
+
+def forced() -> list[Forced]:
+    """Return all that is forced."""
+    return [
+        Forced(MARS, "_settle", force_settle),
+        Forced(kernels, "CALLS", defaultdict(lambda: kernels.Calls(2, 16))),
+        Forced(update.MatrixUpdate, "_run_on_tiles", run_on_tiles),
+        Forced(reduction, "run_kernel", run_first_pass),
+        # As many units, buckets and batches as GPT-2 small has.
+        Forced(fsdp, "ONE_UNIT_BYTES", -1),
+        Forced(owners, "BUCKET_ELEMENTS", int(owners.BUCKET_ELEMENTS * NARROWER)),
+        Forced(traffic, "BATCH_OF_CPU_THREAD", int(traffic.BATCH_ELEMENTS * NARROWER)),
+        # There is one rank, and nobody to agree with.
+        Forced(traffic, "check_same_plan", lambda *_: None),
+        Forced(traffic, "on_all_ranks", lambda here, *_: here),
+    ]
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let the body decide as on a GPU."""
+    with contextlib.ExitStack() as stack:
+        try:
+            for each in forced():
+                stack.enter_context(mock.patch.object(*each))
+        except AttributeError as error:
+            sys.exit(f"error: {error}: let `forced` in {__file__} say what GPUs do now")
+        yield
+
+
+def check_forced(name: str, loop: Loop) -> None:
+    """End the process if what is forced had no effect on a loop of GPT-2."""
+    if not (isinstance(loop.model, ParallelModel) and isinstance(loop.owner, MARS)):
+        return
+    modules = [each for part in loop.model.parts.values() for each in part.modules()]
+    units = sum(isinstance(each, FSDPModule) for each in modules)
+    if units != UNITS:
+        sys.exit(f"error: {name} has {units} units of FSDP, not {UNITS}: say so in UNITS")
+    if loop.owner.sees_verdict or not loop.owner.compile:
+        sys.exit(f"error: the optimizer of {name} decides as on a CPU")
+    if not kernels._compiled.cache_info().currsize:
+        sys.exit(f"error: no kernel of {name} is compiled")
+    assert len(loop.model.weights) == TENSORS["gpt2"], len(loop.model.weights)
+
+
+def least(steps: dict[str, list[Step]]) -> dict[str, list[float]]:
+    """Return the CPU milliseconds of each step, then of its parts: the least. They take turns."""
+    times: dict[str, list[list[float]]] = {name: [] for name in steps}
+    gc.collect()
+    gc.disable()  # as trainers do
+    for turn, name in itertools.product(range(TURNS), steps):
+        warm_up = 1 if turn else 5  # the first steps compile
+        for number in range(warm_up + STEPS):
+            marks = [time.process_time()]
+            for part in steps[name]:
+                part()
+                marks.append(time.process_time())
+            if number >= warm_up:
+                times[name].append([1e3 * (b - a) for a, b in itertools.pairwise(marks)])
+    gc.enable()
+    return {
+        name: [min(map(sum, rounds)), *map(min, zip(*rounds))] for name, rounds in times.items()
+    }
+
+
+def optimizer_alone(rule: str, layout: Layout) -> Step:
+    """Return the step of an optimizer of the 291 tensors of a Llama of 32 layers."""
+    owner = ours(LLAMA, rule, 64, 1, 16, dtype="bfloat16", layout=layout).owner
+    parameters = [each for group in owner.param_groups for each in group["params"]]
+    assert len(parameters) == TENSORS["llama"], len(parameters)
+    for each in parameters:
+        each.grad = torch.randn_like(each)
+    return owner.step
+
+
+def measure(ranks: int, names: list[str]) -> None:
+    """Print the rows of one layout."""
+    try:
+        from tests.support import fake_driver
+    except ImportError:
+        sys.exit("error: Triton is not installed: pip install 'triton>=3.6,<3.8'")
+    driver = fake_driver.pretend()
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # of one process for all loops
+    layout = Layout.simulate(ParallelismConfig(), ranks, 0, torch.device("cpu"))
+    loops = {
+        name: plain(GPT2, 64, 1, 16, "bfloat16")
+        if name == "plain"
+        else ours(GPT2, name, 64, 1, 16, dtype="bfloat16", layout=layout)
+        for name in names
+    }
+    found = least({name: [*loop[:3]] for name, loop in loops.items()})
+    for name, loop in loops.items():
+        check_forced(name, loop)
+    launches = {}
+    for name, loop in loops.items():
+        driver.launches.clear()
+        loop.step()
+        launches[name] = len(driver.launches)
+    alone = {name: [optimizer_alone(name, layout)] for name in names if name != "plain"}
+    of_many = {name: times[0] for name, times in least(alone).items()}
+    base = found.get("plain", [float("nan")])[0]
+    for name, (whole, *parts) in found.items():
+        numbers = [f"{whole:.1f} | {whole / base:.2f}", *(f"{each:.1f}" for each in parts[:2])]
+        numbers += [f"{parts[1] / base:.2f}"]
+        many = of_many.get(name)
+        numbers += [f"{many:.1f} | {many / base:.2f}"] if many is not None else ["– | –"]
+        numbers += [str(launches[name])]
+        rank = "1 rank" if ranks == 1 else f"FSDP, {ranks} ranks"
+        print(f"| {rank} | {name} | {' | '.join(numbers)} |", flush=True)
+
+
+def main() -> None:
+    """Measure each layout in a process of its own: it has one process group."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8])
+    parser.add_argument("--only", nargs="+", default=["plain", *RULES])
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.alone:
+        with as_on_gpu():
+            measure(options.ranks[0], options.only)
+        return
+    print(
+        "| layout | loop | step, ms | ratio | forward, backward | optimizer | ratio "
+        "| optimizer, 291 tensors | ratio | launches by Triton |\n" + "|---" * 10 + "|",
+        flush=True,
+    )
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
+    for ranks in options.ranks:
+        command = [sys.executable, "-m", "tests.measurements.host_step", "--alone", "--ranks"]
+        subprocess.run(
+            [*command, str(ranks), "--only", *options.only],
+            env=os.environ | environment | {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"},
+            check=True,
+        )
+    print(f"load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
