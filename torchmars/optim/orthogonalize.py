@@ -80,7 +80,7 @@ class Iteration(Orthogonalizer):
 
     def _direct(self, x: Tensor) -> Tensor:
         for a, b, c in self.polynomials:
-            gram = x @ x.mT
+            gram = torch.bmm(x, x.mT)  # `@` costs the host a tenth more of all products
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x
 
@@ -116,7 +116,7 @@ def polynomial_of_gram(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
     `x` [n, short, long]. R = x x^T, Z = b R + c R^2: Q <- Q Z + a Q, R <- (a + Z) R (a + Z). All
     these matrices are symmetric and commute.
     """
-    r, q = x @ x.mT, None
+    r, q = torch.bmm(x, x.mT), None
     for number, (a, b, c) in enumerate(polynomials, 1):
         z = torch.baddbmm(r, r, r, beta=b, alpha=c)
         if number < len(polynomials):
