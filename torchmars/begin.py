@@ -14,7 +14,6 @@ MODULES = (  # of the dependencies in pyproject.toml
     "psutil",
     "pydantic",
     "rich",
-    "torchdata",
     "tiktoken",
     "safetensors",
     "tomli",

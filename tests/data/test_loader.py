@@ -1,15 +1,19 @@
 """The global order of the data: the same on every layout, and it goes on where it was."""
 
 import os
+import pickle
 import shutil
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory  # private, torch 2.11 to 2.13
 
 from tests.support.shards import write_shards
 from torchmars.config import DataConfig
-from torchmars.data.loader import Loader, validation_batches
+from torchmars.data import order
+from torchmars.data.loader import Loader, Sent, validation_batches
 from torchmars.data.mixture import MixedWindows, Shares
 from torchmars.data.order import window_of_sample
 from torchmars.data.tokenizer import ByteTokenizer
@@ -208,3 +212,32 @@ def test_a_shard_that_is_only_touched_or_written_again_is_read_on(split, tmp_pat
         else:
             (folder / shard.file).write_bytes((folder / shard.file).read_bytes())
     assert [windows[window].tolist() for window in range(len(windows))] == expected
+
+
+def test_workers_find_the_windows(windows, monkeypatch):
+    here, find = os.getpid(), order.place_of_sample
+
+    def find_elsewhere(*args):
+        assert os.getpid() != here
+        return find(*args)
+
+    monkeypatch.setattr(order, "place_of_sample", find_elsewhere)
+    found = global_batches(windows, 2, workers=1)
+    assert found == [
+        [windows[window_of_sample(step * 12 + i, len(windows), 3)].tolist() for i in range(12)]
+        for step in range(2)
+    ]
+
+
+def test_what_workers_send_is_no_file_and_is_pinned(monkeypatch):
+    sent = Sent.together([torch.arange(5), torch.arange(5, 10)])
+    assert b"rebuild_storage" in ForkingPickler.dumps(sent.windows).tobytes()
+    written = ForkingPickler.dumps(sent).tobytes()
+    assert b"rebuild_storage" not in written
+    sent = pickle.loads(written)
+    assert sent.windows.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert sent.windows.dtype == torch.int64
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda self: -self
+    )  # there is no GPU to pin for
+    assert torch.equal(pin_memory(sent).windows, -sent.windows)

@@ -1,17 +1,46 @@
 """Batches of the windows of a split, for training in the global order and for validation."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
 from torchmars.cluster.signals import be_helper
 from torchmars.data.mixture import MixedWindows, Shares, shares_from_start
-from torchmars.data.order import global_order
+from torchmars.data.order import Samples, rank_samples
 from torchmars.data.windows import ChangedData
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Windows [m, T + 1] on their way from a worker, through a pipe.
+
+    A tensor alone would come as an open file, by a handshake with a thread of the worker: that
+    takes the host longer than the values do.
+    """
+
+    windows: Tensor
+
+    @classmethod
+    def together(cls, windows: Sequence[Tensor]) -> "Sent":
+        """Return windows [T + 1] as one batch."""
+        return cls(torch.stack(list(windows)))
+
+    @classmethod
+    def received(cls, windows: np.ndarray) -> "Sent":
+        """Return what has come through the pipe."""
+        return cls(torch.from_numpy(windows))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Sent.received, (self.windows.numpy(),)
+
+    def pin_memory(self) -> "Sent":
+        """Return the same in memory that a GPU copies from by itself. The loader calls it."""
+        return Sent(self.windows.pin_memory())
 
 
 @dataclass(eq=False)
@@ -39,7 +68,7 @@ class Loader:
     shares: Shares = Shares()
     changed: ChangedData | None = None
     """The shard that changed while the run read it. The batches are zeros then."""
-    _batches: Iterator[Tensor] | None = None
+    _batches: Iterator[Sent] | None = None
     _peeked: list[Tensor] | None = None
 
     @property
@@ -79,7 +108,7 @@ class Loader:
             count = self.global_batch_size // self.ranks // self.microbatch_size
             try:
                 self.check()
-                self._peeked = [next(self._stream()) for _ in range(count)]
+                self._peeked = [next(self._stream()).windows for _ in range(count)]
             except ChangedData as error:
                 # What a worker has raised comes with the traceback before its message.
                 self.changed = ChangedData(str(error).rpartition("ChangedData: ")[2].strip())
@@ -91,32 +120,28 @@ class Loader:
                 self._peeked = [torch.zeros(shape, dtype=torch.int64)] * count
         return self._peeked
 
-    def _stream(self) -> Iterator[Tensor]:
+    def _stream(self) -> Iterator[Sent]:
         if self._batches is None:
             first = self.subset_microbatches * self.microbatch_size * self.ranks
-            places = global_order(
-                self.shares,
-                self.windows.lengths,
-                self.seed,
+            samples = rank_samples(
                 self.position,
                 [first, self.global_batch_size - first],
                 self.microbatch_size,
                 self.rank,
                 self.ranks,
             )
-            with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
-                warnings.filterwarnings("ignore", message=".*set_vital.*")
-                # A generator of its own: a start of the loader must not draw from that of dropout.
-                self._batches = iter(
-                    StatefulDataLoader(
-                        self.windows,
-                        batch_sampler=places,
-                        num_workers=self.num_workers,
-                        pin_memory=self.pin_memory,
-                        generator=torch.Generator(),
-                        worker_init_fn=be_helper,
-                    )
+            # A generator of its own: a start of the loader must not draw from that of dropout.
+            self._batches = iter(
+                DataLoader(
+                    Samples(self.windows, self.shares, self.seed),
+                    batch_sampler=samples,
+                    num_workers=self.num_workers,
+                    collate_fn=Sent.together,
+                    pin_memory=self.pin_memory,
+                    generator=torch.Generator(),
+                    worker_init_fn=be_helper,
                 )
+            )
         return self._batches
 
 

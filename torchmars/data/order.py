@@ -7,8 +7,12 @@ part's own order.
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from torchmars.data.mixture import Shares
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchmars.data.mixture import MixedWindows, Shares
 
 
 def window_of_sample(sample: int, n_windows: int, seed: int) -> int:
@@ -47,17 +51,23 @@ def place_of_sample(
     return part, window_of_sample(number, lengths[part], seed)
 
 
-def global_order(
-    shares: Shares,
-    lengths: Sequence[int],
-    seed: int,
-    position: int,
-    runs: Sequence[int],
-    microbatch_size: int,
-    rank: int,
-    ranks: int,
-) -> Iterator[list[tuple[int, int]]]:
-    """Yield a rank's microbatches of (part, window), step after step, without end.
+@dataclass(frozen=True, eq=False)
+class Samples(Dataset):
+    """The windows in the global order: where a process reads one, it also finds its place."""
+
+    windows: MixedWindows
+    shares: Shares
+    seed: int
+
+    def __getitem__(self, sample: int) -> Tensor:
+        """Return token ids [T + 1], int64. Raises `ChangedData`."""
+        return self.windows[place_of_sample(sample, self.shares, self.windows.lengths, self.seed)]
+
+
+def rank_samples(
+    position: int, runs: Sequence[int], microbatch_size: int, rank: int, ranks: int
+) -> Iterator[range]:
+    """Yield the samples of a rank's microbatches, step after step, without end.
 
     They begin at global sample `position`. A step takes the next samples, in `runs` of so many. Of
     R ranks, rank r takes the r-th of R equal parts of each run.
@@ -66,6 +76,5 @@ def global_order(
         share = length // ranks
         first = position + rank * share
         for begin in range(first, first + share, microbatch_size):
-            samples = range(begin, begin + microbatch_size)
-            yield [place_of_sample(sample, shares, lengths, seed) for sample in samples]
+            yield range(begin, begin + microbatch_size)
         position += length
