@@ -66,7 +66,7 @@ class Samples(Dataset):
 
 def rank_samples(
     position: int, runs: Sequence[int], microbatch_size: int, rank: int, ranks: int
-) -> Iterator[range]:
+) -> Iterator[list[int]]:
     """Yield the samples of a rank's microbatches, step after step, without end.
 
     They begin at global sample `position`. A step takes the next samples, in `runs` of so many. Of
@@ -76,5 +76,5 @@ def rank_samples(
         share = length // ranks
         first = position + rank * share
         for begin in range(first, first + share, microbatch_size):
-            yield range(begin, begin + microbatch_size)
+            yield list(range(begin, begin + microbatch_size))
         position += length
