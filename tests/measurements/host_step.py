@@ -206,8 +206,8 @@ def main() -> None:
             measure(options.ranks[0], options.only)
         return
     print(
-        "| layout | loop | step, ms | ratio | forward, backward | optimizer | ratio "
-        "| optimizer, 291 tensors | ratio | launches by Triton |\n" + "|---" * 10 + "|",
+        "| layout | loop | step, ms | ratio | passes | optimizer | ratio | of 291 tensors | ratio "
+        "| launches by Triton |\n" + "|---" * 10 + "|",
         flush=True,
     )
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
