@@ -83,6 +83,7 @@ def losses_of(rule: str, settings: dict[str, Any]) -> tuple[list[float], float]:
         began = time.perf_counter()
         loss = model.backward([own])
         optimizer.step()
+        model.follow_weights()
         optimizer.zero_grad()
         losses.append(layout.mean_loss(loss))
     return losses, time.perf_counter() - began

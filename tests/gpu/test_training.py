@@ -133,10 +133,12 @@ def test_a_step_of_the_whole_model_does_not_wait_for_the_device(trainer):
         if step < 2:  # the first ones make gradients, state and streams
             trainer.model.backward(batch)
             trainer.optimizer.step()
+            trainer.model.follow_weights()
         else:
             with without_waiting():
                 trainer.model.backward(batch)
                 trainer.optimizer.step()
+                trainer.model.follow_weights()
         trainer.optimizer.zero_grad()
 
 
@@ -149,9 +151,9 @@ def test_a_save_copies_into_pinned_memory_and_keeps_it(trainer):
         complete()
         copies.append(copied)
     for name, weight in state.items():
-        first, second = (each[name].to_local() for each in copies)
+        first, second = (each[name] for each in copies)
         assert first.is_pinned() == ON_GPU and first.data_ptr() == second.data_ptr()
-        assert torch.equal(second, weight.to_local().cpu())
+        assert torch.equal(second, weight.cpu())
 
 
 def test_what_a_save_copies_is_what_was_there_when_it_began():
@@ -182,6 +184,7 @@ def measured_peak(tables):
             torch.cuda.reset_peak_memory_stats()
         trainer.model.backward(batch)
         trainer.optimizer.step()
+        trainer.model.follow_weights()
         if step < 2:
             trainer.optimizer.zero_grad()
     return torch.cuda.max_memory_allocated()
@@ -219,7 +222,7 @@ def prefetched_and_not(tables):
                 model.batches.prefetch(batch)
         assert (model.batches.prefetched[0] is batch) == prefetched
         loss = model.backward(batch)
-        found.append([loss, *(weight.grad.to_local() for weight in model.weights.values())])
+        found.append([loss, *(weight.grad for weight in model.weights.values())])
         trainer.optimizer.zero_grad()
     return [[value.cpu() for value in values] for values in found]
 

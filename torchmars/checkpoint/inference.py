@@ -166,6 +166,7 @@ def load_sharded_model(
         state = model_state(model.tensors)
         index = read_index_part(found.folder, found.manifest, layout, state)
         layout.on_all(lambda: read_tensors(found.folder, state, index))
+    model.follow_weights()
     return model, tokenizer
 
 

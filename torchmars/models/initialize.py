@@ -8,6 +8,7 @@ tiles that its part touches, whole, and keeps what is its own.
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -25,16 +26,17 @@ TILE_ROWS, TILE_COLUMNS = 8, 1024
 
 
 @torch.no_grad()
-def init_weights(model: Model, seed: int) -> None:
+def init_weights(model: Model, seed: int, weights: Mapping[str, Tensor] | None = None) -> None:
     """Fill the parameters in place, from N(0, `model.init_std(name)`^2) or with ones for None.
 
-    Buffers, such as the biases of routers, begin as 0.
+    Buffers, such as the biases of routers, begin as 0. `weights`, by name, are filled in the place
+    of the parameters.
 
     Each rank draws its own part on the CPU, in float32. It needs memory for one row of tiles.
     """
     for buffer in model.buffers():
         buffer.zero_()
-    for name, parameter in model.named_parameters():
+    for name, parameter in (weights or dict(model.named_parameters())).items():
         std = model.init_std(name)
         if std is None:
             parameter.fill_(1.0)

@@ -28,6 +28,14 @@ from torchmars.parallel.part import ModelPart
 ONE_UNIT_BYTES = 32 * 2**20
 
 
+def is_alone(layout: Layout, parallelism: ParallelismConfig) -> bool:
+    """Return whether one rank has all weights where it computes: nothing is sharded or reduced.
+
+    Its weights are plain tensors. Replicas are not alone: a mesh says who they are.
+    """
+    return layout.world.size == 1 and not parallelism.cpu_offload
+
+
 def shard(
     part: ModelPart, layout: Layout, dtype: torch.dtype, parallelism: ParallelismConfig
 ) -> None:

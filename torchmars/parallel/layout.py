@@ -255,6 +255,8 @@ class Layout:
         shards, ep = self.group("dp_shard").size, self.group("ep").size
         if ep > 1:
             ranks += f", EP {ep}"
+        if size == 1:
+            return ranks
         if size == shards:
             return f"FSDP over {ranks}"
         sizes = {"FSDP": shards} | {name.upper(): self.group(name).size for name in OTHER_AXES}

@@ -17,9 +17,15 @@ from torchmars.models.initialize import init_weights
 from torchmars.parallel.balance import Balance
 from torchmars.parallel.batches import Batches
 from torchmars.parallel.context import SequencePart
+from torchmars.parallel.copies import Copies
 from torchmars.parallel.cuts import blocks_of_stages, cut_model, sequence_unit, stage_ranks
 from torchmars.parallel.float8 import update_scales
-from torchmars.parallel.fsdp import call_before_reduction_ends, set_reduction, weight_device
+from torchmars.parallel.fsdp import (
+    call_before_reduction_ends,
+    is_alone,
+    set_reduction,
+    weight_device,
+)
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import chunk_tokens
 from torchmars.parallel.part import ModelPart
@@ -55,7 +61,8 @@ class ParallelModel:
         blocks do not make stages.
         """
         self.whole, self.layout, self.device = whole, layout, device
-        self.parallelism, self.gathers_float8 = parallelism, training.float8.all_gather
+        self.parallelism, self.alone = parallelism, is_alone(layout, parallelism)
+        self.gathers_float8 = training.float8.all_gather and not self.alone
         cp, pipeline, ranks = layout.group("cp"), layout.group("pp"), stage_ranks(parallelism)
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), layout.group("tp").size
         self.batches = Batches(self.sequence, device, pipeline.size > 1, find_starts)
@@ -81,7 +88,12 @@ class ParallelModel:
                     put_buffers(part, device)
         self.balance = Balance(whole, self.parts, training, layout, device)
         self.weights = self._weights()
-        """The weights of which this rank has a part, by name."""
+        """The weights of which this rank has a part, by name. They are float32."""
+        self.copies: Copies | None = None
+        """What a rank alone computes with, where that is not float32."""
+        if self.alone and training.dtype != "float32":
+            with memory or nullcontext():
+                self.copies = Copies(self.parts[0], getattr(torch, training.dtype))
         parts = [part.model for part in self.parts.values()]
         self.buffers = {name: value for part in parts for name, value in part.named_buffers()}
         """What its parts have besides, by name: the biases of routers. No layout cuts them."""
@@ -129,14 +141,17 @@ class ParallelModel:
     def init_weights(self, seed: int) -> None:
         """Fill the weights with their initial values, which do not depend on the layout."""
         for part in self.parts.values():
-            init_weights(part.model, seed)
+            init_weights(part.model, seed, self.weights if self.alone else None)
         self.follow_weights()
 
     def follow_weights(self) -> None:
         """Make again what is made from the weights, after they have changed.
 
-        These are the copy of a tied token table and the scales of weights that travel in float8.
+        These are what a rank alone computes with, the copy of a tied token table, and the scales
+        of weights that travel in float8.
         """
+        if self.copies is not None:
+            self.copies.follow()
         if self.tied is not None:
             self.tied.copy_weights()
         if self.gathers_float8:
@@ -161,7 +176,7 @@ class ParallelModel:
         tokens that this rank computes the loss of, and 0 if it computes none. The gradient has
         those of the z-loss and of the routers' losses too, which the mean is without. `enter_phase`
         is told what begins: "forward", "backward", and "reduce", where the rest of the gradients'
-        reduction is waited for; in a pipeline "pipeline", all of it. `ahead`: the gradient is exact
+        reduction is waited for, or a rank alone casts them; in a pipeline "pipeline", all of it. `ahead`: the gradient is exact
         mode's look-ahead. After any other, and the optimizer's step, call `balance.finish`.
         At a `pause`, not in a pipeline, the gradients are those of the microbatches before it, but
         divided by the number of all of them.
@@ -184,14 +199,19 @@ class ParallelModel:
             paused, call = pause or (0, None)
             for number, each in enumerate(inputs, start=1):
                 enter_phase("forward")
-                last = number in (paused, len(inputs))
-                set_reduction(self.parts[0], self.parallelism, last=last)
+                if not self.alone:
+                    last = number in (paused, len(inputs))
+                    set_reduction(self.parts[0], self.parallelism, last=last)
                 # All microbatches are of one size. So the mean of their means is that over all
                 # tokens.
                 part = self.parts[0](*each) / len(inputs)
-                call_before_reduction_ends(part, partial(enter_phase, "reduce"))
+                if not self.alone:
+                    call_before_reduction_ends(part, partial(enter_phase, "reduce"))
                 enter_phase("backward")
                 part.backward()
+                if self.copies is not None:
+                    enter_phase("reduce")
+                    self.copies.take_gradients()
                 loss += part.detach()
                 if number == paused and call is not None:
                     call()

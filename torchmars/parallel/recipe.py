@@ -1,5 +1,7 @@
 """The one recipe that puts a plain model on a layout, from outside: models know none of it."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from torchmars.parallel.activations import checkpoint_blocks
 from torchmars.parallel.context import share_sequences
 from torchmars.parallel.experts import deal_out_experts
 from torchmars.parallel.float8 import convert_layers
-from torchmars.parallel.fsdp import shard
+from torchmars.parallel.fsdp import is_alone, shard
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import ModelPart
 from torchmars.parallel.tensor import cut_layers
@@ -26,23 +28,26 @@ def parallelize(
 
     Its experts are dealt out over ep, its layers are cut over tp, its sequences over cp. Its blocks
     keep for the backward pass what `activations` says, compute in float8 and are compiled where
-    that is asked for. Its weights are sharded. It computes in `training.dtype`, which is resolved;
+    that is asked for. Its weights are sharded, unless the rank is alone. It computes in `training.dtype`, which is resolved;
     weights stay float32.
     """
-    model = part.model
+    model, alone = part.model, is_alone(layout, parallelism)
     if layout.expert_mesh is not None:
         deal_out_experts(model, layout)
     if layout.group("tp").size > 1:
         cut_layers(model, layout.tensor_mesh)
     if layout.group("cp").size > 1:
         share_sequences(model, layout.group("cp").process_group, parallelism.cp_method)
-    convert_layers(model, training.float8, layout.device)
+    # A rank alone gathers nothing.
+    float8 = replace(training.float8, all_gather=False) if alone else training.float8
+    convert_layers(model, float8, layout.device)
     checkpoint_blocks(model, activations, layout.expert_mesh is not None)
     if training.compile:
         for block in model.blocks.values():
             for module in compiled_modules(block, whole=layout.expert_mesh is None):
                 module.compile()
-    shard(part, layout, getattr(torch, training.dtype), parallelism)
+    if not alone:
+        shard(part, layout, getattr(torch, training.dtype), parallelism)
 
 
 def compiled_modules(block: nn.Module, whole: bool) -> list[nn.Module]:

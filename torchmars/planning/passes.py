@@ -74,6 +74,7 @@ def make_passes(
     tokens = torch.zeros(size, training.seq_len + 1, dtype=torch.int64)
     memory, traffic = MemoryCounter(), TrafficCounter()
     memory.know(each for part in model.parts.values() for each in part.parameters())
+    memory.know(model.weights.values())
     for part in model.parts.values():
         name_blocks(part.model, memory)
     with fake, traffic, memory:
@@ -138,8 +139,8 @@ def simulate_passes(
     # "Ahead" counts no choices of experts: `count_choices` does, once for a step.
     model.backward([tokens], ahead=True)
     if max(rounds) > 1:
-        for parameter in part.parameters():
-            parameter.grad = None
+        for weight in model.weights.values():
+            weight.grad = None
         traffic.begin(PHASE, weight=sum(microbatches - 1 for microbatches in rounds))
         model.backward([tokens] * 2, ahead=True)
 

@@ -52,7 +52,8 @@ class Simulation:
     activations: int = 0
     """Activations and temporary tensors, at the peak of the forward and backward pass."""
     gathered: int = 0
-    """Weights and gradients of other ranks' shards, and their buffers, at that peak."""
+    """Weights and gradients of other ranks' shards, and their buffers, at that peak. On a rank
+    alone: the copies of weights that it computes with."""
     effects: Effects = field(default_factory=dict)
     """In a pipeline: what its passes do to its memory. Its stages are numbered from 0."""
 
@@ -219,6 +220,9 @@ def simulate_step(
             optimizer.step()
     peak = passes.effects[0, "B", -1].peak
     parameters = [each for part in model.parts.values() for each in part.parameters()]
+    copies = 0
+    if model.copies is not None:
+        parameters, copies = model.copies.weights, bytes_of(parameters)
     return Simulation(
         model=model,
         optimizer=optimizer,
@@ -233,7 +237,7 @@ def simulate_step(
         checkpoint=whole_bytes(state, generators=False),
         generators=whole_bytes(state, generators=True),
         activations=peak["activations"],
-        gathered=peak["gathered"],
+        gathered=peak["gathered"] + copies,
         effects=passes.effects,
     )
 
