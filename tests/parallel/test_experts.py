@@ -1,6 +1,7 @@
 """Experts over ranks: gradients beside every other technique, rows that travel, what is refused."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torchmars.config import (
     TrainingConfig,
 )
 from torchmars.core.errors import UserError
+from torchmars.parallel import fsdp
 from torchmars.parallel.checks import check_experts
 from torchmars.parallel.experts import Dispatch
 from torchmars.parallel.fsdp import ONE_UNIT_BYTES, stack_placement
@@ -88,6 +90,43 @@ def one_unit_gradients():
 def test_experts_of_a_model_that_is_one_unit_are_units():
     results = run_ranks(one_unit_gradients, 4)
     gradients.compare(results, "one unit", gradients.plain_gradients("moe"))
+
+
+def gathered_ahead(parallelism):
+    """What FSDP gathers ahead of each unit and of each one's experts, and gradients."""
+    keep_all, ahead = ActivationCheckpointConfig(), {}
+    with mock.patch.dict(fsdp.UNIT_BYTES, cpu=2**17):  # two blocks without their experts, not three
+        layout, model, batch = gradients.model_on(
+            "moe", parallelism, gradients.training_on(4), keep_all
+        )
+    blocks = model.parts[0].model.blocks
+    named = {f"block {number}": block for number, block in blocks.items()}
+    named |= {f"experts {number}": block.mlp.experts for number, block in blocks.items()}
+    # Private, torch 2.11 to 2.13. The blocks of a unit have one state.
+    states = {name: module._get_fsdp_state() for name, module in named.items()}
+    for name, state in states.items():
+        ahead[name] = [
+            [next(each for each, its in states.items() if its is other) for other in others]
+            for others in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
+        ]
+    loss = model.backward(batch)
+    return ahead, (layout.mean_loss(loss), gradients.gathered_gradients(model))
+
+
+def test_experts_of_blocks_that_are_one_unit_are_gathered_ahead():
+    results = run_ranks(gathered_ahead, 4, ParallelismConfig(ep=2))
+    for ahead, _ in results:
+        assert ahead == {
+            "block 0": [["experts 0", "block 2"], []],
+            "block 1": [["experts 0", "block 2"], []],
+            "block 2": [["experts 2"], ["block 0", "experts 1"]],
+            "block 3": [["experts 2"], ["block 0", "experts 1"]],
+            "experts 0": [["experts 1"], []],
+            "experts 1": [[], ["experts 0"]],
+            "experts 2": [["experts 3"], []],
+            "experts 3": [[], ["experts 2"]],
+        }
+    gradients.compare([found for _, found in results], "units", gradients.plain_gradients("moe"))
 
 
 class Doubling(nn.Module):

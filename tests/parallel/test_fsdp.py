@@ -1,6 +1,7 @@
 """When gradients are reduced and weights are gathered: the gradient is always that of one rank."""
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.parallel.test_gradients import check_gradients, compare, gradients_on
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
+from torchmars.parallel import fsdp
 from torchmars.planning.traffic import TrafficCounter
 
 SLOW = pytest.mark.slow
@@ -131,8 +133,62 @@ def copies_of_each(cases):
 
 
 def test_a_rank_with_whole_weights_copies_them_once_a_step():
-    """Else for both passes of each of the four microbatches; so it does where it offloads them."""
+    """Else for both passes of each of its two microbatches; so it does where it offloads them."""
+    replicas = {"dp_replicate": 2}
+    cases = [replicas, replicas | {"reshard_after_forward": "always"}]
+    cases.append(replicas | {"cpu_offload": True})
+    results = run_ranks(copies_of_each, 2, cases)
+    for found in results:
+        assert [times for times, _ in found] == [27, 2 * 2 * 27, 2 * (2 * 24 + 3)]
+    for place, case in enumerate(cases):
+        found = [each[place][1] for each in results]
+        compare(found, case, plain_gradients("gpt2"))
+
+
+def test_a_rank_alone_has_fsdp_only_where_it_offloads():
     cases = [{}, {"reshard_after_forward": "always"}, {"cpu_offload": True}]
     (results,) = run_ranks(copies_of_each, 1, cases)
     compare([found for _, found in results], cases, plain_gradients("gpt2"))
-    assert [times for times, _ in results] == [27, 4 * 2 * 27, 4 * (2 * 24 + 3)]
+    assert [times for times, _ in results] == [0, 0, 4 * (2 * 24 + 3)]
+
+
+def in_units(cases):
+    """`reductions` of each of `cases`, whose blocks are gathered together up to a size."""
+    found = []
+    for name, bytes_of_unit, parallelism, compiled, mode in cases:
+        training = TrainingConfig(
+            global_batch_size=8, seq_len=24, dtype="float32", microbatch_size=2, compile=compiled
+        )
+        config, kept = ParallelismConfig(**parallelism), ActivationCheckpointConfig(mode)
+        with mock.patch.dict(fsdp.UNIT_BYTES, cpu=bytes_of_unit):
+            found.append(reductions(name, config, training, kept))
+    return found
+
+
+GPT2_BLOCK = 4 * 12 * 32**2  # and some
+IN_UNITS = [
+    # Of four blocks: three together, one; all; one each.
+    (("gpt2", 3.5 * GPT2_BLOCK, {}, False, "none"), 2),
+    (("gpt2", 5 * GPT2_BLOCK, {"reshard_after_forward": "always"}, False, "full"), 1),
+    (("gpt2", 0.5 * GPT2_BLOCK, {}, False, "selective"), 4),
+]
+SLOW_UNITS = [
+    (("gpt2", 3.5 * GPT2_BLOCK, {}, True, mode), 2) for mode in ("none", "full", "selective")
+] + [(("gpt2", 3.5 * GPT2_BLOCK, {"accumulate": "whole"}, False, "full"), 2)]
+
+
+@pytest.mark.parametrize(
+    "cases", [IN_UNITS, pytest.param(SLOW_UNITS, marks=FULL)], ids=["quick", "more"]
+)
+def test_small_blocks_are_gathered_together(cases):
+    """Units are gathered for both passes of two microbatches, and reduced after each."""
+    results = run_ranks(in_units, 2, [case for case, _ in cases])
+    for place, (case, units) in enumerate(cases):
+        _, _, parallelism, _, _ = case
+        of_rest = 2 if parallelism.get("reshard_after_forward") == "always" else 1
+        reduced = 1 if parallelism.get("accumulate") == "whole" else 2
+        for found in results:
+            times = found[place][0]
+            assert times["all-gather"] == 2 * (2 * units + of_rest), case
+            assert times["reduce-scatter"] == reduced * (units + 1), case
+        compare([found[place][1] for found in results], case, plain_gradients("gpt2"))

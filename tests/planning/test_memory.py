@@ -73,11 +73,14 @@ def measure(tables):
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # look for the peak anew from here
     model.backward(batch)
-    peak = resident("VmHWM") - before
+    copies = bytes_of(model.copies.copies) if model.copies else 0
+    peak = resident("VmHWM") - before + copies  # which were there before
     state = [tensor for each in optimizer.state.values() for tensor in each.values()]
     state += optimizer.ahead.last_grads.values()
+    weights = {*model.weights.values()}
+    weights.update(each for part in model.parts.values() for each in part.parameters())
     return {
-        "weights": bytes_of(each for part in model.parts.values() for each in part.parameters()),
+        "weights": bytes_of(weights) - copies,
         "gradients": gradients,
         "optimizer_state": bytes_of(state),
     }, peak
@@ -132,6 +135,21 @@ needs_linux = pytest.mark.skipif(
 @pytest.mark.parametrize("optimizer,training,parallelism", VARIANTS)
 def test_memory_is_that_of_a_real_run(tmp_path, optimizer, training, parallelism):
     check_memory(tmp_path, optimizer, training, parallelism)
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"dtype": "bfloat16", "global_batch_size": 4, "seq_len": 64},
+        pytest.param({"dtype": "float32", "global_batch_size": 8}, marks=FULL),
+    ],
+    ids=str,
+)
+def test_memory_of_a_rank_alone(tmp_path, training):
+    """Wide blocks and few tokens: weights, copies and gradients are most of it."""
+    wide = MODEL | {"n_embd": 272, "n_layer": 6}
+    check_memory(tmp_path, {"name": "adamw"}, training, {}, ranks=1, model=wide)
 
 
 @needs_linux

@@ -7,6 +7,7 @@ from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables
 from torchmars.config.load import config_from_tables
+from torchmars.parallel import fsdp
 from torchmars.planning.plan import make_plan
 from torchmars.planning.simulation import FewBlocks
 
@@ -34,8 +35,11 @@ CASES = [
 ]
 
 
-def figures(tables, few):
-    """What a plan says of the passes of each rank of a pipeline, and whether few blocks told it."""
+def figures(tables, few, unit_bytes=0):
+    """What a plan says of the passes of each rank of a pipeline, and whether few blocks told it.
+
+    Blocks are gathered together up to `unit_bytes`.
+    """
     dist.destroy_process_group()
     told = []
 
@@ -45,6 +49,7 @@ def figures(tables, few):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FewBlocks, "tell", tell)
+        patch.setitem(fsdp.UNIT_BYTES, "cuda", unit_bytes)
         plan = make_plan(config_from_tables(tables, "in a test"), RANKS, PER_NODE)
     sizes = [
         (rank.gradients, rank.activations, rank.gathered, rank.traffic.times, rank.traffic.sent)
@@ -66,3 +71,9 @@ def test_few_blocks_tell_the_rest(tmp_path, model, parallelism, mode, microbatch
     found, told = run_ranks(figures, 1, tables, True)[0]
     assert told and all(told)
     assert found == run_ranks(figures, 1, tables, False)[0][0]
+
+
+def test_few_blocks_do_not_tell_of_blocks_that_are_gathered_together(tmp_path):
+    tables = tiny_tables(tmp_path, model={"n_layer": 8})
+    [(_, told)] = run_ranks(figures, 1, tables, True, fsdp.UNIT_BYTES["cuda"])
+    assert not any(told)

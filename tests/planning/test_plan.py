@@ -133,20 +133,21 @@ def test_traffic_is_that_of_the_formulas(
         layers * 12 * width**2,
     )
     ring = (shards - 1) / shards
+    units = 1  # all blocks together have 3 MiB in bfloat16
     passes = "forward and backward"
     gathered = (
         accumulation_steps * ring * 2 * (2 * blocks + rest)
     )  # in bfloat16; blocks twice, the rest stays from forward to backward
     assert sent[passes, "all-gather", shards] == (
-        accumulation_steps * (2 * layers + 1),
+        accumulation_steps * (2 * units + 1),
         pytest.approx(gathered, rel=1e-6),
     )
     assert sent[passes, "reduce-scatter", shards] == (
-        scattered * (layers + 1),
+        scattered * (units + 1),
         pytest.approx(scattered * ring * 4 * (blocks + rest), rel=1e-6),
     )
     assert sent[passes, "all-reduce", replicas] == (
-        exchanged * (layers + 1),
+        exchanged * (units + 1),
         pytest.approx(
             exchanged * 2 * (replicas - 1) / replicas * 4 * (blocks + rest) / shards, rel=1e-6
         ),
@@ -164,6 +165,29 @@ def test_traffic_is_that_of_the_formulas(
     numbers = 2 + 3 * (6 * layers + 3)  # of the step, and the products of each tensor
     assert sent["optimizer", "all-reduce", replicas] == (1, 8 * numbers)
     assert len(sent) == 7
+
+
+@pytest.mark.parametrize(
+    "model,units",
+    [
+        ({"size": "small", "n_layer": 12}, 4),  # 13.5 MiB each in bfloat16: four, and the rest
+        pytest.param({"size": "medium", "n_layer": 5}, 4, marks=FULL),  # 24 MiB: two, and one
+        pytest.param({"size": "xl", "n_layer": 3}, 4, marks=FULL),  # 58.6 MiB: each is alone
+    ],
+    ids=lambda value: str(value),
+)
+def test_small_blocks_are_units_together(tmp_path, model, units):
+    tables = tiny_tables(
+        tmp_path,
+        model={"name": "gpt2"} | model,
+        optimizer={"name": "adamw"},
+        training={"global_batch_size": 8, "seq_len": 32},
+    )
+    for key in ("n_head", "n_embd"):
+        del tables["model"][key]
+    [(_, sent, _)] = run_ranks(simulate, 1, tables, 8, 8)
+    assert sent["forward and backward", "all-gather", 8][0] == 2 * units - 1
+    assert sent["forward and backward", "reduce-scatter", 8][0] == units
 
 
 @FULL

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ from torchmars.parallel.part import ModelPart
 
 # On CPUs a collective keeps the rank waiting: what is no larger is gathered at once.
 ONE_UNIT_BYTES = 32 * 2**20
+# Neighbouring blocks are one unit while what is gathered of them is no larger, by the type of the
+# device. On GPUs a collective of less reaches no full speed, and the hooks of a unit take the host
+# 0.5 ms a step: GPT-2 small would have thirteen. Larger units hide less, and take memory. On CPUs
+# what is larger than one unit gains nothing from fewer.
+UNIT_BYTES = {"cpu": 0, "cuda": 64 * 2**20}
 
 
 def is_alone(layout: Layout, parallelism: ParallelismConfig) -> bool:
@@ -41,11 +47,11 @@ def shard(
 ) -> None:
     """Shard `part` in place over the `shard_mesh` of `layout`: FSDP or, with replicas, HSDP.
 
-    Each of its blocks and the rest become a unit. So do a token table and a head that are apart:
-    then neither is gathered while blocks compute. The float32 weights are gathered in `dtype` for
-    compute, and gradients are averaged over the ranks in float32. A small part on CPUs is one unit,
-    see `is_one_unit`. Experts that are dealt out over ep are units of their own on the
-    `expert_shard_mesh`.
+    Its blocks, see `units_of`, and the rest become units. So do a token table and a head that are
+    apart: then neither is gathered while blocks compute. The float32 weights are gathered in
+    `dtype` for compute, and gradients are averaged over the ranks in float32. A small part on CPUs
+    is one unit, see `is_one_unit`. Experts that are dealt out over ep are units of their own on
+    the `expert_shard_mesh`.
     """
     model, mesh = part.model, layout.shard_mesh
     blocks = parallelism.blocks_reshard(mesh.size(mesh.ndim - 1))
@@ -77,10 +83,31 @@ def shard(
     tied = part.last and model.output is None
     if part.first and not tied:
         make_unit(model.tok_embed, reshard_after_forward=blocks)
-    for block in model.blocks.values():
-        make_unit(block, reshard_after_forward=blocks)
+    units = units_of(model, UNIT_BYTES[layout.device.type], dtype)
+    part.blocks_of_unit = max(map(len, units), default=1)
+    for unit in units:
+        make_unit(unit, reshard_after_forward=blocks)
     make_unit(part, reshard_after_forward=always or None)
-    prefetch_experts([*model.blocks.values()])
+    prefetch_experts(units)
+
+
+def units_of(model: Model, most: int, dtype: torch.dtype) -> list[list[Any]]:
+    """Return neighbouring blocks that are gathered together, of at most `most` bytes in `dtype`.
+
+    A larger block is alone. Experts that are units already do not count.
+    """
+    units: list[list[Any]] = []
+    left = 0
+    for block in model.blocks.values():
+        apart = {each for experts in expert_units(block) for each in experts.parameters()}
+        gathered = (local_part(each).numel() for each in block.parameters() if each not in apart)
+        size = sum(gathered) * dtype.itemsize
+        if size > left:
+            units.append([])
+            left = most
+        units[-1].append(block)
+        left -= size
+    return units
 
 
 def shard_experts(
@@ -122,18 +149,31 @@ def stack_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
     return place
 
 
-def prefetch_experts(blocks: Sequence[Any]) -> None:
-    """Let FSDP gather ahead where experts are units of their own.
+def prefetch_experts(units: Sequence[Sequence[Any]]) -> None:
+    """Let FSDP gather ahead where experts are units of their own, inside of `units` of blocks.
 
     The host waits in each block for the numbers of rows that travel. What the device needs after
-    must be under way by then: FSDP itself gathers a unit when the host gets there. Forward, a block
-    gathers its experts and the next block; backward, the block before and its experts.
+    must be under way by then: FSDP itself gathers a unit when the host gets there. Forward, a unit
+    gathers its first experts and the next unit; backward, the unit before and its last experts.
+    Between blocks of one unit, which share what they gather ahead, experts gather the next ones.
     """
-    for place, block in enumerate(blocks):
-        experts, before = expert_units(block), blocks[max(place - 1, 0) : place]
-        if experts:
-            block.set_modules_to_forward_prefetch([*experts, *blocks[place + 1 : place + 2]])
-            block.set_modules_to_backward_prefetch([*before, *sum(map(expert_units, before), [])])
+    for place, unit in enumerate(units):
+        own = experts_of_unit(unit)
+        if not own:
+            continue
+        after, before = units[place + 1 : place + 2], units[max(place - 1, 0) : place]
+        unit[0].set_modules_to_forward_prefetch([own[0], *(each[0] for each in after)])
+        unit[0].set_modules_to_backward_prefetch(
+            [each for other in before for each in (other[0], *experts_of_unit(other)[-1:])]
+        )
+        for one, another in pairwise(own):
+            one.set_modules_to_forward_prefetch([another])
+            another.set_modules_to_backward_prefetch([one])
+
+
+def experts_of_unit(blocks: Sequence[Any]) -> list[FSDPModule]:
+    """Return the experts of some blocks that are units of their own, in order."""
+    return [each for block in blocks for each in expert_units(block)]
 
 
 def expert_units(block: nn.Module) -> list[FSDPModule]:

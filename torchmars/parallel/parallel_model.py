@@ -176,8 +176,9 @@ class ParallelModel:
         tokens that this rank computes the loss of, and 0 if it computes none. The gradient has
         those of the z-loss and of the routers' losses too, which the mean is without. `enter_phase`
         is told what begins: "forward", "backward", and "reduce", where the rest of the gradients'
-        reduction is waited for, or a rank alone casts them; in a pipeline "pipeline", all of it. `ahead`: the gradient is exact
-        mode's look-ahead. After any other, and the optimizer's step, call `balance.finish`.
+        reduction is waited for, or a rank alone casts them; in a pipeline "pipeline", all of it.
+        `ahead`: the gradient is exact mode's look-ahead. After any other, and the optimizer's step,
+        call `balance.finish`.
         At a `pause`, not in a pipeline, the gradients are those of the microbatches before it, but
         divided by the number of all of them.
         """

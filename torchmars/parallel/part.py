@@ -42,6 +42,8 @@ class ModelPart(nn.Module):
         self.chunk, self.z_loss, self.compile_loss = chunk, z_loss, compile_loss
         self.keeps_gathered = False
         """Whether its blocks keep the weights that FSDP gathered to the end of a step."""
+        self.blocks_of_unit = 1
+        """How many of its blocks FSDP gathers together, at most."""
 
     def forward(
         self,

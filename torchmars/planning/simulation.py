@@ -162,6 +162,8 @@ class FewBlocks:
         counts = [len(part.model.blocks) for part in model.parts.values()]
         # On CPUs small models are one unit of FSDP, and large ones are not.
         alike = self.config.activation_checkpoint.every == 1 and model.layout.device.type == "cuda"
+        # Where some are gathered together, one more block changes the last unit.
+        alike &= all(part.blocks_of_unit == 1 for part in model.parts.values())
         return alike and not model.parallelism.splits_backward and min(counts) > self.least + 1
 
     def passes(self, model: ParallelModel, rounds: Sequence[int]) -> Passes:

@@ -1,0 +1,100 @@
+"""What of a model is compiled: its blocks, each by itself or some in one graph."""
+
+import math
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchmars.config import ActivationCheckpointConfig
+from torchmars.models import Model
+from torchmars.models.documents import Documents
+from torchmars.models.moe import MoE
+from torchmars.parallel.layout import Layout
+
+# Blocks of a graph at most, by the type of the device, on a rank alone: between calls of compiled
+# code the host checks what it may call, in 0.1 ms for each block and pass. GPT-2 small is one graph
+# so, and Llama 1B. All graphs of a deeper model are alike, so that their number costs no time to
+# compile. On CPUs runs keep the bits that they had: one graph rounds less often.
+MOST_BLOCKS = {"cpu": 1, "cuda": 16}
+
+
+def compile_blocks(
+    model: Model, layout: Layout, activations: ActivationCheckpointConfig, alone: bool
+) -> None:
+    """Let the blocks of `model` be compiled, in place.
+
+    On a rank `alone` up to `MOST_BLOCKS` are one graph. Between those of others FSDP has to act.
+    With activation checkpointing a graph is a block: what is computed again must not be so at once.
+    """
+    most = MOST_BLOCKS[layout.device.type]
+    if alone and most > 1 and activations.mode == "none":
+        compile_together(model, most)
+        return
+    for block in model.blocks.values():
+        for module in compiled_modules(block, whole=layout.expert_mesh is None):
+            module.compile()
+
+
+def compiled_modules(block: nn.Module, whole: bool) -> list[nn.Module]:
+    """Return what of a block is compiled: all of it or, unless `whole`, all but its experts.
+
+    Rows that travel to experts are as many as a router decides: no graph goes on past them.
+    """
+    if whole or not isinstance(block.mlp, MoE):
+        return [block]
+    return [module for module in block.children() if not isinstance(module, MoE)]
+
+
+def compile_together(model: Model, most: int) -> None:
+    """Compile `model.transform` in as few graphs as have at most `most` blocks each, in place.
+
+    They pass on what the stages of a pipeline do.
+    """
+    names = [*model.blocks]
+    count = math.ceil(len(names) / most)
+    cuts = [round(len(names) * place / count) for place in range(count + 1)]
+    parts = [part_of(model, names[begin:end]) for begin, end in zip(cuts, cuts[1:])]
+    graphs = [torch.compile(part.transform) for part in parts]
+
+    def transform(x: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
+        for part, graph in zip(parts, graphs, strict=True):
+            part.training = model.training
+            x = graph(x, positions, documents)
+        return x
+
+    model.transform = transform  # type: ignore[method-assign]
+
+
+def part_of(model: Model, names: list[str]) -> Model:
+    """Return `model` with some of its blocks only, the same modules."""
+    part = copy(model)
+    part._modules = model._modules | {"blocks": SomeBlocks(model, names)}
+    return part
+
+
+class SomeBlocks(nn.ModuleDict):
+    """Some blocks of a model, under their names.
+
+    Compiled code asks for the names where a model does only: it holds for other blocks then.
+    """
+
+    def __init__(self, model: Model, names: list[str]) -> None:
+        super().__init__({str(place): model.blocks[name] for place, name in enumerate(names)})
+        self.names = names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def keys(self) -> Any:
+        """Return the names."""
+        return self.names
+
+    def items(self) -> Any:
+        """Return names and blocks."""
+        return zip(self.names, self.values(), strict=True)
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return super().__getitem__(str(self.names.index(name)))
