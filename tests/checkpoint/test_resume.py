@@ -7,14 +7,18 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_on, metrics, run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import manifest as manifests
+from torchmars.checkpoint.export import export_file
 from torchmars.checkpoint.folder import checkpoints, step_of
+from torchmars.checkpoint.inference import load_sharded_model, open_model
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import check_same_run
+from torchmars.checkpoint.state_dict import load_copy
 from torchmars.checkpoint.storage import LOCAL, MANIFEST
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
@@ -391,3 +395,83 @@ def test_a_compute_dtype_that_changes_is_listed(folder):
         manifest.config["training"]["dtype"] = "float32"
         fingerprint, optimizer = manifest.data_fingerprint, meta_optimizer(config)
         assert check_same_run(path, manifest, config, fingerprint, optimizer) == changes
+
+
+def bfloat16_run(folder, name, steps, **sections):
+    """The tables of a run in bfloat16."""
+    return tiny_tables(
+        folder,
+        run={"name": name},
+        optimizer={"name": "mars-m", "lr": 6e-3},
+        training={"steps": steps, "dtype": "bfloat16", "ema_decay": 0.5},
+        schedule={"name": "constant", "warmup_steps": 0},
+        **sections,
+    )
+
+
+def test_a_run_in_bfloat16_goes_from_one_rank_to_two_and_back(tmp_path):
+    """A rank alone has plain tensors and computes with copies; two have shards."""
+    write_text(tmp_path)
+    straight = bfloat16_run(tmp_path, "straight", 6)
+    train(1, bfloat16_run(tmp_path, "moved", 2), straight)
+    train(2, bfloat16_run(tmp_path, "moved", 4))
+    moved = bfloat16_run(tmp_path, "moved", 6)
+    train(1, moved)
+    expected, found = metrics(straight), metrics(moved)
+    assert found.keys() == expected.keys() and expected[5] < 0.9 * expected[1]
+    assert [found[step] for step in (1, 2)] == [expected[step] for step in (1, 2)]
+    assert found == pytest.approx(expected, rel=5e-3)
+
+
+def stale_copies(folder):
+    """After which ways to new weights a rank alone would compute with others."""
+    stale = []
+
+    def check(way, model):
+        weights, copies = model.copies.weights, model.copies.copies
+        same = (torch.equal(one.bfloat16(), other) for one, other in zip(weights, copies))
+        assert len(weights) == len(copies) > 0
+        if not all(same):
+            stale.append(way)
+        # What the next way has to replace.
+        with torch.no_grad():
+            torch._foreach_zero_(copies)
+
+    def built(name, **sections):
+        config = config_from_tables(bfloat16_run(folder, name, 4, **sections), "in a test")
+        trainer = build_trainer(config, connection.start(config.parallelism))
+        trainer.loader.close()
+        return trainer
+
+    first = built("first")
+    check("initial weights", first.model)
+    first.model.follow_weights()
+    first.train_step()
+    check("a step", first.model)
+    first.state.step = 1
+    first.save()
+    first.checkpointer.saver.close()
+    first.train_step()
+    resumed = first.checkpointer.go_back()
+    assert resumed.state.step == 1
+    check("a rollback", first.model)
+    first.checkpointer.saver.release()
+    run = run_folder_of(bfloat16_run(folder, "first", 4))
+    second = built("first")
+    check("a resume", second.model)
+    state = second.checkpointer._tensors()
+    parts = {name: tensor.clone() for name, tensor in state.items()}
+    load_copy(parts, second.layout, second.model, second.optimizer, second.average.values)
+    check("a copy in memory", second.model)
+    second.checkpointer.saver.release()
+    check("a run", built("other", checkpoint={"init_from": str(run)}).model)
+    export_file([open_model(run)], folder / "first.safetensors", torch.float32)
+    source = str(folder / "first.safetensors")
+    check("a file", built("third", checkpoint={"init_from": source}).model)
+    check("an evaluation", load_sharded_model(run, second.layout, "bfloat16")[0])
+    return stale
+
+
+def test_a_rank_alone_computes_with_the_weights_that_it_has(tmp_path):
+    write_text(tmp_path)
+    assert run_ranks(stale_copies, 1, tmp_path) == [[]]
