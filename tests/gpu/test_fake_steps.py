@@ -10,6 +10,7 @@ from torchmars.optim.rules import RULES
 
 LAYERS, VOCABULARY = 2, 512
 LAYOUTS = {
+    "1 rank": (1, {}),
     "FSDP 8": (8, {}),
     "HSDP 2x4": (8, {"dp_replicate": 2}),
     "TP 2": (2, {"tp": 2}),
@@ -57,6 +58,7 @@ CASES = [
     *(("llama", "mars-m", layout, "") for layout in LAYOUTS),
     *(("moe", "mars-m", layout, "") for layout in ("HSDP 2x4", "TP 2", "PP 2 ZBV")),
     ("moe", "mars-adamw", "FSDP 8", "full"),
+    *(("gpt2", "mars-adamw", "1 rank", each) for each in ("exact half", "EMA", "microbatches")),
     *(("gpt2", "mars-adamw", "FSDP 8", technique) for technique in TECHNIQUES),
     *(("llama", "mars-m", "HSDP 2x4", technique) for technique in TECHNIQUES | ROWS),
 ]
@@ -90,6 +92,7 @@ OF_STACKS = 100  # experts are of a kind of their own
 QUICK = [
     ("llama", "mars-m", "HSDP 2x4", ""),
     ("gpt2", "mars-adamw", "TP 2", ""),
+    ("gpt2", "mars-adamw", "1 rank", "exact half"),
     ("gpt2", "mars-adamw", "FSDP 8", "exact"),
 ]
 

@@ -13,6 +13,7 @@ from tests.support.tiny import (
     run_folder_of,
     tiny_config,
     tiny_tables,
+    train,
     write_text,
 )
 from torchmars.checkpoint.index import read_index
@@ -145,6 +146,25 @@ def checkpoint_of(tables, step):
     }
     read_tensors(folder, state, index)
     return state
+
+
+@needs_torchao
+def test_a_rank_alone_gathers_nothing_in_float8(tmp_path):
+    write_text(tmp_path)
+    runs = [
+        tiny_tables(
+            tmp_path,
+            run={"name": f"gathered {all_gather}"},
+            training={
+                "steps": 3,
+                "dtype": "bfloat16",
+                "float8": {"recipe": "tensorwise", "emulate": True, "all_gather": all_gather},
+            },
+        )
+        for all_gather in (False, True)
+    ]
+    train(1, *runs)
+    assert metrics(runs[0]) == metrics(runs[1]) and len(metrics(runs[0])) == 3
 
 
 @needs_torchao

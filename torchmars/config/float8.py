@@ -17,7 +17,8 @@ class Float8Config:
     blocks only."""
     all_gather: bool = False
     """Gather these weights in float8 too, which FSDP's ranks else send in the compute dtype. With
-    tensorwise only, where the ranks share the rows of each weight evenly."""
+    tensorwise only, where the ranks share the rows of each weight evenly. One rank gathers
+    nothing."""
     emulate: bool = False
     """Round to float8, and multiply in the compute dtype: for tests, on any device."""
 

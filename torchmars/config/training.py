@@ -53,9 +53,9 @@ class TrainingConfig:
     part of it: 0.999 averages about the last 1,000 steps. torchmars export --ema writes it. 0: no
     average."""
     compile: bool | None = None
-    """Compile each block, and the loss, by torch.compile. Default: on GPUs, where the config allows
-    it. A run keeps what it began with unless this names another, since the two agree to rounding
-    only."""
+    """Compile each block, on one GPU up to 16 together, and the loss, by torch.compile. Default: on
+    GPUs, where the config allows it. A run keeps what it began with unless this names another,
+    since the two agree to rounding only."""
     deterministic: Annotated[bool, Mark.IDENTITY] = False
     """Add up every sum in one order, on GPUs too, so that the same run on the same machines gives
     the same bits. It costs time there. On CPUs a run gives the same bits without it."""
