@@ -21,7 +21,8 @@ class Copies:
         for module in model.modules():
             for name, weight in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
                 setattr(module, name, copies[weight])
-        self.weights, self.copies = [*copies], [*copies.values()]
+        self.weights: list[Tensor] = [*copies]
+        self.copies: list[Tensor] = [*copies.values()]
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -31,18 +32,18 @@ class Copies:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Add the gradients of a backward pass to those of the weights, and drop them."""
-        fresh: tuple[list[Tensor], list[Tensor]] = [], []
-        others: tuple[list[Tensor], list[Tensor]] = [], []
+        added: tuple[list[Tensor], list[Tensor]] = [], []
+        first: tuple[list[Tensor], list[Tensor]] = [], []
         for weight, copy in zip(self.weights, self.copies, strict=True):
             if copy.grad is None:  # the pass did not use it
                 continue
-            into = fresh if weight.grad is None else others
+            into = added
             if weight.grad is None:
-                weight.grad = torch.empty_like(weight)
+                into, weight.grad = first, torch.empty_like(weight)
             into[0].append(weight.grad)
             into[1].append(copy.grad)
             copy.grad = None
-        if fresh[0]:
-            torch._foreach_copy_(*fresh)
-        if others[0]:
-            torch._foreach_add_(*others)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        if added[0]:
+            torch._foreach_add_(*added)

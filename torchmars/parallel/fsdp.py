@@ -99,7 +99,8 @@ def units_of(model: Model, most: int, dtype: torch.dtype) -> list[list[Any]]:
     units: list[list[Any]] = []
     left = 0
     for block in model.blocks.values():
-        apart = {each for experts in expert_units(block) for each in experts.parameters()}
+        units_within: list[Any] = expert_units(block)
+        apart = {each for experts in units_within for each in experts.parameters()}
         gathered = (local_part(each).numel() for each in block.parameters() if each not in apart)
         size = sum(gathered) * dtype.itemsize
         if size > left:

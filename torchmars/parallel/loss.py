@@ -146,12 +146,12 @@ class _Chunk:
     """The sum of the exponentials of these rows' logits less the largest of them."""
     own: Tensor
     """The number of each target among this rank's rows; any, if another rank has it. [tokens]."""
-    here: Tensor
-    """Whether this rank has it. [tokens]."""
+    here: Tensor | None
+    """Whether this rank has it, [tokens]. None: it has all rows."""
     losses: Tensor
     log_sum: Tensor
     """log(Z) of each token, float32."""
-    part: Tensor
+    part: Tensor | float
     """This rank's part of Z."""
     group: dist.ProcessGroup | None
 
@@ -163,24 +163,27 @@ class _Chunk:
         """
         found = self.probabilities
         if found is None:
-            target = self.own.where(self.here, -1).int()
+            target = (self.own if self.here is None else self.own.where(self.here, -1)).int()
             softmax_gradient_(self.logits, self.largest, self._factor(z_loss) / self.total, target)
             return self.logits
-        if self.group is not None or z_loss:
-            found.mul_(self._factor(z_loss)[:, None])
-        found.scatter_add_(-1, self.own[:, None], -self.here[:, None].to(found.dtype))
+        factor = self._factor(z_loss)
+        if isinstance(factor, Tensor):
+            found.mul_(factor[:, None])
+        ones = torch.ones_like(self.losses) if self.here is None else self.here.to(found.dtype)
+        found.scatter_add_(-1, self.own[:, None], -ones[:, None])
         return self.logits.copy_(found)
 
-    def _factor(self, z_loss: float) -> Tensor:
+    def _factor(self, z_loss: float) -> Tensor | float:
         """Return the factor of each token's probabilities in the gradient."""
-        return self.part * (1 + 2 * z_loss * self.log_sum)
+        return self.part * (1 + 2 * z_loss * self.log_sum) if z_loss else self.part
 
     def likeliest(self) -> Tensor:
         """Return 1 for each token whose target has the largest logit, else 0, in float32."""
         largest, place = self.logits.max(-1)
-        found = self.here & (place == self.own)
-        if self.group is None:
+        found = place == self.own
+        if self.here is None:
             return found.float()
+        found &= self.here
         everywhere = largest.clone()
         dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=self.group)
         on_any = (found & (largest == everywhere)).float()
@@ -223,13 +226,15 @@ def _chunks(
             torch.softmax(logits, -1, dtype=torch.float32, out=probabilities)
             of_rows = most, 1 / probabilities.amax(-1)  # sum(exp(logits - largest))
         largest, total = of_rows
-        own = targets[some] - (dist.get_rank(group) * rows if group is not None else 0)
-        here = (own >= 0) & (own < rows)
-        own = own.clamp(0, rows - 1)
+        own = targets[some]
+        here: Tensor | None = None
+        part: Tensor | float = 1.0
+        if group is not None:
+            own = own - dist.get_rank(group) * rows
+            here = (own >= 0) & (own < rows)
+            own = own.clamp(0, rows - 1)
         of_target = logits.gather(-1, own[:, None])[:, 0].float() - largest
-        if group is None:
-            part = torch.ones_like(total)
-        else:
+        if group is not None and here is not None:
             of_target = of_target.where(here, -torch.inf)
             largest, total, of_target, part = _over_ranks(largest, total, of_target, group)
         yield _Chunk(

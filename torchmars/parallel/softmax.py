@@ -1,7 +1,8 @@
 """The element-wise part of the loss, compiled: it reads logits twice, and writes them once.
 
-Both operations have no memory beside their arguments and results. They are operations of torch's
-own kind, so that a plan, which computes nothing, sees that too.
+Both have no memory beside their arguments and results. Where something watches what torch does,
+they are operations of torch's own kind, so that a plan, which computes nothing, sees that too.
+Elsewhere they are called as they are: torch's way there takes the host as long as they do.
 """
 
 import functools
@@ -12,28 +13,44 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("torchmars::softmax_sums", mutates_args=())
 def softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's largest logit, and the sum of the exponentials of all less it; float32."""
+    return _watched_sums(logits) if _is_watched() else _run(_sums, logits)
+
+
+def softmax_gradient_(logits: Tensor, largest: Tensor, factor: Tensor, target: Tensor) -> None:
+    """Set logits to exp(logits - largest) * factor, less 1 at each row's target.
+
+    The other tensors have a number for each row. The target, an int32, may be -1: none.
+    """
+    if _is_watched():
+        _watched_gradient_(logits, largest, factor, target)
+    else:
+        _run(_gradient_, logits, largest, factor, target)
+
+
+def _is_watched() -> bool:
+    """Return whether a mode sees, or replaces, what torch does."""
+    return torch._C._len_torch_dispatch_stack() > 0  # private, torch 2.11 to 2.13
+
+
+@torch.library.custom_op("torchmars::softmax_sums", mutates_args=())
+def _watched_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     return _run(_sums, logits)
 
 
-@softmax_sums.register_fake
+@_watched_sums.register_fake
 def _(logits: Tensor) -> tuple[Tensor, Tensor]:
     largest = logits.new_empty(len(logits), dtype=torch.float32)
     return largest, torch.empty_like(largest)
 
 
 @torch.library.custom_op("torchmars::softmax_gradient_", mutates_args={"logits"})
-def softmax_gradient_(logits: Tensor, largest: Tensor, factor: Tensor, target: Tensor) -> None:
-    """Set logits to exp(logits - largest) * factor, less 1 at each row's target.
-
-    The other tensors have a number for each row. The target, an int32, may be -1: none.
-    """
+def _watched_gradient_(logits: Tensor, largest: Tensor, factor: Tensor, target: Tensor) -> None:
     _run(_gradient_, logits, largest, factor, target)
 
 
-@softmax_gradient_.register_fake
+@_watched_gradient_.register_fake
 def _(logits: Tensor, largest: Tensor, factor: Tensor, target: Tensor) -> None: ...
 
 

@@ -221,15 +221,15 @@ def simulate_step(
                 optimizer.take_subset()
             optimizer.step()
     peak = passes.effects[0, "B", -1].peak
-    parameters = [each for part in model.parts.values() for each in part.parameters()]
+    weights: list[Tensor] = [each for part in model.parts.values() for each in part.parameters()]
     copies = 0
     if model.copies is not None:
-        parameters, copies = model.copies.weights, bytes_of(parameters)
+        weights, copies = model.copies.weights, bytes_of(weights)
     return Simulation(
         model=model,
         optimizer=optimizer,
         traffic=traffic,
-        weights=bytes_of(parameters) + bytes_of(average.values()),
+        weights=bytes_of(weights) + bytes_of(average.values()),
         gradients=passes.gradients,
         optimizer_state=bytes_of(
             tensor for each in optimizer.state.values() for tensor in each.values()
