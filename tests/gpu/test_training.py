@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torchmars.checkpoint.staging import Staging
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import EXIT_HUNG
+from torchmars.parallel import fsdp, graphs, parallel_model, recipe
 from torchmars.planning.plan import make_plan
 from torchmars.training.trainer import build_trainer
 
@@ -204,6 +206,45 @@ def test_the_peak_of_the_plan_is_that_of_a_step(tmp_path):
     [measured], [planned] = (run_ranks(peak, 1, tables) for peak in (measured_peak, planned_peak))
     if ON_GPU:
         assert planned == pytest.approx(measured, rel=0.1)
+
+
+def losses_here(tables, alone, most):
+    """Losses of three steps; `alone`: as a rank alone is, else by FSDP on one shard.
+
+    Up to `most` blocks are one graph.
+    """
+    config = config_from_tables(tables, "in a test")
+    is_alone = fsdp.is_alone if alone else lambda *_: False
+    with (
+        mock.patch.object(parallel_model, "is_alone", is_alone),
+        mock.patch.object(recipe, "is_alone", is_alone),
+        mock.patch.dict(graphs.MOST_BLOCKS, {DEVICE.type: most}),
+    ):
+        trainer = build_trainer(config, connection.start(config.parallelism))
+    losses = []
+    for _ in range(3):
+        loss, _ = trainer.train_step()
+        losses.append(loss.item())
+    trainer.loader.close()
+    trainer.checkpointer.saver.release()
+    return losses
+
+
+def test_a_rank_alone_computes_what_fsdp_on_one_shard_does(tmp_path):
+    """Copies are written and gradients taken in time, by block and in graphs of several blocks."""
+    write_text(tmp_path)
+    training = {"dtype": "bfloat16", "microbatch_size": 4, "steps": 3, "compile": False}
+    shape = sized({"n_layer": 4, "n_head": 4, "n_embd": 256}, {"n_layer": 2})
+    schedule = {"name": "constant", "warmup_steps": 0}
+    tables = tiny_tables(tmp_path, model=shape, training=training, schedule=schedule)
+    [expected] = run_ranks(losses_here, 1, tables, False, 1)
+    assert expected[2] < expected[0]
+    [alone] = run_ranks(losses_here, 1, tables, True, 1)
+    assert alone == pytest.approx(expected, rel=1e-3)
+    tables["training"]["compile"] = ON_GPU
+    for most in sized((1, 2, 16), (2,)):
+        [compiled] = run_ranks(losses_here, 1, tables, True, most)
+        assert compiled == pytest.approx(expected, rel=5e-3), most
 
 
 def prefetched_and_not(tables):
