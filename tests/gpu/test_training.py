@@ -230,21 +230,25 @@ def losses_here(tables, alone, most):
     return losses
 
 
+def losses_of_each(cases):
+    return [losses_here(*case) for case in cases]
+
+
 def test_a_rank_alone_computes_what_fsdp_on_one_shard_does(tmp_path):
     """Copies are written and gradients taken in time, by block and in graphs of several blocks."""
     write_text(tmp_path)
     training = {"dtype": "bfloat16", "microbatch_size": 4, "steps": 3, "compile": False}
     shape = sized({"n_layer": 4, "n_head": 4, "n_embd": 256}, {"n_layer": 2})
     schedule = {"name": "constant", "warmup_steps": 0}
-    tables = tiny_tables(tmp_path, model=shape, training=training, schedule=schedule)
-    [expected] = run_ranks(losses_here, 1, tables, False, 1)
+    eager = tiny_tables(tmp_path, model=shape, training=training, schedule=schedule)
+    compiled = eager | {"training": eager["training"] | {"compile": True}}
+    cases = [(eager, False, 1), (eager, True, 1)]
+    cases += [(compiled, True, most) for most in sized((1, 2, 16), ())]
+    [(expected, alone, *others)] = run_ranks(losses_of_each, 1, cases)
     assert expected[2] < expected[0]
-    [alone] = run_ranks(losses_here, 1, tables, True, 1)
     assert alone == pytest.approx(expected, rel=1e-3)
-    tables["training"]["compile"] = ON_GPU
-    for most in sized((1, 2, 16), (2,)):
-        [compiled] = run_ranks(losses_here, 1, tables, True, most)
-        assert compiled == pytest.approx(expected, rel=5e-3), most
+    for losses in others:
+        assert losses == pytest.approx(expected, rel=5e-3)
 
 
 def prefetched_and_not(tables):
