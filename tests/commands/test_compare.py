@@ -45,6 +45,11 @@ def test_mistakes_are_one_line(refused, tmp_path):
         ([*GRID, "--optimizers", "adamw,same.toml"], "adamw and same are the same in the trial"),
         ([*GRID, "--optimizers", "adamw", "--gamma-grid", "0.1"], "--gamma-grid has no meaning"),
         ([*GRID, "--optimizer.gamma", "0.1"], "--optimizer.gamma has no meaning here"),
+        (
+            [*GRID, "--optimizers", "muon,mars-m", "--baseline", "adamw"],
+            "--baseline: 'adamw' does not take part: name one of muon, mars-m",
+        ),
+        ([*GRID, "--baseline", ""], "--baseline: '' does not take part: name one of adamw, "),
         ([*GRID, "--seeds", "0"], "--seeds must be at least 1"),
         ([*GRID, "--validation.interval", "0"], "validation.interval = 0"),
         (["--lr-grid", "1e-3", "--widen"], "--widen needs two learning rates"),

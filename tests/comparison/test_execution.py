@@ -201,6 +201,60 @@ def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
     assert any("may not be tuned" in note for note in found.notes)
 
 
+@FULL
+def test_another_baseline_and_grids_of_which_some_have_no_gamma(run, config, monkeypatch):
+    """No trial is run: made-up losses of muon are 0.5 higher, and all 0.1 lower at betas of 0.9."""
+    started = []
+
+    class Ended:
+        def __init__(self, file, variables):
+            started.append(name := file.parent.name)
+            loss = 3 + 0.5 * name.startswith("muon") - 0.1 * ("betas0.9-" in name)
+            loss += 0.01 * int(name[-1]) + 0.2 * ("gamma0.4" in name)
+            said = {"train/tokens_per_second": 512.0}
+            rows = [
+                {"step": 6, "validation/loss": 4.5 + loss},
+                {"step": 12, "validation/loss": loss},
+            ]
+            lines = [json.dumps(row | said) for row in rows]
+            (file.parent / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+            (file.parent / "config.toml").write_text(file.read_text())
+
+        def poll(self):
+            return 0
+
+        wait = poll
+
+    monkeypatch.setattr(local, "start_process", Ended)
+    monkeypatch.setattr("torchmars.comparison.execution.POLL_SECONDS", 0)
+    grids = ["--lr-grid", "1e-3", "--betas-grid", "0.95:0.99,0.9:0.99", "--gamma-grid", "0.2,0.4"]
+    command = [config, *grids, "--optimizers", "muon,mars-m", "--seeds", "2", "--folder", "found"]
+    code, out, err = run(*command)
+    assert code == 0, err
+    assert len(started) == 2 + 4 + 2 and "with 2 seeds (numbers 0 to 1)" in out
+    assert "No savings are measured, since adamw does not take part." in out
+    for baseline, pair in (("muon", "mars-m - muon"), ("mars-m", "muon - mars-m")):
+        code, out, err = run(*command, "--baseline", baseline)
+        assert code == 0 and len(started) == 8, err
+        assert pair in out and "No savings" not in out
+        found = read_comparison(config.parent / "found")
+        assert found.baseline == baseline
+        mars, muon = found.contenders
+        # Losses fall by 4.5 in the second half, and mars-m is 0.5 lower: it is there sooner.
+        saved = {"muon": pytest.approx(0.5 * 0.5 / 4.5), "mars-m": None}[baseline]
+        assert (mars.tokens_saved and mars.tokens_saved.mean) == saved and muon.tokens_saved is None
+    assert (mars.best, mars.edges) == (
+        {"lr": 1e-3, "gamma": 0.2, "betas": [0.9, 0.99]},
+        {"gamma": "lowest", "betas[0]": "lowest"},
+    )
+    assert (muon.best, muon.edges) == (
+        {"lr": 1e-3, "betas": [0.9, 0.99]},
+        {"betas[0]": "lowest"},
+    )
+    files = {file.name for file in (config.parent / "found").glob("loss_by_betas_gamma.*")}
+    assert files == {"loss_by_betas_gamma.png", "loss_by_betas_gamma.svg"}
+
+
 def test_a_first_optimizer_that_cannot_start_does_not_end_the_others(run, config, monkeypatch):
     """No trial is run: each fails as soon as it is started."""
 

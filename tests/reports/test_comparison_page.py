@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from tests.support.browser import browser, open_page
+from tests.support.browser import browser, draw, open_page
 from tests.support.full import FULL
-from tests.support.records import made_comparison, made_run
+from tests.support.records import compared_planes, made_comparison, made_run
 from torchmars.comparison.results import Estimate
 from torchmars.reports.comparison_page import comparison_page, link, saved_text
 
@@ -74,3 +74,22 @@ def test_in_a_browser(tmp_path):
         assert page.evaluate("document.querySelector('.plot').data.length") == 4
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert opened.messages == [] and opened.requests == [file.as_uri()]
+
+
+@FULL
+def test_betas_and_gamma_in_a_browser(tmp_path):
+    """A map of each contender: that of the rule without gamma is one column, as wide as all."""
+    file = tmp_path / "report.html"
+    file.write_text(comparison_page(compared_planes(), tmp_path, file))
+    with browser() as started:
+        opened = open_page(started, file, viewport={"width": 390, "height": 844})
+        draw(opened, ["Final loss by betas and gamma"])
+        assert opened.page.evaluate("charts[1].plot.data.map(({ text, dx }) => [text, dx])") == [
+            [[["1.4700", "<b>1.4200</b>", "1.4600"], ["1.4900", "×", ""]], 1],
+            [[["<b>1.4400</b>"], ["1.4800"]], 3],
+        ]
+        for name, left in (("mars-m", 1), ("muon", 0)):
+            opened.page.get_by_role("checkbox", name=name).uncheck()
+            draw(opened, ["Final loss by betas and gamma"])
+            opened.wait(f"charts[1].plot.data.length === {left}")
+        assert opened.messages == []

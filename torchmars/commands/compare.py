@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from torchmars.cluster.environment import keep_compiled_in
-from torchmars.comparison.contenders import find_contenders
+from torchmars.comparison.contenders import find_baseline, find_contenders
 from torchmars.comparison.results import (
     RESULTS_FILE,
     Comparison,
@@ -22,6 +22,7 @@ from torchmars.comparison.results import (
 from torchmars.comparison.settings import check_settings, write_settings
 from torchmars.comparison.study import Study
 from torchmars.comparison.tables import csv_text, lines, markdown
+from torchmars.comparison.words import seeds_text
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Place, Range
@@ -70,6 +71,9 @@ class Compare:
     """Values of gamma to try with each of these, for mars-*."""
     betas_grid: str | None = None
     """Betas to try with each of these: "0.9:0.95,0.95:0.99"."""
+    baseline: str | None = None
+    """The optimizer that the others are measured against: what they save, and how they differ.
+    Default: adamw, where it takes part. It may change from one call to the next."""
     widen: bool = False
     """Where the best learning rate is the lowest or the highest, try up to four more beyond it."""
     jobs: Annotated[int, Range(1, 1_000)] | None = None
@@ -124,10 +128,16 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
     if "gamma" in grid and not any(variance_reduced(each.rule) for each in contenders):
         raise UserError("--gamma-grid has no meaning: none of --optimizers is a mars-*")
     folder = Path(options.folder or f"comparisons/{config.run.name}")
-    seeds = [config.run.seed + number for number in range(options.seeds)]
-    own = replace(config, run=replace(config.run, folder=str(folder / "trials")))
     return Study(
-        folder, arguments, own, contenders, grid, seeds, options.widen, options.keep_checkpoints
+        folder,
+        arguments,
+        replace(config, run=replace(config.run, folder=str(folder / "trials"))),
+        contenders,
+        grid,
+        [config.run.seed + number for number in range(options.seeds)],
+        find_baseline(options.baseline, contenders),
+        options.widen,
+        options.keep_checkpoints,
     )
 
 
@@ -239,14 +249,13 @@ def introduction(study: Study, how: str) -> list[str]:
     tokens = training.tokens
     first = [study.tuning(each, study.lrs) for each in study.contenders]
     least = sum(map(len, first)) + len(study.contenders) * (len(study.seeds) - 1)
-    seeds = counted(len(study.seeds), "seed")
     own = "each optimizer has its own [optimizer] section; the config's is not used"
     return [
         *labelled("compare", ", ".join(each.name for each in study.contenders), own),
         *labelled(
             "trials",
             f"{least} or more of {counted(training.steps, 'step')}, {tokens:,} tokens, "
-            f"with {seeds}",
+            f"with {seeds_text(study.seeds)}",
             how,
             *(
                 []

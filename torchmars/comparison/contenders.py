@@ -9,7 +9,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
 from torchmars.core.typed import nearest
 
-# Savings are measured by its final loss.
+# What all are measured against where it takes part and --baseline names no other.
 BASELINE = "adamw"
 # It tells whether a gain is due to MARS or to MARS's betas.
 CONTROL = "adamw-mars-betas"
@@ -43,6 +43,20 @@ def find_contenders(names: list[str]) -> list[Contender]:
     if twice is not None:
         raise UserError(f"--optimizers: two are called {twice}: name it once, or rename the file")
     return contenders
+
+
+def find_baseline(name: str | None, contenders: list[Contender]) -> str | None:
+    """Return the name of the contender of --baseline; None where none is named, nor the usual one.
+
+    Raises `UserError` for one that does not take part.
+    """
+    names = [each.name for each in contenders]
+    if name is None:
+        return BASELINE if BASELINE in names else None
+    found = name if name in names else name_of(Path(name))
+    if found not in names:
+        raise UserError(f"--baseline: {name!r} does not take part: name one of {', '.join(names)}")
+    return found
 
 
 def find_contender(name: str) -> Contender:

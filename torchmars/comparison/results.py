@@ -81,7 +81,8 @@ class ContenderResult:
     best: Settings | None
     """The settings of the lowest loss with the first seed; None where no trial is done."""
     edges: Edges
-    """The settings whose best value is the outermost one that was tried, and at which end."""
+    """The settings whose best value is the outermost one that was tried, and at which end; of betas
+    betas[0] and betas[1]."""
     losses: list[float]
     """Final losses of the best settings, by seed, of the trials that are done."""
     mean: float | None
@@ -124,21 +125,36 @@ class Comparison:
     tokens: int
     """Tokens that each trial reads."""
     baseline: str | None
-    """The contender whose final loss the savings are measured by; None where it does not take
-    part."""
+    """The contender that savings and differences are measured against; None for none."""
     contenders: list[ContenderResult]
     """The best first; those without a result last."""
     differences: list[Difference]
-    """Of each contender and every one after it."""
+    """Of each pair of contenders: those from the baseline first."""
     trials: list[TrialResult]
     """In the order of contenders on the command line, settings, seeds."""
     notes: list[str]
     """What a reader must know of these results, a sentence or two each."""
 
+    @property
+    def tuned(self) -> list[str]:
+        """The settings that a reader is told of each trial: all have the same of the others."""
+        return [name for name, values in self.grid.items() if name == "lr" or len(values) > 1]
+
     def place_of(self, contender: ContenderResult) -> int:
         """Return the place of a contender on the command line, from 0. It has its color by that."""
         names = list(dict.fromkeys(each.contender for each in self.trials))
         return names.index(contender.name)
+
+    def between(self, first: str, second: str) -> Difference:
+        """Return the difference of two contenders with a result, turned round where need be."""
+        each = next(
+            each for each in self.differences if {each.first, each.second} == {first, second}
+        )
+        if each.first == first:
+            return each
+        mean, low, high = each.loss.mean, each.loss.low, each.loss.high
+        turned = Estimate(-mean, None if high is None else -high, None if low is None else -low)
+        return Difference(first, second, turned, each.exceeds_spread)
 
     def trials_of(self, contender: ContenderResult) -> list[TrialResult]:
         """Return the trials of a contender's best settings, one for each seed that was run."""

@@ -47,6 +47,8 @@ class Study:
     """The values of each setting that is tuned, in ascending order; those of lr first."""
     seeds: list[int]
     """The first one is for tuning."""
+    baseline: str | None
+    """The contender that the others are measured against; None for none."""
     widen: bool
     """Whether to try learning rates beyond the grid where the best one lies at its edge."""
     keep_checkpoints: bool
@@ -140,15 +142,17 @@ def best_of(results: list[TrialResult]) -> TrialResult | None:
 
 
 def edges_of(best: Settings, grid: Grid) -> Edges:
-    """Return the settings whose best value is the outermost one of several numbers."""
+    """Return which numbers of the best settings are the outermost of several that were tried.
+
+    Each of the betas is one by itself. A lowest one of 0 is no edge: nothing lies beyond it.
+    """
     edges: Edges = {}
     for name, value in best.items():
-        values = grid[name]
-        if len(values) > 1 and not isinstance(value, list):
-            if value == values[0]:
-                edges[name] = "lowest"
-            elif value == values[-1]:
-                edges[name] = "highest"
+        for place, number in enumerate(numbers_of(value)):
+            tried = {numbers_of(each)[place] for each in grid[name]}
+            if len(tried) > 1 and number and number in (min(tried), max(tried)):
+                key = f"{name}[{place}]" if isinstance(value, list) else name
+                edges[key] = "lowest" if number == min(tried) else "highest"
     return edges
 
 

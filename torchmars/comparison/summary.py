@@ -26,7 +26,7 @@ def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Compariso
     trials = {name: [result(trial) for trial in plan.trials] for name, plan in plans.items()}
     repeats = {name: best_trials(plans[name], trials[name]) for name in plans}
     contenders = [
-        contender_result(each, plans[each.name], repeats[each.name], repeats.get(BASELINE))
+        contender_result(each, plans[each.name], repeats, study.baseline)
         for each in study.contenders
     ]
     contenders.sort(key=lambda each: (each.mean is None, each.mean or 0.0))
@@ -38,9 +38,9 @@ def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Compariso
         study.seeds,
         training.steps,
         training.tokens,
-        BASELINE if BASELINE in plans else None,
+        study.baseline,
         contenders,
-        differences(contenders),
+        differences(contenders, study.baseline),
         rows,
         notes(study, contenders, rows),
     )
@@ -54,22 +54,20 @@ def best_trials(plan: TrialPlan, trials: list[TrialResult]) -> list[TrialResult]
 def contender_result(
     contender: Contender,
     plan: TrialPlan,
-    repeats: list[TrialResult],
-    baseline: list[TrialResult] | None,
+    repeats: dict[str, list[TrialResult]],
+    baseline: str | None,
 ) -> ContenderResult:
     """Return what is known of a contender.
 
-    `repeats` are the trials of its best settings that are done, `baseline` those of the baseline,
-    None where that does not take part.
+    `repeats` are the trials of the best settings that are done, by contender.
     """
-    losses = [each.loss for each in repeats if each.loss is not None]
-    tokens = seconds = None
-    if contender.name == BASELINE:
+    own = repeats[contender.name]
+    losses = [each.loss for each in own if each.loss is not None]
+    tokens, seconds, remark = None, None, ""
+    if contender.name == baseline:
         remark = "the others' savings are measured by it"
-    elif baseline is None:
-        remark = f"{BASELINE} does not take part"
-    else:
-        tokens, seconds, remark = savings(repeats, baseline)
+    elif baseline is not None:
+        tokens, seconds, remark = savings(own, baseline, repeats[baseline])
     return ContenderResult(
         contender.name,
         contender.rule,
@@ -85,17 +83,17 @@ def contender_result(
 
 
 def savings(
-    repeats: list[TrialResult], baseline: list[TrialResult]
+    repeats: list[TrialResult], name: str, baseline: list[TrialResult]
 ) -> tuple[Estimate | None, Estimate | None, str]:
     """Return the shares of tokens and of seconds saved, and why they are not known.
 
-    Trials with the same seed read the same data, so each is compared with the baseline's of its own
-    seed.
+    Trials with the same seed read the same data, so each is compared with that of the baseline,
+    which is called `name`, of its own seed.
     """
     of_seed = {each.seed: each.curve for each in baseline}
     pairs = [(each.curve, of_seed[each.seed]) for each in repeats if each.seed in of_seed]
     if not pairs:
-        return None, None, f"no seed with which both it and {BASELINE} are done"
+        return None, None, f"no seed with which both it and {name} are done"
 
     def shares(axis: Axis) -> list[float]:
         found = [needed(own, other, axis) for own, other in pairs]
@@ -104,17 +102,20 @@ def savings(
     tokens = shares("tokens")
     if missed := len(pairs) - len(tokens):
         seeds = f" with {missed} of {len(pairs)} seeds" if tokens else ""
-        return None, None, f"it stays above {BASELINE}'s loss{seeds}"
+        return None, None, f"it stays above {name}'s loss{seeds}"
     return saved(tokens), saved(shares("seconds")), ""
 
 
-def differences(contenders: list[ContenderResult]) -> list[Difference]:
-    """Return the differences of each contender and every one after it, of those with a result."""
+def differences(contenders: list[ContenderResult], baseline: str | None) -> list[Difference]:
+    """Return the differences of those with a result: from the baseline first, then of the others.
+
+    Of a pair without the baseline the first is the one that comes first in `contenders`.
+    """
     known = [each for each in contenders if each.losses]
-    return [
-        difference(one.name, one.losses, other.name, other.losses)
-        for one, other in itertools.combinations(known, 2)
-    ]
+    measure = [each for each in known if each.name == baseline]
+    others = [each for each in known if each.name != baseline]
+    pairs = [*itertools.product(others, measure), *itertools.combinations(others, 2)]
+    return [difference(one.name, one.losses, other.name, other.losses) for one, other in pairs]
 
 
 def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialResult]) -> list[str]:
@@ -143,13 +144,22 @@ def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialRes
                 f"{len(repeats)} seeds. Its mean and spread are those of the others, which "
                 "flatters it."
             )
-        for setting, end in each.edges.items():
-            found.append(
-                f"The best {setting} of {each.name} is the {end} that was tried: it may not be "
-                "tuned."
-            )
-    if len(study.seeds) == 1:
-        found.append("There is one seed only. How far results spread over seeds is not known.")
+    at_edge = [
+        f"{each.name} {', '.join(f'{setting} ({end})' for setting, end in each.edges.items())}"
+        for each in contenders
+        if each.edges
+    ]
+    if at_edge:
+        found.append(
+            "A best value that is the lowest or the highest one tried may not be tuned: "
+            f"{'; '.join(at_edge)}."
+        )
+    if study.baseline is None and len(study.contenders) > 1:
+        found.append(
+            f"No savings are measured, since {BASELINE} does not take part. The same command with "
+            f"--baseline {study.contenders[0].name} measures the others against that; it trains "
+            "nothing again."
+        )
     names = [each.name for each in study.contenders]
     takes_mars = any(variance_reduced(each.rule) for each in study.contenders)
     if takes_mars and BASELINE in names and CONTROL not in names and "betas" not in study.grid:

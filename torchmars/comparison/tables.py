@@ -6,14 +6,10 @@ Seconds are in columns and tables of their own. See results.py.
 import csv
 import io
 
-from torchmars.comparison.results import (
-    Comparison,
-    ContenderResult,
-    Estimate,
-    Settings,
-    Value,
-    numbers_of,
-)
+from torchmars.comparison.conclusion import conclusion
+from torchmars.comparison.results import Comparison, Settings
+from torchmars.comparison.words import best_settings, number, seeds_text, share, value_text
+from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted
 
@@ -22,28 +18,29 @@ Rows = list[list[str]]
 
 def contender_rows(found: Comparison) -> Rows:
     """Return a row for each contender, the best first, after the headings."""
-    heads = ["optimizer", "best settings", "final loss", "spread", "seeds", "tokens saved"]
+    heads = ["optimizer", "best settings", "final loss", "spread", "seeds"]
     rows = [
         [
             each.name,
-            settings_text(each),
+            best_settings(each, found.tuned),
             number(each.mean),
             number(each.spread),
             str(len(each.losses)),
-            share(each.tokens_saved) or each.remark,
+            *([share(each.tokens_saved) or each.remark] if found.baseline else []),
         ]
         for each in found.contenders
     ]
-    return [heads, *rows]
+    return [[*heads, *(["tokens saved"] if found.baseline else [])], *rows]
 
 
 def time_rows(found: Comparison) -> Rows:
     """Return what each contender took, and how much less time it needs than the baseline."""
-    rows = [["optimizer", "seconds of a trial", "time saved"]]
+    rows = [["optimizer", "seconds of a trial", *(["time saved"] if found.baseline else [])]]
     for each in found.contenders:
         seconds = [trial.seconds for trial in found.trials_of(each) if trial.seconds is not None]
         mean = f"{sum(seconds) / len(seconds):,.1f}" if seconds else "-"
-        rows.append([each.name, mean, share(each.seconds_saved) or "-"])
+        saved = [share(each.seconds_saved) or "-"] if found.baseline else []
+        rows.append([each.name, mean, *saved])
     return rows
 
 
@@ -61,8 +58,8 @@ def difference_rows(found: Comparison) -> Rows:
 
 def trial_rows(found: Comparison) -> Rows:
     """Return a row for each trial, without its seconds."""
-    names = list(found.grid)
-    rows = [["optimizer", *names, "seed", "state", "final loss", "reason"]]
+    names = found.tuned
+    rows = [["optimizer", *names, "seed number", "state", "final loss", "reason"]]
     for each in found.trials:
         known = [str(each.seed), each.state, number(each.loss), each.reason]
         rows.append([each.contender, *values_of(each.settings, names), *known])
@@ -87,8 +84,10 @@ def markdown(found: Comparison) -> str:
     """Return all tables as Markdown."""
     parts = [
         f"# {found.name}",
+        "## What was found",
+        " ".join(conclusion(found)),
+        *(["\n".join(f"- {note}" for note in found.notes)] if found.notes else []),
         introduction(found),
-        *([" ".join(found.notes)] if found.notes else []),
         "## Optimizers",
         markdown_table(contender_rows(found)),
         "## Differences",
@@ -103,24 +102,22 @@ def markdown(found: Comparison) -> str:
 
 def introduction(found: Comparison) -> str:
     """Return what was compared, in words."""
-    grid = "; ".join(
-        f"{name} {', '.join(map(value_text, values))}" for name, values in found.grid.items()
-    )
-    seeds = f"seed {found.seeds[0]}"
-    if len(found.seeds) > 1:
-        seeds += f", the best settings repeated up to seed {found.seeds[-1]}"
+    grid = {name: ", ".join(map(value_text, values)) for name, values in found.grid.items()}
+    tuned = "; ".join(f"{name} {grid[name]}" for name in found.tuned)
+    same = "".join(f"; {name} {grid[name]} for all" for name in grid if name not in found.tuned)
+    more = f", the best settings with {seeds_text(found.seeds)}" if len(found.seeds) > 1 else ""
     return (
         f"`{' '.join(found.config)}`: each trial has {counted(found.steps, 'step')} and "
-        f"{found.tokens:,} tokens. Tuned over {grid} with {seeds}. Losses are validation losses "
-        "after the last step."
+        f"{found.tokens:,} tokens. Tuned over {tuned}{same}, with {seeds_text(found.seeds[:1])}"
+        f"{more}. Losses are validation losses after the last step."
     )
 
 
 def lines(found: Comparison) -> list[str]:
-    """Return the tables of contenders, differences and time for a console, and the notes."""
+    """Return what was found, the tables of contenders, differences and time, and the notes."""
     parts = [contender_rows(found), difference_rows(found), time_rows(found)]
     shown = [line for rows in parts if len(rows) > 1 for line in ["", *table(rows)]]
-    return [*shown, "", *found.notes]
+    return ["", *labelled("found", *conclusion(found)), *shown, "", *found.notes]
 
 
 def markdown_table(rows: Rows) -> str:
@@ -130,35 +127,6 @@ def markdown_table(rows: Rows) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def settings_text(contender: ContenderResult) -> str:
-    """Return the best settings in words, and which of them lie at the edge of what was tried."""
-    if contender.best is None:
-        return "-"
-    return ", ".join(
-        f"{name} {value_text(value)}"
-        + (f" (the {contender.edges[name]} tried)" if name in contender.edges else "")
-        for name, value in contender.best.items()
-    )
-
-
 def values_of(settings: Settings, names: list[str]) -> list[str]:
     """Return the values of settings in words; nothing for those that a trial has not."""
     return [value_text(settings[name]) if name in settings else "" for name in names]
-
-
-def value_text(value: Value) -> str:
-    """Return the value of a setting in words."""
-    return " ".join(f"{each:g}" for each in numbers_of(value))
-
-
-def number(value: float | None) -> str:
-    """Return a loss as a table shows it."""
-    return "-" if value is None else f"{value:.4f}"
-
-
-def share(value: Estimate | None) -> str:
-    """Return a share saved with its interval; nothing where it is not known."""
-    if value is None:
-        return ""
-    interval = "" if value.low is None else f" ({value.low:.1%} to {value.high:.1%})"
-    return f"{value.mean:.1%}{interval}"

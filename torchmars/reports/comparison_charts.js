@@ -87,6 +87,61 @@ KINDS.grid = (spec) => {
   };
 };
 
+// The final loss by betas, in rows, and gamma, in columns: a block of rows for each contender. Those
+// of a rule without gamma are as wide as all columns.
+KINDS.plane = (spec) => {
+  const shown = shownContenders().map((each) => ({ ...each, ...data.planes[each.name] }));
+  const gammas = shown.map((each) => each.gammas).reduce((a, b) => (a.length < b.length ? b : a), []);
+  const ticks = [];
+  const traces = shown.map(({ name, betas, gammas: own, points, color }) => {
+    const top = ticks.length ? ticks[ticks.length - 1].at + 1.4 : 0;
+    betas.forEach((each, row) => ticks.push({ at: top + row, text: `${plain(name)} ${each}` }));
+    const each = (made) => points.map((row) => row.map(made));
+    return {
+      type: "heatmap",
+      x0: (gammas.length / own.length - 1) / 2,
+      dx: gammas.length / own.length,
+      y0: top,
+      dy: 1,
+      z: each((point) => point.shade),
+      zmin: 0,
+      zmax: 1,
+      colorscale: [
+        [0, pale(color, 0.6)],
+        [1, pale(color, 0)],
+      ],
+      showscale: false,
+      xgap: 2,
+      ygap: 2,
+      text: each((point) => (point.best ? `<b>${point.said}</b>` : point.said)),
+      texttemplate: "%{text}",
+      textfont: { color: colorOf("text") },
+      customdata: each((point) => plain(point.text)),
+      hovertemplate: "%{customdata}<extra></extra>",
+    };
+  });
+  const last = ticks.length ? ticks[ticks.length - 1].at : 0;
+  return {
+    traces,
+    hover: "closest",
+    x: {
+      title: { text: gammas.length > 1 ? "gamma" : "", standoff: 6 },
+      tickvals: gammas.map((_, at) => at),
+      ticktext: gammas,
+      showgrid: false,
+    },
+    y: {
+      range: [last + 0.6, -0.6],
+      tickvals: ticks.map(({ at }) => at),
+      ticktext: ticks.map(({ text }) => text),
+      showgrid: false,
+    },
+    note:
+      "the first seed; the best of the other settings; stronger is lower, bold the best of each; " +
+      "a rule without gamma has one value for all; a cross: failed or diverged",
+  };
+};
+
 // Validation losses of trials against what they had read, or how long they had trained.
 KINDS.validation = (spec) => {
   const traces = [],

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from torchmars.comparison.conclusion import conclusion
+from torchmars.comparison.planes import Plane, planes_of, shading, text_at
 from torchmars.comparison.results import (
     Comparison,
     ContenderResult,
@@ -14,8 +16,8 @@ from torchmars.comparison.results import (
     Estimate,
     Settings,
     TrialResult,
-    Value,
 )
+from torchmars.comparison.words import seeds_text, settings_text, value_text
 from torchmars.core.words import duration, short
 from torchmars.reports.page import DASH, page
 
@@ -34,6 +36,9 @@ def comparison_page(
         validation | {"title": "Validation loss against training time", "axis": "seconds"},
         {"kind": "finals", "title": "Final loss by seed"},
     ]
+    planes = {each.contender.name: each for each in planes_of(found)}
+    if planes:
+        charts.insert(1, {"kind": "plane", "title": "Final loss by betas and gamma", "large": True})
     if any(each.tokens_saved or each.seconds_saved for each in found.contenders):
         charts.append({"kind": "saved", "title": f"What {found.baseline}'s loss takes"})
     every = [
@@ -50,6 +55,7 @@ def comparison_page(
         "comparison_page.html",
         {
             "runs": [drawn(found, contender) for contender in found.contenders],
+            "planes": {name: drawn_plane(planes, each) for name, each in planes.items()},
             "charts": charts,
             "others": every,
             "baseline": found.baseline,
@@ -64,8 +70,9 @@ def comparison_page(
         folder=str(folder),
         found=found,
         baseline=found.baseline,
+        conclusion=conclusion(found),
         facts=facts(found),
-        settings=settings_text,
+        settings=lambda settings: settings_words(found, settings),
         loss=loss_text,
         saved=saved_text,
         remark=remark,
@@ -82,7 +89,7 @@ def facts(found: Comparison) -> dict[str, str]:
     return {
         "tokens of each trial": short(found.tokens),
         "steps": f"{found.steps:,}",
-        "seeds": ", ".join(map(str, found.seeds)),
+        "seeds": seeds_text(found.seeds),
         **{name: ", ".join(map(value_text, values)) for name, values in found.grid.items()},
         "trials": ", ".join(f"{count} {state}" for state, count in states.items()),
     }
@@ -110,10 +117,31 @@ def drawn(found: Comparison, contender: ContenderResult) -> dict[str, Any]:
     }
 
 
+def drawn_plane(planes: dict[str, Plane], plane: Plane) -> dict[str, Any]:
+    """Return what the scripts draw of one of the planes."""
+    shade = shading(list(planes.values()))
+
+    def point(betas: str, gamma: str) -> dict[str, Any]:
+        trial = plane.points[betas, gamma]
+        best = trial.settings == plane.contender.best
+        return {
+            "said": text_at(trial),
+            "shade": shade(trial),
+            "best": best,
+            "text": trial_text(trial),
+        }
+
+    return {
+        "betas": plane.betas,
+        "gammas": plane.gammas,
+        "points": [[point(betas, gamma) for gamma in plane.gammas] for betas in plane.betas],
+    }
+
+
 def trial_text(trial: TrialResult) -> str:
     """Return a trial's settings and how it ended."""
     ended = trial.state if trial.loss is None else f"loss {trial.loss:.4f}"
-    return f"{trial.contender}, {settings_text(trial.settings)}: {ended}"
+    return f"{trial.contender}, {settings_text(trial.settings, trial.settings)}: {ended}"
 
 
 def remark(contender: ContenderResult) -> str:
@@ -159,15 +187,6 @@ def link(run: Path, file: Path) -> str:
     return quote(os.path.relpath(target, file.absolute().parent))
 
 
-def settings_text(settings: Settings | None) -> str:
-    """Return settings in words."""
-    if settings is None:
-        return DASH
-    return ", ".join(f"{name} {value_text(value)}" for name, value in settings.items())
-
-
-def value_text(value: Value) -> str:
-    """Return the value of a setting."""
-    if isinstance(value, list):
-        return "(" + ", ".join(map(value_text, value)) + ")"
-    return f"{value:g}"
+def settings_words(found: Comparison, settings: Settings | None) -> str:
+    """Return settings in words: those of which several values were tried."""
+    return DASH if settings is None else settings_text(settings, found.tuned)

@@ -7,11 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from torchmars.comparison.planes import Plane, planes_of, shading, text_at
 from torchmars.comparison.results import Axis, Comparison
 
 SIZE = (7.0, 4.5)  # inches
+# With what is left out of them, so that they are the same whenever they are drawn.
+SUFFIXES: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Date": None}}
 # Curves fall far in their first part. Losses above that at this share of the tokens are cut off.
 SHOWN_FROM = 0.15
+# Of the picture of planes, in inches: a cell, and what is beside all cells; in cells: between two
+# planes, where the name of the lower one stands. How strong the color of the lowest loss is.
+CELL, MARGINS, GAP, STRONGEST = (0.85, 0.3), (1.6, 0.9), 1.2, 0.75
 
 
 def plot_comparison(found: Comparison, folder: Path) -> list[Path]:
@@ -19,23 +25,29 @@ def plot_comparison(found: Comparison, folder: Path) -> list[Path]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    plots: dict[str, Callable[[Any], None]] = {
+    planes = planes_of(found)
+    plots: dict[str, Callable[[Any], None] | None] = {
         "loss_by_tokens": lambda axes: draw_curves(axes, found, "tokens"),
         "loss_by_seconds": lambda axes: draw_curves(axes, found, "seconds"),
         "loss_by_lr": lambda axes: draw_tuning(axes, found),
+        "loss_by_betas_gamma": (lambda axes: draw_planes(axes, found, planes)) if planes else None,
     }
     written = []
     # Without it the SVG's names of parts are drawn by chance.
     with matplotlib.rc_context({"svg.hashsalt": found.name}):
         for name, draw in plots.items():
+            if draw is None:  # an earlier call of the command may have drawn it
+                for suffix in SUFFIXES:
+                    (folder / f"{name}.{suffix}").unlink(missing_ok=True)
+                continue
             figure = Figure(figsize=SIZE, layout="constrained")
             axes = figure.subplots()
-            draw(axes)
             axes.set_ylabel("validation loss")
             axes.grid(alpha=0.3)
+            draw(axes)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(frameon=False)
-            for suffix, about in (("png", {"Software": None}), ("svg", {"Date": None})):
+            for suffix, about in SUFFIXES.items():
                 written.append(folder / f"{name}.{suffix}")
                 figure.savefig(written[-1], dpi=150, metadata=about)
     return written
@@ -80,3 +92,40 @@ def draw_tuning(axes: Any, found: Comparison) -> None:
         axes.plot(missing, [1.0] * len(missing), "x", color=color, transform=where, clip_on=False)
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
+
+
+def draw_planes(axes: Any, found: Comparison, planes: list[Plane]) -> None:
+    """Draw the final loss of the first seed by betas and gamma: a number and a shade for each.
+
+    Each contender has rows of its own. Those of a rule without gamma are as wide as all columns.
+    """
+    from matplotlib.patches import Rectangle
+
+    gammas = max((plane.gammas for plane in planes), key=len)
+    shade, ticks, top = shading(planes), {}, 0.0
+    for plane in planes:
+        color = f"C{found.place_of(plane.contender) % 10}"
+        axes.text(0, top - 0.15, plane.contender.name, color=color, weight="bold")
+        width = len(gammas) / len(plane.gammas)
+        for (betas, gamma), trial in plane.points.items():
+            x, y = width * plane.gammas.index(gamma), top + plane.betas.index(betas)
+            strength = STRONGEST * (1 - shade(trial))
+            axes.add_patch(Rectangle((x, y), width, 1, fc=(color, strength), ec="0.85"))
+            weight = "bold" if trial.settings == plane.contender.best else "normal"
+            axes.text(
+                x + width / 2, y + 0.5, text_at(trial), ha="center", va="center", weight=weight
+            )
+            ticks[y + 0.5] = betas
+        top += len(plane.betas) + GAP
+    axes.figure.set_size_inches(
+        MARGINS[0] + CELL[0] * len(gammas), MARGINS[1] + CELL[1] * (top + GAP)
+    )
+    axes.grid(False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlim(0, len(gammas))
+    axes.set_ylim(top - GAP, -0.7 * GAP)
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.set_ylabel("betas" if any(ticks.values()) else "")
+    axes.set_xticks([place + 0.5 for place in range(len(gammas))], gammas)
+    axes.set_xlabel("gamma" if any(gammas) else "")

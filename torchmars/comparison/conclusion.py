@@ -1,0 +1,82 @@
+"""What a comparison has found, in a few sentences: the finding first, then how sure it is."""
+
+from torchmars.comparison.results import Comparison, ContenderResult, Difference
+from torchmars.comparison.words import number, seeds_text, settings_text, share
+
+
+def conclusion(found: Comparison) -> list[str]:
+    """Return the finding in sentences, and what is not known of it."""
+    pending = any(trial.state == "pending" for trial in found.trials)
+    ranked = [each for each in found.contenders if each.mean is not None]
+    if not ranked:
+        return ["Nothing yet: no optimizer is tuned." if pending else "Nothing: no trial is done."]
+    best, others = ranked[0], ranked[1:]
+    first = finding(found, best, others[0]) if others else finding_alone(found, best)
+    sentences = [f"So far: {first}" if pending else first]
+    sentences += of_the_others(found, best, others[1:])
+    if saved := share(best.tokens_saved):
+        sentences.append(f"{best.name} saves {saved} of the tokens of {found.baseline}.")
+    if len(found.seeds) == 1:
+        sentences.append(
+            f"There is {seeds_text(found.seeds)}: how far losses spread over seeds is not known."
+        )
+    return sentences
+
+
+def finding_alone(found: Comparison, best: ContenderResult) -> str:
+    """Return what is found where one contender alone has a result."""
+    return f"{named(found, best)} ends at {number(best.mean)}; no other optimizer has a result."
+
+
+def finding(found: Comparison, best: ContenderResult, second: ContenderResult) -> str:
+    """Return how the best contender stands to the one after it."""
+    difference = found.between(best.name, second.name)
+    own, other, loss = named(found, best), named(found, second), number(best.mean)
+    if number(abs(difference.loss.mean)) == number(0.0):
+        return f"{own} and {other} end at the same loss, {loss}."
+    below = f"{number(-difference.loss.mean)} below {other}"
+    if difference.exceeds_spread is None:
+        return f"{own} ends lowest, at {loss}, {below}."
+    interval = f"95% interval {interval_text(difference)}"
+    if difference.exceeds_spread:
+        return f"{own} ends lowest, at {loss}, {below}; {interval}: beyond the spread."
+    return f"No difference that these seeds show: {own} ends at {loss}, {below}; {interval}."
+
+
+def of_the_others(
+    found: Comparison, best: ContenderResult, others: list[ContenderResult]
+) -> list[str]:
+    """Return sentences on those that come after the second."""
+    ways = {
+        True: "Beyond the spread it is below",
+        False: "No difference is shown to",
+        None: "It is also below",
+    }
+    sentences = []
+    for exceeds, words in ways.items():
+        known = [(each, found.between(best.name, each.name)) for each in others]
+        gaps = [
+            f"{each.name} ({gap_text(difference)})"
+            for each, difference in known
+            if difference.exceeds_spread is exceeds
+        ]
+        if gaps:
+            sentences.append(f"{words} {', '.join(gaps)}.")
+    return sentences
+
+
+def gap_text(difference: Difference) -> str:
+    """Return by how much the first is below the second, with the interval where it is known."""
+    interval = interval_text(difference)
+    return f"by {number(-difference.loss.mean)}{f', {interval}' if interval else ''}"
+
+
+def interval_text(difference: Difference) -> str:
+    """Return the interval of how much the first is below the second; empty where none is known."""
+    low, high = difference.loss.low, difference.loss.high
+    return "" if low is None or high is None else f"{-high:.4f} to {-low:.4f}"
+
+
+def named(found: Comparison, contender: ContenderResult) -> str:
+    """Return the name of a contender with its best settings."""
+    return f"{contender.name} ({settings_text(contender.best or {}, found.tuned)})"
