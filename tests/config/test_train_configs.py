@@ -1,6 +1,7 @@
 """Every shipped config is valid with every rule that goes with it."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torchmars.optim.rules import RULES
 from torchmars.parallel.checks import check_layout
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-OF_OTHER_NAMES = {"adamw-mars-betas": "adamw", "best": "muon"}
+OF_OTHER_NAMES = {"adamw-mars-betas": "adamw", "best": "mars-m"}
 SIZES = [file.name for file in sorted(FOLDER.glob("*.toml")) if file.stem != "quickstart"]
 
 
@@ -32,21 +33,24 @@ def test_quickstarts(rule):
 def test_the_quickstart_has_the_best_rule():
     config = load_config(["quickstart.toml"], "test")
     assert config.run.name == "quickstart"
-    assert load_config(["quickstart.toml", "optimizers/best.toml"], "test").optimizer == (
-        config.optimizer
-    )
+    best = load_config(["quickstart.toml", "optimizers/best.toml"], "test").optimizer
+    assert best.name == "mars-m" and replace(best, gamma=0.2) == config.optimizer
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_another_rule_after_the_quickstart_is_as_published(rule):
-    """The two options of the best rule are others' too, so their files switch them off."""
-    file = rules_of("quickstart").get(rule)
-    optimizer = load_config(["quickstart.toml", *([file] if file else [])], "test").optimizer
-    expected = rule == "muon"  # the quickstart itself
-    assert optimizer.name == rule and (optimizer.equilibrate or False) == expected
+    """What the best settings change is others' too, so their files set it back."""
     load_config(["quickstart.toml", "--optimizer.name", rule], "test")
-    file = rules_of("optimizers")[rule]
-    assert not load_config(["quickstart.toml", file], "test").optimizer.equilibrate
+    published = RULES[rule].defaults
+    names = {"betas", "gamma", "clip", "equilibrate", "renormalize"} & set(published)
+    for folder in ("quickstart", "optimizers"):
+        optimizer = load_config(["quickstart.toml", rules_of(folder)[rule]], "test").optimizer
+        found = {name: getattr(optimizer, name) for name in names}
+        assert optimizer.name == rule
+        if (folder, rule) == ("quickstart", "muon"):  # at its own best
+            assert found == {"betas": (0.85, 0.99), "equilibrate": True, "renormalize": True}
+        else:
+            assert found == {name: published[name] for name in names}, rules_of(folder)[rule]
 
 
 @pytest.mark.parametrize("rule", sorted(rules_of("optimizers")))
@@ -73,7 +77,7 @@ def test_large_configs_fit_their_ranks(name, ranks):
 
 def test_there_is_one_of_each_kind_for_each_rule():
     assert set(rules_of("optimizers")) == {*RULES, *OF_OTHER_NAMES}
-    assert set(rules_of("quickstart")) == set(RULES) - {"muon"} and SIZES
+    assert set(rules_of("quickstart")) == set(RULES) and SIZES
 
 
 def test_files_here_come_before_those_of_the_package(tmp_path, monkeypatch):

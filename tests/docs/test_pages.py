@@ -42,7 +42,7 @@ def test_quickstart_is_the_documented_one():
     ]
     config = load_config([str(ROOT / "train_configs" / "quickstart.toml")], "test")
     assert (
-        config.optimizer.name == "muon"
+        config.optimizer.name == "mars-m"
         and f"step   1/{config.training.steps} | loss" in transcript
         and f"run       {config.run.path}, seed 0" in transcript
     )

@@ -1,0 +1,252 @@
+"""Print the tables of docs/momentum.md, or draw its figure, from docs/studies/momentum.jsonl.
+
+python -m tests.measurements.momentum_tables [FIGURE.svg]
+"""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from torchmars.comparison.statistics import difference
+
+FILE = Path(__file__).parents[2] / "docs/studies/momentum.jsonl"
+TELEMETRY = FILE.with_name("momentum_telemetry.json")  # step, cosine, correction, clipped
+NAMES = {"muon": "Muon", "mars-m": "MARS-M", "mars-shampoo": "MARS-Shampoo"}
+NAMES |= {"adamw": "AdamW", "mars-adamw": "MARS-AdamW"}
+
+Row = dict[str, Any]
+Losses = dict[str, dict[float, dict[int, float]]]  # of each optimizer: by rate, by seed
+
+
+def trials(setting: str, *, options: bool | None = None, **having: Any) -> Iterator[Row]:
+    """Yield the trials of a setting: of constant gamma unless it says otherwise.
+
+    `options` says whether matrices have the two options of best.toml.
+    """
+    having = {"setting": setting, "final_gamma": None} | having
+    for line in FILE.read_text().splitlines():
+        row = json.loads(line)
+        found = row["optimizer"].get("equilibrate", False)
+        if all(row.get(key) == value for key, value in having.items()):
+            if options is None or found == options:
+                yield row
+
+
+def name_of(optimizer: Row) -> str:
+    """Return what tables call an optimizer."""
+    (beta1, beta2), gamma = optimizer["betas"], optimizer.get("gamma")
+    matrices = optimizer["name"] not in ("adamw", "mars-adamw")
+    words = [f"{NAMES[optimizer['name']]} " + (f"µ {beta1:g}" if matrices else f"β {beta1:g}")]
+    if not matrices:
+        words[0] += f", {beta2:g}"
+    words += [] if gamma is None else [f"γ {gamma:g}"]
+    words += ["clip 0"] if optimizer.get("clip", 1) == 0 else []
+    return ", ".join(words)
+
+
+def losses_of(rows: Iterable[Row], name: Callable[[Row], str] = name_of) -> Losses:
+    """Return the final losses of trials, by what `name` calls their optimizer, rate and seed."""
+    found: Losses = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        optimizer = row["optimizer"]
+        found[name(optimizer)][optimizer["lr"]][row["seed"]] = row["losses"][-1][1]
+    return found
+
+
+def best_rate(of_rates: dict[float, dict[int, float]], seeds: int = 1) -> float:
+    """Return the rate of the lowest mean over its first `seeds`."""
+    means = {lr: fmean(list(of_seeds.values())[:seeds]) for lr, of_seeds in of_rates.items()}
+    return min(means, key=means.__getitem__)
+
+
+def in_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def plane() -> list[str]:
+    """The best loss over three rates at each point of the plane, with the clip and without."""
+    losses = losses_of(trials("books", options=True, products="highest", seed=0))
+
+    def shown(mu: float, gamma: float | None) -> str:
+        rule = "Muon" if gamma is None else "MARS-M"
+        point = f"{rule} µ {mu:g}" + ("" if gamma is None else f", γ {gamma:g}")
+        found = [losses[name] for name in (point, f"{point}, clip 0") if name in losses]
+        return " / ".join(f"{each[best_rate(each)][0]:.4f}" for each in found)
+
+    rows = []
+    for mu in (0.8, 0.9, 0.95, 0.98):
+        gammas = [None, 0.025, *(round(part * (1 - mu), 6) for part in (1, 2, 4))]
+        rows.append([f"{mu:g}", *(shown(mu, gamma) for gamma in gammas)])
+    return in_table(["µ", "Muon", "γ 0.025", "γ 1 − µ", "γ 2 (1 − µ)", "γ 4 (1 − µ)"], rows)
+
+
+def with_seeds(losses: Losses, rates: Sequence[float], against: str, seeds: int) -> list[str]:
+    """A row for each optimizer: the mean at each rate, and at the best one how it compares."""
+    best = {name: of_rates[best_rate(of_rates, seeds)] for name, of_rates in losses.items()}
+    rows = []
+    for name in sorted(best, key=lambda name: fmean(best[name].values())):
+        found = list(best[name].values())
+        compared = difference(name, found, against, list(best[against].values())).loss
+        interval = "" if name == against else f"{compared.low:+.4f} to {compared.high:+.4f}"
+        means = (list(losses[name][lr].values()) if lr in losses[name] else None for lr in rates)
+        shown = ("" if each is None else f"{fmean(each[:seeds]):.4f}" for each in means)
+        rows.append([name, *shown, f"{fmean(found):.4f}", f"{stdev(found):.4f}", interval])
+    heads = ["optimizer", *(f"lr {lr:g}" for lr in rates)]
+    return in_table([*heads, "at the best", "spread", f"difference from {against}"], rows)
+
+
+def seeds() -> list[str]:
+    """Three seeds at three rates, five at the best."""
+    losses = losses_of(trials("books", products="high"))
+    return with_seeds(losses, (4e-3, 8e-3, 1.6e-2), "Muon µ 0.9", 3)
+
+
+def larger() -> list[str]:
+    """The same at four times the size."""
+    losses = losses_of(trials("books, 4 x size"))
+    return with_seeds(losses, (2e-3, 4e-3, 8e-3), "Muon µ 0.9", 3)
+
+
+def batch() -> list[str]:
+    """Losses with four times the batch, as many steps and one seed."""
+    losses = losses_of(trials("books, 4 x batch"))
+    rows = []
+    for mu in (0.9, 0.95, 0.98):
+        parts = (f", γ {round(part * (1 - mu), 6):g}" for part in (1, 2))
+        names = [f"Muon µ {mu:g}", *(f"MARS-M µ {mu:g}{each}" for each in (", γ 0.025", *parts))]
+        rows.append([f"{mu:g}", *(f"{losses[name][8e-3][0]:.4f}" for name in names)])
+    return in_table(["µ", "Muon", "γ 0.025", "γ 1 − µ", "γ 2 (1 − µ)"], rows)
+
+
+def elementwise() -> list[str]:
+    """The rules that are not Muon's kin: the best of three rates with one seed."""
+    rows = []
+    rules = ("adamw", "mars-adamw", "mars-shampoo")
+    chosen = [
+        row
+        for row in trials("books", products="highest", seed=0)
+        if row["optimizer"]["name"] in rules
+    ]
+    losses = losses_of(chosen)
+    for name in sorted(losses, key=lambda name: losses[name][best_rate(losses[name])][0]):
+        lr = best_rate(losses[name])
+        rows.append([name, f"{lr:g}", f"{losses[name][lr][0]:.4f}"])
+    return in_table(["optimizer", "best lr", "final loss"], rows)
+
+
+def elementwise_seeds() -> list[str]:
+    """Three seeds of the best of each of them."""
+    losses = losses_of(trials("books", products="highest"))
+    rows = []
+    for name in (
+        "MARS-Shampoo µ 0.9, γ 0.2",
+        "MARS-AdamW β 0.9, 0.99, γ 0.025",
+        "AdamW β 0.9, 0.99",
+    ):
+        for lr, of_seeds in losses[name].items():
+            if len(of_seeds) == 3:
+                found = list(of_seeds.values())
+                each = ", ".join(f"{loss:.4f}" for loss in found)
+                rows.append([name, f"{lr:g}", each, f"{fmean(found):.4f}"])
+    return in_table(["optimizer", "lr", "three seeds", "mean"], rows)
+
+
+def options() -> list[str]:
+    """The best of both rules without the two options."""
+    losses = losses_of(trials("books", options=False, products="highest"))
+    chosen = {name: each for name, each in losses.items() if name.startswith(("Muon", "MARS-M"))}
+    return with_seeds(chosen, (4e-3, 8e-3, 1.6e-2), "Muon µ 0.9", 3)
+
+
+def quickstart() -> list[str]:
+    """The quickstart: one seed at three rates, and at the best one all of them."""
+    losses = losses_of(trials("quickstart"))
+    several = {
+        name: of_rates
+        for name, of_rates in losses.items()
+        if len(of_rates[best_rate(of_rates)]) > 1
+    }
+    return with_seeds(several, (1e-2, 2e-2, 3e-2), "Muon µ 0.85", 1)
+
+
+def schedules() -> list[str]:
+    """MARS-M with a gamma that moves on a line, three seeds."""
+    rows = []
+    for first, last in ((0.1, 0.0), (0.2, 0.0), (0.0, 0.1)):
+        found = [
+            row["losses"][-1][1]
+            for row in trials("books", final_gamma=last)
+            if row["optimizer"]["gamma"] == first
+        ]
+        rows.append([f"{first:g} to {last:g}", f"{fmean(found):.4f}", f"{stdev(found):.4f}"])
+    return in_table(["γ", "mean", "spread"], rows)
+
+
+def of_telemetry() -> list[str]:
+    """Means of what two runs report of their matrices, while the rate is high and after."""
+    rows = []
+    for name, reports in json.loads(TELEMETRY.read_text()).items():
+        for first, last in ((50, 250), (300, 1230)):
+            some = [values for step, *values in reports if first <= step <= last]
+            means = (f"{fmean(column):.2f}" for column in zip(*some))
+            rows.append([name, f"{first} to {last}", *means])
+    return in_table(["run", "steps", "cosine", "correction", "clipped"], rows)
+
+
+TABLES = [
+    plane,
+    seeds,
+    options,
+    larger,
+    batch,
+    elementwise,
+    elementwise_seeds,
+    quickstart,
+    schedules,
+    of_telemetry,
+]
+
+
+def draw(file: Path) -> None:
+    """Draw the loss over gamma for each momentum and rate, with one seed and the clip."""
+    from matplotlib import pyplot
+
+    losses = losses_of(trials("books", options=True, products="highest", seed=0))
+    rates = 4e-3, 8e-3, 1.6e-2
+    figure, axes = pyplot.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrained")
+    for axis, lr in zip(axes, rates):
+        for mu, color in zip((0.8, 0.9, 0.95, 0.98), ("C0", "C1", "C2", "C3")):
+            gammas = sorted({0.025, *(round(part * (1 - mu), 6) for part in (1, 2, 4))})
+            values = [losses[f"MARS-M µ {mu:g}, γ {gamma:g}"][lr][0] for gamma in gammas]
+            axis.plot(gammas, values, "o-", color=color, markersize=3, label=f"MARS-M µ {mu:g}")
+            muon = losses[f"Muon µ {mu:g}"][lr][0]
+            axis.plot([1 - mu], [muon], "D", color=color, fillstyle="none")
+        axis.set(xscale="log", xlabel="γ", title=f"lr {lr:g}", ylim=(1.44, 1.6))
+        ticks = 0.025, 0.05, 0.1, 0.2, 0.4, 0.8
+        axis.set_xticks(ticks, [f"{each:g}" for each in ticks], fontsize=8)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("validation loss")
+    axes[0].plot([], [], "kD", fillstyle="none", label="Muon, at γ = 1 − µ")
+    axes[2].legend(*axes[0].get_legend_handles_labels(), fontsize=7)
+    pyplot.rcParams |= {"svg.hashsalt": "momentum", "svg.fonttype": "none"}
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> None:
+    """Print the tables, or draw the figure where a file is named."""
+    if sys.argv[1:]:
+        draw(Path(sys.argv[1]))
+        return
+    for table in TABLES:
+        print(f"{table.__name__}: {table.__doc__}", *table(), "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
