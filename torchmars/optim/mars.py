@@ -4,12 +4,13 @@ Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Trai
 ICML 2025, arXiv 2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
+import importlib
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torchmars.optim.checks import (
     checked_params,
     warn_of_no_gradient,
 )
+from torchmars.optim.gpu.launches import has_kernels
 from torchmars.optim.groups import complete_group, warn_of_slips
 from torchmars.optim.kernels import pays_to_compile
 from torchmars.optim.look_ahead import LookAhead
@@ -38,10 +40,13 @@ from torchmars.optim.reduction import reduce_gradients
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import CLIP, EPS, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
 from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state, unchanged
-from torchmars.optim.step import GroupTensors, StepFactors, gather_gradients
+from torchmars.optim.step import GroupTensors, StepFactors
 from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report, squared_memories
 from torchmars.optim.tensors import local_part
 from torchmars.optim.update import update_groups
+
+if TYPE_CHECKING:
+    from torchmars.optim.gpu.kernel_step import KernelStep
 
 
 class MARS(torch.optim.Optimizer):
@@ -220,6 +225,12 @@ class MARS(torch.optim.Optimizer):
             if self._requested_compile is None
             else self._requested_compile
         )
+        self.kernels: KernelStep | None = None
+        if not self.exact and self._requested_compile is not False and has_kernels(device):
+            # It needs Triton.
+            self.kernels = importlib.import_module("torchmars.optim.gpu.kernel_step").KernelStep(
+                self.plans
+            )
         self.grad_norm, self.skipped = (
             torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
             for each in (self.grad_norm, self.skipped)
@@ -335,7 +346,8 @@ class MARS(torch.optim.Optimizer):
     @torch.no_grad()
     def skip(self) -> None:
         """Leave a step out and count it as skipped, as `step` does for a broken gradient."""
-        self._finish(torch.zeros((), dtype=torch.bool, device=self.grad_norm.device), [])
+        applied = torch.zeros((), dtype=torch.bool, device=self.grad_norm.device)
+        self._finish(count_skipped(self.skipped, applied))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -358,6 +370,12 @@ class MARS(torch.optim.Optimizer):
             warn_of_no_gradient(self.param_groups)
         for traffic in self.plans.traffic:
             traffic.measure(self.measures)
+        if not self._step_by_kernels(groups):
+            self._step(groups)
+        return loss
+
+    def _step(self, groups: list[GroupTensors]) -> None:
+        """Make a step, by passes over each tensor."""
         reduction = reduce_gradients(groups, self.plans, self.max_grad_norm, self.compile)
         self.grad_norm = reduction.norm
         differences = self.ahead.fraction < 1
@@ -367,8 +385,30 @@ class MARS(torch.optim.Optimizer):
         ]
         if not self.sees_verdict or reduction.applied:
             update_groups(updates, self.plans, overlap=self.overlap)
-        self._finish(reduction.applied, updates)
-        return loss
+        for group, _ in updates:
+            if not group.rule.counts_steps:
+                group.count_step(reduction.applied)
+        self._finish(count_skipped(self.skipped, reduction.applied), updates)
+
+    def _step_by_kernels(self, groups: list[GroupTensors]) -> bool:
+        """Make a step by one launch for all tensors, where there are kernels for it."""
+        if self.kernels is None:
+            return False
+        reduction = self.kernels.reduce(groups, self.state, self.max_grad_norm, self.skipped)
+        if reduction is None:
+            return False
+        self.grad_norm = reduction.norm
+        factors: list[Callable[[], StepFactors]]
+        factors = [reduction.factors(number, group) for number, group in enumerate(groups)]
+        others = [
+            (group, factors[number]())
+            for number, group in enumerate(groups)
+            if not reduction.updates(number)
+        ]
+        meanwhile = partial(reduction.update, groups)
+        update_groups(others, self.plans, overlap=self.overlap, meanwhile=meanwhile)
+        self._finish(reduction.skipped, list(zip(groups, factors)))
+        return True
 
     def _groups(self) -> list[GroupTensors]:
         """Return the tensors of a step. Refuse, before anything is written, what it cannot take."""
@@ -383,15 +423,16 @@ class MARS(torch.optim.Optimizer):
             for name, before in fixed.items():
                 if group[name] != before:
                     raise ValueError(f"{name} of group {number} was {before!r} and cannot change")
-        return gather_gradients(self.param_groups, self.state, self._wire)
+        return self.plans.kinds.gather(self.param_groups, self.state, self._wire)
 
-    def _finish(self, applied: Tensor, updates: list[tuple[GroupTensors, StepFactors]]) -> None:
-        """Count the step, and in exact mode make the look-ahead the last gradient."""
-        for group, _ in updates:
-            if not group.rule.counts_steps:
-                group.count_step(applied)
+    def _finish(
+        self,
+        skipped: Tensor,
+        updates: Sequence[tuple[GroupTensors, StepFactors | Callable[[], StepFactors]]] = (),
+    ) -> None:
+        """Keep what a step leaves, and in exact mode make the look-ahead the last gradient."""
         self.ahead.swap(self.state)
-        self.skipped = count_skipped(self.skipped, applied)
+        self.skipped = skipped
         self._telemetry = [
             GroupTelemetry(group.settings.get("role", group.rule.name), group.parameters, factors)
             for group, factors in updates

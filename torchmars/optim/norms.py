@@ -1,7 +1,9 @@
 """Norms of what lies on many ranks: of a tensor in shards, and of a model in parts and copies."""
 
+import contextlib
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,25 +24,40 @@ class ShardSum:
     def __init__(self, groups: MeshGroups) -> None:
         self._mesh_groups = groups
         self.groups: dict[MeshAxes, dist.ProcessGroup] = {}
-        self.axes: list[MeshAxes | None] = []
+        self._places: dict[MeshAxes, list[int]] = {}  # of the tensors
+        self._count = 0
 
     def add(self, parameter: Tensor) -> None:
         """Give `parameter` the next place among the tensors that `sum` takes."""
         axes = shard_axes(parameter)
-        self.axes.append(axes)
-        if axes is not None and axes not in self.groups:
-            self.groups[axes] = self._mesh_groups.over(*axes)
+        if axes is not None:
+            if axes not in self.groups:
+                self.groups[axes] = self._mesh_groups.over(*axes)
+            self._places.setdefault(axes, []).append(self._count)
+        self._count += 1
 
-    def sum(self, partial: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over the shards of all tensors from `partial`, which have one shape."""
-        whole = list(partial)
+    def sum_(self, values: Tensor) -> None:
+        """Add up over the shards, in place. `values` [n, ...] has the numbers of each tensor."""
         for axes, group in self.groups.items():
-            places = [place for place, each in enumerate(self.axes) if each == axes]
-            values = torch.stack([partial[place] for place in places])
-            dist.all_reduce(values, group=group)
-            for place, value in zip(places, values.unbind()):
-                whole[place] = value
-        return whole
+            with _rows(values, self._places[axes]) as rows:
+                dist.all_reduce(rows, group=group)
+
+
+@contextlib.contextmanager
+def _rows(values: Tensor, places: Sequence[int]) -> Iterator[Tensor]:
+    """Lend the rows of `values` at the `places`, to be changed: all of them are not copied."""
+    if len(places) == len(values):
+        yield values
+        return
+    index = _on_device(tuple(places), values.device)
+    rows = values[index]
+    yield rows
+    values[index] = rows
+
+
+@functools.lru_cache  # a step waits for no copy to a GPU
+def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(places, device=device)
 
 
 class ModelTotals:
@@ -76,27 +93,22 @@ class ModelTotals:
                 shared = [place for place, key in enumerate(keys) if key is None or key[0] == mesh]
                 self.copies.append((self._mesh_groups.over(mesh, axes), shared))
 
-    def settle(
-        self, totals: Tensor, of_parameters: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the whole model's `totals`, and each parameter's numbers as all copies take them.
+    def settle_(self, totals: Tensor, of_parameters: Tensor) -> None:
+        """Make `totals` the whole model's, and each parameter's numbers those that all copies take.
 
-        Each of the `totals`, [n], is at least 0 or not finite; they may be changed. There are as
-        many `of_parameters` as were covered, of one shape [m].
+        In place. Each of the `totals`, [n], is at least 0 or not finite. There are as many rows
+        `of_parameters`, [p, m], as were covered.
         """
-        settled = list(of_parameters)
         for group, places in self.copies:
-            rows = torch.stack([settled[place] for place in places])
-            numbers = torch.cat([totals, rows.flatten()])
-            # Whether MAX keeps a NaN is up to the backend.
-            numbers = numbers.nan_to_num(nan=math.inf, posinf=math.inf)
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-            totals, rows = numbers[: len(totals)], numbers[len(totals) :].view_as(rows)
-            for place, row in zip(places, rows.unbind()):
-                settled[place] = row
+            with _rows(of_parameters, places) as rows:
+                numbers = torch.cat([totals, rows.flatten()])
+                # Whether MAX keeps a NaN is up to the backend.
+                numbers = numbers.nan_to_num(nan=math.inf, posinf=math.inf)
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+                totals.copy_(numbers[: len(totals)])
+                rows.copy_(numbers[len(totals) :].view_as(rows))
         if self.norm_group is not None:
             dist.all_reduce(totals, group=self.norm_group)
-        return totals, settled
 
     def add_up(self, numbers: dict[str, list[float]]) -> dict[str, list[float]]:
         """Return the sums over `norm_group`, name by name; a rank need not have all names."""

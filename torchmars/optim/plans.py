@@ -17,6 +17,7 @@ from torchmars.optim.norms import ModelTotals, ShardSum
 from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.settings import CUT, FIXED
 from torchmars.optim.state import Known, known_parameters
+from torchmars.optim.step import Kinds
 from torchmars.optim.tensors import local_part
 from torchmars.optim.traffic import MatrixTraffic, OwnerLoads
 
@@ -48,6 +49,7 @@ class Plans:
         """The parameters of each group, and their layouts."""
         self.fixed: list[dict[str, Any]] = []
         """What each group had of the settings `FIXED`."""
+        self.kinds = Kinds()
 
     def without_groups(self) -> "Plans":
         """Return plans with the same settings and process groups, to which no group was added."""

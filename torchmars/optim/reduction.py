@@ -93,15 +93,13 @@ def reduce_gradients(
 
     `with_last`: also take the products with the last gradients.
     """
-    products = _sum_products(groups, plans, with_last, compile)
-    if products:
-        total = torch.stack(list(products.values())).sum(0)[0]
-    else:  # of a rank without parameters
-        total = torch.zeros((), dtype=torch.float64, device=plans.device)
+    of_all = _sum_products(groups, plans, with_last, compile)
+    total, products = of_all.sum(0)[0], dict(zip(plans.parameters, of_all.unbind()))
     # The largest gradient, over the largest that can be computed with.
     strains = [_of(group, products)[:, 0].sqrt().max() / group.largest_norm for group in groups]
     strain = torch.stack([torch.zeros_like(total), *strains]).max()
-    totals, settled = plans.totals.settle(torch.stack([total, strain]), list(products.values()))
+    totals = torch.stack([total, strain])
+    plans.totals.settle_(totals, of_all)
     total, strain = totals.unbind()
     norm = total.sqrt()
     scale, finite = torch.ones_like(norm), torch.isfinite(norm)
@@ -109,14 +107,13 @@ def reduce_gradients(
         scale = torch.where(finite, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     # A scale that float32 has no full digits for would not bring gradients to the norm.
     applied = finite & (scale * strain <= 1) & (scale >= torch.finfo(torch.float32).tiny)
-    products = dict(zip(products, settled))
     return Reduction(norm, max_grad_norm is not None, scale, applied, products)
 
 
 def _sum_products(
     groups: Sequence[GroupTensors], plans: Plans, with_last: bool, compile: bool
-) -> dict[Tensor, Tensor]:
-    """Return the products of each parameter, summed over its shards.
+) -> Tensor:
+    """Return the products [n, 3] of all parameters, summed over their shards.
 
     Every rank reduces all parameters, also those that have no gradient on this one.
     """
@@ -132,8 +129,10 @@ def _sum_products(
             of_calls = run_kernel(squared_norms, singles, None, compile and on_cpu)
         partial |= zip(group.parameters, torch.cat(of_calls).unbind())
     without = torch.zeros(3, dtype=torch.float64, device=plans.device)
-    sums = plans.shard_sum.sum([partial.get(p, without) for p in plans.parameters])
-    return dict(zip(plans.parameters, sums))
+    rows = [partial.get(p, without) for p in plans.parameters]
+    products = torch.stack(rows) if rows else without.new_zeros(0, 3)  # of a rank without any
+    plans.shard_sum.sum_(products)
+    return products
 
 
 def _of(group: GroupTensors, products: Mapping[Tensor, Tensor]) -> Tensor:

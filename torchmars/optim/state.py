@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.nn import Parameter
 
 from torchmars.optim.checks import check_group, parameter_name
 from torchmars.optim.matrices import MatrixShape
@@ -41,6 +42,16 @@ class ParameterLayout(NamedTuple):
             parameter.device,
             getattr(parameter, "device_mesh", None),
             tuple(getattr(parameter, "placements", ())),
+        )
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Return whether it is that of `parameter`: a step asks it of each."""
+        return (
+            parameter.shape == self.shape
+            and parameter.dtype == self.dtype
+            and parameter.stride() == self.stride
+            and parameter.device == self.device
+            and (type(parameter) is Parameter and self.mesh is None or self == self.of(parameter))
         )
 
 
@@ -119,7 +130,7 @@ def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
     return len(groups) == len(known) and all(
         len(group["params"]) == len(before)
         and all(
-            parameter is same and ParameterLayout.of(parameter) == layout
+            parameter is same and layout.fits(parameter)
             for parameter, (same, layout) in zip(group["params"], before)
         )
         for group, before in zip(groups, known)

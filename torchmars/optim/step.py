@@ -1,8 +1,9 @@
 """The tensors of one step, group by group, and what its reduced sums make of them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,19 +37,12 @@ class GroupTensors:
         wire: torch.dtype,
     ) -> None:
         self.rule, self.settings, self.parameters = rule, settings, parameters
+        self.states = states
+        self.names = [name for name in states[0] if name != "step"]
         self.stacks = is_stack(parameters[0].shape, settings["flatten"])
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        self.weights = flat_parts(parameters)
-        self.grads = flat_parts(map(local_gradient, parameters))
-        self.steps = [state["step"] for state in states]
-        self.buffers = {
-            name: flat_parts(state[name] for state in states)
-            for name in states[0]
-            if name != "step"
-        }
-        self.momenta = next(iter(self.buffers.values()))
-        self.last_grads = self.buffers.get("last_grad", [])
-        if rule.variance_reduced and not self.last_grads and settings["clip"] is not None:
+        self.corrects = "last_grad" in self.names
+        if rule.variance_reduced and not self.corrects and settings["clip"] is not None:
             raise ValueError(
                 "clip cannot be switched on after the optimizer was created without it: "
                 "no last gradient was kept"
@@ -58,25 +52,56 @@ class GroupTensors:
         self.kappa = gamma * beta1 / (1 - beta1)
         self.largest_norm = self._largest_norm(wire)
 
+    @cached_property
+    def weights(self) -> list[Tensor]:
+        """The parameters."""
+        return flat_parts(self.parameters)
+
+    @cached_property
+    def grads(self) -> list[Tensor]:
+        """Their gradients."""
+        return flat_parts(map(local_gradient, self.parameters))
+
+    @cached_property
+    def steps(self) -> list[Tensor]:
+        """The steps that each was updated in, 0-d."""
+        return [state["step"] for state in self.states]
+
+    @cached_property
+    def buffers(self) -> dict[str, list[Tensor]]:
+        """The state, by name."""
+        return {name: flat_parts(state[name] for state in self.states) for name in self.names}
+
+    @property
+    def momenta(self) -> list[Tensor]:
+        """The first of the buffers."""
+        return self.buffers[self.names[0]]
+
+    @property
+    def last_grads(self) -> list[Tensor]:
+        """The last gradients; empty if none are kept."""
+        return self.buffers.get("last_grad", [])
+
     def _largest_norm(self, wire: torch.dtype) -> float:
         """Return the largest norm of a tensor's gradient, after the global clip, without overflow.
 
         No entry is larger than the norm. While h is no larger than g may be, a correction and all
         that leads to it stay below 2 (1 + kappa) ||g||.
         """
-        momentum_scale = self.rule.momentum_scale(self.settings)
-        limits = [_largest(self.parameters) / 2, _largest(self.momenta) / 2 * momentum_scale]
-        if "exp_avg_sq" in self.buffers:
-            limits.append(math.sqrt(_largest(self.buffers["exp_avg_sq"]) / 2))
+        momentum_scale, state = self.rule.momentum_scale(self.settings), self.states[0]
+        limits = [_largest(self.parameters[0]) / 2]
+        limits.append(_largest(state[self.names[0]]) / 2 * momentum_scale)
+        if "exp_avg_sq" in state:
+            limits.append(math.sqrt(_largest(state["exp_avg_sq"]) / 2))
         if isinstance(self.rule, MatrixRule):
             # A matrix travels as it is, and is divided by its norm where it arrives.
             wide = torch.promote_types(wire, torch.float32)
             limits += [torch.finfo(wire).max / 2, math.sqrt(torch.finfo(wide).max / 2)]
         most, clip = min(limits), self.settings["clip"]
-        if self.last_grads and clip is not None and clip <= most:
+        if self.corrects and clip is not None and clip <= most:
             most = torch.finfo(self.dtype).max / 2  # the clip comes before any of these
         most /= 2 * (1 + self.kappa)
-        return min(most, _largest(self.last_grads)) if self.last_grads else most
+        return min(most, _largest(state["last_grad"])) if self.corrects else most
 
     def scalar(self, value: float | Tensor) -> Tensor:
         """Return `value` as a 0-d tensor in the dtype of the computation.
@@ -91,21 +116,54 @@ class GroupTensors:
         torch._foreach_add_(self.steps, [applied.float()] * len(self.steps))
 
 
-def _largest(tensors: Sequence[Tensor]) -> float:
-    """Return the largest number of the tensors' dtype."""
-    return torch.finfo(tensors[0].dtype).max
+def _largest(tensor: Tensor) -> float:
+    """Return the largest number of the tensor's dtype."""
+    return torch.finfo(tensor.dtype).max
 
 
-def gather_gradients(
-    param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, State], wire: torch.dtype
-) -> list[GroupTensors]:
-    """Return the tensors of the parameters that have a gradient: of each group, by kind.
+class Kinds:
+    """The parameters of each group that have a gradient, by kind.
 
     Those of a kind have one dtype, gradients of one dtype, and state of the same names, and are
-    stacks of matrices or not. `wire` is the dtype in which matrices travel.
+    stacks of matrices or not. They are sorted anew where other parameters have a gradient.
     """
-    result = []
-    for group in param_groups:
+
+    def __init__(self) -> None:
+        self._dtypes: list[torch.dtype | None] | None = None  # of the gradients
+        self.sorted: list[tuple[int, list[Tensor]]] = []
+        """Those of a kind with the number of their group: another list where it changed."""
+
+    def gather(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        state: Mapping[Tensor, State],
+        wire: torch.dtype,
+    ) -> list[GroupTensors]:
+        """Return the tensors of a step. `wire` is the dtype in which matrices travel."""
+        dtypes = [
+            None if (gradient := parameter.grad) is None else gradient.dtype
+            for group in param_groups
+            for parameter in group["params"]
+        ]
+        if dtypes != self._dtypes:
+            self._dtypes, self.sorted = dtypes, list(_by_kind(param_groups, state))
+        return [
+            GroupTensors(
+                RULES[param_groups[number]["rule"]],
+                param_groups[number],
+                parameters,
+                [state[parameter] for parameter in parameters],
+                wire,
+            )
+            for number, parameters in self.sorted
+        ]
+
+
+def _by_kind(
+    param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, State]
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield the parameters of each kind, with the number of their group."""
+    for number, group in enumerate(param_groups):
         kinds: dict[Any, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -114,9 +172,7 @@ def gather_gradients(
                 kinds.setdefault(kind, []).append(parameter)
         for parameters in kinds.values():
             parameters.sort(key=lambda parameter: parameter.shape)  # as `run_kernel` likes them
-            states = [state[parameter] for parameter in parameters]
-            result.append(GroupTensors(RULES[group["rule"]], group, parameters, states, wire))
-    return result
+            yield number, parameters
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a step leaves for telemetry, and the numbers that are made of it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ class GroupTelemetry(NamedTuple):
     role: str
     """The role of the group, or its rule where it has none."""
     parameters: list[Tensor]
-    step: StepFactors
+    factors: StepFactors | Callable[[], StepFactors]
+    """A call makes them where only telemetry asks for them."""
 
     def sums(
         self, memories: Mapping[Tensor, Tensor], deviations: Mapping[Tensor, Tensor]
@@ -37,14 +38,15 @@ class GroupTelemetry(NamedTuple):
         the squared deviations, and how many there are. s is the factor of the global clip, c the
         corrected gradient.
         """
-        scale, (gg, gh, hh) = self.step.scale.double(), self.step.products.unbind(-1)
+        step = self.factors if isinstance(self.factors, StepFactors) else self.factors()
+        scale, (gg, gh, hh) = step.scale.double(), step.products.unbind(-1)
         memory = torch.stack([memories[parameter] for parameter in self.parameters])
         measured = [deviations[each] for each in self.parameters if each in deviations]
         of_matrices = torch.stack(measured).sum(0) if measured else gg.new_zeros(2)
         sums = [gg.sum(), scale**2 * gg.sum(), memory.sum()]
-        if self.step.corrections is None:
+        if step.corrections is None:
             return torch.cat([F.pad(torch.stack(sums), (0, 6)), of_matrices])
-        kappa, clip = self.step.corrections.kappa, self.step.corrections.clip
+        kappa, clip = step.corrections.kappa, step.corrections.clip
         differences = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0)
         sums += [scale**2 * gg.sum(), scale * gh.sum(), hh.sum()]
         sums += [(kappa.double() ** 2 * differences).sum(), (clip < 1).double().sum()]
@@ -63,7 +65,9 @@ def squared_memories(
     for group in param_groups:
         if group["params"]:
             of_parts += _squared_memories(group, [state[each] for each in group["params"]])
-    return dict(zip(plans.parameters, plans.shard_sum.sum(of_parts)))
+    memories = torch.stack(of_parts) if of_parts else torch.zeros(0)
+    plans.shard_sum.sum_(memories)
+    return dict(zip(plans.parameters, memories.unbind()))
 
 
 def _squared_memories(group: Settings, states: Sequence[State]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from torchmars.optim.matrices import Interval, intervals
 
+_PLAIN = (Tensor, Parameter)
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -19,12 +20,15 @@ def local_part(tensor: Tensor) -> Tensor:
     no memory of its own: the result is the one inside. Raises `TypeError` if that has not the same
     values, as in a quantised weight.
     """
-    return _innermost(tensor).detach()
+    return innermost(tensor).detach()
 
 
-def _innermost(tensor: Tensor) -> Tensor:
+def innermost(tensor: Tensor) -> Tensor:
+    """Return the tensor that has the values of this rank's part: `local_part` without `detach`."""
+    if type(tensor) in _PLAIN:  # nearly all of them: a step asks for each
+        return tensor
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if type(local) in (Tensor, Parameter) or not hasattr(local, "__tensor_flatten__"):
+    if type(local) in _PLAIN or not hasattr(local, "__tensor_flatten__"):
         return local
     # The protocol of torch's wrappers: first the attributes that hold tensors.
     (name, *_), _ = local.__tensor_flatten__()
@@ -33,7 +37,7 @@ def _innermost(tensor: Tensor) -> Tensor:
         raise TypeError(
             f"a {type(local).__name__} of {local.dtype} has its values in a tensor of {inner.dtype}"
         )
-    return _innermost(inner)
+    return innermost(inner)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -65,7 +69,7 @@ def local_intervals(tensor: Tensor) -> tuple[Interval, ...]:
 
 def flat_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's part of each dense tensor as one dim, in the order of its memory."""
-    local = map(_innermost, tensors)
+    local = map(innermost, tensors)
     return flat_slices((each, 0, each.numel()) for each in local)
 
 
@@ -100,5 +104,5 @@ def local_gradient(parameter: Tensor) -> Tensor:
         and gradient.placements != parameter.placements
     ):
         gradient = gradient.redistribute(placements=parameter.placements)
-    local, like = _innermost(gradient), _innermost(parameter)
+    local, like = innermost(gradient), innermost(parameter)
     return local if local.stride() == like.stride() else torch.empty_like(like).copy_(local)

@@ -25,11 +25,15 @@ from torchmars.optim.traffic import MatrixTile
 
 
 def update_groups(
-    updates: Sequence[tuple[GroupTensors, StepFactors]], plans: Plans, *, overlap: bool
+    updates: Sequence[tuple[GroupTensors, StepFactors]],
+    plans: Plans,
+    *,
+    overlap: bool,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Update weights and state of all groups in place. Collective where matrices are sharded.
 
-    `overlap` is that of `MARS`.
+    `overlap` is that of `MARS`. `meanwhile` is called while matrices travel.
     """
     matrices = [
         MatrixUpdate(group.rule, group, factors)
@@ -44,6 +48,8 @@ def update_groups(
     for group, factors in updates:  # while matrices travel
         if isinstance(group.rule, ElementwiseRule):
             group.rule.update(group, factors)
+    if meanwhile is not None:
+        meanwhile()
     exchange.finish()
     for each in matrices:
         each.update_lean_momenta()

@@ -1,0 +1,39 @@
+"""How kernels are launched, and where they can be."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmars.optim.kernels import can_compile
+
+
+def launch(kernel: Any, programs: int, *arguments: Tensor | int, **form: Any) -> None:
+    """Start so many `programs` of a Triton kernel on the current stream.
+
+    All launches come through here: a stub in its place does what the host does, without a GPU.
+    """
+    if programs:
+        with torch.cuda.device_of(arguments[0]):
+            # Without fusion a product is rounded before it is added to, as on a CPU.
+            kernel[(programs,)](*arguments, num_warps=4, enable_fp_fusion=False, **form)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether Triton can make and launch kernels for `device`."""
+    return device.type == "cuda" and torch.version.hip is None and can_compile(device)
+
+
+def sums_in_float64(device: torch.device) -> bool:
+    """Return whether a GPU adds up in float64 as fast as it reads.
+
+    Those for data centers do, but for some, such as L40S (8.9) and B300 (10.3). Others have a 32nd
+    or a 64th of float32's speed.
+    """
+    fast = (7, 0), (8, 0), (9, 0), (10, 0)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in fast
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a graph of launches is captured: it would keep addresses and settings."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
