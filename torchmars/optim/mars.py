@@ -40,7 +40,7 @@ from torchmars.optim.reduction import reduce_gradients
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import CLIP, EPS, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
 from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state, unchanged
-from torchmars.optim.step import GroupTensors, StepFactors
+from torchmars.optim.step import GroupTensors
 from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report, squared_memories
 from torchmars.optim.tensors import local_part
 from torchmars.optim.update import update_groups
@@ -398,15 +398,14 @@ class MARS(torch.optim.Optimizer):
         if reduction is None:
             return False
         self.grad_norm = reduction.norm
-        factors: list[Callable[[], StepFactors]]
-        factors = [reduction.factors(number, group) for number, group in enumerate(groups)]
+        factors = [reduction.factors(number) for number in range(len(groups))]
         others = [
             (group, factors[number]())
             for number, group in enumerate(groups)
-            if not reduction.updates(number)
+            if not reduction.has_kernel(number)
         ]
-        meanwhile = partial(reduction.update, groups)
-        update_groups(others, self.plans, overlap=self.overlap, meanwhile=meanwhile)
+        update_groups(others, self.plans, overlap=self.overlap, kernels=reduction)
+        reduction.finish()
         self._finish(reduction.skipped, list(zip(groups, factors)))
         return True
 
@@ -428,7 +427,7 @@ class MARS(torch.optim.Optimizer):
     def _finish(
         self,
         skipped: Tensor,
-        updates: Sequence[tuple[GroupTensors, StepFactors | Callable[[], StepFactors]]] = (),
+        updates: Sequence[tuple[GroupTensors, Any]] = (),
     ) -> None:
         """Keep what a step leaves, and in exact mode make the look-ahead the last gradient."""
         self.ahead.swap(self.state)

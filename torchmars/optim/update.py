@@ -1,6 +1,9 @@
 """The update of weights and state by every rule, while matrices travel."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,36 +26,44 @@ from torchmars.optim.step import GroupTensors, StepFactors
 from torchmars.optim.tensors import flat_slices
 from torchmars.optim.traffic import MatrixTile
 
+if TYPE_CHECKING:
+    from torchmars.optim.gpu.kernel_step import KernelReduction
+
 
 def update_groups(
     updates: Sequence[tuple[GroupTensors, StepFactors]],
     plans: Plans,
     *,
     overlap: bool,
-    meanwhile: Callable[[], None] | None = None,
+    kernels: KernelReduction | None = None,
 ) -> None:
     """Update weights and state of all groups in place. Collective where matrices are sharded.
 
-    `overlap` is that of `MARS`. `meanwhile` is called while matrices travel.
+    `overlap` is that of `MARS`. The `kernels` update other groups.
     """
     matrices = [
         MatrixUpdate(group.rule, group, factors)
         for group, factors in updates
         if isinstance(group.rule, MatrixRule)
     ]
-    exchange = Exchange(plans.traffic, matrices, overlap=overlap)
+    of_kernels = [] if kernels is None else kernels.matrices()
+    exchange = Exchange(plans.traffic, [*matrices, *of_kernels], overlap=overlap)
 
+    if kernels is not None:
+        kernels.update("momentum")
     for each in matrices:
         each.update_momenta()
     exchange.start()
     for group, factors in updates:  # while matrices travel
         if isinstance(group.rule, ElementwiseRule):
             group.rule.update(group, factors)
-    if meanwhile is not None:
-        meanwhile()
+    if kernels is not None:
+        kernels.update("adamw", "sign", "lean sign")
     exchange.finish()
     for each in matrices:
         each.update_lean_momenta()
+    if kernels is not None:
+        kernels.update("lean momentum")
 
 
 class MatrixUpdate:
@@ -60,7 +71,7 @@ class MatrixUpdate:
 
     def __init__(self, rule: MatrixRule, group: GroupTensors, step: StepFactors) -> None:
         self.rule, self.group, self.step = rule, group, step
-        self.parameters = group.parameters
+        self.parameters, self.applied = group.parameters, step.applied
         self.lean: LeanFactors | None = None
         if step.corrections is None:
             self.lean = lean_factors(group, step, rule.lean_form(group.settings))
@@ -110,7 +121,7 @@ class MatrixUpdate:
     def keep_squares(self, tiles: Sequence[MatrixTile]) -> None:
         """Keep the new mean squares, the values of each tile, if the step is applied."""
         for kept, tile in zip(_of_tiles(self.group.buffers[ROW_SQUARES], tiles), tiles):
-            write_if(self.step.applied, kept, tile.values)
+            write_if(self.applied, kept, tile.values)
 
     def _run_on_tiles(self, kernel: Callable, tensors: Tensors, factors: tuple) -> None:
         """Run `kernel`: on CPUs not compiled, since it would round otherwise and save little."""

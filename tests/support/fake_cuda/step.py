@@ -4,6 +4,7 @@ Each case is a fork, which has process groups of its own. It prints a line of JS
 """
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
+from torch._subclasses import FakeTensor, FakeTensorMode  # private, torch 2.11 to 2.13
 from torch.distributed.pipelining import _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.overrides import TorchFunctionMode
@@ -28,7 +29,8 @@ from tests.support.fake_cuda import device as fake_device
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.models import build_meta_model
-from torchmars.optim import traffic
+from torchmars.optim import mars, traffic
+from torchmars.optim.kernels import has_triton
 from torchmars.parallel.layout import Layout, make_groups, make_meshes
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.ema import MovingAverage
@@ -160,6 +162,28 @@ def compiled_kernels(watches: list[Watch]) -> Iterator[None]:
         yield
 
 
+def address(tensor: Tensor) -> int:
+    """Return an address for a fake tensor: one of its own for each memory."""
+    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
+@contextlib.contextmanager
+def launched_kernels(watches: list[Watch], kernels: bool) -> Iterator[None]:
+    """Let launches of Triton's kernels count, and start nothing; or let there be no `kernels`."""
+
+    def launch(kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
+        watches[-1].counts[kernel.__name__] += bool(programs)
+
+    with contextlib.ExitStack() as patches:
+        if has_triton():
+            steps = importlib.import_module("torchmars.optim.gpu.kernel_step")
+            patches.enter_context(mock.patch.object(steps, "launch", launch))
+        patches.enter_context(mock.patch.object(mars, "has_kernels", lambda _: kernels))
+        patches.enter_context(mock.patch.object(FakeTensor, "data_ptr", address))
+        patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda each: each))
+        yield
+
+
 @contextlib.contextmanager
 def without_vote() -> Iterator[None]:
     """Leave out that stages of a pipeline agree, before the first step, on what they send.
@@ -179,16 +203,24 @@ def without_vote() -> Iterator[None]:
 
 
 def make_step(
-    tables: dict[str, dict[str, Any]], world: int, vocab_size: int, compiled: bool = True
+    tables: dict[str, dict[str, Any]],
+    world: int,
+    vocab_size: int,
+    compiled: bool = True,
+    kernels: bool = True,
 ) -> dict[str, Any]:
     """Make two training steps of rank 0 of `world`; return what the second one does.
 
-    `tables` are those of a config. `compiled`: whether kernels of the optimizer are. Returns the
-    numbers of `tensors` and `microbatches`, and a `Found` for each part: "passes" and "optimizer".
+    `tables` are those of a config. `compiled`: whether kernels of the optimizer are, where there
+    are none by Triton: `kernels`. Returns the numbers of `tensors` and `microbatches`, and a `Found` for each part: "passes" and "optimizer".
     """
     config = config_from_tables(tables, "of a test")
     model, fake = fake_model(config, world, vocab_size)
     alone = {"check_same_plan": lambda *_: None, "on_all_ranks": lambda here, *_: here}
+    watches: list[Watch] = []
+    kernels = kernels and has_triton()
+    stubs = contextlib.ExitStack()
+    stubs.enter_context(launched_kernels(watches, kernels))
     with OnFakeGpu(fake), mock.patch.multiple(traffic, **alone):
         optimizer = build_optimizer(config, model.whole, model.weights, model.layout)
         optimizer.compile = compiled
@@ -199,10 +231,9 @@ def make_step(
         model.layout.data.size, config.parallelism.stages
     )
     windows = torch.zeros(size, config.training.seq_len + 1, dtype=torch.int64)
-    watches: list[Watch] = []
     subset = config.subset_microbatches(model.layout.data.size)
     pause = (subset, optimizer.take_subset) if subset else None
-    with fake, compiled_kernels(watches), without_vote():
+    with fake, stubs, compiled_kernels(watches), without_vote():
         batch = [fake.from_tensor(windows) for _ in range(microbatches)]
         for _ in range(2):  # the first one makes state, and buffers
             passes, updates = Watch(Found()), Watch(Found())

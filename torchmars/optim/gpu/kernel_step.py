@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from torchmars.optim.gpu import programs
-from torchmars.optim.gpu.launches import is_capturing, launch, sums_in_float64
+from torchmars.optim.gpu.kernel_matrices import KernelMatrices
+from torchmars.optim.gpu.launches import is_capturing, launch, sent, sums_in_float64
 from torchmars.optim.gpu.table import Form, Table
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import MatrixRule
@@ -68,7 +69,8 @@ class KernelStep:
         self.plans.totals.settle_(values[:2], numbers.products)
         after, blocks = torch.empty_like(skipped), -(-max(1, count) // programs.ROWS.value)
         launch(programs.settle, blocks, table.rows, fresh, values, skipped, after, count)
-        return KernelReduction(table, fresh, numbers, after, max_grad_norm is not None, gradients)
+        clips = max_grad_norm is not None
+        return KernelReduction(table, fresh, numbers, after, clips, groups, gradients)
 
     def _current_table(
         self, groups: Sequence[GroupTensors], state: Mapping[Tensor, State]
@@ -114,17 +116,6 @@ class KernelStep:
             bits = torch.tensor(settings, dtype=torch.float64).view(torch.int64)
             self._fresh = sent(torch.cat([torch.tensor(addresses), bits]), self.device)
         return self._fresh
-
-
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on a device, without waiting.
-
-    It is read from pinned memory of its own, which torch's allocator gives to nobody until it is
-    read: the host runs ahead.
-    """
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 def _on_gpu(group: GroupTensors) -> bool:
@@ -194,37 +185,51 @@ class KernelReduction:
         numbers: Numbers,
         skipped: Tensor,
         clips: bool,
+        groups: Sequence[GroupTensors],
         gradients: list[Tensor],
     ) -> None:
         self.norm = numbers.values[programs.NORM.value]
         """The global norm of all gradients before the clip, 0-d."""
         self.skipped = skipped
         """The counts of `MARS` after this step."""
-        self._table, self._fresh, self._numbers, self._clips = table, fresh, numbers, clips
-        self._gradients = gradients  # they live until the second pass was launched
+        self.table, self.fresh, self.numbers, self._clips = table, fresh, numbers, clips
+        self.groups, self._gradients = groups, gradients  # they live until all is launched
 
-    def updates(self, number: int) -> bool:
-        """Return whether `update` updates group `number` of the step."""
-        form = self._table.forms[number]
-        return form.kind != "" and form.weight is not None
+    def has_kernel(self, number: int) -> bool:
+        """Return whether group `number` of the step is updated by kernels."""
+        return self.table.forms[number].kind != ""
 
-    def update(self, groups: Sequence[GroupTensors]) -> None:
-        """Update those of the step's `groups` that have kernels, if the step is applied."""
-        table, numbers = self._table, self._numbers
+    def update(self, *kinds: str) -> None:
+        """Update state, and weights but for those of matrices, of the groups of some `kinds`.
+
+        If the step is applied.
+        """
+        table, numbers = self.table, self.numbers
         for first, pieces, form in table.updates:
-            if form.kind and form.weight is not None:
-                arguments = table.rows, self._fresh, table.pieces, numbers.values, numbers.count
+            if form.kind in kinds:
+                arguments = table.rows, self.fresh, table.pieces, numbers.values, numbers.count
                 launch(programs.update, pieces, *arguments, first, form=form)
-        self._gradients = []
-        # Autograd does not see what kernels write.
-        updated = [group for number, group in enumerate(groups) if self.updates(number)]
-        increment_version([each for group in updated for each in group.parameters])
 
-    def factors(self, number: int, group: GroupTensors) -> "RowFactors":
+    def matrices(self) -> list[KernelMatrices]:
+        """Return the matrices of the groups that have kernels."""
+        return [
+            KernelMatrices(self, number, group)
+            for number, group in enumerate(self.groups)
+            if self.has_kernel(number) and isinstance(group.rule, MatrixRule)
+        ]
+
+    def finish(self) -> None:
+        """End the step: let go of the gradients."""
+        updated = [group for number, group in enumerate(self.groups) if self.has_kernel(number)]
+        # Autograd does not see what kernels write.
+        increment_version([each for group in updated for each in group.parameters])
+        self.groups, self._gradients = [], []
+
+    def factors(self, number: int) -> "RowFactors":
         """Return what the sums make of group `number` of the step."""
-        rows = self._table.rows_of[number]
+        group, rows = self.groups[number], self.table.rows_of[number]
         return RowFactors(
-            self._numbers, rows, self._clips, group.dtype, group.corrects, group.stacks
+            self.numbers, rows, self._clips, group.dtype, group.corrects, group.stacks
         )
 
 

@@ -84,6 +84,8 @@ class Table:
         )
         place = {parameter: row for row, parameter in enumerate(parameters)}
         self.forms = forms  # of the groups
+        self.tiles: dict[tuple, Tensor] = {}
+        """Pieces of tiles of matrices, for each list of tiles that an exchange has."""
         self.rows_of = [[place[each] for each in group.parameters] for group in groups]
         columns = [[0] * 11 for _ in parameters]
         of_rows: list[int] = []

@@ -1,0 +1,75 @@
+"""The matrices of a group by kernels: one launch packs a bucket of them, one steps along it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from torchmars.optim.gpu import tile_programs
+from torchmars.optim.gpu.launches import launch, sent
+from torchmars.optim.gpu.programs import APPLIED, PIECE
+from torchmars.optim.gpu.table import DTYPES
+from torchmars.optim.rules import MatrixRule
+from torchmars.optim.state import ROW_SQUARES
+from torchmars.optim.step import GroupTensors
+from torchmars.optim.traffic import MatrixTile
+from torchmars.optim.update import MatrixUpdate
+
+if TYPE_CHECKING:
+    from torchmars.optim.gpu.kernel_step import KernelReduction
+
+
+class KernelMatrices(MatrixUpdate):
+    """The matrices of group `number` of a step. Their momenta are updated with those of all."""
+
+    def __init__(self, reduction: KernelReduction, number: int, group: GroupTensors) -> None:
+        assert isinstance(group.rule, MatrixRule)
+        self.rule, self.group, self.parameters = group.rule, group, group.parameters
+        self._reduction, self._number = reduction, number
+        if ROW_SQUARES in group.names:
+            self.applied = reduction.numbers.values[APPLIED.value] != 0
+
+    def read(self, tiles: Sequence[MatrixTile]) -> None:
+        form = self._reduction.table.forms[self._number]
+        grad = form.grad if form.last is None else None
+        self._launch(tile_programs.pack, tiles, form.first, grad)
+
+    def apply(self, tiles: Sequence[MatrixTile]) -> None:
+        weight = DTYPES[self.parameters[0].dtype]
+        self._launch(tile_programs.step_along, tiles, weight)
+
+    def _launch(self, kernel: Any, tiles: Sequence[MatrixTile], *dtypes: tl.dtype | None) -> None:
+        """Launch a kernel on tiles. Their pieces are sent once: tiles of a table come again."""
+        first, table = tiles[0], self._reduction.table
+        key = kernel.__name__, self._number, first.number, first.tile.start, len(tiles)
+        if key not in table.tiles:
+            pieces = self._pieces(tiles)
+            table.tiles[key] = sent(pieces, table.rows.device)
+        reduction, pieces = self._reduction, table.tiles[key]
+        launch(
+            kernel,
+            len(pieces),
+            table.rows,
+            reduction.fresh,
+            pieces,
+            reduction.numbers.values,
+            first.values.data_ptr(),
+            reduction.numbers.count,
+            form=(*dtypes, DTYPES[first.values.dtype]),
+        )
+
+    def _pieces(self, tiles: Sequence[MatrixTile]) -> Tensor:
+        """Return the pieces of tiles, as `tile_programs` reads them."""
+        rows, base = self._reduction.table.rows_of[self._number], tiles[0].values.storage_offset()
+        pieces, scales = [], []
+        for number, tile, values in tiles:
+            for start in range(0, tile.numel, PIECE.value):
+                offset, left = values.storage_offset() - base + start, tile.numel - start
+                pieces.append([rows[number], tile.start + start, offset, min(left, PIECE.value)])
+                scales.append(self.rule.scale(*tile.units.shape))
+        bits = torch.tensor(scales, dtype=torch.float64).view(torch.int64)
+        return torch.cat([torch.tensor(pieces), bits[:, None]], 1)
