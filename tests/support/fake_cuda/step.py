@@ -4,7 +4,6 @@ Each case is a fork, which has process groups of its own. It prints a line of JS
 """
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -30,6 +29,7 @@ from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.models import build_meta_model
 from torchmars.optim import mars, traffic
+from torchmars.optim.gpu import launches
 from torchmars.optim.kernels import has_triton
 from torchmars.parallel.layout import Layout, make_groups, make_meshes
 from torchmars.parallel.parallel_model import ParallelModel
@@ -175,9 +175,7 @@ def launched_kernels(watches: list[Watch], kernels: bool) -> Iterator[None]:
         watches[-1].counts[kernel.__name__] += bool(programs)
 
     with contextlib.ExitStack() as patches:
-        if has_triton():
-            steps = importlib.import_module("torchmars.optim.gpu.kernel_step")
-            patches.enter_context(mock.patch.object(steps, "launch", launch))
+        patches.enter_context(mock.patch.object(launches, "launch", launch))
         patches.enter_context(mock.patch.object(mars, "has_kernels", lambda _: kernels))
         patches.enter_context(mock.patch.object(FakeTensor, "data_ptr", address))
         patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda each: each))
@@ -211,8 +209,9 @@ def make_step(
 ) -> dict[str, Any]:
     """Make two training steps of rank 0 of `world`; return what the second one does.
 
-    `tables` are those of a config. `compiled`: whether kernels of the optimizer are, where there
-    are none by Triton: `kernels`. Returns the numbers of `tensors` and `microbatches`, and a `Found` for each part: "passes" and "optimizer".
+    `tables` are those of a config. The optimizer has `kernels` by Triton, where it is installed; or
+    whether its passes are compiled: `compiled`. Returns the numbers of `tensors` and `microbatches`
+    and a `Found` for each part: "passes" and "optimizer".
     """
     config = config_from_tables(tables, "of a test")
     model, fake = fake_model(config, world, vocab_size)

@@ -9,8 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torchmars.optim.gpu import tile_programs
-from torchmars.optim.gpu.launches import launch, sent
+from torchmars.optim.gpu import launches, tile_programs
 from torchmars.optim.gpu.programs import APPLIED, PIECE
 from torchmars.optim.gpu.table import DTYPES
 from torchmars.optim.rules import MatrixRule
@@ -48,9 +47,9 @@ class KernelMatrices(MatrixUpdate):
         key = kernel.__name__, self._number, first.number, first.tile.start, len(tiles)
         if key not in table.tiles:
             pieces = self._pieces(tiles)
-            table.tiles[key] = sent(pieces, table.rows.device)
+            table.tiles[key] = launches.sent(pieces, table.rows.device)
         reduction, pieces = self._reduction, table.tiles[key]
-        launch(
+        launches.launch(
             kernel,
             len(pieces),
             table.rows,

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from torchmars.optim.gpu import programs
+from torchmars.optim.gpu import launches, programs
 from torchmars.optim.gpu.kernel_matrices import KernelMatrices
-from torchmars.optim.gpu.launches import is_capturing, launch, sent, sums_in_float64
 from torchmars.optim.gpu.table import Form, Table
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import MatrixRule
@@ -31,7 +30,7 @@ class KernelStep:
 
     def __init__(self, plans: Plans) -> None:
         self.plans, self.device = plans, plans.device
-        self._in_float64 = sums_in_float64(self.device)
+        self._in_float64 = launches.sums_in_float64(self.device)
         self._made_of: tuple[object, list[int]] = None, []
         self._table: Table | None = None
         self._sent: tuple[list[int], list[float]] = [], []
@@ -49,7 +48,7 @@ class KernelStep:
         None, and nothing done, where there are no kernels for this step. `skipped` is that of
         `MARS`. Collective as `reduce_gradients`.
         """
-        if any(map(_on_gpu, groups)) or is_capturing(self.device):
+        if any(map(_on_gpu, groups)) or launches.is_capturing(self.device):
             return None
         table = self._current_table(groups, state)
         if table is None:
@@ -62,13 +61,13 @@ class KernelStep:
         for first, pieces, (g, h) in table.sums:
             form = g, g if h is None else h, self._in_float64
             arguments = table.rows, fresh, table.pieces, partial, count, first
-            launch(programs.inner_products, pieces, *arguments, form=form)
-        launch(programs.sum_pieces, count, table.rows, partial, values, count)
+            launches.launch(programs.inner_products, pieces, *arguments, form=form)
+        launches.launch(programs.sum_pieces, count, table.rows, partial, values, count)
         self.plans.shard_sum.sum_(numbers.products)
-        launch(programs.total, 1, table.rows, fresh, values, count)
+        launches.launch(programs.total, 1, table.rows, fresh, values, count)
         self.plans.totals.settle_(values[:2], numbers.products)
         after, blocks = torch.empty_like(skipped), -(-max(1, count) // programs.ROWS.value)
-        launch(programs.settle, blocks, table.rows, fresh, values, skipped, after, count)
+        launches.launch(programs.settle, blocks, table.rows, fresh, values, skipped, after, count)
         clips = max_grad_norm is not None
         return KernelReduction(table, fresh, numbers, after, clips, groups, gradients)
 
@@ -89,8 +88,8 @@ class KernelStep:
                     table = Table(self.plans.parameters, groups)
                 except KeyError:  # a dtype without kernels
                     return None
-                table.rows = sent(table.rows, self.device)
-                table.pieces = sent(table.pieces, self.device)
+                table.rows = launches.sent(table.rows, self.device)
+                table.pieces = launches.sent(table.pieces, self.device)
                 self._table = table
         return self._table
 
@@ -114,7 +113,7 @@ class KernelStep:
         if (addresses, settings) != self._sent:
             self._sent = addresses, settings
             bits = torch.tensor(settings, dtype=torch.float64).view(torch.int64)
-            self._fresh = sent(torch.cat([torch.tensor(addresses), bits]), self.device)
+            self._fresh = launches.sent(torch.cat([torch.tensor(addresses), bits]), self.device)
         return self._fresh
 
 
@@ -208,7 +207,7 @@ class KernelReduction:
         for first, pieces, form in table.updates:
             if form.kind in kinds:
                 arguments = table.rows, self.fresh, table.pieces, numbers.values, numbers.count
-                launch(programs.update, pieces, *arguments, first, form=form)
+                launches.launch(programs.update, pieces, *arguments, first, form=tuple(form))
 
     def matrices(self) -> list[KernelMatrices]:
         """Return the matrices of the groups that have kernels."""
@@ -247,7 +246,7 @@ class RowFactors:
     def __call__(self) -> StepFactors:
         """Return the factors: by operations on the device, each a launch."""
         values = self.numbers.values
-        rows = sent(torch.tensor(self.rows), values.device)
+        rows = launches.sent(torch.tensor(self.rows), values.device)
         applied, factors = values[programs.APPLIED.value] != 0, self.numbers.factors[rows]
         scale, corrections = values[programs.SCALE.value].to(self.dtype), None
         if self.corrects:

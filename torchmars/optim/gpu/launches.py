@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmars.optim.kernels import can_compile
 
 
-def launch(kernel: Any, programs: int, *arguments: Tensor | int, **form: Any) -> None:
+def launch(kernel: Any, programs: int, *arguments: Any, **form: tuple) -> None:
     """Start so many `programs` of a Triton kernel on the current stream.
 
     All launches come through here: a stub in its place does what the host does, without a GPU.

@@ -103,4 +103,5 @@ def lean_direction_(tensors: Tensors, factors: DirectionFactors) -> None:
 def lean_momentum_(tensors: Tensors, factors: LeanFactors) -> None:
     """Set u <- decay u + weight g on each (u, g), in place."""
     for (u, g), f in zip(tensors, factors_of_each(factors, len(tensors))):
-        write_if(f.applied, u, f.decay * u.to(f.scale.dtype) + f.weight * (g * f.scale))
+        used = g.to(f.scale.dtype) * f.scale
+        write_if(f.applied, u, f.decay * u.to(f.scale.dtype) + f.weight * used)

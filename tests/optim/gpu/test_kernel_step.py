@@ -1,0 +1,180 @@
+"""Steps by Triton's kernels, in its interpreter: those of the passes on tensors."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.optim.gpu.interpreted import steps, steps_of, with_kernels
+from tests.support.full import full_but, selected
+from tests.support.ranks import run_ranks
+from torchmars.optim import MARS
+from torchmars.optim.gpu import launches
+from torchmars.optim.rules import RULES, MatrixRule
+from torchmars.optim.rules.adamw import MarsAdamW
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+QUICK = [
+    ("mars-adamw", "nan"),
+    ("mars-adamw", "narrow"),
+    ("lion", "cautious"),
+    ("mars-m", ""),
+    ("muon", "bfloat16 gradients"),
+]
+CASES = [
+    *((rule, technique) for rule in RULES for technique in ("", "nan", "cautious", "narrow")),
+    *((rule, "bfloat16 gradients") for rule in RULES),
+    *((rule, "lean") for rule in ("mars-lion", "mars-m", "mars-shampoo")),
+    *(("mars-m", technique) for technique in ("rows", "two floats")),
+    ("mars-adamw", "two floats"),
+]
+
+
+@pytest.fixture(scope="module")
+def found(request):
+    """The steps of all cases that run, by kernels: made together, in a process of their own."""
+    cases = selected(request, "rule", "technique")
+    (results,) = run_ranks(steps_of, 1, cases)
+    return dict(zip(cases, results))
+
+
+def ulps(found, wanted):
+    """How far numbers are apart, in units in the last place of the largest in a tensor."""
+    pairs = [(one.double(), other.double()) for one, other in zip(found, wanted) if one.numel()]
+    return max(
+        ((one - other).abs().max() / (other.abs().max().clamp(min=1e-30) * 2.0**-23)).item()
+        for one, other in pairs
+    )
+
+
+@pytest.mark.filterwarnings("ignore:MARS")
+@pytest.mark.parametrize("rule,technique", full_but(QUICK, CASES))
+def test_steps_are_those_of_the_passes(found, rule, technique):
+    by_kernels, wanted = found[rule, technique], steps(rule, technique, kernels=False)
+    rtol = 1e-8 if technique == "two floats" else 1e-13  # the interpreter rounds tl.fma twice
+    torch.testing.assert_close(
+        by_kernels["norms"], wanted["norms"], rtol=rtol, atol=0, equal_nan=True
+    )
+    assert by_kernels["skipped"].tolist() == wanted["skipped"].tolist()
+    assert by_kernels["skipped"].tolist() == ([1, 0, 1] if technique == "nan" else [0, 0, 0])
+    if technique == "narrow":  # the interpreter cuts bfloat16 off where a GPU rounds it
+        for name in ("weights", "state"):
+            torch.testing.assert_close(by_kernels[name], wanted[name], rtol=2.0**-6, atol=2e-3)
+        return
+    # The iteration of Newton and Schulz makes more of the last place.
+    most = 16 if isinstance(RULES[rule], MatrixRule) else 2
+    assert ulps(by_kernels["weights"], wanted["weights"]) <= most
+    assert ulps(by_kernels["state"], wanted["state"]) <= 4  # torch's own AdamW weighs otherwise
+    assert by_kernels["telemetry"] == pytest.approx(wanted["telemetry"], rel=1e-6)
+    in_float64 = steps(rule, technique, kernels=False, dtype=torch.float64)
+    if "lion" not in rule:  # whose sign makes much of a rounding
+        exact = [each.float() for each in in_float64["weights"]]
+        assert ulps(by_kernels["weights"], exact) <= 2 * most
+
+
+class Stub:
+    """Takes the place of the launch function, and notes what is launched and sent to the GPU."""
+
+    def __init__(self, monkeypatch):
+        self.names, self.sent, original = [], 0, launches.sent
+
+        def launch(kernel, programs, *arguments, **form):
+            self.names += [kernel.__name__] * bool(programs)
+
+        def send(values, device):
+            self.sent += 1
+            return original(values, device)
+
+        monkeypatch.setattr(launches, "launch", launch)
+        monkeypatch.setattr(launches, "sent", send)
+
+    def of(self, step):
+        """The names of the kernels that a step launches, and how often it sends something."""
+        self.names.clear()
+        self.sent = 0
+        step()
+        return self.names.copy(), self.sent
+
+
+SUMS = ["inner_products", "sum_pieces", "total", "settle"]
+
+
+def model(*shapes, dtype=torch.float32):
+    parameters = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+def test_a_step_launches_a_kernel_for_each_rule_and_dtype_and_sends_what_changed(monkeypatch):
+    stub, parameters = Stub(monkeypatch), model((40, 30), (7,), (3, 8, 5), (9, 9), (2, 50_000))
+    matrices = [each for each in parameters if each.ndim > 1]
+    groups = [
+        {"params": matrices[:2]},
+        {"params": matrices[2:3], "lr": 1e-4, "weight_decay": 0.3},
+        {"params": matrices[3:]},
+        {"params": parameters[1:2], "rule": "adamw"},
+    ]
+    optimizer = with_kernels(MARS(groups, rule="mars-adamw"))
+    assert stub.of(optimizer.step) == ([*SUMS, "update", "update"], 3)  # rows and pieces, once
+    assert stub.of(optimizer.step) == ([*SUMS, "update", "update"], 0)
+    optimizer.param_groups[0]["lr"] = 1e-5
+    assert stub.of(optimizer.step)[1] == 1
+    for parameter in parameters:
+        parameter.grad = parameter.grad.clone()
+    assert stub.of(optimizer.step)[1] == 1
+    state = optimizer.state[matrices[0]]
+    state["exp_avg"] = state["exp_avg"].clone()
+    assert stub.of(optimizer.step)[1] == 2
+    parameters[0].grad = None
+    assert stub.of(optimizer.step)[1] == 3
+    assert parameters[1]._version > 0
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "muon"])
+def test_matrices_are_packed_and_stepped_along_by_one_launch_each(monkeypatch, rule):
+    stub, parameters = Stub(monkeypatch), model((40, 30), (20, 30), (40, 30))
+    optimizer = with_kernels(MARS(parameters, rule=rule))
+    optimizer.step()
+    names, sent = stub.of(optimizer.step)
+    of_shapes = ["pack", "step_along"] * 2
+    updates = ["update", *of_shapes] if rule == "mars-m" else [*of_shapes, "update"]
+    assert (names, sent) == ([*SUMS, *updates], 0)
+
+
+class DoublesItsStep(MarsAdamW):
+    """A rule that derives from one with a kernel, and has none itself."""
+
+    name = "doubles"
+
+    def update(self, group, step):
+        for _ in range(2):
+            super().update(group, step)
+
+
+def test_a_rule_without_a_kernel_is_updated_by_its_own_function(monkeypatch):
+    monkeypatch.setitem(RULES, "doubles", DoublesItsStep())
+    stub, parameters = Stub(monkeypatch), model((4, 3), (5, 6))
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "rule": "doubles"}]
+    optimizer = with_kernels(MARS(groups, rule="mars-adamw"))
+    before = [each.detach().clone() for each in parameters]
+    monkeypatch.setattr(torch, "empty", torch.ones)  # the sums that no kernel writes: all apply
+    assert stub.of(optimizer.step)[0] == [*SUMS, "update"]
+    assert torch.equal(parameters[0], before[0]) and not torch.equal(parameters[1], before[1])
+
+
+@pytest.mark.parametrize("why", ["float64", "a setting on a GPU", "a part elsewhere"])
+def test_where_there_is_no_kernel_a_step_is_made_by_passes(monkeypatch, why):
+    stub = Stub(monkeypatch)
+    (parameter,) = model((4, 3), dtype=torch.float64 if why == "float64" else torch.float32)
+    optimizer = with_kernels(MARS([parameter], rule="mars-adamw"))
+    if why == "a setting on a GPU":
+        monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+        optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+    if why == "a part elsewhere":
+        optimizer.kernels.device = torch.device("meta")
+    before = parameter.detach().clone()
+    assert stub.of(optimizer.step)[0] == []
+    assert not torch.equal(parameter, before)
