@@ -6,7 +6,8 @@ import pytest
 
 from tests.support import fake_cuda
 from tests.support.full import full_but, selected
-from torchmars.optim.rules import RULES
+from torchmars.optim.kernels import has_triton
+from torchmars.optim.rules import RULES, MatrixRule
 
 LAYERS, VOCABULARY = 2, 512
 LAYOUTS = {
@@ -38,6 +39,7 @@ TECHNIQUES = {
     },
     "EMA": {"training": {"ema_decay": 0.9}},
     "float8": {"training": {"float8": {"recipe": "tensorwise", "emulate": True}}},
+    "without Triton": {},
 }
 ROWS = {
     "rows": {
@@ -118,6 +120,11 @@ def tables(model, rule, layout, technique):
     return result
 
 
+def has_kernels(technique):
+    """Whether the optimizer has kernels by Triton for all that it does."""
+    return has_triton() and technique not in ("without Triton", "exact", "exact half")
+
+
 @pytest.fixture(scope="module")
 def found(request):
     """What the steps of all cases that run do, made together."""
@@ -125,7 +132,12 @@ def found(request):
         pytest.skip(reason)
     cases = selected(request, "model", "rule", "layout", "technique")
     steps = [
-        {"tables": tables(*case), "world": LAYOUTS[case[2]][0], "vocab_size": VOCABULARY}
+        {
+            "tables": tables(*case),
+            "world": LAYOUTS[case[2]][0],
+            "vocab_size": VOCABULARY,
+            "kernels": case[3] != "without Triton",
+        }
         for case in cases
     ]
     return dict(zip(cases, fake_cuda.found(steps)))
@@ -144,7 +156,8 @@ def test_a_step_waits_for_nothing(found, model, rule, layout, technique):
     passes = PASSES.get(technique, 1)
     assert len(copied) <= of_each * passes * step["microbatches"], copied
     assert all("batches.py" in each for each in copied), copied
-    assert step["optimizer"]["to_device"] == []
+    # Where gradients are, and settings.
+    assert len(step["optimizer"]["to_device"]) <= has_kernels(technique)
 
 
 @pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES))
@@ -163,3 +176,17 @@ def test_a_step_starts_no_more_than_it_did(found, model, rule, layout, technique
     of_step = OF_STEP + OF_STACKS * (model == "moe")
     budget = times * (of_tensor * step["tensors"] + of_step)
     assert started <= budget, step["optimizer"]["most"]
+
+
+@pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES))
+def test_kernels_by_triton_are_few(found, model, rule, layout, technique):
+    """A launch is for all tensors, whatever their number."""
+    if not has_kernels(technique):
+        pytest.skip("no kernels by Triton")
+    step = found[model, rule, layout, technique]["optimizer"]
+    assert sum(step["launched"].values()) <= 12, step["launched"]
+    assert step["kernels"] == 0
+    if not isinstance(RULES[rule], MatrixRule) and not technique:
+        # Beside them a copy and an all-reduce; where there are replicas, some more.
+        others = step["launches"] - sum(step["launched"].values())
+        assert others <= (4 if layout == "FSDP 8" else 16), step["most"]

@@ -1,4 +1,4 @@
-"""Whether a machine has what torch.compile needs."""
+"""Whether a machine has what torch.compile and the kernels by Triton need."""
 
 import shutil
 import sys
@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from torchmars.optim.gpu.launches import has_kernels, sums_in_float64
 from torchmars.optim.kernels import can_compile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -47,3 +48,21 @@ def test_a_whole_machine_can_compile(machine):
 def test_a_gpu_needs_headers_a_compiler_and_triton(machine, lacks, cpu):
     machine(**lacks)
     assert not can_compile(GPU) and can_compile(CPU) == cpu
+
+
+@pytest.mark.parametrize(
+    "capability,kernels,in_float64",
+    [
+        ((7, 5), False, False),
+        ((8, 0), True, True),
+        ((8, 9), True, False),
+        ((9, 0), True, True),
+        ((10, 0), True, True),
+        ((10, 3), True, False),
+        ((12, 0), True, False),
+    ],
+)
+def test_a_gpu_has_kernels_if_it_computes_in_bfloat16(machine, capability, kernels, in_float64):
+    machine(capability=capability)
+    assert has_kernels(GPU) == kernels and not has_kernels(CPU)
+    assert sums_in_float64(GPU) == in_float64

@@ -57,7 +57,7 @@ def _rows(values: Tensor, places: Sequence[int]) -> Iterator[Tensor]:
 
 @functools.lru_cache  # a step waits for no copy to a GPU
 def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(places, device=device)
+    return torch.tensor(places).to(device)
 
 
 class ModelTotals:

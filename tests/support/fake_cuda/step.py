@@ -56,6 +56,8 @@ class Found:
     """Operations on the GPU. Those of compiled kernels are not in it."""
     kernels: int = 0
     """Tensors that compiled kernels work on, one after the other."""
+    launched: dict[str, int] = field(default_factory=dict)
+    """Kernels by Triton, by name: they are among the launches."""
     to_device: list[str] = field(default_factory=list)
     """Operations that copy from the host, with their callers."""
     to_host: list[str] = field(default_factory=list)
@@ -172,7 +174,10 @@ def launched_kernels(watches: list[Watch], kernels: bool) -> Iterator[None]:
     """Let launches of Triton's kernels count, and start nothing; or let there be no `kernels`."""
 
     def launch(kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
-        watches[-1].counts[kernel.__name__] += bool(programs)
+        if programs:
+            watches[-1].counts[kernel.__name__] += 1
+            launched = watches[-1].found.launched
+            launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(launches, "launch", launch))

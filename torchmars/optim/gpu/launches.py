@@ -20,8 +20,10 @@ def launch(kernel: Any, programs: int, *arguments: Any, **form: tuple) -> None:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether Triton can make and launch kernels for `device`."""
-    return device.type == "cuda" and torch.version.hip is None and can_compile(device)
+    """Return whether there are kernels for `device`: for GPUs that compute in bfloat16."""
+    if device.type != "cuda" or torch.version.hip is not None or not can_compile(device):
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def sums_in_float64(device: torch.device) -> bool:

@@ -99,7 +99,7 @@ class Table:
                 of_rows += [row] * pieces
                 first += pieces
             launches.append(Launch(begin, first - begin, forms[number]))
-        self.rows = torch.tensor(columns, dtype=torch.int64).view(-1, 11).T.contiguous()
+        self.rows = torch.tensor(columns, dtype=torch.int64).view(len(columns), 11).T.contiguous()
         rows = torch.tensor(of_rows, dtype=torch.int64)
         numbers = torch.arange(first) - self.rows[BEGIN.value][rows]  # among those of a row
         self.pieces = torch.stack([rows, numbers * PIECE.value], 1)
