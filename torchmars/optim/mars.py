@@ -394,19 +394,11 @@ class MARS(torch.optim.Optimizer):
         """Make a step by one launch for all tensors, where there are kernels for it."""
         if self.kernels is None:
             return False
-        reduction = self.kernels.reduce(groups, self.state, self.max_grad_norm, self.skipped)
-        if reduction is None:
+        done = self.kernels.step(groups, self.state, self.max_grad_norm, self.skipped, self.overlap)
+        if done is None:
             return False
-        self.grad_norm = reduction.norm
-        factors = [reduction.factors(number) for number in range(len(groups))]
-        others = [
-            (group, factors[number]())
-            for number, group in enumerate(groups)
-            if not reduction.has_kernel(number)
-        ]
-        update_groups(others, self.plans, overlap=self.overlap, kernels=reduction)
-        reduction.finish()
-        self._finish(reduction.skipped, list(zip(groups, factors)))
+        self.grad_norm = done.norm
+        self._finish(done.skipped, list(zip(groups, done.factors)))
         return True
 
     def _groups(self) -> list[GroupTensors]:

@@ -1,9 +1,6 @@
 """The update of weights and state by every rule, while matrices travel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,44 +23,30 @@ from torchmars.optim.step import GroupTensors, StepFactors
 from torchmars.optim.tensors import flat_slices
 from torchmars.optim.traffic import MatrixTile
 
-if TYPE_CHECKING:
-    from torchmars.optim.gpu.kernel_step import KernelReduction
-
 
 def update_groups(
-    updates: Sequence[tuple[GroupTensors, StepFactors]],
-    plans: Plans,
-    *,
-    overlap: bool,
-    kernels: KernelReduction | None = None,
+    updates: Sequence[tuple[GroupTensors, StepFactors]], plans: Plans, *, overlap: bool
 ) -> None:
     """Update weights and state of all groups in place. Collective where matrices are sharded.
 
-    `overlap` is that of `MARS`. The `kernels` update other groups.
+    `overlap` is that of `MARS`.
     """
     matrices = [
         MatrixUpdate(group.rule, group, factors)
         for group, factors in updates
         if isinstance(group.rule, MatrixRule)
     ]
-    of_kernels = [] if kernels is None else kernels.matrices()
-    exchange = Exchange(plans.traffic, [*matrices, *of_kernels], overlap=overlap)
+    exchange = Exchange(plans.traffic, matrices, overlap=overlap)
 
-    if kernels is not None:
-        kernels.update("momentum")
     for each in matrices:
         each.update_momenta()
     exchange.start()
     for group, factors in updates:  # while matrices travel
         if isinstance(group.rule, ElementwiseRule):
             group.rule.update(group, factors)
-    if kernels is not None:
-        kernels.update("adamw", "sign", "lean sign")
     exchange.finish()
     for each in matrices:
         each.update_lean_momenta()
-    if kernels is not None:
-        kernels.update("lean momentum")
 
 
 class MatrixUpdate:

@@ -154,22 +154,12 @@ class DoublesItsStep(MarsAdamW):
             super().update(group, step)
 
 
-def test_a_rule_without_a_kernel_is_updated_by_its_own_function(monkeypatch):
-    monkeypatch.setitem(RULES, "doubles", DoublesItsStep())
-    stub, parameters = Stub(monkeypatch), model((4, 3), (5, 6))
-    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "rule": "doubles"}]
-    optimizer = with_kernels(MARS(groups, rule="mars-adamw"))
-    before = [each.detach().clone() for each in parameters]
-    monkeypatch.setattr(torch, "empty", torch.ones)  # the sums that no kernel writes: all apply
-    assert stub.of(optimizer.step)[0] == [*SUMS, "update"]
-    assert torch.equal(parameters[0], before[0]) and not torch.equal(parameters[1], before[1])
-
-
-@pytest.mark.parametrize("why", ["float64", "a setting on a GPU", "a part elsewhere"])
+@pytest.mark.parametrize("why", ["float64", "a setting on a GPU", "a part elsewhere", "a rule"])
 def test_where_there_is_no_kernel_a_step_is_made_by_passes(monkeypatch, why):
     stub = Stub(monkeypatch)
+    monkeypatch.setitem(RULES, "doubles", DoublesItsStep())
     (parameter,) = model((4, 3), dtype=torch.float64 if why == "float64" else torch.float32)
-    optimizer = with_kernels(MARS([parameter], rule="mars-adamw"))
+    optimizer = with_kernels(MARS([parameter], rule="doubles" if why == "a rule" else "mars-adamw"))
     if why == "a setting on a GPU":
         monkeypatch.setattr(torch.Tensor, "is_cpu", False)
         optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)

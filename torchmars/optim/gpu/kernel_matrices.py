@@ -1,15 +1,14 @@
 """The matrices of a group by kernels: one launch packs a bucket of them, one steps along it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from torchmars.optim.gpu import launches, tile_programs
+from torchmars.optim.gpu.numbers import Given
 from torchmars.optim.gpu.programs import APPLIED, PIECE
 from torchmars.optim.gpu.table import DTYPES
 from torchmars.optim.rules import MatrixRule
@@ -18,22 +17,19 @@ from torchmars.optim.step import GroupTensors
 from torchmars.optim.traffic import MatrixTile
 from torchmars.optim.update import MatrixUpdate
 
-if TYPE_CHECKING:
-    from torchmars.optim.gpu.kernel_step import KernelReduction
-
 
 class KernelMatrices(MatrixUpdate):
     """The matrices of group `number` of a step. Their momenta are updated with those of all."""
 
-    def __init__(self, reduction: KernelReduction, number: int, group: GroupTensors) -> None:
+    def __init__(self, given: Given, number: int, group: GroupTensors) -> None:
         assert isinstance(group.rule, MatrixRule)
         self.rule, self.group, self.parameters = group.rule, group, group.parameters
-        self._reduction, self._number = reduction, number
+        self._given, self._number = given, number
         if ROW_SQUARES in group.names:
-            self.applied = reduction.numbers.values[APPLIED.value] != 0
+            self.applied = given.numbers.values[APPLIED.value] != 0
 
     def read(self, tiles: Sequence[MatrixTile]) -> None:
-        form = self._reduction.table.forms[self._number]
+        form = self._given.table.forms[self._number]
         grad = form.grad if form.last is None else None
         self._launch(tile_programs.pack, tiles, form.first, grad)
 
@@ -43,27 +39,18 @@ class KernelMatrices(MatrixUpdate):
 
     def _launch(self, kernel: Any, tiles: Sequence[MatrixTile], *dtypes: tl.dtype | None) -> None:
         """Launch a kernel on tiles. Their pieces are sent once: tiles of a table come again."""
-        first, table = tiles[0], self._reduction.table
+        (table, fresh, numbers), first = self._given, tiles[0]
         key = kernel.__name__, self._number, first.number, first.tile.start, len(tiles)
         if key not in table.tiles:
-            pieces = self._pieces(tiles)
-            table.tiles[key] = launches.sent(pieces, table.rows.device)
-        reduction, pieces = self._reduction, table.tiles[key]
-        launches.launch(
-            kernel,
-            len(pieces),
-            table.rows,
-            reduction.fresh,
-            pieces,
-            reduction.numbers.values,
-            first.values.data_ptr(),
-            reduction.numbers.count,
-            form=(*dtypes, DTYPES[first.values.dtype]),
-        )
+            table.tiles[key] = launches.sent(self._pieces(tiles), fresh.device)
+        pieces, packed = table.tiles[key], first.values.data_ptr()
+        arguments = table.rows, fresh, pieces, numbers.values, packed, numbers.count
+        form = (*dtypes, DTYPES[first.values.dtype])
+        launches.launch(kernel, len(pieces), *arguments, form=form)
 
     def _pieces(self, tiles: Sequence[MatrixTile]) -> Tensor:
         """Return the pieces of tiles, as `tile_programs` reads them."""
-        rows, base = self._reduction.table.rows_of[self._number], tiles[0].values.storage_offset()
+        rows, base = self._given.table.rows_of[self._number], tiles[0].values.storage_offset()
         pieces, scales = [], []
         for number, tile, values in tiles:
             for start in range(0, tile.numel, PIECE.value):

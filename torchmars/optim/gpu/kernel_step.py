@@ -2,22 +2,34 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from torchmars.optim.exchange import Exchange
 from torchmars.optim.gpu import launches, programs
 from torchmars.optim.gpu.kernel_matrices import KernelMatrices
+from torchmars.optim.gpu.numbers import Given, Numbers, RowFactors
 from torchmars.optim.gpu.table import Form, Table
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import MatrixRule
-from torchmars.optim.rules.correction import Corrections
 from torchmars.optim.rules.lean import LeanForm
 from torchmars.optim.rules.lion import Lion
-from torchmars.optim.step import GroupTensors, State, StepFactors
+from torchmars.optim.step import GroupTensors, State
 from torchmars.optim.tensors import innermost, local_gradient
+
+
+class Outcome(NamedTuple):
+    """What a step leaves on the device."""
+
+    norm: Tensor
+    """The global norm of all gradients before the clip, 0-d."""
+    skipped: Tensor
+    """The counts of `MARS`."""
+    factors: list[RowFactors]
+    """What the sums made of each group."""
 
 
 class KernelStep:
@@ -36,28 +48,47 @@ class KernelStep:
         self._sent: tuple[list[int], list[float]] = [], []
         self._fresh = torch.empty(0)
 
-    def reduce(
+    def step(
         self,
         groups: Sequence[GroupTensors],
         state: Mapping[Tensor, State],
         max_grad_norm: float | None,
         skipped: Tensor,
-    ) -> "KernelReduction | None":
-        """Read all gradients, sum over the ranks, and settle all that follows from the sums.
+        overlap: bool,
+    ) -> Outcome | None:
+        """Make a step. None, and nothing done, where there are no kernels for it.
 
-        None, and nothing done, where there are no kernels for this step. `skipped` is that of
-        `MARS`. Collective as `reduce_gradients`.
+        `skipped` and `overlap` are those of `MARS`. Collective as a step without kernels.
         """
         if any(map(_on_gpu, groups)) or launches.is_capturing(self.device):
             return None
         table = self._current_table(groups, state)
         if table is None:
             return None
+        # Some are made here. They live until the last launch.
         gradients = [local_gradient(each) for group in groups for each in group.parameters]
         fresh = self._send(table, groups, gradients, max_grad_norm)
         numbers = Numbers.empty(len(self.plans.parameters), self.device)
-        partial = torch.empty(len(table.pieces), 3, dtype=torch.float64, device=self.device)
+        given = Given(table, fresh, numbers)
+        after = self._settle(given, skipped)
+        self._update(given, groups, overlap)
+        # Autograd does not see what kernels write.
+        increment_version([each for group in groups for each in group.parameters])
+        clips = max_grad_norm is not None
+        factors = [
+            RowFactors(numbers, rows, clips, group.dtype, group.corrects, group.stacks)
+            for group, rows in zip(groups, table.rows_of)
+        ]
+        return Outcome(numbers.values[programs.NORM.value], after, factors)
+
+    def _settle(self, given: Given, skipped: Tensor) -> Tensor:
+        """Read all gradients, sum over the ranks, and settle all that follows from the sums.
+
+        Return the counts of `skipped` steps after this one.
+        """
+        table, fresh, numbers = given
         values, count = numbers.values, numbers.count
+        partial = torch.empty(len(table.pieces), 3, dtype=torch.float64, device=self.device)
         for first, pieces, (g, h) in table.sums:
             form = g, g if h is None else h, self._in_float64
             arguments = table.rows, fresh, table.pieces, partial, count, first
@@ -68,8 +99,21 @@ class KernelStep:
         self.plans.totals.settle_(values[:2], numbers.products)
         after, blocks = torch.empty_like(skipped), -(-max(1, count) // programs.ROWS.value)
         launches.launch(programs.settle, blocks, table.rows, fresh, values, skipped, after, count)
-        clips = max_grad_norm is not None
-        return KernelReduction(table, fresh, numbers, after, clips, groups, gradients)
+        return after
+
+    def _update(self, given: Given, groups: Sequence[GroupTensors], overlap: bool) -> None:
+        """Update weights and state, in the order of `update_groups`, if the step is applied."""
+        matrices = [
+            KernelMatrices(given, number, group)
+            for number, group in enumerate(groups)
+            if isinstance(group.rule, MatrixRule)
+        ]
+        exchange = Exchange(self.plans.traffic, matrices, overlap=overlap)
+        _launch_updates(given, "momentum")
+        exchange.start()
+        _launch_updates(given, "adamw", "sign", "lean sign")  # while matrices travel
+        exchange.finish()
+        _launch_updates(given, "lean momentum")  # whose old values the directions were made of
 
     def _current_table(
         self, groups: Sequence[GroupTensors], state: Mapping[Tensor, State]
@@ -86,7 +130,7 @@ class KernelStep:
             if all(innermost(each).device == self.device for each in tensors):
                 try:
                     table = Table(self.plans.parameters, groups)
-                except KeyError:  # a dtype without kernels
+                except KeyError:  # a rule or a dtype without a kernel
                     return None
                 table.rows = launches.sent(table.rows, self.device)
                 table.pieces = launches.sent(table.pieces, self.device)
@@ -147,125 +191,10 @@ def group_settings(group: GroupTensors, form: Form) -> list[float]:
     ]
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The numbers of a step: see `programs`."""
-
-    values: Tensor
-    count: int
-    """How many rows there are."""
-
-    @staticmethod
-    def empty(count: int, device: torch.device) -> "Numbers":
-        """Return room for the numbers of so many rows."""
-        length = programs.HEADER.value + count * (programs.PRODUCTS.value + programs.FACTORS.value)
-        return Numbers(torch.empty(length, dtype=torch.float64, device=device), count)
-
-    @property
-    def products(self) -> Tensor:
-        """Those of each row, [count, 3]."""
-        first = programs.HEADER.value
-        return self.values[first : first + self.count * 3].view(self.count, 3)
-
-    @property
-    def factors(self) -> Tensor:
-        """Those of each row, [count, FACTORS]."""
-        first = programs.HEADER.value + self.count * programs.PRODUCTS.value
-        return self.values[first:].view(self.count, programs.FACTORS.value)
-
-
-class KernelReduction:
-    """The sums of a step on the device, and the second pass. The same on all ranks."""
-
-    def __init__(
-        self,
-        table: Table,
-        fresh: Tensor,
-        numbers: Numbers,
-        skipped: Tensor,
-        clips: bool,
-        groups: Sequence[GroupTensors],
-        gradients: list[Tensor],
-    ) -> None:
-        self.norm = numbers.values[programs.NORM.value]
-        """The global norm of all gradients before the clip, 0-d."""
-        self.skipped = skipped
-        """The counts of `MARS` after this step."""
-        self.table, self.fresh, self.numbers, self._clips = table, fresh, numbers, clips
-        self.groups, self._gradients = groups, gradients  # they live until all is launched
-
-    def has_kernel(self, number: int) -> bool:
-        """Return whether group `number` of the step is updated by kernels."""
-        return self.table.forms[number].kind != ""
-
-    def update(self, *kinds: str) -> None:
-        """Update state, and weights but for those of matrices, of the groups of some `kinds`.
-
-        If the step is applied.
-        """
-        table, numbers = self.table, self.numbers
-        for first, pieces, form in table.updates:
-            if form.kind in kinds:
-                arguments = table.rows, self.fresh, table.pieces, numbers.values, numbers.count
-                launches.launch(programs.update, pieces, *arguments, first, form=tuple(form))
-
-    def matrices(self) -> list[KernelMatrices]:
-        """Return the matrices of the groups that have kernels."""
-        return [
-            KernelMatrices(self, number, group)
-            for number, group in enumerate(self.groups)
-            if self.has_kernel(number) and isinstance(group.rule, MatrixRule)
-        ]
-
-    def finish(self) -> None:
-        """End the step: let go of the gradients."""
-        updated = [group for number, group in enumerate(self.groups) if self.has_kernel(number)]
-        # Autograd does not see what kernels write.
-        increment_version([each for group in updated for each in group.parameters])
-        self.groups, self._gradients = [], []
-
-    def factors(self, number: int) -> "RowFactors":
-        """Return what the sums make of group `number` of the step."""
-        group, rows = self.groups[number], self.table.rows_of[number]
-        return RowFactors(
-            self.numbers, rows, self._clips, group.dtype, group.corrects, group.stacks
-        )
-
-
-@dataclass(frozen=True)
-class RowFactors:
-    """What makes a group's `StepFactors` of the numbers of a step. It keeps no gradient."""
-
-    numbers: Numbers
-    rows: list[int]
-    clips: bool
-    dtype: torch.dtype
-    corrects: bool
-    stacks: bool
-
-    def __call__(self) -> StepFactors:
-        """Return the factors: by operations on the device, each a launch."""
-        values = self.numbers.values
-        rows = launches.sent(torch.tensor(self.rows), values.device)
-        applied, factors = values[programs.APPLIED.value] != 0, self.numbers.factors[rows]
-        scale, corrections = values[programs.SCALE.value].to(self.dtype), None
-        if self.corrects:
-            corrections = Corrections(
-                scale,
-                factors[:, programs.OF_KAPPA.value].to(self.dtype),
-                factors[:, programs.OF_CLIP.value].to(self.dtype),
-                factors[:, programs.UNUSABLE.value] != 0,
-                applied,
-                keep=True,
-                stacks=self.stacks,
-            )
-        return StepFactors(
-            applied=applied,
-            scale=scale,
-            globally_clipped=self.clips,
-            products=self.numbers.products[rows],
-            steps_made=factors[:, programs.STEPS.value],
-            corrections=corrections,
-            keep_apart=False,
-            compile=True,
-        )
+def _launch_updates(given: Given, *kinds: str) -> None:
+    """Launch the second pass of the groups whose form is of one of these `kinds`."""
+    table, fresh, numbers = given
+    for first, pieces, form in table.updates:
+        if form.kind in kinds:
+            arguments = table.rows, fresh, table.pieces, numbers.values, numbers.count, first
+            launches.launch(programs.update, pieces, *arguments, form=tuple(form))

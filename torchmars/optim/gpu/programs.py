@@ -15,11 +15,9 @@ PIECE, BLOCK = tl.constexpr(2**14), tl.constexpr(2**10)
 ROWS = tl.constexpr(256)
 
 # The columns of a table. `FIRST` is the first buffer of the state, `SECOND` the second moment. A
-# group's number is 0 for a parameter without gradient. `COUNTS`: the step is counted here. `BEGIN`
-# and `END` are the row's pieces.
+# group's number is 0 for a parameter without gradient. `BEGIN` and `END` are the row's pieces.
 WEIGHT, FIRST, SECOND, LAST, STEP = (tl.constexpr(column) for column in range(5))
-LENGTH, STACK, GROUP, COUNTS = (tl.constexpr(column) for column in range(5, 9))
-BEGIN, END = tl.constexpr(9), tl.constexpr(10)
+LENGTH, STACK, GROUP, BEGIN, END = (tl.constexpr(column) for column in range(5, 10))
 
 # The settings of a group, as `kernel_step.group_settings` lists them. The first
 # row of them is of no group: it has the norm to clip to in place of lr.
@@ -222,9 +220,8 @@ def _settle_rows(table, fresh, numbers, count, row, scale, applied):
     counter = tl.load(table + STEP * count + row, mask=mask, other=0)
     counter = counter.to(tl.pointer_type(tl.float32))
     present = tl.load(table + GROUP * count + row, mask=mask, other=0) != 0
-    counts = tl.load(table + COUNTS * count + row, mask=mask, other=0) != 0
     steps = tl.load(counter, mask=present, other=0.0)
-    tl.store(counter, steps + tl.where(applied, 1.0, 0.0), mask=counts)
+    tl.store(counter, steps + tl.where(applied, 1.0, 0.0), mask=present)
     made = steps.to(tl.float64)
 
     at = numbers + HEADER + row * PRODUCTS

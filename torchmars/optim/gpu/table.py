@@ -32,7 +32,7 @@ class Form(NamedTuple):
     """What makes one kernel of the second pass differ from another: the `form` of `update`."""
 
     kind: str
-    """One of `KINDS`, with "lean " before it where a lean momentum is kept; "" for other rules."""
+    """One of `KINDS`, with "lean " before it where a lean momentum is kept."""
     weight: tl.dtype | None
     """None: weights are not updated here."""
     grad: tl.dtype
@@ -42,8 +42,8 @@ class Form(NamedTuple):
 
     @staticmethod
     def of(group: GroupTensors) -> "Form":
-        """Return the form of a group. Raises `KeyError` for a dtype without kernels."""
-        state, kind = group.states[0], KINDS.get(type(group.rule), "")
+        """Return the form of a group. Raises `KeyError` for a rule or a dtype without kernels."""
+        state, kind = group.states[0], KINDS[type(group.rule)]
         lean = kind in ("sign", "momentum") and not group.corrects
         gradient, second = group.parameters[0].grad, state.get("exp_avg_sq")
         assert gradient is not None
@@ -87,7 +87,7 @@ class Table:
         self.tiles: dict[tuple, Tensor] = {}
         """Pieces of tiles of matrices, for each list of tiles that an exchange has."""
         self.rows_of = [[place[each] for each in group.parameters] for group in groups]
-        columns = [[0] * 11 for _ in parameters]
+        columns = [[0] * 10 for _ in parameters]
         of_rows: list[int] = []
         launches, first = [], 0
         for number in order:
@@ -99,7 +99,7 @@ class Table:
                 of_rows += [row] * pieces
                 first += pieces
             launches.append(Launch(begin, first - begin, forms[number]))
-        self.rows = torch.tensor(columns, dtype=torch.int64).view(len(columns), 11).T.contiguous()
+        self.rows = torch.tensor(columns, dtype=torch.int64).view(len(columns), 10).T.contiguous()
         rows = torch.tensor(of_rows, dtype=torch.int64)
         numbers = torch.arange(first) - self.rows[BEGIN.value][rows]  # among those of a row
         self.pieces = torch.stack([rows, numbers * PIECE.value], 1)
@@ -115,9 +115,8 @@ def _columns(parameter: Tensor, group: GroupTensors, state: State, number: int) 
     """Return the columns of a parameter's row, but for its pieces: see `programs`."""
     names = (group.names[0], "exp_avg_sq", "last_grad", "step")
     addresses = [innermost(state[name]).data_ptr() if name in state else 0 for name in names]
-    counts = type(group.rule) in KINDS or not group.rule.counts_steps
     local = innermost(parameter)
-    return [local.data_ptr(), *addresses, local.numel(), group.stacks, number + 1, counts]
+    return [local.data_ptr(), *addresses, local.numel(), group.stacks, number + 1]
 
 
 def _sum_launches(launches: Iterable[Launch]) -> list[Launch]:
