@@ -119,7 +119,8 @@ class MARS(torch.optim.Optimizer):
         overlap: let transfers of matrices overlap with the work on others. The result is the same
             without.
         compile: fuse the work on each tensor into one kernel by torch.compile; None: for large
-            models, where a compiler is found.
+            models, where a compiler is found. A GPU has one kernel by Triton for all tensors,
+            where that is installed and `compile` is not False.
         norm_group: ranks that have *different* parts of the model, such as the stages of a pipeline
             or the partitions of `ZeroRedundancyOptimizer`. The global clip, `grad_norm`,
             `telemetry` and the verdict on a step are then those of all parts together. A step makes
@@ -354,7 +355,7 @@ class MARS(torch.optim.Optimizer):
         """Update every parameter that has a gradient. Return what `closure` returned.
 
         Gradients stay as they are, but for those of plain adamw groups, which the global clip
-        scales in place.
+        scales in place where there are no kernels by Triton.
         """
         loss = None
         if closure is not None:

@@ -106,3 +106,39 @@ def steps_of(cases):
     """Return the steps of each case with kernels: to be called in a process of its own."""
     interpret()
     return [steps(*case, kernels=True) for case in cases]
+
+
+def sharded_steps(rule, replicas, kernels):
+    """Return the weights after some steps on ranks that have shards, and copies, of a model."""
+    if kernels:
+        interpret()
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from torchmars.optim import MARS, param_groups
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(
+        "cpu", (replicas, ranks // replicas), mesh_dim_names=("replicas", "shards")
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 40), torch.nn.LayerNorm(40))
+    fully_shard(model, mesh=mesh)
+    optimizer = MARS(
+        param_groups(model, rule), max_grad_norm=1.0, matrix_dtype="float32", compile=False
+    )
+    if kernels:
+        with_kernels(optimizer)
+    norms = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            whole = torch.randn(parameter.shape, generator=generator)
+            parts = whole.chunk(ranks // replicas)
+            parameter.grad = torch.zeros_like(parameter)
+            local = parameter.grad.to_local()
+            local.copy_(parts[mesh.get_local_rank("shards")])
+        optimizer.step()
+        norms.append(optimizer.grad_norm.item())
+    return [each.full_tensor().detach() for each in model.parameters()], norms

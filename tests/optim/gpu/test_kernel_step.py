@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.optim.gpu.interpreted import steps, steps_of, with_kernels
+from tests.optim.gpu.interpreted import sharded_steps, steps, steps_of, with_kernels
 from tests.support.full import full_but, selected
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS
@@ -72,6 +72,20 @@ def test_steps_are_those_of_the_passes(found, rule, technique):
     if "lion" not in rule:  # whose sign makes much of a rounding
         exact = [each.float() for each in in_float64["weights"]]
         assert ulps(by_kernels["weights"], exact) <= 2 * most
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:MARS")
+@pytest.mark.parametrize("rule", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("ranks,replicas", [(2, 1), (4, 2)])
+def test_steps_on_shards_are_those_of_the_passes(rule, ranks, replicas):
+    by_kernels, wanted = (
+        run_ranks(sharded_steps, ranks, rule, replicas, kernels) for kernels in (True, False)
+    )
+    for (found, norms), (weights, wanted_norms) in zip(by_kernels, wanted):
+        assert norms == pytest.approx(wanted_norms, rel=1e-13)
+        assert ulps(found, weights) <= 16
+        assert all(map(torch.equal, found, by_kernels[0][0]))
 
 
 class Stub:
