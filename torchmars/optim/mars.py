@@ -389,7 +389,8 @@ class MARS(torch.optim.Optimizer):
         for group, _ in updates:
             if not group.rule.counts_steps:
                 group.count_step(reduction.applied)
-        self._finish(count_skipped(self.skipped, reduction.applied), updates)
+        telemetry = [GroupTelemetry.of(*update) for update in updates]
+        self._finish(count_skipped(self.skipped, reduction.applied), telemetry)
 
     def _step_by_kernels(self, groups: list[GroupTensors]) -> bool:
         """Make a step by one launch for all tensors, where there are kernels for it."""
@@ -399,7 +400,7 @@ class MARS(torch.optim.Optimizer):
         if done is None:
             return False
         self.grad_norm = done.norm
-        self._finish(done.skipped, list(zip(groups, done.factors)))
+        self._finish(done.skipped, done.telemetry)
         return True
 
     def _groups(self) -> list[GroupTensors]:
@@ -417,18 +418,10 @@ class MARS(torch.optim.Optimizer):
                     raise ValueError(f"{name} of group {number} was {before!r} and cannot change")
         return self.plans.kinds.gather(self.param_groups, self.state, self._wire)
 
-    def _finish(
-        self,
-        skipped: Tensor,
-        updates: Sequence[tuple[GroupTensors, Any]] = (),
-    ) -> None:
+    def _finish(self, skipped: Tensor, telemetry: Sequence[GroupTelemetry] = ()) -> None:
         """Keep what a step leaves, and in exact mode make the look-ahead the last gradient."""
         self.ahead.swap(self.state)
-        self.skipped = skipped
-        self._telemetry = [
-            GroupTelemetry(group.settings.get("role", group.rule.name), group.parameters, factors)
-            for group, factors in updates
-        ]
+        self.skipped, self._telemetry = skipped, list(telemetry)
 
     def telemetry(self) -> dict[str, float]:
         """Return what the reductions of the last step say, as numbers. Waits for the device once.

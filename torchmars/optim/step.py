@@ -52,6 +52,11 @@ class GroupTensors:
         self.kappa = gamma * beta1 / (1 - beta1)
         self.largest_norm = self._largest_norm(wire)
 
+    @property
+    def role(self) -> str:
+        """The role of the group, or its rule where it has none."""
+        return self.settings.get("role", self.rule.name)
+
     @cached_property
     def weights(self) -> list[Tensor]:
         """The parameters."""

@@ -1,7 +1,7 @@
 """What a step leaves for telemetry, and the numbers that are made of it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torchmars.optim.kernels import float64_norms
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import Settings
-from torchmars.optim.step import State, StepFactors
+from torchmars.optim.step import GroupTensors, State, StepFactors
 from torchmars.optim.tensors import flat_parts
 from torchmars.optim.traffic import MatrixTraffic
 
@@ -24,8 +24,20 @@ class GroupTelemetry(NamedTuple):
     role: str
     """The role of the group, or its rule where it has none."""
     parameters: list[Tensor]
-    factors: StepFactors | Callable[[], StepFactors]
-    """A call makes them where only telemetry asks for them."""
+    scale: Tensor
+    products: Tensor
+    """This, and what follows, are those of `StepFactors`, and of its corrections."""
+    kappa: Tensor | None
+    clip: Tensor | None
+    rows: list[int] | None = None
+    """Those of the parameters; None: all. They are taken where somebody asks for telemetry."""
+
+    @staticmethod
+    def of(group: GroupTensors, step: StepFactors) -> "GroupTelemetry":
+        """Return what a step leaves of a group."""
+        corrections = step.corrections
+        kappa, clip = (corrections.kappa, corrections.clip) if corrections else (None, None)
+        return GroupTelemetry(group.role, group.parameters, step.scale, step.products, kappa, clip)
 
     def sums(
         self, memories: Mapping[Tensor, Tensor], deviations: Mapping[Tensor, Tensor]
@@ -38,15 +50,15 @@ class GroupTelemetry(NamedTuple):
         the squared deviations, and how many there are. s is the factor of the global clip, c the
         corrected gradient.
         """
-        step = self.factors if isinstance(self.factors, StepFactors) else self.factors()
-        scale, (gg, gh, hh) = step.scale.double(), step.products.unbind(-1)
+        rows = slice(None) if self.rows is None else self.rows
+        scale, (gg, gh, hh) = self.scale.double(), self.products[rows].unbind(-1)
         memory = torch.stack([memories[parameter] for parameter in self.parameters])
         measured = [deviations[each] for each in self.parameters if each in deviations]
         of_matrices = torch.stack(measured).sum(0) if measured else gg.new_zeros(2)
         sums = [gg.sum(), scale**2 * gg.sum(), memory.sum()]
-        if step.corrections is None:
+        if self.kappa is None or self.clip is None:
             return torch.cat([F.pad(torch.stack(sums), (0, 6)), of_matrices])
-        kappa, clip = step.corrections.kappa, step.corrections.clip
+        kappa, clip = self.kappa[rows], self.clip[rows]
         differences = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0)
         sums += [scale**2 * gg.sum(), scale * gh.sum(), hh.sum()]
         sums += [(kappa.double() ** 2 * differences).sum(), (clip < 1).double().sum()]

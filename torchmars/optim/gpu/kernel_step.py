@@ -11,13 +11,14 @@ from torch.autograd.graph import increment_version
 from torchmars.optim.exchange import Exchange
 from torchmars.optim.gpu import launches, programs
 from torchmars.optim.gpu.kernel_matrices import KernelMatrices
-from torchmars.optim.gpu.numbers import Given, Numbers, RowFactors
+from torchmars.optim.gpu.numbers import Given, Numbers
 from torchmars.optim.gpu.table import Form, Table
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import MatrixRule
 from torchmars.optim.rules.lean import LeanForm
 from torchmars.optim.rules.lion import Lion
 from torchmars.optim.step import GroupTensors, State
+from torchmars.optim.telemetry import GroupTelemetry
 from torchmars.optim.tensors import innermost, local_gradient
 
 
@@ -28,8 +29,7 @@ class Outcome(NamedTuple):
     """The global norm of all gradients before the clip, 0-d."""
     skipped: Tensor
     """The counts of `MARS`."""
-    factors: list[RowFactors]
-    """What the sums made of each group."""
+    telemetry: list[GroupTelemetry]
 
 
 class KernelStep:
@@ -74,12 +74,15 @@ class KernelStep:
         self._update(given, groups, overlap)
         # Autograd does not see what kernels write.
         increment_version([each for group in groups for each in group.parameters])
-        clips = max_grad_norm is not None
-        factors = [
-            RowFactors(numbers, rows, clips, group.dtype, group.corrects, group.stacks)
+        scale, products = numbers.values[programs.SCALE.value], numbers.products
+        kappa, clip, *_ = numbers.factors.unbind(1)
+        telemetry = [
+            GroupTelemetry(group.role, group.parameters, scale, products, kappa, clip, rows)
+            if group.corrects
+            else GroupTelemetry(group.role, group.parameters, scale, products, None, None, rows)
             for group, rows in zip(groups, table.rows_of)
         ]
-        return Outcome(numbers.values[programs.NORM.value], after, factors)
+        return Outcome(numbers.values[programs.NORM.value], after, telemetry)
 
     def _settle(self, given: Given, skipped: Tensor) -> Tensor:
         """Read all gradients, sum over the ranks, and settle all that follows from the sums.

@@ -30,8 +30,7 @@ SLOTS = tl.constexpr(16)
 TOTAL, STRAIN, NORM, SCALE, APPLIED = (tl.constexpr(number) for number in range(5))
 HEADER, PRODUCTS = tl.constexpr(8), tl.constexpr(3)
 OF_KAPPA, OF_CLIP, UNUSABLE, UNBIAS1, UNBIAS2 = (tl.constexpr(column) for column in range(5))
-OF_OUT, OF_ADD, STEPS = (tl.constexpr(column) for column in range(5, 8))
-FACTORS = tl.constexpr(8)
+OF_OUT, OF_ADD, FACTORS = (tl.constexpr(column) for column in range(5, 8))
 
 
 @triton.jit
@@ -250,7 +249,6 @@ def _settle_rows(table, fresh, numbers, count, row, scale, applied):
     extra = tl.where(made == 0, _slot(settings + EXTRA, mask), 0.0)
     tl.store(to + OF_OUT, _slot(settings + OUT, mask) + extra, mask=mask)
     tl.store(to + OF_ADD, _slot(settings + ADD, mask) + extra, mask=mask)
-    tl.store(to + STEPS, made, mask=mask)
 
 
 @triton.jit
