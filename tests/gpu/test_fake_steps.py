@@ -190,3 +190,40 @@ def test_kernels_by_triton_are_few(found, model, rule, layout, technique):
         # Beside them a copy and an all-reduce; where there are replicas, some more.
         others = step["launches"] - sum(step["launched"].values())
         assert others <= (4 if layout == "FSDP 8" else 16), step["most"]
+
+
+# Models as large as they are, but for the number of their layers, with the ranks that share them.
+LARGE = [
+    ({"name": "gpt2", "size": "small"}, 1),
+    ({"name": "llama", "size": "1b", "n_layer": 4}, 1),
+    ({"name": "llama", "size": "qwen3-30b-a3b", "n_layer": 2}, 64),
+]
+
+
+@pytest.mark.full
+def test_large_models_take_as_few_launches_and_hints_only_where_they_may():
+    """A q_norm [128] on 64 ranks has 2 elements: what its unit keeps behind it lies at +8 bytes."""
+    if (reason := fake_cuda.obstacle()) or not has_triton():
+        pytest.skip(reason or "needs triton")
+    cases = [
+        {
+            "tables": tables("gpt2", rule, "FSDP 8", "") | {"model": model, "parallelism": {}},
+            "world": world,
+            "vocab_size": VOCABULARY,
+        }
+        for model, world in LARGE
+        for rule in ("mars-adamw", "mars-m")
+    ]
+    for case in cases:
+        case["tables"]["training"]["global_batch_size"] = 64
+    for case, step in zip(cases, fake_cuda.found(cases)):
+        assert "error" not in step, step["error"]
+        optimizer, launched = step["optimizer"], step["optimizer"]["launched"]
+        assert len(optimizer["to_device"]) <= 1
+        of_matrices = launched.pop("pack", 0) + launched.pop("step_along", 0)
+        assert sum(launched.values()) <= 6 and optimizer["kernels"] == 0
+        assert bool(of_matrices) == (case["tables"]["optimizer"]["name"] == "mars-m")
+        offsets = [address % 16 for address in step["addresses"]]
+        assert len(offsets) == step["tensors"]
+        assert offsets.count(8) == (2 if case["world"] == 64 else 0)
+        assert set(offsets) <= {0, 8}

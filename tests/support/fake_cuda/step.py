@@ -165,8 +165,8 @@ def compiled_kernels(watches: list[Watch]) -> Iterator[None]:
 
 
 def address(tensor: Tensor) -> int:
-    """Return an address for a fake tensor: one of its own for each memory."""
-    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+    """Return an address for a fake tensor: each memory has one of its own, as aligned as CUDA's."""
+    return 512 * tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
 
 @contextlib.contextmanager
@@ -215,8 +215,8 @@ def make_step(
     """Make two training steps of rank 0 of `world`; return what the second one does.
 
     `tables` are those of a config. The optimizer has `kernels` by Triton, where it is installed; or
-    whether its passes are compiled: `compiled`. Returns the numbers of `tensors` and `microbatches`
-    and a `Found` for each part: "passes" and "optimizer".
+    whether its passes are compiled: `compiled`. Returns how many `tensors` and `microbatches` there
+    are, a `Found` for each part, "passes" and "optimizer", and the gradients' `addresses`.
     """
     config = config_from_tables(tables, "of a test")
     model, fake = fake_model(config, world, vocab_size)
@@ -261,6 +261,7 @@ def make_step(
         "microbatches": microbatches,
         "passes": asdict(passes.found),
         "optimizer": asdict(updates.found),
+        "addresses": optimizer.kernels._sent[0] if optimizer.kernels else [],
     }
 
 

@@ -12,7 +12,7 @@ from torchmars.optim.exchange import Exchange
 from torchmars.optim.gpu import launches, programs
 from torchmars.optim.gpu.kernel_matrices import KernelMatrices
 from torchmars.optim.gpu.numbers import Given, Numbers
-from torchmars.optim.gpu.table import Form, Table
+from torchmars.optim.gpu.table import AddressTable, Form
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import MatrixRule
 from torchmars.optim.rules.lean import LeanForm
@@ -44,7 +44,7 @@ class KernelStep:
         self.plans, self.device = plans, plans.device
         self._in_float64 = launches.sums_in_float64(self.device)
         self._made_of: tuple[object, list[int]] = None, []
-        self._table: Table | None = None
+        self._table: AddressTable | None = None
         self._sent: tuple[list[int], list[float]] = [], []
         self._fresh = torch.empty(0)
 
@@ -120,7 +120,7 @@ class KernelStep:
 
     def _current_table(
         self, groups: Sequence[GroupTensors], state: Mapping[Tensor, State]
-    ) -> Table | None:
+    ) -> AddressTable | None:
         """Return the table of the tensors as they lie now; None if there are no kernels for it."""
         tensors = [
             each
@@ -132,7 +132,7 @@ class KernelStep:
             self._made_of, self._table = made_of, None
             if all(innermost(each).device == self.device for each in tensors):
                 try:
-                    table = Table(self.plans.parameters, groups)
+                    table = AddressTable(self.plans.parameters, groups)
                 except KeyError:  # a rule or a dtype without a kernel
                     return None
                 table.rows = launches.sent(table.rows, self.device)
@@ -142,7 +142,7 @@ class KernelStep:
 
     def _send(
         self,
-        table: Table,
+        table: AddressTable,
         groups: Sequence[GroupTensors],
         gradients: Sequence[Tensor],
         max_grad_norm: float | None,

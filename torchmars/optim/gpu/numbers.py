@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.gpu import programs
-from torchmars.optim.gpu.table import Table
+from torchmars.optim.gpu.table import AddressTable
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Numbers:
 class Given(NamedTuple):
     """What all kernels of a step are given."""
 
-    table: Table
+    table: AddressTable
     fresh: Tensor
     """What may change in a step: the gradients' addresses, and the groups' settings."""
     numbers: Numbers

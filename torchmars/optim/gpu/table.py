@@ -65,7 +65,7 @@ class Launch(NamedTuple):
     form: Any
 
 
-class Table:
+class AddressTable:
     """The rows of all parameters of an optimizer, and the pieces of those that have a gradient.
 
     They hold while the addresses and the groups of a step stay as they are.
