@@ -28,7 +28,7 @@ CASES = [
     *((rule, "bfloat16 gradients") for rule in RULES),
     *((rule, "lean") for rule in ("mars-lion", "mars-m", "mars-shampoo")),
     *(("mars-m", technique) for technique in ("rows", "two floats")),
-    ("mars-adamw", "two floats"),
+    *(("mars-adamw", technique) for technique in ("two floats", "absent")),
 ]
 
 
