@@ -37,12 +37,14 @@ def run(call, monkeypatch):
     """Runs `torchmars compare ARGS`; returns its exit code, output and errors."""
     monkeypatch.setattr(local, "start_process", start_quickly)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
 
     def run(*args):
         try:
             return call("compare", *args)
         finally:
-            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+            for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+                os.environ.pop(name, None)
 
     return run

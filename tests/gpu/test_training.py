@@ -53,7 +53,8 @@ def test_a_run_in_bfloat16_goes_on_where_it_was_stopped(tmp_path):
 
 
 def test_a_run_compiles_and_a_restart_finds_what_it_compiled(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it compiles
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # torch sets them as it compiles
+        monkeypatch.delenv(name, raising=False)
     write_text(tmp_path)
     training = {"steps": 4, "compile": True}  # which is the default of GPUs
     tables = tiny_tables(tmp_path, model={"n_layer": 1}, training=training)

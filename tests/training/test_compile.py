@@ -10,6 +10,7 @@ import pytest
 from tests.support.tiny import metrics, run_folder_of, tiny_tables, write_config, write_text
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
+from torchmars.cluster.environment import keep_compiled_in
 from torchmars.config.load import config_from_tables
 
 # One rank, as torchrun starts it, which then says what the compiler's caches did.
@@ -27,7 +28,11 @@ print(json.dumps(counters["inductor"]))
 
 def start(file, *args, **environment):
     """Train the run of a config file in a process of its own; return its cache's counters."""
-    variables = {name: value for name, value in os.environ.items() if "INDUCTOR" not in name}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if "INDUCTOR" not in name and "TRITON" not in name
+    }
     ended = subprocess.run(
         [sys.executable, "-c", RANK, str(file), *args],
         env=variables | environment,
@@ -66,3 +71,15 @@ def test_a_second_start_finds_what_the_first_compiled(tmp_path):
     assert third["fxgraph_cache_hit"] == 2 and "fxgraph_cache_miss" not in third
     assert not (run_folder_of(straight) / "compile_cache").exists()
     assert list(metrics(tables)) == [1, 2, 3, 4] and metrics(tables) == metrics(straight)
+
+
+@pytest.mark.parametrize("given", ["", "elsewhere"])
+def test_kernels_by_triton_are_kept_with_what_torch_compiles(tmp_path, monkeypatch, given):
+    monkeypatch.setattr(os, "environ", {})
+    if given:
+        os.environ["TRITON_CACHE_DIR"] = given
+    keep_compiled_in(tmp_path / "compile_cache")
+    assert os.environ == {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compile_cache"),
+        "TRITON_CACHE_DIR": given or str(tmp_path / "compile_cache" / "triton"),
+    }

@@ -175,7 +175,7 @@ def check_temporary_folder() -> None:
 
 
 def keep_compiled_in(folder: Path, option: str = "run.folder") -> None:
-    """Let torch keep in `folder` what it compiles, so that no restart compiles it again.
+    """Let torch and Triton keep in `folder` what they compile: no restart compiles it again.
 
     A variable that is set already says where instead. It is for this process and those that it
     starts, and has to come before torch's compiler is imported, which sets the variable too.
@@ -186,6 +186,8 @@ def keep_compiled_in(folder: Path, option: str = "run.folder") -> None:
     place = os.environ.get(name) or own
     check_writable(Path(place), option if place == own else name)
     os.environ[name] = place
+    # Of Triton's kernels, which would go to the user's home.
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(place, "triton"))
 
 
 def cores_of(variables: Mapping[str, str]) -> int:
