@@ -183,8 +183,12 @@ def test_kernels_by_triton_are_few(found, model, rule, layout, technique):
     """A launch is for all tensors, whatever their number."""
     if not has_kernels(technique):
         pytest.skip("no kernels by Triton")
+    if technique == "float8" and importlib.util.find_spec("torchao") is None:
+        pytest.skip("needs torchao")
     step = found[model, rule, layout, technique]["optimizer"]
-    assert sum(step["launched"].values()) <= 12, step["launched"]
+    # A bucket of matrices has two of its own; with replicas one more for each.
+    of_all = {name: n for name, n in step["launched"].items() if name not in ("pack", "step_along")}
+    assert sum(of_all.values()) <= 7, of_all
     assert step["kernels"] == 0
     if not isinstance(RULES[rule], MatrixRule) and not technique:
         # Beside them a copy and an all-reduce; where there are replicas, some more.
