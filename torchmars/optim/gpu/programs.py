@@ -79,15 +79,7 @@ def _write(address, offset, values, length, dtype: tl.constexpr, full: tl.conste
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def inner_products(
-    table,
-    fresh,
-    pieces,
-    partial,
-    count,
-    first,
-    form: tl.constexpr,
-):
+def inner_products(table, fresh, pieces, partial, count, first, form: tl.constexpr):
     """Write <g, g>, <g, h> and <h, h> of each piece from the `first` on; without h it is 0.
 
     `form` has the dtypes of g and h, and whether sums are of float64. Else they are of two floats:
@@ -182,14 +174,7 @@ def total(table, fresh, numbers, count):
 
 
 @triton.jit(do_not_specialize=["count"])
-def settle(
-    table,
-    fresh,
-    numbers,
-    before,
-    after,
-    count,
-):
+def settle(table, fresh, numbers, before, after, count):
     """Write the norm, the factor of the global clip and the verdict, and the factors of each row.
 
     Count the steps of each parameter, and the skipped ones: from `before` to `after`.
@@ -264,15 +249,7 @@ def _slot(slot, mask):
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def update(
-    table,
-    fresh,
-    pieces,
-    numbers,
-    count,
-    first,
-    form: tl.constexpr,
-):
+def update(table, fresh, pieces, numbers, count, first, form: tl.constexpr):
     """Update weights and state of each piece from the `first` on, if the step is applied.
 
     `form` is the kind of update, and the dtypes of weight, gradient, last gradient (None: the

@@ -71,11 +71,7 @@ class AddressTable:
     They hold while the addresses and the groups of a step stay as they are.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        groups: Sequence[GroupTensors],
-    ) -> None:
+    def __init__(self, parameters: Sequence[Tensor], groups: Sequence[GroupTensors]) -> None:
         forms = [Form.of(group) for group in groups]
         # Neighbours share launches. Where no last gradient is read, any dtype of one will do.
         order = sorted(
