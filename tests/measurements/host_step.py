@@ -21,19 +21,17 @@ import os
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from tests.gpu.models import Loop, ours, plain
 from torchmars.config import ModelConfig, ParallelismConfig
-from torchmars.optim import MARS, kernels, owners, reduction, traffic, update
-from torchmars.parallel import fsdp
+from torchmars.optim import mars, owners, traffic
+from torchmars.parallel import fsdp, graphs
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 
@@ -56,38 +54,22 @@ class Forced(NamedTuple):
     value: Any
 
 
-def force_settle(optimizer: MARS) -> None:
-    """Let the host see no verdict, and kernels be compiled for a small model, too."""
-    SETTLE(optimizer)
-    optimizer.sees_verdict, optimizer.compile = False, True
+def units_of(ranks: int) -> int:
+    """Return how many units of FSDP GPT-2 small has on a GPU: blocks by fours or so, and the rest.
 
-
-def run_on_tiles(matrices: Any, kernel: Any, tensors: Any, factors: Any) -> None:
-    """Run a kernel on tiles as GPUs do: compiled."""
-    kernels.run_kernel(kernel, tensors, factors, compile=True)
-
-
-def run_first_pass(kernel: Any, tensors: Any, factors: Any, compile: bool) -> list[Tensor]:
-    """Run a kernel of the first pass as GPUs do: plain norms are one kernel of torch's own."""
-    if kernel is kernels.squared_norms:
-        norms = torch._foreach_norm([g for (g,) in tensors], 2, torch.float64)
-        return [torch.nn.functional.pad(torch.stack(norms).square()[:, None], (0, 2))]
-    return kernels.run_kernel(kernel, tensors, factors, compile)
-
-
-SETTLE = MARS._settle
-UNITS = 13  # of FSDP in GPT-2 small on a GPU: each block, and the rest
+    One rank has none.
+    """
+    return 4 if ranks > 1 else 0
 
 
 def forced() -> list[Forced]:
     """Return all that is forced."""
     return [
-        Forced(MARS, "_settle", force_settle),
-        Forced(kernels, "CALLS", defaultdict(lambda: kernels.Calls(2, 16))),
-        Forced(update.MatrixUpdate, "_run_on_tiles", run_on_tiles),
-        Forced(reduction, "run_kernel", run_first_pass),
+        Forced(mars, "has_kernels", lambda device: True),
+        Forced(graphs, "MOST_BLOCKS", {"cpu": graphs.MOST_BLOCKS["cuda"]}),
         # As many units, buckets and batches as GPT-2 small has.
         Forced(fsdp, "ONE_UNIT_BYTES", -1),
+        Forced(fsdp, "UNIT_BYTES", {"cpu": int(fsdp.UNIT_BYTES["cuda"] * NARROWER)}),
         Forced(owners, "BUCKET_ELEMENTS", int(owners.BUCKET_ELEMENTS * NARROWER)),
         Forced(traffic, "BATCH_OF_CPU_THREAD", int(traffic.BATCH_ELEMENTS * NARROWER)),
         # Their launches cost the host as much in any dtype, and a CPU computes longest in bfloat16.
@@ -110,18 +92,17 @@ def as_on_gpu() -> Iterator[None]:
         yield
 
 
-def check_forced(name: str, loop: Loop) -> None:
+def check_forced(name: str, loop: Loop, ranks: int, launches: int) -> None:
     """End the process if what is forced had no effect on a loop of GPT-2."""
-    if not (isinstance(loop.model, ParallelModel) and isinstance(loop.owner, MARS)):
+    if not isinstance(loop.model, ParallelModel):
         return
     modules = [each for part in loop.model.parts.values() for each in part.modules()]
-    units = sum(isinstance(each, FSDPModule) for each in modules)
-    if units != UNITS:
-        sys.exit(f"error: {name} has {units} units of FSDP, not {UNITS}: say so in UNITS")
-    if loop.owner.sees_verdict or not loop.owner.compile:
-        sys.exit(f"error: the optimizer of {name} decides as on a CPU")
-    if not kernels._compiled.cache_info().currsize:
-        sys.exit(f"error: no kernel of {name} is compiled")
+    states = (each._get_fsdp_state() for each in modules if isinstance(each, FSDPModule))
+    units = len(set(states))  # blocks of a unit share theirs
+    if units != units_of(ranks):
+        sys.exit(f"error: {name} has {units} units of FSDP, not {units_of(ranks)}: say so there")
+    if not launches:
+        sys.exit(f"error: the optimizer of {name} launches no kernel by Triton")
     assert len(loop.model.weights) == TENSORS["gpt2"], len(loop.model.weights)
 
 
@@ -172,13 +153,12 @@ def measure(ranks: int, names: list[str]) -> None:
         for name in names
     }
     found = least({name: [*loop[:3]] for name, loop in loops.items()})
-    for name, loop in loops.items():
-        check_forced(name, loop)
     launches = {}
     for name, loop in loops.items():
         driver.launches.clear()
         loop.step()
         launches[name] = len(driver.launches)
+        check_forced(name, loop, ranks, launches[name])
     alone = {name: [optimizer_alone(name, layout)] for name in names if name != "plain"}
     of_many = {name: times[0] for name, times in least(alone).items()}
     base = found.get("plain", [float("nan")])[0]
