@@ -42,16 +42,18 @@ def tables_of(folder, run, optimizer, steps, **overrides):
     )
 
 
+def whole_of(tensor):
+    """The tensor itself, or all of one that is sharded."""
+    return getattr(tensor, "full_tensor", lambda: tensor)()
+
+
 def started(tables):
     """Return the whole weights and optimizer's state that a run starts from, and their origin."""
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
-    whole = {name: value.full_tensor() for name, value in trainer.model.weights.items()}
+    whole = {name: whole_of(value) for name, value in trainer.model.weights.items()}
     states = {
-        name: {
-            key: getattr(value, "full_tensor", lambda value=value: value)()
-            for key, value in trainer.optimizer.state[parameter].items()
-        }
+        name: {key: whole_of(value) for key, value in trainer.optimizer.state[parameter].items()}
         for name, parameter in trainer.model.weights.items()
     }
     origin = trainer.reporter.introduction[-1]

@@ -228,7 +228,7 @@ def test_the_turn_of_a_bfloat16_head_is_rounded_once():
 
 def losses_under_mixed_precision(windows):
     """Return the losses of the sharded model in bfloat16."""
-    layout = Layout.create(torch.device("cpu"), Degrees())
+    layout = Layout.create(torch.device("cpu"), Degrees(dp_shard=2))
     part = ModelPart(model_of(ARGS), True, True, SequencePart(), tp=1, chunk=64)
     training, kept = TrainingConfig(dtype="bfloat16"), ActivationCheckpointConfig()
     parallelize(part, layout, ParallelismConfig(), training, kept)
@@ -239,6 +239,6 @@ def test_mixed_precision_leaves_rotary_positions_exact():
     windows = torch.randint(64, (2, 25), generator=torch.Generator().manual_seed(0))
     plain = model_of(ARGS).bfloat16()
     hidden = plain(windows[:, :-1])
-    (sharded,) = run_ranks(losses_under_mixed_precision, 1, windows)
+    sharded, _ = run_ranks(losses_under_mixed_precision, 2, windows)
     expected = plain.head(hidden, lambda *of: token_losses(*of, windows[:, 1:], chunk=64))
     assert torch.equal(sharded, expected)

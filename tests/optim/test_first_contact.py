@@ -204,7 +204,7 @@ def test_mistakes_in_the_constructor():
 def test_compilation_is_announced_once(caplog, monkeypatch):
     """Nothing is compiled here: torch.compile is replaced."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    for cached in (kernels._compiled, kernels._announce_compilation):
+    for cached in (kernels._compiled, kernels.announce_compilation):
         cached.cache_clear()
     try:
         optimizers = [
@@ -217,7 +217,7 @@ def test_compilation_is_announced_once(caplog, monkeypatch):
                 optimizer.param_groups[0]["params"][0].grad = torch.ones(2**16)
                 optimizer.step(), optimizer.step()
     finally:
-        for cached in (kernels._compiled, kernels._announce_compilation):
+        for cached in (kernels._compiled, kernels.announce_compilation):
             cached.cache_clear()
     (record,) = [each for each in caplog.records if "compil" in each.getMessage()]
     assert "compile=False" in record.getMessage()

@@ -93,13 +93,13 @@ def _calls(tensors: Sequence[Tensor], compile: bool) -> Iterator[tuple[int, bool
 
 @functools.cache
 def _compiled(kernel: Callable) -> Callable:
-    _announce_compilation()
+    announce_compilation()
     # What is asserted is so of every flat tensor, and took a fifth of a call.
     return torch.compile(kernel, dynamic=True, options={"size_asserts": False})
 
 
 @functools.cache
-def _announce_compilation() -> None:
+def announce_compilation() -> None:
     """Say once why the first step takes so long; on one rank only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning(

@@ -4,7 +4,6 @@ Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Trai
 ICML 2025, arXiv 2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
-import importlib
 import inspect
 import math
 from collections import defaultdict
@@ -29,7 +28,7 @@ from torchmars.optim.checks import (
     checked_params,
     warn_of_no_gradient,
 )
-from torchmars.optim.gpu.launches import has_kernels
+from torchmars.optim.gpu.launches import has_kernels, is_capturing, steps_by_kernels
 from torchmars.optim.groups import complete_group, warn_of_slips
 from torchmars.optim.kernels import pays_to_compile
 from torchmars.optim.look_ahead import LookAhead
@@ -228,10 +227,7 @@ class MARS(torch.optim.Optimizer):
         )
         self.kernels: KernelStep | None = None
         if not self.exact and self._requested_compile is not False and has_kernels(device):
-            # It needs Triton.
-            self.kernels = importlib.import_module("torchmars.optim.gpu.kernel_step").KernelStep(
-                self.plans
-            )
+            self.kernels = steps_by_kernels(self.plans)
         self.grad_norm, self.skipped = (
             torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
             for each in (self.grad_norm, self.skipped)
@@ -296,7 +292,12 @@ class MARS(torch.optim.Optimizer):
         self.skip_next_correction(found[0].without_last_grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()  # all of it: a copy must be able to step
+        # All of it: a copy must be able to step. It may be read where there is no Triton.
+        return self.__dict__ | {"kernels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._settle()
 
     @torch.no_grad()
     def look_ahead(self) -> None:
@@ -377,12 +378,14 @@ class MARS(torch.optim.Optimizer):
 
     def _step(self, groups: list[GroupTensors]) -> None:
         """Make a step, by passes over each tensor."""
-        reduction = reduce_gradients(groups, self.plans, self.max_grad_norm, self.compile)
+        # What is captured was warmed up by kernels: nothing may be compiled now.
+        captured = self.kernels is not None and is_capturing(self.plans.device)
+        compile = self.compile and not captured
+        reduction = reduce_gradients(groups, self.plans, self.max_grad_norm, compile)
         self.grad_norm = reduction.norm
         differences = self.ahead.fraction < 1
         updates = [
-            (group, reduction.factors(group, self.exact, self.compile, differences))
-            for group in groups
+            (group, reduction.factors(group, self.exact, compile, differences)) for group in groups
         ]
         if not self.sees_verdict or reduction.applied:
             update_groups(updates, self.plans, overlap=self.overlap)
@@ -394,7 +397,7 @@ class MARS(torch.optim.Optimizer):
 
     def _step_by_kernels(self, groups: list[GroupTensors]) -> bool:
         """Make a step by one launch for all tensors, where there are kernels for it."""
-        if self.kernels is None:
+        if self.kernels is None or torch.compiler.is_compiling():  # it cannot see addresses
             return False
         done = self.kernels.step(groups, self.state, self.max_grad_norm, self.skipped, self.overlap)
         if done is None:

@@ -1,6 +1,8 @@
 """Steps by Triton's kernels, in its interpreter: those of the passes on tensors."""
 
+import copy
 import importlib.util
+import pickle
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from tests.optim.gpu.interpreted import sharded_steps, steps, steps_of, with_kernels
 from tests.support.full import full_but, selected
 from tests.support.ranks import run_ranks
-from torchmars.optim import MARS
+from torchmars.optim import MARS, mars
 from torchmars.optim.gpu import launches
 from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.rules.adamw import MarsAdamW
@@ -168,17 +170,91 @@ class DoublesItsStep(MarsAdamW):
             super().update(group, step)
 
 
-@pytest.mark.parametrize("why", ["float64", "a setting on a GPU", "a part elsewhere", "a rule"])
+WITHOUT = ["float64", "a setting on a GPU", "a part elsewhere", "a rule", "state", "wire"]
+
+
+@pytest.mark.parametrize("why", WITHOUT)
 def test_where_there_is_no_kernel_a_step_is_made_by_passes(monkeypatch, why):
     stub = Stub(monkeypatch)
     monkeypatch.setitem(RULES, "doubles", DoublesItsStep())
     (parameter,) = model((4, 3), dtype=torch.float64 if why == "float64" else torch.float32)
-    optimizer = with_kernels(MARS([parameter], rule="doubles" if why == "a rule" else "mars-adamw"))
+    rule = {"a rule": "doubles", "wire": "mars-m"}.get(why, "mars-adamw")
+    wire = torch.float64 if why == "wire" else "auto"
+    optimizer = with_kernels(MARS([parameter], rule=rule, matrix_dtype=wire))
     if why == "a setting on a GPU":
         monkeypatch.setattr(torch.Tensor, "is_cpu", False)
         optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
     if why == "a part elsewhere":
         optimizer.kernels.device = torch.device("meta")
+    if why == "state":  # by a hook: its elements lie otherwise than the parameter's
+        state = optimizer.state[parameter]
+        state["exp_avg"] = torch.zeros(3, 4).T
     before = parameter.detach().clone()
     assert stub.of(optimizer.step)[0] == []
     assert not torch.equal(parameter, before)
+
+
+def test_memory_that_runs_out_leaves_no_old_addresses(monkeypatch):
+    stub, parameters = Stub(monkeypatch), model((4, 3))
+    optimizer, send = with_kernels(MARS(parameters, rule="mars-adamw")), launches.sent
+
+    def full(values, device):
+        raise torch.OutOfMemoryError
+
+    for changes in ("the table", "a gradient"):
+        monkeypatch.setattr(launches, "sent", full)
+        parameters[0].grad = parameters[0].grad.clone()
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        monkeypatch.setattr(launches, "sent", send)
+        names, sent = stub.of(optimizer.step)
+        assert names == [*SUMS, "update"] and sent == (3 if changes == "the table" else 1)
+        assert optimizer.kernels._fresh[0] == parameters[0].grad.data_ptr()
+
+
+def test_a_clip_that_is_changed_in_place_is_sent(monkeypatch):
+    stub, clip, most = Stub(monkeypatch), torch.tensor(1.0), torch.tensor(1.0)
+    optimizer = with_kernels(MARS(model((4, 3)), rule="mars-adamw", clip=clip))
+    optimizer.max_grad_norm = most
+    optimizer.step()
+    assert stub.of(optimizer.step)[1] == 0
+    for each in (clip, most):
+        each.fill_(0.5)
+        assert stub.of(optimizer.step)[1] == 1
+
+
+def test_where_triton_cannot_compile_a_line_says_so_and_steps_go_on(monkeypatch, caplog):
+    def launch(*arguments, **form):
+        raise NotADirectoryError("/home/nobody/.triton")
+
+    monkeypatch.setattr(launches, "launch", launch)
+    monkeypatch.setattr(mars, "has_kernels", lambda device: True)
+    (parameter,) = model((4, 3))
+    optimizer = MARS([parameter], rule="mars-adamw")
+    assert optimizer.kernels is None
+    [line] = [each.message for each in caplog.records if "cannot be compiled" in each.message]
+    assert "/home/nobody/.triton" in line and "TRITON_CACHE_DIR" in line
+    before = parameter.detach().clone()
+    optimizer.step()
+    assert not torch.equal(parameter, before)
+
+
+def test_copies_make_kernels_of_their_own_and_pickles_hold_none(monkeypatch):
+    stub = Stub(monkeypatch)
+    monkeypatch.setattr(mars, "has_kernels", lambda device: True)
+    optimizer = MARS(model((4, 3)), rule="mars-adamw")
+    optimizer.step()
+    assert b"triton" not in pickle.dumps(optimizer) and b"optim.gpu" not in pickle.dumps(optimizer)
+    twin = copy.deepcopy(optimizer)
+    twin.param_groups[0]["params"][0].grad = torch.ones(4, 3)
+    assert twin.kernels.plans is twin.plans and twin.plans is not optimizer.plans
+    assert stub.of(twin.step)[0] == [*SUMS, "update"]
+
+
+def test_a_compiled_step_is_made_by_passes(monkeypatch):
+    stub, (parameter,) = Stub(monkeypatch), model((4, 3))
+    optimizer = with_kernels(MARS([parameter], rule="mars-adamw"))
+    optimizer.step()
+    before = parameter.detach().clone()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert stub.of(optimizer.step)[0] == [] and not torch.equal(parameter, before)

@@ -174,7 +174,7 @@ def launched_kernels(watches: list[Watch], kernels: bool) -> Iterator[None]:
     """Let launches of Triton's kernels count, and start nothing; or let there be no `kernels`."""
 
     def launch(kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
-        if programs:
+        if programs and watches:  # an optimizer tries a kernel when it is made
             watches[-1].counts[kernel.__name__] += 1
             launched = watches[-1].found.launched
             launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1

@@ -48,6 +48,12 @@ class KernelStep:
         self._sent: tuple[list[int], list[float]] = [], []
         self._fresh = torch.empty(0)
 
+    def try_one(self) -> None:
+        """Launch a kernel on nothing. Raises what Triton raises where it cannot."""
+        table = torch.zeros(10, 1, dtype=torch.int64, device=self.device)
+        numbers = Numbers.empty(1, self.device).values
+        launches.launch(programs.sum_pieces, 1, table, numbers, numbers, 1)
+
     def step(
         self,
         groups: Sequence[GroupTensors],
@@ -60,7 +66,7 @@ class KernelStep:
 
         `skipped` and `overlap` are those of `MARS`. Collective as a step without kernels.
         """
-        if any(map(_on_gpu, groups)) or launches.is_capturing(self.device):
+        if _on_gpu(groups, max_grad_norm) or launches.is_capturing(self.device):
             return None
         table = self._current_table(groups, state)
         if table is None:
@@ -129,15 +135,17 @@ class KernelStep:
         ]
         made_of = self.plans.kinds.sorted, [innermost(each).data_ptr() for each in tensors]
         if made_of[0] is not self._made_of[0] or made_of[1] != self._made_of[1]:
-            self._made_of, self._table = made_of, None
-            if all(innermost(each).device == self.device for each in tensors):
-                try:
+            self._made_of, self._table = (None, []), None  # also where memory runs out below
+            try:
+                if all(innermost(each).device == self.device for each in tensors):
                     table = AddressTable(self.plans.parameters, groups)
-                except KeyError:  # a rule or a dtype without a kernel
-                    return None
-                table.rows = launches.sent(table.rows, self.device)
-                table.pieces = launches.sent(table.pieces, self.device)
-                self._table = table
+                    table.check_wires(each.wire for each in self.plans.traffic)
+                    table.rows = launches.sent(table.rows, self.device)
+                    table.pieces = launches.sent(table.pieces, self.device)
+                    self._table = table
+            except KeyError:  # a rule, a dtype or a state without a kernel
+                pass
+            self._made_of = made_of
         return self._table
 
     def _send(
@@ -153,21 +161,22 @@ class KernelStep:
         for row, gradient in zip(rows, gradients):
             addresses[row] = gradient.data_ptr()
         # Those of no group: of parameters without gradient, but for the first number.
-        settings = [math.inf if max_grad_norm is None else max_grad_norm, *[0.0] * 15]
+        settings = [math.inf if max_grad_norm is None else float(max_grad_norm), *[0.0] * 15]
         settings[programs.LARGEST.value] = math.inf
         for group, form in zip(groups, table.forms):
             settings += group_settings(group, form)
         if (addresses, settings) != self._sent:
-            self._sent = addresses, settings
             bits = torch.tensor(settings, dtype=torch.float64).view(torch.int64)
             self._fresh = launches.sent(torch.cat([torch.tensor(addresses), bits]), self.device)
+            self._sent = addresses, settings  # last: there may have been no memory
         return self._fresh
 
 
-def _on_gpu(group: GroupTensors) -> bool:
+def _on_gpu(groups: Sequence[GroupTensors], max_grad_norm: float | Tensor | None) -> bool:
     """Return whether a setting lies on a GPU, where the host cannot read it without waiting."""
-    settings = group.settings
-    numbers = settings["lr"], settings["weight_decay"], settings["eps"], *settings["betas"]
+    names = "lr", "weight_decay", "eps", "gamma", "clip"
+    numbers = [group.settings[name] for group in groups for name in names]
+    numbers += [max_grad_norm, *(beta for group in groups for beta in group.settings["betas"])]
     return any(isinstance(each, Tensor) and not each.is_cpu for each in numbers)
 
 
@@ -187,7 +196,7 @@ def group_settings(group: GroupTensors, form: Form) -> list[float]:
         math.log(beta1) if beta1 else -math.inf,
         math.log(beta2) if beta2 else -math.inf,
         float(group.kappa),
-        math.inf if settings["clip"] is None else settings["clip"],
+        math.inf if settings["clip"] is None else float(settings["clip"]),
         float(group.largest_norm),
         float(settings["cautious_decay"]),
         *map(float, lean),

@@ -53,7 +53,8 @@ def _elements_hinted(addresses, length):
 @triton.jit
 def _pointers(address, offset, dtype: tl.constexpr, full: tl.constexpr):
     if full:
-        pointer = tl.multiple_of(address, 16).to(tl.pointer_type(dtype))
+        # The hint is on the pointer: on the address it would hold for the plain path too.
+        pointer = address.to(tl.pointer_type(dtype))
         return tl.multiple_of(pointer, 16) + (tl.multiple_of(offset, BLOCK) + tl.arange(0, BLOCK))
     else:
         return address.to(tl.pointer_type(dtype)) + (offset + tl.arange(0, BLOCK))

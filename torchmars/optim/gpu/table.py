@@ -106,13 +106,28 @@ class AddressTable:
             for some in [list(alike)]
         ]
 
+    def check_wires(self, wires: Iterable[torch.dtype]) -> None:
+        """Raise `KeyError` for a dtype that matrices travel in and kernels do not know."""
+        for wire in wires:
+            DTYPES[wire]
+
 
 def _columns(parameter: Tensor, group: GroupTensors, state: State, number: int) -> list[int]:
-    """Return the columns of a parameter's row, but for its pieces: see `programs`."""
+    """Return the columns of a parameter's row, but for its pieces: see `programs`.
+
+    Raises `KeyError` for state that somebody has replaced by what is not as the others.
+    """
     names = (group.names[0], "exp_avg_sq", "last_grad", "step")
+    like = innermost(parameter)
+    for name in names[:3]:
+        if name in state:
+            buffer = innermost(state[name])
+            if buffer.dtype != group.states[0][name].dtype or buffer.stride() != like.stride():
+                raise KeyError(name)
+    if state["step"].dtype != torch.float32:
+        raise KeyError("step")
     addresses = [innermost(state[name]).data_ptr() if name in state else 0 for name in names]
-    local = innermost(parameter)
-    return [local.data_ptr(), *addresses, local.numel(), group.stacks, number + 1]
+    return [like.data_ptr(), *addresses, like.numel(), group.stacks, number + 1]
 
 
 def _sum_launches(launches: Iterable[Launch]) -> list[Launch]:
