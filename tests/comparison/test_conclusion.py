@@ -46,17 +46,26 @@ def made(losses, baseline=None, state="done", seeds=3):
 
 
 @pytest.mark.parametrize("baseline", [None, "muon", "mars-m"])
-def test_a_difference_and_its_interval_come_first(baseline):
-    beyond = conclusion(made({"mars-m": LOW, "muon": CLEAR}, baseline))
-    assert beyond == [
+def test_a_difference_comes_first_with_the_interval_and_the_signs_of_the_table(baseline):
+    """Where the best is the baseline, the table has the other one minus it."""
+    if baseline == "mars-m":
+        pair, far, near = "muon - mars-m", "+0.0300", "+0.0100"
+        intervals = "+0.0073 to +0.0527", "-0.0127 to +0.0327"
+    else:
+        pair, far, near = "mars-m - muon", "-0.0300", "-0.0100"
+        intervals = "-0.0527 to -0.0073", "-0.0327 to +0.0127"
+    found = made({"mars-m": LOW, "muon": CLEAR}, baseline)
+    assert conclusion(found) == [
         f"mars-m {IN_WORDS} ends lowest, at 1.4800, 0.0300 below muon {IN_WORDS}; "
-        "95% interval 0.0073 to 0.0527: beyond the spread."
+        f"{pair} is {far}, 95% interval {intervals[0]}, beyond the spread."
     ]
-    within = conclusion(made({"mars-m": LOW, "muon": NEAR}, baseline))
-    assert within == [
+    assert f"| {pair} | {far} | {intervals[0]} | yes |" in markdown(found)
+    found = made({"mars-m": LOW, "muon": NEAR}, baseline)
+    assert conclusion(found) == [
         f"No difference that these seeds show: mars-m {IN_WORDS} ends at 1.4800, 0.0100 below "
-        f"muon {IN_WORDS}; 95% interval -0.0127 to 0.0327."
+        f"muon {IN_WORDS}; {pair} is {near}, 95% interval {intervals[1]}."
     ]
+    assert f"| {pair} | {near} | {intervals[1]} | no |" in markdown(found)
 
 
 def test_the_others_are_told_apart_by_the_spread():
@@ -67,8 +76,10 @@ def test_the_others_are_told_apart_by_the_spread():
     first, *others = conclusion(found)
     assert first.startswith("No difference that these seeds show: mars-m ")
     assert others == [
-        "Beyond the spread it is below adamw (by 0.0300, 0.0073 to 0.0527).",
-        "No difference is shown to lion (by 0.2200, -0.5241 to 0.9641).",
+        "Beyond the spread it is below adamw "
+        "(mars-m - adamw is -0.0300, 95% interval -0.0527 to -0.0073).",
+        "No difference is shown to lion "
+        "(mars-m - lion is -0.2200, 95% interval -0.9641 to +0.5241).",
         "mars-m saves 50.0% (40.0% to 60.0%) of the tokens of adamw.",
     ]
 
@@ -77,7 +88,7 @@ def test_one_seed_claims_nothing():
     losses = {"mars-m": [1.48], "muon": [1.5], "adamw": [1.7]}
     assert conclusion(made(losses, seeds=1)) == [
         f"mars-m {IN_WORDS} ends lowest, at 1.4800, 0.0200 below muon {IN_WORDS}.",
-        "It is also below adamw (by 0.2200).",
+        "It is also below adamw (mars-m - adamw is -0.2200).",
         "There is 1 seed (number 0): how far losses spread over seeds is not known.",
     ]
     # Of several seeds one alone is done yet.

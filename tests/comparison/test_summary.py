@@ -87,14 +87,21 @@ def test_the_edge_of_a_grid_is_that_of_each_number():
     assert edges_of({"lr": 1e-3, "gamma": 0.2}, grid) == {"lr": "lowest", "gamma": "highest"}
     assert edges_of({"gamma": 0.0}, grid) == {}  # nothing is below it
     for betas, edges in [
-        ([0.8, 0.99], {"betas[0]": "lowest", "betas[1]": "highest"}),
-        ([0.9, 0.95], {"betas[1]": "lowest"}),
-        ([0.95, 0.99], {"betas[0]": "highest", "betas[1]": "highest"}),
+        ([0.8, 0.99], {"betas[0]": "lowest"}),
+        ([0.9, 0.95], {}),  # of the second two values were tried
+        ([0.95, 0.99], {"betas[0]": "highest"}),
     ]:
         assert edges_of({"betas": betas}, grid) == edges
-    assert edges_of({"betas": [0.9, 0.99]}, {"betas": [[0.9, 0.99], [0.95, 0.99]]}) == {
-        "betas[0]": "lowest"
-    }
+    second = [[0.9, 0.95], [0.9, 0.98], [0.9, 0.99]]
+    assert edges_of({"betas": second[0]}, {"betas": second}) == {"betas[1]": "lowest"}
+
+
+def test_of_two_values_only_the_learning_rate_has_an_edge():
+    """Each of them is at one; --widen can try more learning rates."""
+    grid = {"lr": [1e-3, 2e-3], "gamma": [0.1, 0.2], "betas": [[0.9, 0.95], [0.95, 0.99]]}
+    best = {"lr": 2e-3, "gamma": 0.2, "betas": [0.9, 0.95]}
+    assert edges_of(best, grid) == {"lr": "highest"}
+    assert edges_of(best, grid | {"lr": [2e-3]}) == {}
 
 
 def test_edges_and_a_missing_baseline_are_said_once(tmp_path):
@@ -106,7 +113,7 @@ def test_edges_and_a_missing_baseline_are_said_once(tmp_path):
     found = notes(study, [result("mars-m", [1.0], edges), result("muon", [2.0])], [])
     assert [note for note in found if "may not be tuned" in note] == [
         "A best value that is the lowest or the highest one tried may not be tuned: "
-        "mars-m gamma (highest), betas[0] (lowest)."
+        "mars-m gamma (highest), the first of betas (lowest)."
     ]
     assert any("adamw does not take part" in note and "--baseline muon" in note for note in found)
     study.baseline = "mars-m"

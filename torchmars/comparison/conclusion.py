@@ -1,7 +1,7 @@
 """What a comparison has found, in a few sentences: the finding first, then how sure it is."""
 
 from torchmars.comparison.results import Comparison, ContenderResult, Difference
-from torchmars.comparison.words import number, seeds_text, settings_text, share
+from torchmars.comparison.words import interval_text, number, seeds_text, settings_text, share
 
 
 def conclusion(found: Comparison) -> list[str]:
@@ -34,13 +34,13 @@ def finding(found: Comparison, best: ContenderResult, second: ContenderResult) -
     own, other, loss = named(found, best), named(found, second), number(best.mean)
     if number(abs(difference.loss.mean)) == number(0.0):
         return f"{own} and {other} end at the same loss, {loss}."
-    below = f"{number(-difference.loss.mean)} below {other}"
+    below = f"{number(abs(difference.loss.mean))} below {other}"
     if difference.exceeds_spread is None:
         return f"{own} ends lowest, at {loss}, {below}."
-    interval = f"95% interval {interval_text(difference)}"
+    row = difference_text(difference)
     if difference.exceeds_spread:
-        return f"{own} ends lowest, at {loss}, {below}; {interval}: beyond the spread."
-    return f"No difference that these seeds show: {own} ends at {loss}, {below}; {interval}."
+        return f"{own} ends lowest, at {loss}, {below}; {row}, beyond the spread."
+    return f"No difference that these seeds show: {own} ends at {loss}, {below}; {row}."
 
 
 def of_the_others(
@@ -56,7 +56,7 @@ def of_the_others(
     for exceeds, words in ways.items():
         known = [(each, found.between(best.name, each.name)) for each in others]
         gaps = [
-            f"{each.name} ({gap_text(difference)})"
+            f"{each.name} ({difference_text(difference)})"
             for each, difference in known
             if difference.exceeds_spread is exceeds
         ]
@@ -65,18 +65,13 @@ def of_the_others(
     return sentences
 
 
-def gap_text(difference: Difference) -> str:
-    """Return by how much the first is below the second, with the interval where it is known."""
-    interval = interval_text(difference)
-    return f"by {number(-difference.loss.mean)}{f', {interval}' if interval else ''}"
-
-
-def interval_text(difference: Difference) -> str:
-    """Return the interval of how much the first is below the second; empty where none is known."""
-    low, high = difference.loss.low, difference.loss.high
-    return "" if low is None or high is None else f"{-high:.4f} to {-low:.4f}"
+def difference_text(row: Difference) -> str:
+    """Return a row of the table of differences, with its sign, as a clause."""
+    interval = interval_text(row.loss)
+    mean = f"{row.first} - {row.second} is {row.loss.mean:+.4f}"
+    return f"{mean}, 95% interval {interval}" if interval else mean
 
 
 def named(found: Comparison, contender: ContenderResult) -> str:
     """Return the name of a contender with its best settings."""
-    return f"{contender.name} ({settings_text(contender.best or {}, found.tuned)})"
+    return f"{contender.name} ({settings_text(contender.best, found.tuned)})"

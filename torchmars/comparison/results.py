@@ -81,8 +81,8 @@ class ContenderResult:
     best: Settings | None
     """The settings of the lowest loss with the first seed; None where no trial is done."""
     edges: Edges
-    """The settings whose best value is the outermost one that was tried, and at which end; of betas
-    betas[0] and betas[1]."""
+    """The settings whose best value is the outermost of three or more, or of two of lr, and at
+    which end; of betas betas[0] and betas[1]."""
     losses: list[float]
     """Final losses of the best settings, by seed, of the trials that are done."""
     mean: float | None
@@ -129,7 +129,7 @@ class Comparison:
     contenders: list[ContenderResult]
     """The best first; those without a result last."""
     differences: list[Difference]
-    """Of each pair of contenders: those from the baseline first."""
+    """Of each pair of contenders: another minus the baseline first, then better minus worse."""
     trials: list[TrialResult]
     """In the order of contenders on the command line, settings, seeds."""
     notes: list[str]
@@ -146,15 +146,10 @@ class Comparison:
         return names.index(contender.name)
 
     def between(self, first: str, second: str) -> Difference:
-        """Return the difference of two contenders with a result, turned round where need be."""
-        each = next(
+        """Return the difference of two contenders with a result, either of which may be first."""
+        return next(
             each for each in self.differences if {each.first, each.second} == {first, second}
         )
-        if each.first == first:
-            return each
-        mean, low, high = each.loss.mean, each.loss.low, each.loss.high
-        turned = Estimate(-mean, None if high is None else -high, None if low is None else -low)
-        return Difference(first, second, turned, each.exceeds_spread)
 
     def trials_of(self, contender: ContenderResult) -> list[TrialResult]:
         """Return the trials of a contender's best settings, one for each seed that was run."""

@@ -142,15 +142,17 @@ def best_of(results: list[TrialResult]) -> TrialResult | None:
 
 
 def edges_of(best: Settings, grid: Grid) -> Edges:
-    """Return which numbers of the best settings are the outermost of several that were tried.
+    """Return which numbers of the best settings are the outermost of those that were tried.
 
-    Each of the betas is one by itself. A lowest one of 0 is no edge: nothing lies beyond it.
+    Each of the betas is one by itself. A lowest one of 0 is no edge: nothing lies beyond it. Of two
+    values each is at an edge, which tells nothing: only lr counts then, which can be widened.
     """
     edges: Edges = {}
     for name, value in best.items():
+        least = 2 if name == "lr" else 3
         for place, number in enumerate(numbers_of(value)):
             tried = {numbers_of(each)[place] for each in grid[name]}
-            if len(tried) > 1 and number and number in (min(tried), max(tried)):
+            if len(tried) >= least and number and number in (min(tried), max(tried)):
                 key = f"{name}[{place}]" if isinstance(value, list) else name
                 edges[key] = "lowest" if number == min(tried) else "highest"
     return edges

@@ -19,6 +19,8 @@ from torchmars.comparison.study import Study, Trial, TrialPlan
 from torchmars.comparison.trials import trial_folders
 from torchmars.optim.rules import variance_reduced
 
+SAID = {"betas[0]": "the first of betas", "betas[1]": "the second of betas"}
+
 
 def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Comparison:
     """Return what the trials that have ended tell."""
@@ -145,7 +147,7 @@ def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialRes
                 "flatters it."
             )
     at_edge = [
-        f"{each.name} {', '.join(f'{setting} ({end})' for setting, end in each.edges.items())}"
+        f"{each.name} " + ", ".join(f"{SAID.get(at, at)} ({end})" for at, end in each.edges.items())
         for each in contenders
         if each.edges
     ]

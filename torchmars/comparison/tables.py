@@ -8,7 +8,14 @@ import io
 
 from torchmars.comparison.conclusion import conclusion
 from torchmars.comparison.results import Comparison, Settings
-from torchmars.comparison.words import best_settings, number, seeds_text, share, value_text
+from torchmars.comparison.words import (
+    interval_text,
+    number,
+    seeds_text,
+    settings_text,
+    share,
+    value_text,
+)
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted
@@ -22,7 +29,7 @@ def contender_rows(found: Comparison) -> Rows:
     rows = [
         [
             each.name,
-            best_settings(each, found.tuned),
+            settings_text(each.best, found.tuned) or "-",
             number(each.mean),
             number(each.spread),
             str(len(each.losses)),
@@ -49,10 +56,8 @@ def difference_rows(found: Comparison) -> Rows:
     exceeds = {True: "yes", False: "no", None: "not known"}
     rows = [["optimizers", "difference of losses", "95% interval", "exceeds the spread"]]
     for each in found.differences:
-        loss = each.loss
-        interval = "-" if loss.low is None else f"{loss.low:+.4f} to {loss.high:+.4f}"
-        pair = f"{each.first} - {each.second}"
-        rows.append([pair, f"{loss.mean:+.4f}", interval, exceeds[each.exceeds_spread]])
+        known = [f"{each.loss.mean:+.4f}", interval_text(each.loss) or "-"]
+        rows.append([f"{each.first} - {each.second}", *known, exceeds[each.exceeds_spread]])
     return rows
 
 

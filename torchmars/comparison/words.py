@@ -2,43 +2,15 @@
 
 from collections.abc import Collection
 
-from torchmars.comparison.results import (
-    ContenderResult,
-    Estimate,
-    Settings,
-    Value,
-    numbers_of,
-)
+from torchmars.comparison.results import Estimate, Settings, Value, numbers_of
 from torchmars.core.words import counted
 
 
-def best_settings(contender: ContenderResult, names: Collection[str]) -> str:
-    """Return the best settings, those in `names`, and which lie at the edge of what was tried."""
-    if contender.best is None:
-        return "-"
-    parts = []
-    for name, value in contender.best.items():
-        if name in names:
-            edges = edges_text(contender, name, value)
-            parts.append(f"{name} {value_text(value)}{f' ({edges})' if edges else ''}")
-    return ", ".join(parts)
-
-
-def edges_text(contender: ContenderResult, name: str, value: Value) -> str:
-    """Return which numbers of a best value lie at the edge of what was tried; empty for none."""
-    if name in contender.edges:
-        return f"the {contender.edges[name]} tried"
+def settings_text(settings: Settings | None, names: Collection[str] | None = None) -> str:
+    """Return the settings, or those that are in `names`; nothing where there are none."""
+    chosen = (settings or {}).items()
     return ", ".join(
-        f"{number:g} the {end} tried"
-        for place, number in enumerate(numbers_of(value))
-        if (end := contender.edges.get(f"{name}[{place}]"))
-    )
-
-
-def settings_text(settings: Settings, names: Collection[str]) -> str:
-    """Return those of the settings that are in `names`."""
-    return ", ".join(
-        f"{name} {value_text(value)}" for name, value in settings.items() if name in names
+        f"{name} {value_text(value)}" for name, value in chosen if names is None or name in names
     )
 
 
@@ -50,6 +22,12 @@ def value_text(value: Value) -> str:
 def number(value: float | None) -> str:
     """Return a loss as a table shows it."""
     return "-" if value is None else f"{value:.4f}"
+
+
+def interval_text(difference: Estimate) -> str:
+    """Return the interval of a difference with signs; nothing where it is not known."""
+    low, high = difference.low, difference.high
+    return "" if low is None else f"{low:+.4f} to {high:+.4f}"
 
 
 def share(value: Estimate | None) -> str:

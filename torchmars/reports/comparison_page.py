@@ -14,7 +14,6 @@ from torchmars.comparison.results import (
     ContenderResult,
     Difference,
     Estimate,
-    Settings,
     TrialResult,
 )
 from torchmars.comparison.words import seeds_text, settings_text, value_text
@@ -72,7 +71,7 @@ def comparison_page(
         baseline=found.baseline,
         conclusion=conclusion(found),
         facts=facts(found),
-        settings=lambda settings: settings_words(found, settings),
+        settings=lambda settings: settings_text(settings, found.tuned) or DASH,
         loss=loss_text,
         saved=saved_text,
         remark=remark,
@@ -141,17 +140,13 @@ def drawn_plane(planes: dict[str, Plane], plane: Plane) -> dict[str, Any]:
 def trial_text(trial: TrialResult) -> str:
     """Return a trial's settings and how it ended."""
     ended = trial.state if trial.loss is None else f"loss {trial.loss:.4f}"
-    return f"{trial.contender}, {settings_text(trial.settings, trial.settings)}: {ended}"
+    return f"{trial.contender}, {settings_text(trial.settings)}: {ended}"
 
 
 def remark(contender: ContenderResult) -> str:
     """Return what a reader must know of a contender."""
-    parts = [f"{name} is the {end} that was tried" for name, end in contender.edges.items()]
-    if contender.remark:
-        parts.append(contender.remark)
-    if contender.rule != contender.name:
-        parts.append(f"optimizer.name is {contender.rule}")
-    return "; ".join(parts)
+    rule = f"optimizer.name is {contender.rule}" if contender.rule != contender.name else ""
+    return "; ".join(filter(None, (contender.remark, rule)))
 
 
 def loss_text(loss: float | None) -> str:
@@ -185,8 +180,3 @@ def link(run: Path, file: Path) -> str:
     """Return the address of a run's report or folder, as seen from the page `file`."""
     target = run / "report.html" if (run / "report.html").is_file() else run
     return quote(os.path.relpath(target, file.absolute().parent))
-
-
-def settings_words(found: Comparison, settings: Settings | None) -> str:
-    """Return settings in words: those of which several values were tried."""
-    return DASH if settings is None else settings_text(settings, found.tuned)
