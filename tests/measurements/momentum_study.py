@@ -79,7 +79,7 @@ def plane(
     return found
 
 
-def elementwise() -> list[Optimizer]:
+def other_rules() -> list[Optimizer]:
     """Return AdamW, MARS-AdamW and MARS-Shampoo over first betas, gammas and rates."""
     found: list[Optimizer] = []
     for beta, lr in itertools.product((0.9, 0.95), RATES):
@@ -141,12 +141,16 @@ class Study:
         return Text(train, validation, vocab_size=257)
 
     def best(self, setting: Setting, count: int, **having: Any) -> list[Optimizer]:
-        """Return the sections of the lowest losses, of each but its rate one, `having` these."""
+        """Return the sections of the lowest losses, of each but its rate one, `having` these.
+
+        Of the trials with the first seed, products in float32 and a constant gamma.
+        """
         of_point: dict[str, tuple[float, Optimizer]] = {}
         for row in self.rows:
             section = row["optimizer"]
             alike = all(section.get(key) == value for key, value in having.items())
-            if row["setting"] == setting.name and row["seed"] == 0 and alike:
+            plain = row["products"] == "highest" and "final_gamma" not in row
+            if row["setting"] == setting.name and row["seed"] == 0 and plain and alike:
                 point = str({**section, "lr": 0})
                 loss = row["losses"][-1][1]
                 found = (math.inf if math.isnan(loss) else loss), section
@@ -193,9 +197,9 @@ def at_rates(sections: Iterable[Optimizer], rates: Iterable[float]) -> Iterator[
 
 
 def stage_plane(study: Study) -> None:
-    """Try the plane of momentum and gamma with one seed; the elementwise rules' settings too."""
+    """Try the plane of momentum and gamma with one seed; other rules' settings too."""
     of_books = plane((0.8, 0.9, 0.95, 0.98), (1, 2, 4), RATES, clips=(1.0, 0.0))
-    study.run(BOOKS, [*of_books, *elementwise()], [0])
+    study.run(BOOKS, [*of_books, *other_rules()], [0])
     rules = "adamw", "mars-adamw", "mars-shampoo"
     others = [section for name in rules for section in study.best(BOOKS, 1, name=name)]
     [best], [muon] = (study.best(BOOKS, 1, name=name) for name in ("mars-m", "muon"))
@@ -206,7 +210,7 @@ def stage_plane(study: Study) -> None:
 def stage_quickstart(study: Study) -> None:
     """Try the quickstart's own plane and rates, then five seeds of the best."""
     rates = 1e-2, 2e-2, 3e-2
-    adamw = [each for each in elementwise() if each["name"] == "adamw"]
+    adamw = [each for each in other_rules() if each["name"] == "adamw"]
     study.run(QUICKSTART, [*plane((0.8, 0.85, 0.9, 0.95), (1, 2, 3), rates), *adamw], [0])
     counts = {"mars-m": 5, "muon": 2, "adamw": 1}
     best = [each for name, n in counts.items() for each in study.best(QUICKSTART, n, name=name)]
@@ -218,12 +222,6 @@ def stage_quickstart_adamw(study: Study) -> None:
     [best] = study.best(QUICKSTART, 1, name="adamw")
     study.run(QUICKSTART, at_rates([best], (1e-3, 2e-3)), [0])
     study.run(QUICKSTART, study.best(QUICKSTART, 1, name="adamw"), range(3))
-
-
-def stage_adamw_seeds(study: Study) -> None:
-    """Give AdamW's second rate its seeds: at the first one a seed diverges."""
-    section = {"name": "adamw", "lr": 8e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}
-    study.run(BOOKS, [section], range(1, 3))
 
 
 def stage_schedules(study: Study) -> None:
@@ -252,8 +250,13 @@ def stage_seeds(study: Study) -> None:
 def stage_larger(study: Study) -> None:
     """Train four times the size."""
     torch.set_float32_matmul_precision("high")
-    [first, second, _, _, published, muon, _] = contenders()
-    study.run(LARGER, at_rates([first, second, published, muon], (2e-3, 4e-3, 8e-3)), range(3))
+    sections = [
+        matrix_rule("mars-m", 0.9, 8e-3, gamma=0.1, clip=1.0),
+        matrix_rule("mars-m", 0.9, 8e-3, gamma=0.2, clip=1.0),
+        matrix_rule("mars-m", 0.95, 8e-3, gamma=0.025, clip=1.0),  # as published
+        matrix_rule("muon", 0.9, 8e-3),
+    ]
+    study.run(LARGER, at_rates(sections, (2e-3, 4e-3, 8e-3)), range(3))
 
 
 def stage_batch(study: Study) -> None:
@@ -266,7 +269,6 @@ STAGES = {
     "plane": stage_plane,
     "quickstart": stage_quickstart,
     "quickstart-adamw": stage_quickstart_adamw,
-    "adamw-seeds": stage_adamw_seeds,
     "schedules": stage_schedules,
     "seeds": stage_seeds,
     "larger": stage_larger,

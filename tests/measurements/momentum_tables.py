@@ -18,6 +18,8 @@ TELEMETRY = FILE.with_name("momentum_telemetry.json")  # step, cosine, correctio
 NAMES = {"muon": "Muon", "mars-m": "MARS-M", "mars-shampoo": "MARS-Shampoo"}
 NAMES |= {"adamw": "AdamW", "mars-adamw": "MARS-AdamW"}
 
+PUBLISHED = "MARS-M µ 0.95, γ 0.025"
+
 Row = dict[str, Any]
 Losses = dict[str, dict[float, dict[int, float]]]  # of each optimizer: by rate, by seed
 
@@ -101,10 +103,36 @@ def with_seeds(losses: Losses, rates: Sequence[float], against: str, seeds: int)
     return in_table([*heads, "at the best", "spread", f"difference from {against}"], rows)
 
 
-def seeds() -> list[str]:
+def five_seeds() -> list[str]:
     """Three seeds at three rates, five at the best."""
     losses = losses_of(trials("books", products="high"))
     return with_seeds(losses, (4e-3, 8e-3, 1.6e-2), "Muon µ 0.9", 3)
+
+
+def against_published() -> list[str]:
+    """Five seeds at 8e-3, beside MARS-M as published."""
+    losses = losses_of(trials("books", products="high"))
+    published = list(losses[PUBLISHED][8e-3].values())
+    rows = []
+    for name, of_rates in losses.items():
+        if name != PUBLISHED:
+            found = difference(name, list(of_rates[8e-3].values()), PUBLISHED, published).loss
+            rows.append([name, f"{found.mean:+.4f}", f"{found.low:+.4f} to {found.high:+.4f}"])
+    return in_table(["optimizer", "difference from published", "95% interval"], sorted(rows))
+
+
+def along_the_run() -> list[str]:
+    """The validation loss during the run at 8e-3, means of five seeds."""
+    curves: dict[str, list[dict[int, float]]] = defaultdict(list)
+    for row in trials("books", products="high"):
+        if row["optimizer"]["lr"] == 8e-3:
+            curves[name_of(row["optimizer"])].append({step: loss for step, loss in row["losses"]})
+    steps = 100, 200, 500, 850, 1230
+    rows = [
+        [name, *(f"{fmean(curve[step] for curve in found):.3f}" for step in steps)]
+        for name, found in sorted(curves.items())
+    ]
+    return in_table(["optimizer", *(f"step {step}" for step in steps)], rows)
 
 
 def larger() -> list[str]:
@@ -124,8 +152,8 @@ def batch() -> list[str]:
     return in_table(["µ", "Muon", "γ 0.025", "γ 1 − µ", "γ 2 (1 − µ)"], rows)
 
 
-def elementwise() -> list[str]:
-    """The rules that are not Muon's kin: the best of three rates with one seed."""
+def other_rules() -> list[str]:
+    """AdamW, MARS-AdamW and MARS-Shampoo: the best of three rates with one seed."""
     rows = []
     rules = ("adamw", "mars-adamw", "mars-shampoo")
     chosen = [
@@ -140,7 +168,7 @@ def elementwise() -> list[str]:
     return in_table(["optimizer", "best lr", "final loss"], rows)
 
 
-def elementwise_seeds() -> list[str]:
+def other_rules_seeds() -> list[str]:
     """Three seeds of the best of each of them."""
     losses = losses_of(trials("books", products="highest"))
     rows = []
@@ -201,12 +229,14 @@ def of_telemetry() -> list[str]:
 
 TABLES = [
     plane,
-    seeds,
+    five_seeds,
+    against_published,
+    along_the_run,
     options,
     larger,
     batch,
-    elementwise,
-    elementwise_seeds,
+    other_rules,
+    other_rules_seeds,
     quickstart,
     schedules,
     of_telemetry,
