@@ -87,11 +87,12 @@ KINDS.grid = (spec) => {
   };
 };
 
-// The final loss by betas, in rows, and gamma, in columns: a block of rows for each contender. Those
-// of a rule without gamma are as wide as all columns.
+// The final loss by betas, in rows, and gamma, in columns: a block of rows for each contender.
+// Those of a rule without gamma are as wide as all columns.
 KINDS.plane = (spec) => {
   const shown = shownContenders().map((each) => ({ ...each, ...data.planes[each.name] }));
-  const gammas = shown.map((each) => each.gammas).reduce((a, b) => (a.length < b.length ? b : a), []);
+  const longest = (a, b) => (a.length < b.length ? b : a);
+  const gammas = shown.map((each) => each.gammas).reduce(longest, []);
   const ticks = [];
   const traces = shown.map(({ name, betas, gammas: own, points, color }) => {
     const top = ticks.length ? ticks[ticks.length - 1].at + 1.4 : 0;
