@@ -182,7 +182,7 @@ def other_rules_seeds() -> list[str]:
                 found = list(of_seeds.values())
                 each = ", ".join(f"{loss:.4f}" for loss in found)
                 rows.append([name, f"{lr:g}", each, f"{fmean(found):.4f}"])
-    return in_table(["optimizer", "lr", "three seeds", "mean"], rows)
+    return in_table(["optimizer", "lr", "seeds", "mean"], rows)
 
 
 def options() -> list[str]:
@@ -201,6 +201,18 @@ def quickstart() -> list[str]:
         if len(of_rates[best_rate(of_rates)]) > 1
     }
     return with_seeds(several, (1e-2, 2e-2, 3e-2), "Muon µ 0.85", 1)
+
+
+def quickstart_on_books() -> list[str]:
+    """The quickstart's model, batch and length on the books, three seeds: `torchmars train`."""
+    losses = losses_of(trials("quickstart on books"))
+    rows = []
+    for name, of_rates in losses.items():
+        for lr, of_seeds in of_rates.items():
+            found = list(of_seeds.values())
+            each = ", ".join(f"{loss:.4f}" for loss in found)
+            rows.append([name, f"{lr:g}", each, f"{fmean(found):.4f}"])
+    return in_table(["optimizer", "lr", "seeds", "mean"], rows)
 
 
 def schedules() -> list[str]:
@@ -238,6 +250,7 @@ TABLES = [
     other_rules,
     other_rules_seeds,
     quickstart,
+    quickstart_on_books,
     schedules,
     of_telemetry,
 ]
