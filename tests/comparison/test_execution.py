@@ -168,14 +168,13 @@ def test_killed_and_resumed_it_finds_the_same(run, config, tmp_path, monkeypatch
         read_comparison(tmp_path)
 
 
-def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
-    """No trial is run: made-up losses are lowest at a learning rate of 8e-3."""
+def make_up(monkeypatch, rows_of):
+    """Let trials end as soon as they start, with the metrics that `rows_of` makes of their name."""
 
     class Ended:
         def __init__(self, file, variables):
-            lr = float(file.parent.name.split("-lr")[1].split("-seed")[0])
-            rows = [{"step": 12, "validation/loss": 3 + abs(lr - 8e-3)}]
-            (file.parent / "metrics.jsonl").write_text("".join(map(json.dumps, rows)))
+            lines = map(json.dumps, rows_of(file.parent.name))
+            (file.parent / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
             (file.parent / "config.toml").write_text(file.read_text())
 
         def poll(self):
@@ -185,6 +184,16 @@ def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
 
     monkeypatch.setattr(local, "start_process", Ended)
     monkeypatch.setattr("torchmars.comparison.execution.POLL_SECONDS", 0)
+
+
+def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
+    """No trial is run: made-up losses are lowest at a learning rate of 8e-3."""
+
+    def rows_of(name):
+        lr = float(name.split("-lr")[1].split("-seed")[0])
+        return [{"step": 12, "validation/loss": 3 + abs(lr - 8e-3)}]
+
+    make_up(monkeypatch, rows_of)
     options = ["--optimizers", "adamw", "--seeds", "1", "--lr-grid"]
     code, _, err = run(config, *options, "1e-3,2e-3", "--widen", "--folder", "found")
     assert code == 0, err
@@ -204,27 +213,15 @@ def test_another_baseline_and_grids_of_which_some_have_no_gamma(run, config, mon
     """No trial is run: made-up losses of muon are 0.5 higher, and all 0.1 lower at betas of 0.9."""
     started = []
 
-    class Ended:
-        def __init__(self, file, variables):
-            started.append(name := file.parent.name)
-            loss = 3 + 0.5 * name.startswith("muon") - 0.1 * ("betas0.9-" in name)
-            loss += 0.01 * int(name[-1]) + 0.2 * ("gamma0.4" in name)
-            said = {"train/tokens_per_second": 512.0}
-            rows = [
-                {"step": 6, "validation/loss": 4.5 + loss},
-                {"step": 12, "validation/loss": loss},
-            ]
-            lines = [json.dumps(row | said) for row in rows]
-            (file.parent / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-            (file.parent / "config.toml").write_text(file.read_text())
+    def rows_of(name):
+        started.append(name)
+        loss = 3 + 0.5 * name.startswith("muon") - 0.1 * ("betas0.9-" in name)
+        loss += 0.01 * int(name[-1]) + 0.2 * ("gamma0.4" in name)
+        said = {"train/tokens_per_second": 512.0}
+        rows = [{"step": 6, "validation/loss": 4.5 + loss}, {"step": 12, "validation/loss": loss}]
+        return [row | said for row in rows]
 
-        def poll(self):
-            return 0
-
-        wait = poll
-
-    monkeypatch.setattr(local, "start_process", Ended)
-    monkeypatch.setattr("torchmars.comparison.execution.POLL_SECONDS", 0)
+    make_up(monkeypatch, rows_of)
     grids = ["--lr-grid", "1e-3", "--betas-grid", "0.95:0.99,0.9:0.99", "--gamma-grid", "0.2,0.4"]
     command = [config, *grids, "--optimizers", "muon,mars-m", "--seeds", "2", "--folder", "found"]
     code, out, err = run(*command)

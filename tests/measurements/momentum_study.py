@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tests.measurements.momentum_tables import gammas_of
 from tests.measurements.trials_together import Text, kind_of, train_together
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
@@ -71,7 +72,7 @@ def plane(
     found = []
     for mu, lr in itertools.product(mus, lrs):
         found.append(matrix_rule("muon", mu, lr))
-        each = sorted({round(part * (1 - mu), 6) for part in gammas} | {0.025})
+        each = sorted(set(gammas_of(mu, gammas)))
         found += [
             matrix_rule("mars-m", mu, lr, gamma=gamma, clip=clip)
             for gamma, clip in itertools.product(each, clips)

@@ -71,20 +71,25 @@ def in_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
+def gammas_of(mu: float, parts: Iterable[float]) -> list[float]:
+    """Return the published gamma, and these parts of 1 - mu, where Nesterov's Muon lies."""
+    return [0.025, *(round(part * (1 - mu), 6) for part in parts)]
+
+
+def points_of(mu: float, parts: Iterable[float]) -> list[str]:
+    """Return the names of Muon and of MARS-M at these gammas."""
+    return [f"Muon µ {mu:g}", *(f"MARS-M µ {mu:g}, γ {each:g}" for each in gammas_of(mu, parts))]
+
+
 def plane() -> list[str]:
     """The best loss over three rates at each point of the plane, with the clip and without."""
     losses = losses_of(trials("books", options=True, products="highest", seed=0))
 
-    def shown(mu: float, gamma: float | None) -> str:
-        rule = "Muon" if gamma is None else "MARS-M"
-        point = f"{rule} µ {mu:g}" + ("" if gamma is None else f", γ {gamma:g}")
+    def shown(point: str) -> str:
         found = [losses[name] for name in (point, f"{point}, clip 0") if name in losses]
         return " / ".join(f"{each[best_rate(each)][0]:.4f}" for each in found)
 
-    rows = []
-    for mu in (0.8, 0.9, 0.95, 0.98):
-        gammas = [None, 0.025, *(round(part * (1 - mu), 6) for part in (1, 2, 4))]
-        rows.append([f"{mu:g}", *(shown(mu, gamma) for gamma in gammas)])
+    rows = [[f"{mu:g}", *map(shown, points_of(mu, (1, 2, 4)))] for mu in (0.8, 0.9, 0.95, 0.98)]
     return in_table(["µ", "Muon", "γ 0.025", "γ 1 − µ", "γ 2 (1 − µ)", "γ 4 (1 − µ)"], rows)
 
 
@@ -144,11 +149,10 @@ def larger() -> list[str]:
 def batch() -> list[str]:
     """Losses with four times the batch, as many steps and one seed."""
     losses = losses_of(trials("books, 4 x batch"))
-    rows = []
-    for mu in (0.9, 0.95, 0.98):
-        parts = (f", γ {round(part * (1 - mu), 6):g}" for part in (1, 2))
-        names = [f"Muon µ {mu:g}", *(f"MARS-M µ {mu:g}{each}" for each in (", γ 0.025", *parts))]
-        rows.append([f"{mu:g}", *(f"{losses[name][8e-3][0]:.4f}" for name in names)])
+    rows = [
+        [f"{mu:g}", *(f"{losses[name][8e-3][0]:.4f}" for name in points_of(mu, (1, 2)))]
+        for mu in (0.9, 0.95, 0.98)
+    ]
     return in_table(["µ", "Muon", "γ 0.025", "γ 1 − µ", "γ 2 (1 − µ)"], rows)
 
 
@@ -171,14 +175,16 @@ def other_rules() -> list[str]:
 def other_rules_seeds() -> list[str]:
     """Three seeds of the best of each of them."""
     losses = losses_of(trials("books", products="highest"))
+    names = "MARS-Shampoo µ 0.9, γ 0.2", "MARS-AdamW β 0.9, 0.99, γ 0.025", "AdamW β 0.9, 0.99"
+    return each_seed({name: losses[name] for name in names}, at_least=3)
+
+
+def each_seed(losses: Losses, at_least: int = 1) -> list[str]:
+    """A row for each optimizer and rate that has so many seeds."""
     rows = []
-    for name in (
-        "MARS-Shampoo µ 0.9, γ 0.2",
-        "MARS-AdamW β 0.9, 0.99, γ 0.025",
-        "AdamW β 0.9, 0.99",
-    ):
-        for lr, of_seeds in losses[name].items():
-            if len(of_seeds) == 3:
+    for name, of_rates in losses.items():
+        for lr, of_seeds in of_rates.items():
+            if len(of_seeds) >= at_least:
                 found = list(of_seeds.values())
                 each = ", ".join(f"{loss:.4f}" for loss in found)
                 rows.append([name, f"{lr:g}", each, f"{fmean(found):.4f}"])
@@ -205,14 +211,7 @@ def quickstart() -> list[str]:
 
 def quickstart_on_books() -> list[str]:
     """The quickstart's model, batch and length on the books, three seeds: `torchmars train`."""
-    losses = losses_of(trials("quickstart on books"))
-    rows = []
-    for name, of_rates in losses.items():
-        for lr, of_seeds in of_rates.items():
-            found = list(of_seeds.values())
-            each = ", ".join(f"{loss:.4f}" for loss in found)
-            rows.append([name, f"{lr:g}", each, f"{fmean(found):.4f}"])
-    return in_table(["optimizer", "lr", "seeds", "mean"], rows)
+    return each_seed(losses_of(trials("quickstart on books")))
 
 
 def schedules() -> list[str]:
@@ -265,7 +264,7 @@ def draw(file: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrained")
     for axis, lr in zip(axes, rates):
         for mu, color in zip((0.8, 0.9, 0.95, 0.98), ("C0", "C1", "C2", "C3")):
-            gammas = sorted({0.025, *(round(part * (1 - mu), 6) for part in (1, 2, 4))})
+            gammas = sorted(set(gammas_of(mu, (1, 2, 4))))
             values = [losses[f"MARS-M µ {mu:g}, γ {gamma:g}"][lr][0] for gamma in gammas]
             axis.plot(gammas, values, "o-", color=color, markersize=3, label=f"MARS-M µ {mu:g}")
             muon = losses[f"Muon µ {mu:g}"][lr][0]
