@@ -18,6 +18,7 @@ import torch
 from tests.gpu.device import DEVICE, ON_GPU, sized
 from tests.support import commands
 from tests.support.tiny import tiny_tables, write_config, write_text
+from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config.load import config_from_tables
 from torchmars.metrics.throughput import GIB
 from torchmars.optim.kernels import can_compile
@@ -28,11 +29,11 @@ from torchmars.parallel.parallel_model import ParallelModel
 
 original, calls = ParallelModel.backward, []
 
-def backward(self, *args):
+def backward(self, *args, **options):
     calls.append(1)
     if len(calls) == 4:
         {line}
-    return original(self, *args)
+    return original(self, *args, **options)
 
 ParallelModel.backward = backward
 """
@@ -109,8 +110,8 @@ def endings() -> Iterator[dict[str, Any]]:
 
 def newest_step(folder: Path) -> int:
     """Return the step of the newest checkpoint of the runs in a folder."""
-    found = folder.glob("runs/*/checkpoints/step-*")
-    return max(int(each.name.partition("-")[2]) for each in found)
+    [run] = folder.glob("runs/*")
+    return step_of(checkpoints(run / "checkpoints")[-1])
 
 
 def tests() -> Iterator[dict[str, Any]]:

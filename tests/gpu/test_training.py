@@ -241,7 +241,9 @@ def test_a_rank_alone_computes_what_fsdp_on_one_shard_does(tmp_path):
     training = {"dtype": "bfloat16", "microbatch_size": 4, "steps": 3, "compile": False}
     shape = sized({"n_layer": 4, "n_head": 4, "n_embd": 256}, {"n_layer": 2})
     schedule = {"name": "constant", "warmup_steps": 0}
-    eager = tiny_tables(tmp_path, model=shape, training=training, schedule=schedule)
+    optimizer = {"lr": 1e-3}  # with which the loss falls from the first step on
+    tables = {"training": training, "schedule": schedule, "optimizer": optimizer}
+    eager = tiny_tables(tmp_path, model=shape, **tables)
     compiled = eager | {"training": eager["training"] | {"compile": True}}
     cases = [(eager, False, 1), (eager, True, 1)]
     cases += [(compiled, True, most) for most in sized((1, 2, 16), ())]

@@ -15,6 +15,7 @@ from tests.support.tiny import tiny_tables, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.models.moe import Router
+from torchmars.planning.memory import MemoryCounter
 from torchmars.planning.plan import make_plan
 from torchmars.training.trainer import build_trainer
 
@@ -205,3 +206,15 @@ def check_memory(tmp_path, optimizer, training, parallelism, ranks=4, **sections
     ):
         assert planned == measured
         assert planned_peak == pytest.approx(measured_peak, rel=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_copy_that_a_softmax_makes_is_counted(dtype):
+    with MemoryCounter() as counter:
+        logits = torch.zeros(4, 1000, dtype=dtype)
+        torch.softmax(logits, -1, dtype=torch.float32, out=torch.empty(4, 1000))
+    own = logits.nbytes + 4 * 1000 * 4
+    with torch.profiler.profile(profile_memory=True) as profile:
+        torch.softmax(logits, -1, dtype=torch.float32, out=torch.empty(4, 1000))
+    made = sum(max(each.self_cpu_memory_usage, 0) for each in profile.key_averages())
+    assert counter.peak.total() == own + made - 4 * 1000 * 4

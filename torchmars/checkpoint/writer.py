@@ -1,11 +1,11 @@
 """Writes the tensors of checkpoints, each rank its own part, by a plan that is made once."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -33,7 +33,7 @@ def reporting_disk_errors() -> Iterator[None]:
         raise UserError(error.strerror) from None
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Plan:
     """By what a rank has written a checkpoint, and what came of it."""
 
@@ -110,9 +110,6 @@ class _TensorFiles(dcp.FileSystemWriter):
         self.fs = _StagedFiles(files)
         self.files = files
 
-    def storage_meta(self) -> None:
-        return None
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.mine = plan
         # DCP makes a file for each of its threads.
@@ -132,8 +129,17 @@ class _TensorFiles(dcp.FileSystemWriter):
         return super()._write_data(*args)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        self.index = pickle.dumps(metadata)
+        # As DCP does, which in torch 2.11 gives the places to a copy of `metadata` alone.
+        places = {each.index: each.storage_data for of_rank in results for each in of_rank}
+        whole = dataclasses.replace(
+            metadata, storage_data=places, storage_meta=None, version=CURRENT_DCP_VERSION
+        )
+        self._write_index(pickle.dumps(whole))
+
+    def _write_index(self, index: bytes) -> None:
+        self.index = index
+        with self.files.create(INDEX) as stream:
+            stream.write(index)
 
     @reporting_disk_errors()
     def write_again(self, plan: _Plan, tensors: SavePlan, planner: SavePlanner) -> bool:
@@ -145,8 +151,7 @@ class _TensorFiles(dcp.FileSystemWriter):
             return False
         self.write_data(plan.mine, planner)
         if plan.index:
-            with self.files.create(INDEX) as stream:
-                stream.write(plan.index)
+            self._write_index(plan.index)
         return self.places == plan.places
 
 
@@ -160,20 +165,15 @@ def bytes_of(plan: SavePlan) -> int:
 
 
 class _StagedFiles(FileSystem):
-    """The files that DCP writes, on a storage.
-
-    The index gets its own name at once: nobody reads it before it is published.
-    """
+    """The files of tensors that DCP writes, on a storage."""
 
     def __init__(self, files: NewFiles) -> None:
         self.files = files
 
     def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
-        return self.files.create(PurePath(path).name.removesuffix(".tmp"))
+        return self.files.create(PurePath(path).name)
 
     def exists(self, path: str | os.PathLike) -> bool:
         return False
 
     def mkdir(self, path: str | os.PathLike) -> None: ...
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None: ...

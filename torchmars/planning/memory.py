@@ -170,6 +170,10 @@ class MemoryCounter(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         if not self.counting:
             return result
+        if op is torch.ops.aten.softmax.int_out and args[0].dtype != result.dtype:
+            # It makes a copy of its input in that dtype, on all devices.
+            self._add("activations", result.nbytes)
+            self._add("activations", -result.nbytes)
         if op.namespace == BUFFER_NAMESPACE:
             for storage in storages_of(tree_leaves((args, kwargs, result))):
                 self._get(storage).become("gathered")

@@ -104,3 +104,23 @@ def test_full_blocks_move_16_bytes_at_a_time_and_nothing_is_spilt(name, number, 
     assert (".rn.bf16" in ptx) == (HALF in writes)
     fused = re.findall(r"\bfma\.rn\.f32", ptx)
     assert bool(fused) == (name == "inner_products" and not form[2])
+
+
+@pytest.mark.parametrize(
+    "number,target",
+    full_but(
+        [(2, 90)],
+        [(n, t) for n, (form, *_) in enumerate(FORMS["update"]) if form[3] for t in TARGETS],
+    ),
+)
+def test_last_gradients_are_written_when_all_threads_have_read_them(number, target):
+    # What is written does not depend on what was there, and the compiler may let one thread write
+    # what another one reads: Triton 3.6 did, and corrections were wrong wherever one came first.
+    made = compiled(programs.update, FORMS["update"][number][0], target)
+    order = re.findall(r"ld\.global|st\.global|bar\.sync|\bbra\b", made.asm["ptx"])
+    writes = [at for at, each in enumerate(order) if each == "st.global"]
+    first = [at for at in writes if "bra" in order[max(writes[: writes.index(at)], default=0) : at]]
+    assert len(first) == 2  # of full blocks, and of others
+    for at in first:
+        before = [each for each in order[:at] if each != "bra"]
+        assert before[-1] == "bar.sync"

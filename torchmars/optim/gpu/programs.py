@@ -308,14 +308,16 @@ def _setting(slot):
 @triton.jit
 def _update_block(at, f, step, offset, length, form: tl.constexpr, full: tl.constexpr):
     g = _read(at[1], offset, length, form[2], full)
-    used = g * f[0]
     m = _read(at[3], offset, length, form[4], full)
+    used = g * f[0]
     c = used
     if form[3] is not None:
         h = _read(at[2], offset, length, form[3], full)
         h = tl.where(f[4] != 0, used, h)
         h = tl.where(g == 0, tl.where(f[1], used, h), h)
         c = (used + f[2] * (used - h)) * f[3]
+        # What is written does not depend on h, and another thread may write than has read.
+        tl.debug_barrier()
         _write(at[2], offset, used, length, form[3], full)
     if form[0] == "lean sign" or form[0] == "lean momentum":
         direction = f[5] * m + f[6] * used
