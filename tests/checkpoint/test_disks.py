@@ -23,10 +23,10 @@ from tests.support.tiny import (
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.reader import reason
 from torchmars.checkpoint.resume import read_verified
-from torchmars.checkpoint.storage import LOCAL, LocalFiles
 from torchmars.checkpoint.writer import _TensorFiles
 from torchmars.cluster import process
 from torchmars.core.files import DurableFile
+from torchmars.storage.local import LOCAL, LocalFiles
 
 
 def train_with_folder_lost(tables, lose):

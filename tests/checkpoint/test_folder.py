@@ -13,7 +13,6 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.storages import keep_on
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
-from torchmars.checkpoint import storage
 from torchmars.checkpoint.folder import (
     check_place,
     checkpoints,
@@ -23,11 +22,12 @@ from torchmars.checkpoint.folder import (
     step_of,
 )
 from torchmars.checkpoint.resume import read_verified
-from torchmars.checkpoint.storage import LOCAL, LocalStorage
 from torchmars.core import locks
 from torchmars.core.errors import UserError
-from torchmars.core.locks import RunLock
 from torchmars.core.places import place
+from torchmars.storage import local, ownership
+from torchmars.storage.local import LOCAL, LocalStorage
+from torchmars.storage.ownership import FileOwnership
 
 
 def full_folder(path):
@@ -94,8 +94,8 @@ def another_run(folder, run):
     if process == 0:
         code = 1
         with contextlib.suppress(BaseException):
-            locks.RENEW_SECONDS = 0.01
-            held = RunLock(run / "lock", "training"), LOCAL.take(folder, run)
+            ownership.RENEW_SECONDS = 0.01
+            held = FileOwnership(run / "lock", "training"), LOCAL.take(folder, run)
             os.write(write, b"x")
             code = 0 if held and signal.pause() else 0
         os._exit(code)
@@ -114,7 +114,7 @@ def soon(monkeypatch):
     """Nobody waits long."""
     monkeypatch.setattr(locks, "lock", partial(locks.lock, patience=0.2))
     monkeypatch.setattr(locks, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(storage, "RENEW_SECONDS", 0.5)
+    monkeypatch.setattr(local, "RENEW_SECONDS", 0.5)
 
 
 NAMED = {

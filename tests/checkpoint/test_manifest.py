@@ -27,8 +27,8 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import newest_good, read_verified
-from torchmars.checkpoint.storage import MANIFEST
 from torchmars.core.formats import OtherVersion
+from torchmars.storage.storage import MANIFEST
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,14 @@ from torchmars.checkpoint.inference import load_sharded_model, open_model
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import check_same_run
 from torchmars.checkpoint.state_dict import load_copy
-from torchmars.checkpoint.storage import LOCAL, MANIFEST
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
 from torchmars.data.windows import Windows
 from torchmars.models import build_meta_model
+from torchmars.storage.local import LOCAL
+from torchmars.storage.storage import MANIFEST
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.trainer import build_trainer
 

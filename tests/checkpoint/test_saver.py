@@ -256,7 +256,7 @@ def write_after_another_took_over(tables):
     folder = trainer.checkpointer.saver.folder
     (folder / "step-00000009-1.partial").mkdir()  # the other's, on its way
     (folder / "step-00000010").mkdir()
-    trainer.checkpointer.saver.lock.generation.write_text("another")
+    trainer.checkpointer.saver.owned.run.generation.write_text("another")
 
     def content():
         return sorted(folder.iterdir()), (config.run.path / "metrics.jsonl").read_bytes()
@@ -265,7 +265,7 @@ def write_after_another_took_over(tables):
     for work in (
         lambda: trainer.metrics.journal.write(3, {"train/loss": 1.0}),
         lambda: trainer.metrics.journal.rewind(0, False),
-        lambda: trainer.checkpointer.saver._tidy(2),
+        lambda: trainer.checkpointer.saver.retention.tidy(2),
         lambda: (trainer.checkpointer.save(trainer.state), trainer.checkpointer.saver.finish()),
     ):
         try:
@@ -295,7 +295,7 @@ def train_while_the_store_is_silent(tables):
     """What each save says; the store holds checkpoints, and not the run's metrics."""
 
     def change(trainer):
-        trainer.checkpointer.saver.lease = SilentStore()
+        trainer.checkpointer.saver.owned.checkpoints = SilentStore()
 
     return listen_here(tables, change)
 

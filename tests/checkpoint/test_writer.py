@@ -13,13 +13,13 @@ from tests.support.ranks import run_ranks
 from tests.support.storages import Creating, keep_on
 from torchmars.checkpoint.index import INDEX
 from torchmars.checkpoint.reader import read_tensors
-from torchmars.checkpoint.storage import LOCAL
 from torchmars.checkpoint.unpickler import IndexUnpickler
 from torchmars.checkpoint.writer import TensorWriter
 from torchmars.config import Degrees
 from torchmars.core.errors import UserError
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.layout import Layout
+from torchmars.storage.local import LOCAL
 
 ROWS, COLUMNS = 7, 3
 

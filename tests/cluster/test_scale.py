@@ -3,10 +3,10 @@
 import pytest
 import torch.distributed as dist
 
+from torchmars import storage as storages
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint import storage as storages
-from torchmars.checkpoint.storage import LocalStorage
 from torchmars.cluster import startup, watchdog
+from torchmars.storage.local import LocalStorage
 
 
 class CountingStore:

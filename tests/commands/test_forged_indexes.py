@@ -22,7 +22,7 @@ from torchmars.checkpoint.index import INDEX, read_index, shapes_in, tile
 from torchmars.checkpoint.inference import load_model
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import read_verified
-from torchmars.checkpoint.storage import MANIFEST
+from torchmars.storage.storage import MANIFEST
 
 WEIGHT = "model.blocks.0.attn.proj.weight"
 

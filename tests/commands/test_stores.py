@@ -11,8 +11,8 @@ from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_t
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config.load import config_from_tables
 from torchmars.core.places import place
-from torchmars.core.stores import store_of
 from torchmars.data.manifest import read_manifest
+from torchmars.storage.stores import store_of
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")

@@ -13,7 +13,8 @@ import pytest
 from tests.support.full import FULL
 from torchmars.core import locks
 from torchmars.core.errors import UserError
-from torchmars.core.locks import LostLock, RunLock, lock
+from torchmars.core.locks import lock
+from torchmars.storage.ownership import FileOwnership, LostOwnership
 
 ROOT = Path(__file__).parents[2]
 HOLDS = """
@@ -62,15 +63,15 @@ def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path
 RUNS = """
 import sys
 from pathlib import Path
-from torchmars.core import locks
-locks.RENEW_SECONDS = 0.01
-held = locks.RunLock(Path(sys.argv[1]) / "lock", "training")
+from torchmars.storage import ownership
+ownership.RENEW_SECONDS = 0.01
+held = ownership.FileOwnership(Path(sys.argv[1]) / "lock", "training")
 held.check()
 print("locked", flush=True)
 sys.stdin.readline()
 try:
     held.check()
-except locks.LostLock as error:
+except ownership.LostOwnership as error:
     print(error)
 """
 
@@ -88,7 +89,7 @@ def runs(tmp_path):
 def test_a_process_that_stands_still_loses_its_run(tmp_path, monkeypatch, runs, capsys):
     runs.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
-    taken = RunLock(tmp_path / "lock", "training")
+    taken = FileOwnership(tmp_path / "lock", "training")
     said = capsys.readouterr().err
     assert said.startswith(f"warning: process {runs.pid} on ") and "is silent" in said
     with pytest.raises(UserError, match=f"stop it first .process {os.getpid()} on"):
@@ -126,14 +127,14 @@ def test_a_process_that_works_keeps_its_run(tmp_path, monkeypatch, runs):
     with pytest.raises(
         UserError, match=f"another process is training: stop it first .process {runs.pid}"
     ):
-        RunLock(file, "training")
+        FileOwnership(file, "training")
     assert runs.communicate("\n") == ("", None)
 
 
 def test_a_folder_that_was_deleted_is_no_lost_lock(tmp_path):
-    held = RunLock(tmp_path / "run" / "lock", "training")
+    held = FileOwnership(tmp_path / "run" / "lock", "training")
     held.generation.write_text("another")
-    with pytest.raises(LostLock):
+    with pytest.raises(LostOwnership):
         held.check()
     held.generation.unlink()
     held.check()

@@ -25,11 +25,11 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_folder, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import read_verified
-from torchmars.checkpoint.storage import File
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, EXIT_UNCONNECTED
 from torchmars.core.places import place
-from torchmars.core.stores import store_by_name
+from torchmars.storage.storage import File
+from torchmars.storage.stores import store_by_name
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")

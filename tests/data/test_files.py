@@ -9,9 +9,9 @@ from tests.support.store import BUCKET, s3_server
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.core.places import ObjectPath
-from torchmars.core.stores import store_of
 from torchmars.data.corpus import source_files
 from torchmars.data.files import FoundFiles, matches
+from torchmars.storage.stores import store_of
 
 DATA = ["a.txt", "deep/b.txt", "deep/er/c.txt", "deep/README.txt", "notes_/tmp.txt", "x~y/d.txt"]
 LEFT = [

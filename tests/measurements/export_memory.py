@@ -19,6 +19,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.owned import OwnedFolders
 from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state_dict import model_state
 from torchmars.cluster import connection
@@ -78,7 +79,9 @@ def save(size: str, folder: Path) -> None:
         config=asdict(config),
     )
     events = EventLog(None)
-    saver = Saver(config.checkpoint, config.checkpoints, layout, events.add, events.deleted)
+    saver = Saver(
+        config.checkpoint, config.checkpoints, layout, OwnedFolders(), events.add, events.deleted
+    )
     saver.save(manifest, model_state(model.weights))
     saver.finish()
 

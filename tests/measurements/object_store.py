@@ -30,11 +30,11 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.reader import read_tensors
-from torchmars.checkpoint.storage import File
 from torchmars.checkpoint.writer import TensorWriter
 from torchmars.config import Degrees
 from torchmars.core.places import place
 from torchmars.parallel.layout import Layout
+from torchmars.storage.storage import File
 
 ROUNDS, TENSORS = 3, 16
 UP, DOWN = "uploaded by boto3", "downloaded by boto3"

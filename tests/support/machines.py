@@ -19,10 +19,11 @@ from pathlib import Path
 
 from torchmars.checkpoint.saver import Saver
 from torchmars.core import locks
+from torchmars.storage import ownership
 from torchmars.metrics.journal import Journal
 from torchmars.train import main
 
-locks.PATIENCE, locks.RENEW_SECONDS = 10.0, 1.0
+locks.PATIENCE, ownership.RENEW_SECONDS = 10.0, 1.0
 place, number, marker = os.environ["STAND"].split(",")
 owner, calls = Journal if place == "write" else Saver, 0
 original = getattr(owner, place)

@@ -17,12 +17,12 @@ from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
 from torchmars.checkpoint.manifest import CheckpointManifest, describe
 from torchmars.checkpoint.state_dict import model_state, optimizer_state_names
-from torchmars.checkpoint.storage import MANIFEST
 from torchmars.config import Config
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError, say_error
 from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
+from torchmars.storage.storage import MANIFEST
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepare_data
 

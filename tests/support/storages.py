@@ -1,7 +1,7 @@
 """Local storage in which something goes wrong, or waits, or is counted."""
 
-from torchmars.checkpoint import storage
-from torchmars.checkpoint.storage import LocalFiles, LocalStorage
+from torchmars import storage
+from torchmars.storage.local import LocalFiles, LocalStorage
 
 
 def keep_on(place):

@@ -19,7 +19,7 @@ from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from torchmars.core.stores import store_by_name
+from torchmars.storage.stores import store_by_name
 
 BUCKET = "bucket"
 SECRETS = {"AWS_ACCESS_KEY_ID": "AKIAOFATEST", "AWS_SECRET_ACCESS_KEY": "secret-of-a-test"}

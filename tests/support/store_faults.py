@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.support.store import Answer, Proxy, Request
-from torchmars.checkpoint.storage import MANIFEST
+from torchmars.storage.storage import MANIFEST
 
 STAGES = "start", "load", "save"  # of a process; the second begins with its lease
 

@@ -8,12 +8,14 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import TypeVar
 
-from torchmars.checkpoint.storage import DAMAGED, DEFAULT, DELETED, storage_of
 from torchmars.config.toml_files import read_toml
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem
 from torchmars.core.places import place
+from torchmars.storage import storage_of
+from torchmars.storage.local import DEFAULT
+from torchmars.storage.storage import DAMAGED, DELETED
 
 P = TypeVar("P", bound=PurePath)
 

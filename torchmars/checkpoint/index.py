@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.storage import File, storage_of
 from torchmars.checkpoint.unpickler import IndexUnpickler
+from torchmars.storage import storage_of
+from torchmars.storage.storage import File
 
 INDEX = ".metadata"
 MOST_DIMS = 8  # the corners of a chunk are 2 to this power

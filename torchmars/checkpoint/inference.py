@@ -24,7 +24,6 @@ from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import average_state, model_state
-from torchmars.checkpoint.storage import MANIFEST
 from torchmars.checkpoint.weights import load_weights, shape_problem
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
 from torchmars.config.float8 import Float8Config
@@ -38,6 +37,7 @@ from torchmars.models import Model, build_meta_model
 from torchmars.models.documents import document_starts
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.storage.storage import MANIFEST
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
-from torchmars.checkpoint.storage import MANIFEST, File, storage_of
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
 from torchmars.data.mixture import Shares
 from torchmars.data.tokenizer import VocabularySize
+from torchmars.storage import storage_of
+from torchmars.storage.storage import MANIFEST, File
 
 FORMAT = Format(
     "torchmars-checkpoint",

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from torchmars.checkpoint.index import tensors_in
 from torchmars.checkpoint.manifest import DamagedCheckpoint
-from torchmars.checkpoint.storage import storage_of
+from torchmars.storage import storage_of
 
 
 def read_tensors(folder: PurePath, state: dict[str, Tensor], index: dcp.Metadata) -> None:

@@ -12,7 +12,6 @@ from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
-from torchmars.checkpoint.storage import MANIFEST, storage_of
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE
 from torchmars.config.dtypes import COMPUTE, MATRIX
@@ -22,6 +21,8 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.optim import MARS
+from torchmars.storage import storage_of
+from torchmars.storage.storage import MANIFEST
 
 T = TypeVar("T")
 

@@ -1,8 +1,70 @@
-"""Which checkpoints of a run are kept."""
+"""Which checkpoints of a run are kept, and the deletion of all others."""
 
 import math
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
 
+from torchmars.checkpoint import manifest as manifests
+from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers, step_folder, step_of
+from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.config import CheckpointConfig
+from torchmars.core.errors import UserError
+from torchmars.core.formats import OtherVersion
+from torchmars.storage import storage_of
+from torchmars.storage.storage import DAMAGED
+
+
+class Retention:
+    """Deletes what is not to be kept in a run's folder of checkpoints, on the first rank.
+
+    `check` raises a `UserError` where this process may not write there. `warn` prints a line.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: PurePath,
+        check: Callable[[], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.config, self.folder, self.check, self.warn = config, folder, check, warn
+        self.undeletable: list[PurePath] = []  # a warning was printed of these
+
+    def clear(self) -> None:
+        """Delete what crashed or failed saves and deletions left."""
+        self.check()
+        self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
+
+    def tidy(self, step: int) -> None:
+        """Delete the checkpoints that need not be kept, now that the one of `step` is durable.
+
+        Those of another version stay: what they are is not known here.
+        """
+        try:
+            self.check()
+            steps: list[int] = []
+            losses: dict[int, float] = {}
+            for path in checkpoints(self.folder):
+                if step_of(path) > step:  # the run went back behind it, so it could not be loaded
+                    storage_of(path).set_aside(path)
+                    continue
+                try:
+                    loss = manifests.read(path).validation_loss
+                except OtherVersion:
+                    continue
+                except DamagedCheckpoint:
+                    loss = None
+                steps.append(step_of(path))
+                losses |= {} if loss is None else {step_of(path): loss}
+            old = steps_to_delete(steps, losses, self.config)
+            self._delete(step_folder(self.folder, step) for step in old)
+        except (OSError, UserError) as error:
+            self.warn(f"warning: cannot tidy {self.folder}: {error}")
+
+    def _delete(self, paths: Iterable[PurePath]) -> None:
+        """Delete what can be deleted, and warn once of what cannot."""
+        paths = [path for path in paths if path not in self.undeletable]
+        self.undeletable += delete_all(paths, self.warn)
 
 
 def steps_to_delete(

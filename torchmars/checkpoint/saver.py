@@ -4,34 +4,25 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
 
 import torch
 from torch import Tensor
 
-from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import (
-    check_place,
-    checkpoints,
-    delete_all,
-    leftovers,
-    step_folder,
-    step_of,
-)
-from torchmars.checkpoint.lease import Lease, LostLease
-from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.retention import steps_to_delete
+from torchmars.checkpoint.folder import checkpoints, leftovers, step_folder
+from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.owned import OwnedFolders
+from torchmars.checkpoint.retention import Retention
 from torchmars.checkpoint.staging import Staging
-from torchmars.checkpoint.storage import DAMAGED, Storage, storage_of
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import CheckpointConfig
-from torchmars.config.run import RunConfig
 from torchmars.core.errors import Unreachable, UserError
-from torchmars.core.formats import OtherVersion
-from torchmars.core.locks import LostLock, RunLock
 from torchmars.parallel.layout import Layout
+from torchmars.storage import storage_of
+from torchmars.storage.ownership import LostOwnership
+from torchmars.storage.storage import Storage
 
 # Seconds after which a thread that runs Python gives way to another that wants to, during a save.
 # docs/benchmarks.md has what training loses to a save.
@@ -62,64 +53,31 @@ class Saver:
         config: CheckpointConfig,
         folder: PurePath,
         layout: Layout,
+        owned: OwnedFolders,
         record: Callable[..., None],
         deleted: Callable[[int, PurePath], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder` is the run's folder of checkpoints.
+        """`folder` is the run's folder of checkpoints, and `owned` what this process may write in.
 
         `record` is `EventLog.add`, for each checkpoint that is complete, and `deleted` is
         `EventLog.deleted`, for a folder that is gone. A thread calls them.
         """
-        self.config, self.folder = config, folder
+        self.config, self.folder, self.owned = config, folder, owned
         self.record, self.deleted = record, deleted
         self.had_some = layout.on_first(self._has_some)
         # The collectives of a save run beside those of the training. They need a group of their
         # own: in one group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
         self.tensors = TensorWriter(self.layout, config.staging_mib * 2**20)
+        self.retention = Retention(config, folder, owned.check, self.layout.say)
         self.on_gpu = layout.device.type == "cuda"
         self.staging = Staging(layout.device)
         self.thread: threading.Thread | None = None
         self.error: str | None = None
-        self.lock: RunLock | None = None
-        """Of the run's folder, on the first rank."""
-        self.lease: RunLock | Lease | None = None
-        """Of the folder, on the first rank, where the lock does not do."""
-        self.lost = False  # the lock or the lease
+        self.lost = False  # one of the folders
         self.failures = 0
-        self.undeletable: list[PurePath] = []  # a warning was printed of these
         self.clock, self.saved_at = clock, clock()
-
-    def take_folder(self, run: RunConfig) -> None:
-        """Keep other processes from the folder of the `run`, and other runs from its checkpoints.
-
-        Raises `UserError` on every rank.
-        """
-        self.layout.on_first(lambda: check_place(self.folder, run.path))
-        self.lock = self.layout.only_first(
-            lambda: RunLock(run.lock, f"training the run {run.path}")
-        )
-        try:
-            self.lease = self.layout.only_first(lambda: self.storage.take(self.folder, run.path))
-        except UserError:  # a program may go on
-            if self.lock is not None:
-                self.lock.release()
-            raise
-
-    def check_lock(self) -> None:
-        """Raise `LostLock` if another process goes on with the run: this one stood still meanwhile.
-
-        Only the first rank, which writes for all, can raise.
-        """
-        if self.lock is not None:
-            self.lock.check()
-
-    def check_right(self) -> None:
-        """Raise `LostLock` or `LostLease`, and `Unreachable` where a store does not answer."""
-        self.check_lock()
-        if self.lease is not None:
-            self.lease.check()
 
     @property
     def storage(self) -> Storage:
@@ -188,18 +146,12 @@ class Saver:
         """Let a save that is under way end, whatever comes of it. Let others have the folder."""
         if self.thread is not None:
             self.thread.join()
-        if self.lease is not None:
-            self.lease.release()
-            self.lease = None
-        if self.lock is not None:
-            self.lock.rest()
+        self.owned.close()
 
     def release(self) -> None:
         """Close, and let others have the run's folder before this process ends."""
         self.close()
-        if self.lock is not None:
-            self.lock.release()
-            self.lock = None
+        self.owned.release()
 
     def _count(self) -> None:
         self.failures = self.failures + 1 if self.error else 0
@@ -235,20 +187,20 @@ class Saver:
             complete()
             written = self._write(manifest, state, folder)
         except Exception as error:
-            self.lost = isinstance(error, LostLease | LostLock)
+            self.lost = isinstance(error, LostOwnership)
             self.error = (
                 f"the checkpoint {folder} could not be written: {' '.join(str(error).split())}"
             )
             if self.layout.first and not self.lost:
                 with contextlib.suppress(OSError, UserError):
-                    self._clear()  # a full disk needs the space
+                    self.retention.clear()  # a full disk needs the space
             self.layout.say(f"warning: {self.error}; the one before stays the newest")
             return
         size, seconds = written.bytes / 2**20, time.perf_counter() - began
         self.layout.say(f"checkpoint {folder} ({size:,.1f} MiB in {seconds:.2f} s)")
         self.record("saved", manifest.step, checkpoint=folder.name, seconds=seconds, mib=size)
         if self.layout.first:
-            self._tidy(manifest.step)
+            self.retention.tidy(manifest.step)
 
     def _write(
         self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: PurePath
@@ -264,51 +216,15 @@ class Saver:
         """Return the folder that `folder` is until it is complete."""
         if self.had_some and not self._has_some():
             self.deleted(step, self.folder)
-        self._clear()
+        self.retention.clear()
         staged = self.storage.stage(folder)
         self.had_some = True
         return staged
 
     @reporting_disk_errors()
     def _publish(self, manifest: CheckpointManifest, staged: PurePath, folder: PurePath) -> None:
-        self.check_right()
+        self.owned.check()
         self.storage.publish(staged, folder, manifest.text())
 
     def _has_some(self) -> bool:
         return bool(checkpoints(self.folder) or leftovers(self.folder))
-
-    def _clear(self) -> None:
-        """Delete what crashed or failed saves and deletions left."""
-        self.check_right()
-        self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
-
-    def _tidy(self, step: int) -> None:
-        """Delete the checkpoints that need not be kept, now that a newer one is durable.
-
-        Those of another version stay: what they are is not known here.
-        """
-        try:
-            self.check_right()
-            steps: list[int] = []
-            losses: dict[int, float] = {}
-            for path in checkpoints(self.folder):
-                if step_of(path) > step:  # the run went back behind it, so it could not be loaded
-                    self.storage.set_aside(path)
-                    continue
-                try:
-                    loss = manifests.read(path).validation_loss
-                except OtherVersion:
-                    continue
-                except DamagedCheckpoint:
-                    loss = None
-                steps.append(step_of(path))
-                losses |= {} if loss is None else {step_of(path): loss}
-            old = steps_to_delete(steps, losses, self.config)
-            self._delete(step_folder(self.folder, step) for step in old)
-        except (OSError, UserError) as error:
-            self.layout.say(f"warning: cannot tidy {self.folder}: {error}")
-
-    def _delete(self, paths: Iterable[PurePath]) -> None:
-        """Delete what can be deleted, and warn once of what cannot."""
-        paths = [path for path in paths if path not in self.undeletable]
-        self.undeletable += delete_all(paths, self.layout.say)

@@ -9,7 +9,6 @@ from torchmars.checkpoint.folder import checkpoints, delete_all, folder_of, left
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.retention import steps_to_delete
-from torchmars.checkpoint.storage import DAMAGED, DELETED
 from torchmars.config import CheckpointConfig
 from torchmars.config.load import without_none
 from torchmars.core.console import say
@@ -19,6 +18,7 @@ from torchmars.core.formats import OtherVersion
 from torchmars.core.tables import table
 from torchmars.core.typed import make
 from torchmars.core.words import counted
+from torchmars.storage.storage import DAMAGED, DELETED
 
 NO_CHECKPOINTS = "name a run's folder, such as runs/quickstart"
 LEFT = {

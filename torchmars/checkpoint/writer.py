@@ -19,9 +19,10 @@ from torch.futures import Future
 
 from torchmars.checkpoint.index import INDEX
 from torchmars.checkpoint.reader import reason
-from torchmars.checkpoint.storage import File, NewFiles, storage_of
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
+from torchmars.storage import storage_of
+from torchmars.storage.storage import File, NewFiles
 
 
 @contextlib.contextmanager

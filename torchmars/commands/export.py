@@ -101,7 +101,7 @@ def check_target(target: Path, kind: Literal["hf", "safetensors"], force: bool) 
         raise UserError(
             f"cannot write {target}: {wrong}: name a new {what}, or a file to replace with --force"
         )
-    from torchmars.checkpoint.storage import MANIFEST
+    from torchmars.storage.storage import MANIFEST
 
     for folder in target.resolve().parents:
         if (folder / MANIFEST).exists() and (folder / ".metadata").exists():

@@ -1,4 +1,4 @@
-"""Locks that end with their process, and a run's lock, which a silent process loses."""
+"""Locks that end with their process, or with its silence."""
 
 import contextlib
 import fcntl
@@ -6,17 +6,15 @@ import os
 import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import is_at, open_file, read_text, write_durably
+from torchmars.core.files import is_at, open_file
 
 PATIENCE = 60.0  # seconds that a process may take to end
-RENEW_SECONDS = 10.0  # after which a run's process shows again that it is not silent
 SETTLE_SECONDS = POLL_SECONDS = 0.5
 
 
@@ -138,63 +136,3 @@ def locked(file: Path, doing: str, patience: float = PATIENCE) -> Iterator[None]
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-class LostLock(UserError):
-    """Another process has taken the lock of this one."""
-
-
-class RunLock:
-    """The right of this process to write in a run's folder.
-
-    A machine may stand still and wake up when the others have gone on without it. So whoever takes
-    the lock writes a name of its own, the generation, beside it, and each process compares that
-    with its own before it publishes anything. The lock is touched every RENEW_SECONDS: one that is
-    silent for PATIENCE seconds is taken.
-    """
-
-    def __init__(self, file: Path, doing: str) -> None:
-        """Take the lock `file`. Raises `UserError` if another process has it and is not silent."""
-        self.file, self.generation = file, file.with_name("generation")
-        self.mine: str | None = None
-        """The generation of this process; None where it cannot be written."""
-        self.descriptor = lock(file, doing, from_silent=True)
-        with contextlib.suppress(OSError):  # a folder that cannot be written is reported later
-            name = secrets.token_hex(8)
-            write_durably(self.generation, name)
-            self.mine = name
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._renew, name="lock", daemon=True)
-        self.thread.start()
-
-    def check(self) -> None:
-        """Raise `LostLock` if another process has taken the lock."""
-        # Opened each time: so a network file system looks again at what others have written.
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if self.mine is None or read_text(self.generation) == self.mine:
-                return
-            owner = "another process"
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                owner = read_text(self.file)
-            raise LostLock(
-                f"{self.file} was taken by {owner}: this process was silent for too long, and "
-                "writes nothing any more"
-            )
-
-    def rest(self) -> None:
-        """Touch the lock no more. It ends with this process."""
-        self.ended.set()
-
-    def release(self) -> None:
-        """Let other processes have the lock, while this one goes on with something else."""
-        self.rest()
-        self.thread.join()
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
-
-    def _renew(self) -> None:
-        while not self.ended.wait(RENEW_SECONDS):
-            with contextlib.suppress(OSError, LostLock):
-                self.check()
-                os.utime(self.file)

@@ -17,8 +17,8 @@ from torchmars.config.source import KINDS
 from torchmars.core.console import say, say_if_long
 from torchmars.core.errors import UserError
 from torchmars.core.places import place
-from torchmars.core.stores import store_of
 from torchmars.core.words import counted
+from torchmars.storage.stores import store_of
 
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 # Names of files and folders that no corpus means: hidden ones, backups and locks of editors, what

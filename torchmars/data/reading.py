@@ -15,7 +15,6 @@ from torchmars.config.entries import declare
 from torchmars.config.source import DataSource, reader_of
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.places import place
-from torchmars.core.stores import store_of
 from torchmars.data.corpus import Input, Piece, Sizes, is_plain
 from torchmars.data.documents import (
     SEPARATOR,
@@ -27,6 +26,7 @@ from torchmars.data.documents import (
     TextPart,
 )
 from torchmars.data.rows import dataset_parts, parquet_parts
+from torchmars.storage.stores import store_of
 
 CHUNK = 2**20  # bytes read at once of a plain file
 COMPRESSED_CHUNK = 2**16  # of a compressed one, which may become many times as long

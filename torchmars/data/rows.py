@@ -10,9 +10,9 @@ from typing import Any
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.places import place
-from torchmars.core.stores import store_of
 from torchmars.data.corpus import Input, Sizes, in_a_line, load_dataset
 from torchmars.data.documents import Damage, ReadPart, Record, TextPart
+from torchmars.storage.stores import store_of
 
 ROWS = 256  # read at once of a Parquet file
 READERS = 8  # files whose columns are looked at side by side

@@ -14,10 +14,10 @@ from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, sha256, write_durably
 from torchmars.core.places import place
-from torchmars.core.stores import size_and_time
 from torchmars.core.typed import make, parse_json
 from torchmars.data.corpus import source_files
 from torchmars.data.corpus_plan import CorpusPlan
+from torchmars.storage.stores import size_and_time
 
 NAME = "sources.json"
 LARGEST_HASHED = 2**30  # bytes of a corpus whose files are hashed

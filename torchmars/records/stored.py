@@ -4,10 +4,11 @@ from pathlib import PurePath
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
-from torchmars.checkpoint.storage import MANIFEST, storage_of
 from torchmars.core.errors import UserError
-from torchmars.core.stores import size_and_time
 from torchmars.records.overview import Overview, State
+from torchmars.storage import storage_of
+from torchmars.storage.storage import MANIFEST
+from torchmars.storage.stores import size_and_time
 
 
 def stored_overview(folder: PurePath) -> Overview:

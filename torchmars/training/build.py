@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from torchmars.checkpoint.owned import OwnedFolders
 from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state_dict import seed_rng
 from torchmars.config import ResolvedConfig
@@ -121,10 +122,11 @@ def resume_optimizer(
     """
     optimizer = build_optimizer(config, model.whole, model.parallel.weights, layout)
     whole = build_optimizer(config, model.whole)
-    saver = Saver(config.checkpoint, config.checkpoints, layout, events.add, events.deleted)
+    owned = OwnedFolders()
+    saver = Saver(config.checkpoint, config.checkpoints, layout, owned, events.add, events.deleted)
     seed_rng(config.run.seed, 0, layout.world.rank)
     failed.callback(saver.release)
-    saver.take_folder(config.run)
+    owned.take(layout, config.run, config.checkpoints)
     checkpointer = Checkpointer(
         config, layout, model.parallel, optimizer, model.average, whole, saver, data.mixture
     )
@@ -176,7 +178,7 @@ def build_reports(
         state.validation_loss is not None,
         model.whole.flops_per_token(),
         events,
-        optimizer.checkpointer.saver.check_lock,
+        optimizer.checkpointer.saver.owned.check_run,
         write=not complete,
     )
     whole = model.whole, optimizer.checkpointer.whole_optimizer

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from torchmars.checkpoint.folder import check_place, checkpoints
-from torchmars.checkpoint.storage import storage_of
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
@@ -22,6 +21,7 @@ from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout, untrained
 from torchmars.parallel.float8 import check_package
+from torchmars.storage import storage_of
 
 
 def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:

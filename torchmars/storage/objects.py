@@ -17,12 +17,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from torchmars.checkpoint.lease import NAME, SETTLE_SECONDS, Lease, refuse_another
-from torchmars.checkpoint.storage import DAMAGED, MANIFEST, WRITTEN, Foreign, NewFiles
-from torchmars.checkpoint.uploads import ObjectFiles
 from torchmars.core.errors import Unreachable
 from torchmars.core.files import PARTIAL
-from torchmars.core.stores import BLOCK, Store, reading, writing
+from torchmars.storage.storage import DAMAGED, MANIFEST, WRITTEN, Foreign
+from torchmars.storage.store_ownership import (
+    NAME,
+    SETTLE_SECONDS,
+    StoreOwnership,
+    refuse_another,
+)
+from torchmars.storage.stores import BLOCK, Store, reading, writing
+from torchmars.storage.uploads import ObjectFiles
 
 REQUESTS = 8  # at a time
 LISTINGS = 10  # in which a new object must come up
@@ -41,8 +46,8 @@ class ObjectStorage:
     def refuse_another(self, folder: PurePath, run: Path) -> None:
         refuse_another(self.store, folder, run)
 
-    def take(self, folder: PurePath, run: Path) -> Lease:
-        lease = Lease(self.store, folder, run)
+    def take(self, folder: PurePath, run: Path) -> StoreOwnership:
+        lease = StoreOwnership(self.store, folder, run)
         for _ in range(LISTINGS):
             if NAME in self.list(folder):
                 return lease
@@ -141,7 +146,7 @@ class ObjectStorage:
                     return
                 asked |= after
 
-    def new_files(self, staged: PurePath, limit: int) -> NewFiles:
+    def new_files(self, staged: PurePath, limit: int) -> ObjectFiles:
         return ObjectFiles(self.store, staged, limit)
 
     def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:

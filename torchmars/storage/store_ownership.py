@@ -1,4 +1,4 @@
-"""The lease of a run's folder in an object store: it keeps other runs off, and those that are over.
+"""Who may write in a folder of an object store: the run whose lease lies there.
 
 A store has no locks. So an object beside the checkpoints names the process that has the folder. It
 is created only where there is none, and written again every RENEW_SECONDS. Whoever finds one that
@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import secrets
-import threading
 import time
 from pathlib import Path, PurePath
 
@@ -19,7 +18,8 @@ from torchmars.core.console import say
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.files import read_text, write_durably
 from torchmars.core.locks import shows_life
-from torchmars.core.stores import Altered, Store, reading, writing
+from torchmars.storage.ownership import LostOwnership, Ownership
+from torchmars.storage.stores import Altered, Store, reading, writing
 
 NAME = "lease.json"
 RENEW_SECONDS, LAPSE_SECONDS, SETTLE_SECONDS = 20.0, 60.0, 0.5
@@ -29,11 +29,7 @@ LOOK_SECONDS = 30.0  # in which a process that works renews its lease
 THERE, UNKNOWN = (409, 412), (400, 405, 501)
 
 
-class LostLease(UserError):
-    """Another process has taken the lease of this one."""
-
-
-class Lease:
+class StoreOwnership(Ownership):
     """A run's right to publish checkpoints in a folder of an object store."""
 
     def __init__(self, store: Store, folder: PurePath, run: Path) -> None:
@@ -52,30 +48,22 @@ class Lease:
         }
         self.renewals = 0
         self._take()
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self.thread.start()
+        super().__init__(RENEW_SECONDS)
 
     def check(self) -> None:
-        """Raise `LostLease` if another process has taken the lease, and `Unreachable`.
-
-        That of another folder takes nothing: somebody has copied that folder over this one.
-        """
+        # That of another folder takes nothing: somebody has copied that folder over this one.
         found = read_lease(self.store, self.file)
         here = found.get("folder", self.me["folder"]) == self.me["folder"]
         if found.get("token") != self.me["token"] and here:
             if "unknown" in found:  # it may have been spoiled on its way
                 raise Unreachable(f"{self.file} cannot be read: it is no lease")
             holder = named(found) if found else "somebody who deleted it"
-            raise LostLease(
+            raise LostOwnership(
                 f"{self.file} was taken by {holder}: this process was silent for too long, and "
                 "publishes nothing any more"
             )
 
-    def release(self) -> None:
-        """Give the folder free, if it is still this process's."""
-        self.ended.set()
-        self.thread.join()
+    def _give_up(self) -> None:
         with contextlib.suppress(UserError, OSError):
             self.check()
             with writing(self.file):
@@ -94,7 +82,7 @@ class Lease:
         while (found := read_lease(self.store, self.file)).get("token") != self.me["token"]:
             if found and found != lapsed and not is_same_run(found, self.me):
                 raise refused(self.file, found)
-            self._write()
+            self._renew()
             time.sleep(SETTLE_SECONDS)
 
     def _create(self) -> bool:
@@ -106,7 +94,7 @@ class Lease:
             return True
         if created is False:
             return False
-        self._write()
+        self._renew()
         say(
             f"warning: {self.file.parent} is in a store that cannot create an object only where "
             "there is none: nothing keeps a second run from the same folder that starts at the "
@@ -134,12 +122,6 @@ class Lease:
         return True
 
     def _renew(self) -> None:
-        while not self.ended.wait(RENEW_SECONDS):
-            with contextlib.suppress(UserError, OSError):  # told where something is published
-                self.check()
-                self._write()
-
-    def _write(self) -> None:
         with reading(self.file):
             self.store.files.pipe_file(str(self.file), self._text())
 

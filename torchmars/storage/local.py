@@ -1,19 +1,14 @@
-"""Where checkpoints lie: what is asked of such a place, and folders of local files."""
+"""Checkpoints in folders of local files."""
 
 import contextlib
-import errno
-import hashlib
 import io
 import os
-import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol, cast
+from typing import BinaryIO, cast
 
-from torchmars.core.bounds import Range
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import (
@@ -24,127 +19,12 @@ from torchmars.core.files import (
     sync_folder,
     write_durably,
 )
-from torchmars.core.locks import RENEW_SECONDS, RunLock, is_locked, shows_life, touched
-from torchmars.core.stores import store_of
+from torchmars.core.locks import is_locked, shows_life, touched
+from torchmars.storage.ownership import RENEW_SECONDS, FileOwnership
+from torchmars.storage.storage import DAMAGED, DELETED, MANIFEST, WRITTEN, File, Foreign, NewFile
 
-if TYPE_CHECKING:
-    from torchmars.checkpoint.lease import Lease  # it takes torch, which lists need not
-
-MANIFEST = "manifest.json"
 DEFAULT = "checkpoints"  # the folder of checkpoints in a run's own folder
 IN_USE = ".in-use/lock"  # held by the run that has a folder of checkpoints which is not its default
-# The files of a checkpoint, and how they are called until they are complete.
-WRITTEN = re.compile(
-    rf"(__\d+_\d+\.distcp|\.metadata|{re.escape(MANIFEST)})({re.escape(PARTIAL)})?"
-)
-# End the names of checkpoints that are to be deleted, or that could not be loaded.
-DELETED, DAMAGED = ".deleted", ".damaged"
-
-
-@dataclass
-class File:
-    """A file of a checkpoint: its size in bytes and SHA-256."""
-
-    size: Annotated[int, Range(0, 2**63 - 1)]
-    sha256: str
-
-
-class NewFile(io.RawIOBase):
-    """A new file, written from its begin to its end, that counts and hashes what is written."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        """Write to `stream`, which is closed with this file."""
-        self.stream, self.hash, self.size = stream, hashlib.sha256(), 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.hash.update(data)
-        self.size += self.stream.write(data)
-        return memoryview(data).nbytes
-
-    def tell(self) -> int:
-        return self.size
-
-    def close(self) -> None:
-        """Close the file. Raises `OSError` where its bytes cannot be written."""
-        if not self.closed:
-            super().close()
-            self.stream.close()
-
-    def describe(self) -> File:
-        """Return the size and checksum of what was written."""
-        return File(self.size, self.hash.hexdigest())
-
-
-class NewFiles(Protocol):
-    """The files that one process adds to a checkpoint that is not published yet."""
-
-    size: int
-    """How many bytes a file should have at most, so that several are on their way at a time."""
-
-    def create(self, name: str) -> BinaryIO:
-        """Open a new file. Raises `OSError`."""
-
-    def finish(self) -> dict[str, File]:
-        """Wait until all files that were closed are durable. Return size and checksum by name.
-
-        Raises `OSError`.
-        """
-
-
-class Storage(Protocol):
-    """A place for checkpoints. A checkpoint is there from `publish` to `delete`, and always whole.
-
-    A crash may leave others, whose names end in PARTIAL, DELETED or DAMAGED. All methods raise
-    `OSError`. A store that does not answer raises `Unreachable` where something is to be read.
-    """
-
-    def refuse_another(self, folder: PurePath, run: Path) -> None:
-        """Raise `UserError` where another run than that of the folder `run` is seen at work.
-
-        For a start: nothing is written, and whoever goes on must `take` the folder.
-        """
-
-    def take(self, folder: PurePath, run: Path) -> "RunLock | Lease | None":
-        """Keep other runs than that of the folder `run` from a folder of checkpoints.
-
-        None where the lock in `run` does. Raises `UserError` where another run has the folder.
-        """
-
-    def list(self, folder: PurePath) -> dict[str, bool]:
-        """Return the names in a folder, and whether each is a folder; none where it is missing."""
-
-    def open(self, file: PurePath) -> BinaryIO:
-        """Open a file, of which any range can be read."""
-
-    def archives(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
-        """Yield each of `ranges`, (offset, bytes) in ascending order, as a stream of its own.
-
-        Each is what torch.save wrote at one time.
-        """
-
-    def stage(self, checkpoint: PurePath) -> PurePath:
-        """Return the empty folder for the files of a checkpoint that is not published yet."""
-
-    def new_files(self, staged: PurePath, limit: int) -> NewFiles:
-        """Return what adds files to a staged checkpoint.
-
-        `limit` is how many bytes of them may wait on this machine to be durable elsewhere.
-        """
-
-    def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
-        """Add the manifest, durably: the checkpoint is there now. One of its name is set aside."""
-
-    def set_aside(self, checkpoint: PurePath) -> None:
-        """Rename a damaged checkpoint, durably."""
-
-    def delete(self, path: PurePath) -> None:
-        """Delete a checkpoint, or what a crash left. Of a linked one delete the link alone.
-
-        What no save wrote stays, with an `OSError` that names it.
-        """
 
 
 class LocalStorage:
@@ -159,7 +39,7 @@ class LocalStorage:
             if shows_life(partial(touched, lock), 2 * RENEW_SECONDS):
                 raise in_use(folder, lock)
 
-    def take(self, folder: PurePath, run: Path) -> RunLock | None:
+    def take(self, folder: PurePath, run: Path) -> FileOwnership | None:
         """Lock a file among the checkpoints, and see that no run has the folder as its default.
 
         A run whose default it is has locked its own folder before, and looks for that file then. So
@@ -170,7 +50,7 @@ class LocalStorage:
         if folder.resolve() == (run / DEFAULT).resolve() and not lock.exists():
             return None
         try:
-            taken = RunLock(lock, f"keeping its checkpoints in {folder}")
+            taken = FileOwnership(lock, f"keeping its checkpoints in {folder}")
         except UserError as error:
             raise UserError(f"{error}, or set checkpoint.folder to another folder") from None
         others = lock_of_default(folder, run)
@@ -207,7 +87,7 @@ class LocalStorage:
         staged.mkdir(parents=True)
         return staged
 
-    def new_files(self, staged: PurePath, limit: int) -> NewFiles:
+    def new_files(self, staged: PurePath, limit: int) -> "LocalFiles":
         return LocalFiles(Path(staged))
 
     def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
@@ -295,14 +175,6 @@ def in_use(folder: Path, lock: Path) -> UserError:
     )
 
 
-class Foreign(OSError):
-    """A checkpoint holds what no save wrote: files called `names`, which stay."""
-
-    def __init__(self, checkpoint: PurePath, names: Iterable[str]) -> None:
-        why = f"it holds {min(names)}, which no save wrote: move that away"
-        super().__init__(errno.ENOTEMPTY, why, str(checkpoint))
-
-
 class LocalFiles:
     """New files of a local folder. Each is durable once it is closed."""
 
@@ -321,12 +193,3 @@ class LocalFiles:
 
 
 LOCAL = LocalStorage()
-
-
-def storage_of(path: PurePath) -> Storage:
-    """Return where a path, which `place` gave, lies. Raises `UserError` for an unknown store."""
-    if isinstance(path, Path):
-        return LOCAL
-    from torchmars.checkpoint.objects import ObjectStorage  # which imports this module
-
-    return ObjectStorage(store_of(path))

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import PurePath
 from typing import Any, BinaryIO, cast
 
-from torchmars.checkpoint.storage import File, NewFile
-from torchmars.core.stores import Store, writing
+from torchmars.storage.storage import File, NewFile
+from torchmars.storage.stores import Store, writing
 
 UPLOADS = 4  # at a time
 PART = 16 * 2**20  # bytes of a larger file that travel in one request

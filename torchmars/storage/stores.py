@@ -15,10 +15,10 @@ from glob import has_magic
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
-from torchmars.core import answers
 from torchmars.core.errors import Unreachable, UserError, missing_package
 from torchmars.core.places import ObjectPath
 from torchmars.core.secrets import without_secrets
+from torchmars.storage import answers
 
 BLOCK = 16 * 2**20  # bytes of a request where a file is read from its begin to its end
 # Extras of this package, and what they install, by the protocols of fsspec that need it.

@@ -10,16 +10,18 @@ from tests.support.full import full_but
 from tests.support.ranks import run_ranks
 from tests.support.store import BUCKET, SECRETS, Proxy, s3_server
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
-from torchmars.checkpoint import lease as leases
 from torchmars.checkpoint.folder import checkpoints, leftovers, step_of
-from torchmars.checkpoint.lease import Lease, LostLease
 from torchmars.checkpoint.manifest import describe
 from torchmars.checkpoint.resume import read_verified
-from torchmars.checkpoint.storage import MANIFEST, storage_of
-from torchmars.core.answers import problem
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.places import ObjectPath, place
-from torchmars.core.stores import store_by_name, store_of
+from torchmars.storage import storage_of
+from torchmars.storage import store_ownership as leases
+from torchmars.storage.answers import problem
+from torchmars.storage.ownership import LostOwnership
+from torchmars.storage.storage import MANIFEST
+from torchmars.storage.store_ownership import StoreOwnership
+from torchmars.storage.stores import store_by_name, store_of
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -159,7 +161,7 @@ def test_a_name_that_the_client_refuses_is_a_mistake():
 
 def test_files_wait_in_a_bounded_place(folder, monkeypatch):
     """Files go up several at a time, and what is larger than a part goes in parts."""
-    from torchmars.checkpoint import uploads
+    from torchmars.storage import uploads
 
     monkeypatch.setitem(uploads.OPTIONS, "chunksize", 5 * 2**20)
     files = storage_of(folder).new_files(folder, 2**20)
@@ -190,17 +192,17 @@ def test_a_store_keeps_a_second_run_off(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
     monkeypatch.setattr(leases, "LAPSE_SECONDS", 3.0)
     store = store_of(folder)
-    first = Lease(store, folder, tmp_path / "one")
+    first = StoreOwnership(store, folder, tmp_path / "one")
     with pytest.raises(UserError, match="another run uses .*: stop it first, or set checkpoint.f"):
-        Lease(store, folder, tmp_path / "two")
-    again = Lease(store, folder, tmp_path / "one")  # its former process is over
-    with pytest.raises(LostLease, match="was taken by process"):
+        StoreOwnership(store, folder, tmp_path / "two")
+    again = StoreOwnership(store, folder, tmp_path / "one")  # its former process is over
+    with pytest.raises(LostOwnership, match="was taken by process"):
         first.check()
     first.release()
     again.check()
     again.ended.set(), again.thread.join()  # as if it were killed
-    other = Lease(store, folder, tmp_path / "two")
-    with pytest.raises(LostLease):
+    other = StoreOwnership(store, folder, tmp_path / "two")
+    with pytest.raises(LostOwnership):
         again.check()
     other.release()
     assert storage_of(folder).list(folder) == {}
@@ -214,7 +216,7 @@ def test_a_store_without_exclusive_creation_is_told(tmp_path, folder, proxy, cap
         return (200, [], b"") if status == 412 else (status, headers, content)
 
     proxy.fault = forget
-    Lease(store_of(folder), folder, tmp_path).release()
+    StoreOwnership(store_of(folder), folder, tmp_path).release()
     assert "nothing keeps a second run from the same folder" in capsys.readouterr().out
 
 
@@ -240,7 +242,7 @@ def test_a_store_that_refuses_exclusive_creation_can_be_used(
     lease = storage_of(folder).take(folder, tmp_path / "one")
     assert capsys.readouterr().out.count("nothing keeps a second run from the same folder") == 1
     with pytest.raises(UserError, match="another run uses"):
-        Lease(store_of(folder), folder, tmp_path / "two")
+        StoreOwnership(store_of(folder), folder, tmp_path / "two")
     lease.check()
     lease.release()
 
@@ -255,14 +257,14 @@ def test_a_lease_that_another_run_is_just_making_is_seen(tmp_path, folder, proxy
         return (status, [], b"") if sum(asked) == 1 and asked[-1] else passed()
 
     proxy.fault = busy
-    Lease(store_of(folder), folder, tmp_path).release()
+    StoreOwnership(store_of(folder), folder, tmp_path).release()
     assert sum(asked) == 3
 
 
 def test_a_copy_of_a_run_takes_no_lease(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
     store, one = store_of(folder), tmp_path / "one"
-    first = Lease(store, folder, one)
+    first = StoreOwnership(store, folder, one)
     for copy in (shutil.copytree(one, tmp_path / "two"), tmp_path / "linked"):
         if not copy.exists():  # the copy in a folder that was copied once more
             shutil.copytree(tmp_path / "two", copy)
@@ -271,7 +273,7 @@ def test_a_copy_of_a_run_takes_no_lease(tmp_path, folder, monkeypatch):
                 ask(folder, copy)
     first.check()
     first.ended.set(), first.thread.join()  # as if it were killed
-    again = Lease(store, folder, one.rename(tmp_path / "moved"))  # at once
+    again = StoreOwnership(store, folder, one.rename(tmp_path / "moved"))  # at once
     again.release()
 
 
@@ -280,14 +282,14 @@ def test_a_copy_of_a_folder_takes_no_lease(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
     monkeypatch.setattr(leases, "LAPSE_SECONDS", 1.0)
     store, copy = store_of(folder), folder.with_name(folder.name + "-copy")
-    first = Lease(store, folder, tmp_path / "one")
+    first = StoreOwnership(store, folder, tmp_path / "one")
     store.files.copy(str(folder / leases.NAME), str(copy / leases.NAME))
-    there = Lease(store, copy, tmp_path / "two")
+    there = StoreOwnership(store, copy, tmp_path / "two")
     first.check(), there.check()
     store.files.copy(str(copy / leases.NAME), str(folder / leases.NAME))
     first.check()
     with pytest.raises(UserError, match="another run uses"):
-        Lease(store, folder, tmp_path / "two")
+        StoreOwnership(store, folder, tmp_path / "two")
     first.check(), first.release(), there.release()
 
 
@@ -457,7 +459,7 @@ def test_a_page_is_no_object(tmp_path, folder, proxy, monkeypatch, method):
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     store, storage, checkpoint = store_of(folder), storage_of(folder), folder / "step-00000004"
     storage.publish(checkpoint, checkpoint, "{}")
-    lease = Lease(store, folder, tmp_path)
+    lease = StoreOwnership(store, folder, tmp_path)
 
     def spoil(request, passed):
         asked = (method, "HEAD") if method == "GET" else (method,)
@@ -483,7 +485,7 @@ def test_a_size_that_is_not_told_is_no_size():
 
 def test_a_store_whose_listing_lacks_what_it_has_is_none(tmp_path, folder, proxy, monkeypatch):
     """Each store's own form of an empty listing: what a stranger answers to all."""
-    from torchmars.checkpoint import objects
+    from torchmars.storage import objects
 
     monkeypatch.setattr(objects, "SETTLE_SECONDS", 0.0)
     empty = LISTING + b"<IsTruncated>false</IsTruncated></ListBucketResult>"
@@ -517,7 +519,7 @@ def test_a_damaged_lease_lapses(tmp_path, folder, monkeypatch, content):
     monkeypatch.setattr(leases, "LAPSE_SECONDS", 1.0)
     store = store_of(folder)
     written(store, folder / leases.NAME, content)
-    lease = Lease(store, folder, tmp_path)
+    lease = StoreOwnership(store, folder, tmp_path)
     lease.check()
     written(store, folder / leases.NAME, content)
     with pytest.raises(Unreachable, match="it is no lease"):

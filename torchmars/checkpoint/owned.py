@@ -1,0 +1,66 @@
+"""The folders that a run's process owns: the run's, and that of its checkpoints."""
+
+from pathlib import PurePath
+
+from torchmars.checkpoint.folder import check_place
+from torchmars.config.run import RunConfig
+from torchmars.core.errors import UserError
+from torchmars.parallel.layout import Layout
+from torchmars.storage import storage_of
+from torchmars.storage.ownership import FileOwnership, Ownership
+
+
+class OwnedFolders:
+    """What the first rank has taken, which writes for all. The other ranks have nothing."""
+
+    def __init__(self) -> None:
+        self.run: FileOwnership | None = None
+        self.checkpoints: Ownership | None = None
+        """None also where the folder of the run has the checkpoints."""
+
+    def take(self, layout: Layout, run: RunConfig, checkpoints: PurePath) -> None:
+        """Keep other processes from the folder of the `run`, and other runs from its `checkpoints`.
+
+        Raises `UserError` on every rank.
+        """
+        layout.on_first(lambda: check_place(checkpoints, run.path))
+        self.run = layout.only_first(
+            lambda: FileOwnership(run.lock, f"training the run {run.path}")
+        )
+        try:
+            self.checkpoints = layout.only_first(
+                lambda: storage_of(checkpoints).take(checkpoints, run.path)
+            )
+        except UserError:  # a program may go on
+            if self.run is not None:
+                self.run.release()
+            raise
+
+    def check_run(self) -> None:
+        """Raise `LostOwnership` if another process goes on with the run.
+
+        This one stood still meanwhile.
+        """
+        if self.run is not None:
+            self.run.check()
+
+    def check(self) -> None:
+        """Raise `LostOwnership`, and `Unreachable` where a store does not answer."""
+        self.check_run()
+        if self.checkpoints is not None:
+            self.checkpoints.check()
+
+    def close(self) -> None:
+        """Let other runs have the checkpoints, and the run's folder when this process ends."""
+        if self.checkpoints is not None:
+            self.checkpoints.release()
+            self.checkpoints = None
+        if self.run is not None:
+            self.run.rest()
+
+    def release(self) -> None:
+        """Let others have both folders before this process ends."""
+        self.close()
+        if self.run is not None:
+            self.run.release()
+            self.run = None

@@ -1,0 +1,20 @@
+"""Where a run's files lie: on this machine's disks, or in an object store.
+
+`storage_of` tells which of the two a path means. Both are a `Storage`, and whoever writes there has
+an `Ownership`.
+"""
+
+from pathlib import Path, PurePath
+
+from torchmars.storage.local import LOCAL
+from torchmars.storage.storage import Storage
+from torchmars.storage.stores import store_of
+
+
+def storage_of(path: PurePath) -> Storage:
+    """Return where a path, which `place` gave, lies. Raises `UserError` for an unknown store."""
+    if isinstance(path, Path):
+        return LOCAL
+    from torchmars.storage.objects import ObjectStorage  # it takes torch, which lists need not
+
+    return ObjectStorage(store_of(path))
