@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmars.checkpoint.inference import load_model, load_sharded_model
 from torchmars.cluster import connection, process
 from torchmars.cluster.callers import start_launcher
 from torchmars.cluster.environment import keep_compiled_in
@@ -33,6 +32,7 @@ from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.sampling import Draw, continuations, encode, predict_with_cache
 from torchmars.evaluation.scoring import Scorer
 from torchmars.evaluation.texts import measure, windows_of_files
+from torchmars.exchange.saved_model import load_model, load_sharded_model
 from torchmars.models import Model
 from torchmars.planning import plan as plans
 from torchmars.planning.report import report

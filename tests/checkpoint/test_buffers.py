@@ -10,11 +10,11 @@ from tests.models.test_moe import EXPERTS, GLM
 from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import run_folder_of, tiny_tables, write_text
-from torchmars.checkpoint.export import export_file, export_folder
-from torchmars.checkpoint.inference import load_model, load_sharded_model, open_model
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
+from torchmars.exchange.export import export_file, export_folder
+from torchmars.exchange.saved_model import load_model, load_sharded_model, open_model
 from torchmars.models import build_model
 from torchmars.training.trainer import build_trainer
 

@@ -11,7 +11,7 @@ from tests.support.tiny import metrics, run_folder_of, tiny_tables, train, write
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.index import read_index, shapes_in
-from torchmars.checkpoint.inference import load_model
+from torchmars.exchange.saved_model import load_model
 
 EIGHT = [
     "1 rank",

@@ -16,12 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
-from torchmars.checkpoint import slots
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.memory import MemoryCopies, choose
-from torchmars.checkpoint.slots import Key
-from torchmars.cluster import shared_memory
-from torchmars.cluster.shared_memory import MEMORY
+from torchmars.checkpoint.memory import shared_memory, slots
+from torchmars.checkpoint.memory.copies import MemoryCopies, choose
+from torchmars.checkpoint.memory.shared_memory import MEMORY
+from torchmars.checkpoint.memory.slots import Key
 from torchmars.config import Degrees
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
@@ -161,7 +160,7 @@ def test_too_little_memory_is_told_and_what_there_is_given_back(tmp_path):
 HOLDS = """
 import sys
 from pathlib import Path
-from torchmars.cluster import shared_memory
+from torchmars.checkpoint.memory import shared_memory
 shared_memory.PLACE = Path(sys.argv[1])
 with shared_memory.shared_memory():
     print(shared_memory.memory_of_launcher(), flush=True)

@@ -13,9 +13,7 @@ from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_on, metrics, run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.export import export_file
 from torchmars.checkpoint.folder import checkpoints, step_of
-from torchmars.checkpoint.inference import load_sharded_model, open_model
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.checkpoint.resume import check_same_run
 from torchmars.checkpoint.state_dict import load_copy
@@ -24,6 +22,8 @@ from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
 from torchmars.data.windows import Windows
+from torchmars.exchange.export import export_file
+from torchmars.exchange.saved_model import load_sharded_model, open_model
 from torchmars.models import build_meta_model
 from torchmars.storage.local import LOCAL
 from torchmars.storage.storage import MANIFEST

@@ -10,10 +10,10 @@ import torch
 from tests.data.test_tokenizer import tokenizer_file
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_here, tiny_tables, write_text
-from torchmars.checkpoint.export import texts_of
-from torchmars.checkpoint.inference import load_model, open_model
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
+from torchmars.exchange.export import texts_of
+from torchmars.exchange.saved_model import load_model, open_model
 
 
 def tables_in(folder, tokenizer, steps=2):

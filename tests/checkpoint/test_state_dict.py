@@ -9,10 +9,10 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint import state_dict
-from torchmars.checkpoint.inference import load_model
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
+from torchmars.exchange.saved_model import load_model
 from torchmars.training.trainer import build_trainer
 
 RAN = "torchmars_exploit_ran"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import context
 from torchmars.cluster import process
-from torchmars.parallel.layout import make_control_group
+from torchmars.parallel.groups import make_control_group
 
 RANKS = 8
 

@@ -15,7 +15,7 @@ from tests.support.tiny import (
     write_config,
     write_text,
 )
-from torchmars.data.tokenizer_files import byte_pair_tokenizer
+from torchmars.exchange.tokenizer_files import byte_pair_tokenizer
 
 
 def write_rows(file, rows):

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from tests.support.commands import Command, run_command
 from tests.support.mistakes import make_checkpoint, make_place
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
-from torchmars.checkpoint.card import HEAD
-from torchmars.checkpoint.export import export_file, export_folder
-from torchmars.checkpoint.inference import SavedModel, open_model
 from torchmars.checkpoint.resume import read_verified
-from torchmars.checkpoint.weights import write_weights
 from torchmars.commands import export
 from torchmars.config.load import load_config
+from torchmars.exchange.card import HEAD
+from torchmars.exchange.export import export_file, export_folder
+from torchmars.exchange.saved_model import SavedModel, open_model
+from torchmars.exchange.weight_files import write_weights
 from torchmars.training.preparation import prepare_run, write_settings
 
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 from tests.support.mistakes import make_checkpoint, make_place, mistake
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.index import INDEX, read_index, shapes_in, tile
-from torchmars.checkpoint.inference import load_model
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import read_verified
+from torchmars.exchange.saved_model import load_model
 from torchmars.storage.storage import MANIFEST
 
 WEIGHT = "model.blocks.0.attn.proj.weight"

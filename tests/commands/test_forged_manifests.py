@@ -15,9 +15,9 @@ from tests.support.mistakes import (
     sizes,
     words,
 )
-from torchmars.checkpoint.inference import load_model
 from torchmars.checkpoint.upkeep import list_checkpoints, prune_checkpoints, verify_checkpoints
 from torchmars.config.load import load_config
+from torchmars.exchange.saved_model import load_model
 from torchmars.training.preparation import prepare_run
 
 

@@ -14,8 +14,8 @@ from tests.support.machines import free_endpoint, machine, signal_all, tree_of, 
 from tests.support.same_end import check_same_end
 from tests.support.tiny import metrics, run_folder_of, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
-from torchmars.checkpoint.slots import HEADERS, header_of
-from torchmars.cluster import shared_memory
+from torchmars.checkpoint.memory import shared_memory
+from torchmars.checkpoint.memory.slots import HEADERS, header_of
 from torchmars.config.load import config_from_tables
 
 STEPS = 16
@@ -25,7 +25,7 @@ import os
 import time
 from pathlib import Path
 
-from torchmars.cluster import shared_memory
+from torchmars.checkpoint.memory import shared_memory
 from torchmars.train import main
 from torchmars.training.trainer import Trainer
 
@@ -52,7 +52,7 @@ LOSING = """
 import os
 import shutil
 
-from torchmars.cluster import shared_memory
+from torchmars.checkpoint.memory import shared_memory
 from torchmars.train import main
 from torchmars.training.trainer import Trainer
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
 from torchmars.__main__ import commands
-from torchmars.config.huggingface_models import IN_WORDS, TITLES
 from torchmars.config.load import load_config
+from torchmars.exchange.families import IN_WORDS, TITLES
 
 README = ROOT / "README.md"
 NAMES = [page.name for page in PAGES]

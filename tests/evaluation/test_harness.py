@@ -12,14 +12,14 @@ from tests.support.ranks import run_ranks
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import run_folder_of, tiny_tables, train
 from tests.support.tokenizers import write_llama
-from torchmars.checkpoint.inference import load_sharded_model
 from torchmars.cluster import connection
 from torchmars.commands import export
 from torchmars.config import ParallelismConfig
-from torchmars.data.tokenizer_files import byte_pair_tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.scoring import Scorer
+from torchmars.exchange.saved_model import load_sharded_model
+from torchmars.exchange.tokenizer_files import byte_pair_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
 # Items of HellaSwag by tokenizer: all of them by the one whose vocabulary is small.

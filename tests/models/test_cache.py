@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.models.test_huggingface import MODELS, randomised
+from tests.exchange.test_configs import MODELS, randomised
 from torchmars.models.cache import Cache
 
 

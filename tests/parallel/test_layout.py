@@ -9,14 +9,8 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from torchmars.config import Degrees, ParallelismConfig
 from torchmars.core.errors import UserError
-from torchmars.parallel.layout import (
-    AXES,
-    JOINT_AXES,
-    Layout,
-    make_groups,
-    make_meshes,
-    rows_along,
-)
+from torchmars.parallel.groups import AXES, JOINT_AXES, make_groups, make_meshes, rows_along
+from torchmars.parallel.layout import Layout
 
 SIZES = Degrees(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2, ep=4)
 

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from tests.support.commands import run_command
 from tests.support.full import FULL
 from tests.support.tiny import listen, run_folder_of, tiny_tables, train, write_text
-from torchmars.checkpoint.inference import open_model
+from torchmars.exchange.saved_model import open_model
 from torchmars.models.initialize import init_weights
 
 DECAY = 0.75

@@ -12,8 +12,6 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -43,11 +41,13 @@ def read_index_part(
     """
     rank = layout.world.rank
     wanted = {rank: {name: local_intervals(value) for name, value in state.items()}}
-    reader, *others = next(ranks for ranks in machines_of(layout) if rank in ranks)
+    reader, *others = next(
+        ranks for ranks in layout.machines(process.local_rank()) if rank in ranks
+    )
     if rank == reader:
-        wanted |= {other: receive_from(other, layout) for other in others}
+        wanted |= {other: layout.receive(other) for other in others}
     else:
-        send_to(wanted[rank], reader, layout)
+        layout.send(wanted[rank], reader)
     parts: dict[int, bytes] = {}
 
     def read() -> None:
@@ -57,20 +57,9 @@ def read_index_part(
     layout.on_all(read)
     if rank == reader:
         for other in others:
-            send_to(parts[other], other, layout)
-    part: dcp.Metadata = pickle.loads(parts[rank] if parts else receive_from(reader, layout))
+            layout.send(parts[other], other)
+    part: dcp.Metadata = pickle.loads(parts[rank] if parts else layout.receive(reader))
     return part
-
-
-def machines_of(layout: Layout) -> list[list[int]]:
-    """Return the ranks of each machine, in their order. Called by every rank."""
-    first = torch.tensor(layout.world.rank - process.local_rank())
-    firsts = [torch.empty_like(first) for _ in range(layout.world.size)]
-    dist.all_gather(firsts, first, group=layout.control)
-    ranks: dict[int, list[int]] = {}
-    for rank, each in enumerate(firsts):
-        ranks.setdefault(int(each), []).append(rank)
-    return list(ranks.values())
 
 
 def parts_of(index: dcp.Metadata, wanted: Mapping[int, Boxes]) -> dict[int, bytes]:
@@ -123,15 +112,3 @@ def in_child(work: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return result
-
-
-def send_to(value: Any, rank: int, layout: Layout) -> None:
-    """Send a picklable value to a rank, which calls `receive_from`."""
-    dist.send_object_list([value], dst=rank, group=layout.control)
-
-
-def receive_from(rank: int, layout: Layout) -> Any:
-    """Return what a rank sends."""
-    values = [None]
-    dist.recv_object_list(values, src=rank, group=layout.control)
-    return values[0]

@@ -105,11 +105,11 @@ def check_options(options: Evaluate) -> list[str]:
 
 def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     """Measure, print and write what is asked for. Called by every rank."""
-    from torchmars.checkpoint.inference import load_sharded_model
     from torchmars.evaluation.results import Evaluation, results_table
     from torchmars.evaluation.rows import read_tasks
     from torchmars.evaluation.scoring import Scorer
     from torchmars.evaluation.texts import measure, texts_table
+    from torchmars.exchange.saved_model import load_sharded_model
 
     tasks = layout.on_first(lambda: read_tasks(names, options.shots, options.limit, options.seed))
     model, tokenizer = load_sharded_model(options.model, layout, options.dtype, options.step)

@@ -16,7 +16,7 @@ from torchmars.core.words import counted
 from torchmars.data.manifest import has_manifest
 
 if TYPE_CHECKING:
-    from torchmars.checkpoint.inference import SavedModel
+    from torchmars.exchange.saved_model import SavedModel
 
 
 @dataclass
@@ -55,8 +55,8 @@ def main() -> None:
         check_target(options.target, kind, options.force)
         import torch
 
-        from torchmars.checkpoint.export import export_file, export_folder, tokenizer_problem
-        from torchmars.checkpoint.inference import open_last
+        from torchmars.exchange.export import export_file, export_folder, tokenizer_problem
+        from torchmars.exchange.saved_model import open_last
 
         models = open_last(options.run, options.step, options.average, options.ema)
         write = export_folder if kind == "hf" else export_file

@@ -50,7 +50,6 @@ def main() -> None:
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
         import torch
 
-        from torchmars.checkpoint.inference import load_model
         from torchmars.evaluation.sampling import (
             Draw,
             continuations,
@@ -58,6 +57,7 @@ def main() -> None:
             predict_with_cache,
             stream_text,
         )
+        from torchmars.exchange.saved_model import load_model
 
         model, tokenizer, _ = load_model(options.folder)
         if torch.cuda.is_available():

@@ -7,12 +7,12 @@ from typing import Any
 
 import tomli_w
 
-from torchmars.config.huggingface_models import IN_WORDS
 from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem, write_durably
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
+from torchmars.exchange.families import IN_WORDS
 
 
 @dataclass
@@ -46,7 +46,7 @@ def main() -> None:
             raise UserError(
                 f"{options.config} exists: name another file, or replace it with --force"
             )
-        from torchmars.checkpoint.huggingface import open_folder
+        from torchmars.exchange.folder import open_folder
 
         found = open_folder(options.folder)
         try:

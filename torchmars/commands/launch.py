@@ -28,12 +28,12 @@ from torch.distributed.run import (
     parse_min_max_nnodes,
 )
 
+from torchmars.checkpoint.memory.shared_memory import shared_memory
 from torchmars.cluster.endpoint import find_endpoint
 from torchmars.cluster.environment import check_shown, keep_compiled_in, read_variable
 from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
-from torchmars.cluster.shared_memory import shared_memory
 from torchmars.cluster.signals import LAUNCHER, stopping
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_of, is_set, load_sources, require_config

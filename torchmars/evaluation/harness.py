@@ -14,13 +14,13 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
-from torchmars.checkpoint.inference import load_sharded_model
 from torchmars.cluster import connection
 from torchmars.config import ParallelismConfig
 from torchmars.core.errors import exit_on_user_error
 from torchmars.core.places import place
 from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
 from torchmars.evaluation.scoring import Scorer, Tokens, windows_after
+from torchmars.exchange.saved_model import load_sharded_model
 
 NEW_TOKENS = 256  # at most, where a task does not say it; as in the harness
 

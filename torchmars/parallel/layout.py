@@ -2,62 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchmars.config import Degrees, ParallelismConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
-from torchmars.optim.meshes import ranks_along
+from torchmars.parallel.groups import (
+    OTHER_AXES,
+    RankGroup,
+    make_control_group,
+    make_groups,
+    make_meshes,
+)
 
 T = TypeVar("T")
-
-# From the outermost to the innermost. All are always there, most of them with size 1.
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-OTHER_AXES = ("cp", "tp", "pp")  # those that do not multiply the data
-# Sets of axes that have a name of their own.
-JOINT_AXES = {
-    "world": AXES,
-    # Ranks that read different samples.
-    "data": ("dp_replicate", "dp_shard"),
-    # Ranks that the loss is added up over: the last stage of a pipeline has it, the others add 0.
-    "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
-    # Ranks that work on the same samples.
-    "sample": ("pp", "cp", "tp"),
-    # Ranks that have a part of the same layers, or a copy.
-    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
-}
-# The axes of the mesh that weights lie on: FSDP shards over dp_shard and cp together.
-WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
-# `ep` is a second view of the inner axes: experts are dealt out over neighbours along dp_shard, cp
-# and tp, and FSDP shards them over the rest of those ranks.
-EXPERT_MESH_AXES = ("pp", "dp_replicate", "expert_fsdp", "ep")
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """Ranks that differ along certain axes only, as this rank sees them."""
-
-    name: str
-    rank: int
-    """The number of this rank in the group."""
-    size: int
-    process_group: dist.ProcessGroup
-
-    def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send `tensor` to rank number `rank` of the group, which calls `receive`."""
-        dist.send(tensor.contiguous(), group=self.process_group, group_dst=rank)
-
-    def receive(self, target: torch.Tensor, rank: int) -> torch.Tensor:
-        """Fill `target` with what rank number `rank` of the group sends, and return it."""
-        dist.recv(target, group=self.process_group, group_src=rank)
-        return target
 
 
 @dataclass(frozen=True)
@@ -214,6 +177,29 @@ class Layout:
         dist.broadcast_object_list(values, group=self.control, group_src=rank)
         return values[0]
 
+    def send(self, value: Any, rank: int) -> None:
+        """Send a picklable value to a rank, which calls `receive`."""
+        dist.send_object_list([value], dst=rank, group=self.control)
+
+    def receive(self, rank: int) -> Any:
+        """Return what a rank sends."""
+        values = [None]
+        dist.recv_object_list(values, src=rank, group=self.control)
+        return values[0]
+
+    def machines(self, local_rank: int) -> list[list[int]]:
+        """Return the ranks of each machine, in their order. Called by every rank.
+
+        `local_rank` is the number of this rank on its machine.
+        """
+        first = torch.tensor(self.world.rank - local_rank)
+        firsts = [torch.empty_like(first) for _ in range(self.world.size)]
+        dist.all_gather(firsts, first, group=self.control)
+        ranks: dict[int, list[int]] = {}
+        for rank, each in enumerate(firsts):
+            ranks.setdefault(int(each), []).append(rank)
+        return list(ranks.values())
+
     def say(self, text: str) -> None:
         """Print a line, on the first rank only."""
         if self.first:
@@ -264,75 +250,3 @@ class Layout:
         if replicas > 1:
             parts[: shards > 1] = [f"HSDP {replicas} x {shards}"]
         return f"{' x '.join(parts)} over {ranks}"
-
-
-def make_meshes(
-    device_type: str, degrees: Degrees
-) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh | None]:
-    """Make the meshes `mesh`, `weight_mesh` and `expert_mesh` of a `Layout`. Collective."""
-    sizes = tuple(getattr(degrees, axis) for axis in AXES)
-    pp, dp_replicate, dp_shard, cp, tp = sizes
-    make = partial(init_device_mesh, device_type)
-    mesh = make(sizes, mesh_dim_names=AXES)
-    weights = make((pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=WEIGHT_AXES)
-    if degrees.ep == 1:
-        return mesh, weights, None
-    rest = dp_shard * cp * tp // degrees.ep
-    experts = make((pp, dp_replicate, rest, degrees.ep), mesh_dim_names=EXPERT_MESH_AXES)
-    return mesh, weights, experts
-
-
-def make_groups(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> dict[str, RankGroup]:
-    """Make the group of this rank along each axis and set of axes. Collective."""
-    rank, ranks, groups = dist.get_rank(), mesh.mesh, {}
-    rows = {name: rows_along(ranks, axes) for name, axes in JOINT_AXES.items()}
-    rows |= {axis: rows_along(ranks, (axis,)) for axis in AXES}
-    of_meshes = {axis: mesh.get_group(axis) for axis in AXES}
-    if expert_mesh is None:
-        rows["ep"] = ranks.view(-1, 1).tolist()
-    else:
-        rows["ep"] = ranks_along(expert_mesh.mesh, [EXPERT_MESH_AXES.index("ep")])
-        of_meshes["ep"] = expert_mesh.get_group("ep")
-    for name, each in rows.items():
-        row = next(row for row in each if rank in row)
-        group = of_meshes.get(name) or _group_over(row, mesh)
-        groups[name] = RankGroup(name, row.index(rank), len(row), group)
-    return groups
-
-
-def rows_along(ranks: torch.Tensor, axes: tuple[str, ...]) -> list[list[int]]:
-    """Return the ranks in rows; those of one row differ along `axes` only.
-
-    `ranks` has a dim for each of `AXES`.
-    """
-    return ranks_along(ranks, [AXES.index(axis) for axis in axes])
-
-
-def _group_over(row: list[int], mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of the ranks in `row`: one that exists, where there is one."""
-    if len(row) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    for axis in AXES:
-        group = mesh.get_group(axis)
-        if dist.get_process_group_ranks(group) == row:
-            return group
-    group = dist.new_group(row, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def make_control_group() -> dist.ProcessGroup:
-    """Make a CPU group of all ranks, and connect those that will talk to each other.
-
-    Where gloo connects a pair at its first message (`connection.start`), it would wait for ever for
-    a rank that has died before (torch 2.11 to 2.13).
-    """
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    assert isinstance(group, dist.ProcessGroup)
-    one, first = torch.ones(1), dist.get_rank() == 0
-    each = [torch.ones(1) for _ in range(dist.get_world_size())] if first else None
-    dist.all_reduce(one, group=group)  # a ring
-    dist.broadcast(one, group=group, group_src=0)  # a tree
-    dist.gather(one, each, group=group, group_dst=0)  # all with the first rank
-    return group

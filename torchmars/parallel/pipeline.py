@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
 from torchmars.config import ParallelismConfig
 from torchmars.parallel.cuts import stage_ranks
 from torchmars.parallel.fsdp import set_reduction
-from torchmars.parallel.layout import RankGroup
+from torchmars.parallel.groups import RankGroup
 from torchmars.parallel.part import ModelPart
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.tensors import local_part
-from torchmars.parallel.layout import RankGroup
+from torchmars.parallel.groups import RankGroup
 
 
 class TiedTable:

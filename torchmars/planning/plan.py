@@ -16,7 +16,8 @@ from torchmars.optim.precision import multiplies_bfloat16
 from torchmars.optim.traffic import OwnerLoads
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.cuts import blocks_of_stages, head_in_blocks
-from torchmars.parallel.layout import AXES, Layout
+from torchmars.parallel.groups import AXES
+from torchmars.parallel.layout import Layout
 from torchmars.planning.find import estimate
 from torchmars.planning.pipeline import actions_of_ranks, bubble, computed_again
 from torchmars.planning.simulation import Simulation, simulate_ranks

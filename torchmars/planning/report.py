@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from torchmars.checkpoint.memory import GENERATIONS
+from torchmars.checkpoint.memory.copies import GENERATIONS
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration

@@ -11,14 +11,14 @@ from torch import Tensor
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state_dict
 from torchmars.checkpoint.folder import checkpoints, step_of
-from torchmars.checkpoint.initial import init_from
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.memory import OPTION, MemoryCopies
+from torchmars.checkpoint.memory.copies import OPTION, MemoryCopies
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture, Shares, shares_from_start
+from torchmars.exchange.initial import init_from
 from torchmars.optim import MARS
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel

@@ -6,11 +6,11 @@ It is apart from preparation.py for what it imports: a second that a new run nee
 from typing import Literal
 
 from torchmars.checkpoint.folder import checkpoints
-from torchmars.checkpoint.initial import open_source, weights_of
 from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.config import ResolvedConfig
 from torchmars.core.places import place
 from torchmars.data.mixture import Mixture
+from torchmars.exchange.initial import open_source, weights_of
 from torchmars.models import Model
 from torchmars.training.optimizer import build_optimizer
 

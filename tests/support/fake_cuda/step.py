@@ -31,7 +31,8 @@ from torchmars.models import build_meta_model
 from torchmars.optim import mars, traffic
 from torchmars.optim.gpu import launches
 from torchmars.optim.kernels import has_triton
-from torchmars.parallel.layout import Layout, make_groups, make_meshes
+from torchmars.parallel.groups import make_groups, make_meshes
+from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchmars.config.huggingface_models import ALIASES, DEFAULTS
 from torchmars.core.errors import UserError
+from torchmars.exchange.families import ALIASES, DEFAULTS
+from torchmars.exchange.names import mixture_kind
 from torchmars.models.gpt2 import GPT2
-from torchmars.models.huggingface import mixture_kind
 from torchmars.models.llama import HIGH, LOW, ORIGINAL_CONTEXT, Llama, LlamaArgs
 from torchmars.models.model import Model
 

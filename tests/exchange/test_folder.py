@@ -16,10 +16,6 @@ from tests.support.commands import ROOT, run_command
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
-from torchmars.checkpoint.export import export_folder
-from torchmars.checkpoint.huggingface_weights import weights_of_folder, write_weight_files
-from torchmars.checkpoint.inference import load_model, open_model
-from torchmars.checkpoint.weights import load_weights
 from torchmars.config import (
     ActivationCheckpointConfig,
     ModelConfig,
@@ -32,11 +28,15 @@ from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
 from torchmars.data.order import window_of_sample
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.data.tokenizer_files import tokenizer_files
 from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
+from torchmars.exchange.configs import to_config
+from torchmars.exchange.export import export_folder
+from torchmars.exchange.saved_model import load_model, open_model
+from torchmars.exchange.tokenizer_files import tokenizer_files
+from torchmars.exchange.weight_files import load_weights
+from torchmars.exchange.weights import weights_of_folder, write_weight_files
 from torchmars.models import build_meta_model, build_model
-from torchmars.models.huggingface_config import to_config
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 

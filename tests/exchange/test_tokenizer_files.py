@@ -13,7 +13,7 @@ from tests.data.test_tokenizer import letters
 from tests.support.real_data import FOLDER, needs_data
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.data.tokenizer_files import (
+from torchmars.exchange.tokenizer_files import (
     byte_pair_tokenizer,
     ends_of,
     special_tokens,

@@ -10,12 +10,12 @@ from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_llama import VARIANTS
 from tests.models.test_moe import VARIANTS as MIXTURES
 from torchmars.config import ModelConfig
-from torchmars.config.huggingface_models import DEFAULTS, TITLES
 from torchmars.core.errors import UserError
+from torchmars.exchange.configs import from_config, to_config
+from torchmars.exchange.families import DEFAULTS, TITLES
+from torchmars.exchange.names import counterparts
 from torchmars.models import build_model
 from torchmars.models.gpt2 import GPT2, GPT2Args
-from torchmars.models.huggingface import counterparts
-from torchmars.models.huggingface_config import from_config, to_config
 from torchmars.models.llama import Llama
 
 GPT2_SHAPE = GPT2Args(n_layer=3, n_head=4, n_embd=32, vocab_size=64, seq_len=24)

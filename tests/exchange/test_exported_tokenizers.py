@@ -6,13 +6,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.checkpoint.test_huggingface import MIXTURES, MODELS
-from tests.data.test_tokenizer_files import TEXTS
+from tests.exchange.test_folder import MIXTURES, MODELS
+from tests.exchange.test_tokenizer_files import TEXTS
 from tests.support.tiny import tiny_config
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.data.tokenizer_files import loading_problem, tokenizer_files
+from torchmars.exchange.configs import to_config
+from torchmars.exchange.tokenizer_files import loading_problem, tokenizer_files
 from torchmars.models import build_meta_model
-from torchmars.models.huggingface_config import to_config
 
 transformers = pytest.importorskip("transformers")
 KINDS = MODELS | MIXTURES

@@ -4,15 +4,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from torchmars.checkpoint.huggingface_weights import (
-    ADAPTER,
-    CONFIG,
-    HEAD,
-    has_other_head,
-    read_config,
-    weights_of_folder,
-)
-from torchmars.checkpoint.weights import SavedWeight, no_content, weights_problem
 from torchmars.config import ResolvedConfig
 from torchmars.config.checkpoint import HF
 from torchmars.config.load import config_from_tables
@@ -20,8 +11,17 @@ from torchmars.config.toml_files import Tables
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
+from torchmars.exchange.configs import from_config, left_to_class
+from torchmars.exchange.weight_files import SavedWeight, no_content, weights_problem
+from torchmars.exchange.weights import (
+    ADAPTER,
+    CONFIG,
+    HEAD,
+    has_other_head,
+    read_config,
+    weights_of_folder,
+)
 from torchmars.models import Model, build_meta_model
-from torchmars.models.huggingface_config import from_config, left_to_class
 
 TOKENIZER = "tokenizer.json"
 LONGEST = 8192  # of the sequences to train on, where a model takes any

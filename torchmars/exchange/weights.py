@@ -13,7 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmars.checkpoint.weights import (
+from torchmars.config.checkpoint import HF
+from torchmars.core.bounds import Name
+from torchmars.core.errors import UserError
+from torchmars.core.files import read_text, write_durably
+from torchmars.core.typed import parse_json
+from torchmars.exchange.names import (
+    GATE_UP,
+    Counterpart,
+    base_of,
+    counterparts,
+    left_out,
+    with_their_parameters,
+)
+from torchmars.exchange.weight_files import (
     CHUNK,
     DTYPES,
     SavedWeight,
@@ -22,21 +35,8 @@ from torchmars.checkpoint.weights import (
     weights_of_file,
     write_weights,
 )
-from torchmars.config.checkpoint import HF
-from torchmars.core.bounds import Name
-from torchmars.core.errors import UserError
-from torchmars.core.files import read_text, write_durably
-from torchmars.core.typed import parse_json
 from torchmars.models import Model
 from torchmars.models.gpt2 import GPT2
-from torchmars.models.huggingface import (
-    GATE_UP,
-    Counterpart,
-    base_of,
-    counterparts,
-    left_out,
-    with_their_parameters,
-)
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 ADAPTER = "adapter_config.json"

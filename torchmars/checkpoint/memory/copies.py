@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.parts import machines_of, receive_from, send_to
-from torchmars.checkpoint.slots import (
+from torchmars.checkpoint.memory.shared_memory import LOCK, PLACE, memory_of_launcher
+from torchmars.checkpoint.memory.slots import (
     HEADERS,
     Header,
     Key,
@@ -32,7 +32,6 @@ from torchmars.checkpoint.slots import (
 )
 from torchmars.checkpoint.staging import Staging
 from torchmars.cluster import process
-from torchmars.cluster.shared_memory import LOCK, PLACE, memory_of_launcher
 from torchmars.core.errors import UserError
 from torchmars.core.locks import lock
 from torchmars.optim.tensors import local_part
@@ -231,20 +230,20 @@ class MemoryCopies:
             good = found is not None and found[1].crc32 == found[0].crc32()
         finally:  # the rank waits
             if not good:
-                send_to(None, rank, self.layout)
+                self.layout.send(None, rank)
         if found is None:
             return
         slot, header = found
         if not good:
             slot.drop()
             return
-        send_to(header, rank, self.layout)
+        self.layout.send(header, rank)
         for piece in slot.memory.split(PIECE):
             dist.send(piece, rank, group=self.layout.control)
 
     def _take(self, holder: int) -> None:
         """Receive this rank's part from the one that keeps it."""
-        header: Header | None = receive_from(holder, self.layout)
+        header: Header | None = self.layout.receive(holder)
         if header is None:
             return
         slot = oldest(self.own)
@@ -313,7 +312,7 @@ def partner_of(layout: Layout) -> Partner | None:
 
     Where machines have different numbers of ranks there is none, and a line says so.
     """
-    machines, rank = machines_of(layout), layout.world.rank
+    machines, rank = layout.machines(process.local_rank()), layout.world.rank
     if len(machines) == 1:
         return None
     if len({len(ranks) for ranks in machines}) > 1:

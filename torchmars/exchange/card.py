@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from textwrap import fill
 
-from torchmars.checkpoint.inference import SavedModel
 from torchmars.config.load import config_text
+from torchmars.exchange.saved_model import SavedModel
 
 HEAD = """\
 ---

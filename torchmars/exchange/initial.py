@@ -6,8 +6,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from torchmars.checkpoint.huggingface import is_folder_of_transformers
-from torchmars.checkpoint.huggingface_weights import weights_of_folder
 from torchmars.checkpoint.index import shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.parts import read_index_part
@@ -19,18 +17,20 @@ from torchmars.checkpoint.state_dict import (
     optimizer_state,
     optimizer_state_names,
 )
-from torchmars.checkpoint.weights import (
+from torchmars.config.checkpoint import HF
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
+from torchmars.core.places import place
+from torchmars.core.words import counted
+from torchmars.exchange.folder import is_folder_of_transformers
+from torchmars.exchange.weight_files import (
     SavedWeight,
     load_weights,
     shape_problem,
     weights_of_file,
     weights_problem,
 )
-from torchmars.config.checkpoint import HF
-from torchmars.core.console import say
-from torchmars.core.errors import UserError
-from torchmars.core.places import place
-from torchmars.core.words import counted
+from torchmars.exchange.weights import weights_of_folder
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits

@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchmars.checkpoint.card import HEAD, model_card
-from torchmars.checkpoint.huggingface_weights import CONFIG, FILE_BYTES, write_weight_files
-from torchmars.checkpoint.inference import SavedModel, tokenizer_of
-from torchmars.checkpoint.weights import write_weights
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
 from torchmars.data.tokenizer import GENERATION
-from torchmars.data.tokenizer_files import (
+from torchmars.exchange.card import HEAD, model_card
+from torchmars.exchange.configs import to_config
+from torchmars.exchange.saved_model import SavedModel, tokenizer_of
+from torchmars.exchange.tokenizer_files import (
     ends_of,
     loading_problem,
     special_tokens,
     tokenizer_files,
 )
-from torchmars.models.huggingface_config import to_config
+from torchmars.exchange.weight_files import write_weights
+from torchmars.exchange.weights import CONFIG, FILE_BYTES, write_weight_files
 
 CARD = "README.md"
 FILE = re.compile(

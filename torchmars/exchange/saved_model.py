@@ -12,27 +12,27 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchmars.checkpoint.folder import checkpoints, folder_of, step_folder, step_of
-from torchmars.checkpoint.huggingface import (
-    TOKENIZER,
-    FolderModel,
-    is_folder_of_transformers,
-    open_folder,
-)
 from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import average_state, model_state
-from torchmars.checkpoint.weights import load_weights, shape_problem
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
 from torchmars.config.float8 import Float8Config
 from torchmars.config.load import config_from_tables
 from torchmars.config.run import RunConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.data.folder_tokenizer import FolderTokenizer
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
+from torchmars.exchange.folder import (
+    TOKENIZER,
+    FolderModel,
+    is_folder_of_transformers,
+    open_folder,
+)
+from torchmars.exchange.folder_tokenizer import FolderTokenizer
+from torchmars.exchange.weight_files import load_weights, shape_problem
 from torchmars.models import Model, build_meta_model
 from torchmars.models.documents import document_starts
 from torchmars.parallel.layout import Layout

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.test_huggingface import SHAPE
 from tests.data.test_tokenizer import tokenizer_file
+from tests.exchange.test_folder import SHAPE
 from tests.support.full import full_but
 from tests.support.mistakes import mistake
-from torchmars.checkpoint.huggingface import open_folder
-from torchmars.checkpoint.huggingface_weights import weights_of_folder
-from torchmars.checkpoint.weights import load_weights
-from torchmars.config.huggingface_models import DEFAULTS
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
+from torchmars.exchange.families import DEFAULTS
+from torchmars.exchange.folder import open_folder
+from torchmars.exchange.weight_files import load_weights
+from torchmars.exchange.weights import weights_of_folder
 from torchmars.models import build_meta_model
 
 transformers = pytest.importorskip("transformers")

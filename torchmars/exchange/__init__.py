@@ -1,0 +1,1 @@
+"""Models as files: those that a run has left, and those that others read and write."""
