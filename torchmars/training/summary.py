@@ -24,7 +24,7 @@ from torchmars.training.abilities import Abilities
 from torchmars.training.checkpointer import Resumed
 from torchmars.training.determinism import kept_variables
 
-TESTED = ("2.11", "2.14")  # torch, from and to; pyproject.toml says what a new environment gets
+TESTED = ("2.11", "2.13")  # torch, from and to: the range of pyproject.toml
 
 
 def introduction(
