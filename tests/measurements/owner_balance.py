@@ -11,12 +11,12 @@ import time
 
 from torch.distributed.tensor import Shard
 
-from torchmars.optim.buckets import rank_bucket
-from torchmars.optim.matrices import MatrixShape
+from torchmars.optim.matrices.buckets import rank_bucket
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.matrices.owners import plan_buckets
+from torchmars.optim.matrices.shapes import MatrixShape
+from torchmars.optim.matrices.tiles import blocks_of_shards
 from torchmars.optim.meshes import MeshPlace
-from torchmars.optim.orthogonalize import ORTHOGONALIZERS
-from torchmars.optim.owners import plan_buckets
-from torchmars.optim.tiles import blocks_of_shards
 
 RANKS = (2, 8, 64, 512)
 KINDS = {None: "-", False: "fused", True: "split"}

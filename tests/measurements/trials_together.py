@@ -23,7 +23,7 @@ from torchmars.models import build_meta_model
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.optim import between, lr_factor, param_groups
-from torchmars.optim.directions import Directions
+from torchmars.optim.matrices.directions import Directions
 from torchmars.optim.rules import RULES, MatrixRule
 
 WIRE = torch.bfloat16  # what momenta are rounded to and multiplied in: `matrix_dtype = "bfloat16"`

@@ -8,7 +8,7 @@ from tests.optim.reference import gradients, orthogonalized
 from tests.optim.test_mars import run
 from tests.optim.test_rules import BASE
 from torchmars.optim import MARS
-from torchmars.optim.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 
 orthogonalize = ORTHOGONALIZERS["newton-schulz"]
 

@@ -7,8 +7,8 @@ from torch import nn
 from tests.optim.reference import orthogonalized
 from tests.support.spectra import error, spectra
 from torchmars.optim import MARS
-from torchmars.optim.directions import Directions, squared_deviations
-from torchmars.optim.orthogonalize import ORTHOGONALIZERS, in_gram_form
+from torchmars.optim.matrices.directions import Directions, squared_deviations
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS, in_gram_form
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import ORTHOGONALIZE
 

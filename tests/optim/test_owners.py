@@ -8,14 +8,14 @@ import pytest
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torchmars.optim import owners
-from torchmars.optim.buckets import rank_bucket
-from torchmars.optim.matrices import MatrixShape
+from torchmars.optim.matrices import owners
+from torchmars.optim.matrices.buckets import rank_bucket
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.matrices.owners import plan_buckets
+from torchmars.optim.matrices.shapes import MatrixShape
+from torchmars.optim.matrices.tiles import blocks_of_shards
+from torchmars.optim.matrices.traffic import batches
 from torchmars.optim.meshes import MeshPlace
-from torchmars.optim.orthogonalize import ORTHOGONALIZERS
-from torchmars.optim.owners import plan_buckets
-from torchmars.optim.tiles import blocks_of_shards
-from torchmars.optim.traffic import batches
 
 FLOPS = ORTHOGONALIZERS["newton-schulz"].flops
 STRIDED = (_StridedShard(0, split_factor=2), Shard(0))  # FSDP over ep

@@ -6,8 +6,8 @@ from torch import nn
 
 from tests.support.tiny import set_bfloat16
 from torchmars.optim import MARS
-from torchmars.optim.orthogonalize import ORTHOGONALIZERS
-from torchmars.optim.precision import multiplies_bfloat16
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.matrices.precision import multiplies_bfloat16
 
 orthogonalize = ORTHOGONALIZERS["newton-schulz"]
 

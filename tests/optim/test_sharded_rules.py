@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.optim.reference import gradients
 from tests.support.full import full_but
 from tests.support.ranks import run_ranks
-from torchmars.optim import MARS, matrices
+from torchmars.optim import MARS
+from torchmars.optim.matrices import shapes
 
 ELEMENTWISE = ("mars-adamw", "mars-lion", "adamw", "lion")
 MATRIX = ("mars-shampoo", "mars-m", "muon")
@@ -171,7 +172,7 @@ def laid_out(whole, parameter):
     if not isinstance(parameter, DTensor):
         return whole.clone()
     mesh, placements = parameter.device_mesh, parameter.placements
-    block = matrices.intervals(parameter.shape, mesh.shape, placements, mesh.get_coordinate())
+    block = shapes.intervals(parameter.shape, mesh.shape, placements, mesh.get_coordinate())
     local = whole[tuple(slice(*interval) for interval in block)].contiguous()
     like = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(local, mesh, placements, run_check=False, **like)
@@ -216,7 +217,7 @@ def exchanged_pieces(shape, placements):
     mesh = init_device_mesh("cpu", shape)
     for start in starts():
         parameter = distribute_tensor(start, mesh, placements)
-        block = matrices.intervals(
+        block = shapes.intervals(
             parameter.shape, mesh.shape, parameter.placements, mesh.get_coordinate()
         )
         if not torch.equal(

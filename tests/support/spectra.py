@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchmars.optim.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 
 
 def spectra(short: int, long: int, seed: int = 0) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from torchmars.checkpoint.index import read_index, tensors_in
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.cluster import process
 from torchmars.cluster.signals import be_helper
-from torchmars.optim.matrices import Interval
+from torchmars.optim.matrices.shapes import Interval
 from torchmars.optim.tensors import local_intervals
 from torchmars.parallel.layout import Layout
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 
 from torchmars.config import ResolvedConfig
-from torchmars.optim.precision import resolve_matrix_dtype
+from torchmars.optim.matrices.precision import resolve_matrix_dtype
 
 COMPUTE, MATRIX = "training.dtype", "optimizer.matrix_dtype"
 

@@ -32,9 +32,13 @@ from torchmars.optim.gpu.launches import has_kernels, is_capturing, steps_by_ker
 from torchmars.optim.groups import complete_group, warn_of_slips
 from torchmars.optim.kernels import pays_to_compile
 from torchmars.optim.look_ahead import LookAhead
+from torchmars.optim.matrices.precision import (
+    matrix_dtype_name,
+    resolve_matrix_dtype,
+    wire_and_product,
+)
 from torchmars.optim.meshes import MeshGroups
 from torchmars.optim.plans import Plans
-from torchmars.optim.precision import matrix_dtype_name, resolve_matrix_dtype, wire_and_product
 from torchmars.optim.reduction import reduce_gradients
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import CLIP, EPS, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT

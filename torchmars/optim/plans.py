@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmars.optim.directions import Directions
-from torchmars.optim.matrices import MatrixShape
+from torchmars.optim.matrices.directions import Directions
+from torchmars.optim.matrices.shapes import MatrixShape
+from torchmars.optim.matrices.traffic import MatrixTraffic, OwnerLoads
 from torchmars.optim.meshes import MeshAxes, MeshGroups, layout_key
 from torchmars.optim.norms import ModelTotals, ShardSum
 from torchmars.optim.rules import RULES, MatrixRule
@@ -19,7 +20,6 @@ from torchmars.optim.settings import CUT, FIXED
 from torchmars.optim.state import Known, known_parameters
 from torchmars.optim.step import Kinds
 from torchmars.optim.tensors import local_part
-from torchmars.optim.traffic import MatrixTraffic, OwnerLoads
 
 
 class Plans:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmars.optim.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.settings import Settings
 
 State = dict[str, Tensor]

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.nn import Parameter
 
 from torchmars.optim.checks import check_group, parameter_name
-from torchmars.optim.matrices import MatrixShape
+from torchmars.optim.matrices.shapes import MatrixShape
 from torchmars.optim.rules import RULES, MatrixRule, state_fits
 from torchmars.optim.settings import FIXED, shown
 from torchmars.optim.step import State

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim.kernels import KeepFactors, Tensors, keep_gradient_, run_kernel
-from torchmars.optim.matrices import is_stack
+from torchmars.optim.matrices.shapes import is_stack
 from torchmars.optim.rules import RULES, MatrixRule, Rule
 from torchmars.optim.rules.correction import Corrections
 from torchmars.optim.settings import Settings

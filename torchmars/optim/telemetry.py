@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchmars.optim.kernels import float64_norms
+from torchmars.optim.matrices.traffic import MatrixTraffic
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import Settings
 from torchmars.optim.step import GroupTensors, State, StepFactors
 from torchmars.optim.tensors import flat_parts
-from torchmars.optim.traffic import MatrixTraffic
 
 
 class GroupTelemetry(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from torchmars.optim.matrices import Interval, intervals
+from torchmars.optim.matrices.shapes import Interval, intervals
 
 _PLAIN = (Tensor, Parameter)
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)

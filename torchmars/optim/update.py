@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchmars.optim.exchange import Exchange
 from torchmars.optim.kernels import Tensors, run_kernel
+from torchmars.optim.matrices.exchange import Exchange
+from torchmars.optim.matrices.traffic import MatrixTile
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import ElementwiseRule, MatrixRule
 from torchmars.optim.rules.correction import Corrections, corrected_gradient_, write_if
@@ -21,7 +22,6 @@ from torchmars.optim.rules.lean import (
 from torchmars.optim.state import ROW_SQUARES
 from torchmars.optim.step import GroupTensors, StepFactors
 from torchmars.optim.tensors import flat_slices
-from torchmars.optim.traffic import MatrixTile
 
 
 def update_groups(
@@ -70,11 +70,11 @@ class MatrixUpdate:
         self.step.run(mars_momentum_, tensors, (self.step.corrections, rate))
         self.step.keep_gradients(self.group)
 
-    def read(self, tiles: Sequence[MatrixTile]) -> None:
-        """Write to the values of each tile what is to be orthogonalised."""
-        momenta = _of_tiles(self.group.momenta, tiles)
+    def read(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
+        """Write to the values of each tile what is to be orthogonalised, or the mean squares."""
         values = [tile.values for tile in tiles]
-        if self.lean is None:
+        momenta = _of_tiles(self._squares if of_rows else self.group.momenta, tiles)
+        if of_rows or self.lean is None:
             torch._foreach_copy_(values, momenta)
             return
         outs = self.lean.out.unbind()
@@ -87,8 +87,15 @@ class MatrixUpdate:
         grads = _of_tiles(self.group.grads, tiles)
         self._run_on_tiles(lean_direction_, list(zip(values, momenta, grads)), factors)
 
-    def apply(self, tiles: Sequence[MatrixTile]) -> None:
-        """Step along an orthogonalised direction, the values of each tile."""
+    def apply(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
+        """Step along an orthogonalised direction, the values of each tile.
+
+        Or keep the new mean squares, if the step is applied.
+        """
+        if of_rows:
+            for kept, tile in zip(_of_tiles(self._squares, tiles), tiles):
+                write_if(self.applied, kept, tile.values)
+            return
         shapes = [each.tile.units.shape for each in tiles]
         lr_of = {shape: self.lr * self.rule.scale(*shape) for shape in set(shapes)}
         lr = torch.stack([lr_of[shape] for shape in shapes])
@@ -96,15 +103,10 @@ class MatrixUpdate:
         factors = (lr, self.keep, self.group.settings["cautious_decay"])
         self._run_on_tiles(step_along_, list(zip(weights, directions)), factors)
 
-    def read_squares(self, tiles: Sequence[MatrixTile]) -> None:
-        """Write the mean squares of the rows of each tile to its values."""
-        kept = _of_tiles(self.group.buffers[ROW_SQUARES], tiles)
-        torch._foreach_copy_([tile.values for tile in tiles], kept)
-
-    def keep_squares(self, tiles: Sequence[MatrixTile]) -> None:
-        """Keep the new mean squares, the values of each tile, if the step is applied."""
-        for kept, tile in zip(_of_tiles(self.group.buffers[ROW_SQUARES], tiles), tiles):
-            write_if(self.applied, kept, tile.values)
+    @property
+    def _squares(self) -> list[Tensor]:
+        """The mean squares of the rows."""
+        return self.group.buffers[ROW_SQUARES]
 
     def _run_on_tiles(self, kernel: Callable, tensors: Tensors, factors: tuple) -> None:
         """Run `kernel`: on CPUs not compiled, since it would round otherwise and save little."""

@@ -12,8 +12,8 @@ from torchmars.data.mixture import Mixture, shares_from_start
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.optim import MARS
-from torchmars.optim.precision import multiplies_bfloat16
-from torchmars.optim.traffic import OwnerLoads
+from torchmars.optim.matrices.precision import multiplies_bfloat16
+from torchmars.optim.matrices.traffic import OwnerLoads
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.cuts import blocks_of_stages, head_in_blocks
 from torchmars.parallel.groups import AXES

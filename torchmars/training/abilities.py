@@ -9,7 +9,7 @@ from torchmars.config.compile import resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.config.optimizer import resolve_routers
 from torchmars.optim.kernels import can_compile
-from torchmars.optim.precision import multiplies_bfloat16
+from torchmars.optim.matrices.precision import multiplies_bfloat16
 from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout
 

@@ -28,9 +28,10 @@ from tests.support.fake_cuda import device as fake_device
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.models import build_meta_model
-from torchmars.optim import mars, traffic
+from torchmars.optim import mars
 from torchmars.optim.gpu import launches
 from torchmars.optim.kernels import has_triton
+from torchmars.optim.matrices import traffic
 from torchmars.parallel.groups import make_groups, make_meshes
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel

@@ -11,10 +11,10 @@ from torchmars.optim.gpu import launches, tile_programs
 from torchmars.optim.gpu.numbers import Given
 from torchmars.optim.gpu.programs import APPLIED, PIECE
 from torchmars.optim.gpu.table import DTYPES
+from torchmars.optim.matrices.traffic import MatrixTile
 from torchmars.optim.rules import MatrixRule
 from torchmars.optim.state import ROW_SQUARES
 from torchmars.optim.step import GroupTensors
-from torchmars.optim.traffic import MatrixTile
 from torchmars.optim.update import MatrixUpdate
 
 
@@ -28,12 +28,16 @@ class KernelMatrices(MatrixUpdate):
         if ROW_SQUARES in group.names:
             self.applied = given.numbers.values[APPLIED.value] != 0
 
-    def read(self, tiles: Sequence[MatrixTile]) -> None:
+    def read(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
+        if of_rows:
+            return super().read(tiles, of_rows)
         form = self._given.table.forms[self._number]
         grad = form.grad if form.last is None else None
         self._launch(tile_programs.pack, tiles, form.first, grad)
 
-    def apply(self, tiles: Sequence[MatrixTile]) -> None:
+    def apply(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
+        if of_rows:
+            return super().apply(tiles, of_rows)
         weight = DTYPES[self.parameters[0].dtype]
         self._launch(tile_programs.step_along, tiles, weight)
 

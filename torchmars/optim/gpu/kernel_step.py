@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from torchmars.optim.exchange import Exchange
 from torchmars.optim.gpu import launches, programs
 from torchmars.optim.gpu.kernel_matrices import KernelMatrices
 from torchmars.optim.gpu.numbers import Given, Numbers
 from torchmars.optim.gpu.table import AddressTable, Form
+from torchmars.optim.matrices.exchange import Exchange
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import MatrixRule
 from torchmars.optim.rules.lean import LeanForm

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchmars.optim.orthogonalize import ORTHOGONALIZERS, in_gram_form
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS, in_gram_form
 from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.settings import Settings
 

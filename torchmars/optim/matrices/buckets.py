@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchmars.optim.matrices import Block, Blocks, Units
+from torchmars.optim.matrices.owners import PlannedBucket
+from torchmars.optim.matrices.shapes import Block, Blocks, Units
+from torchmars.optim.matrices.tiles import Tile, tile_of
 from torchmars.optim.meshes import MeshPlace
-from torchmars.optim.owners import PlannedBucket
-from torchmars.optim.tiles import Tile, tile_of
 
 
 class Packing(NamedTuple):
@@ -33,8 +33,15 @@ class Bucket:
     incoming: Packing
     """The tiles of the units that this rank owns."""
     owned: list[Units]
+    of_rows: bool
+    """Whether it is of what travels for each row of a matrix."""
     rows: "Bucket | None" = None
-    """The same bucket of what travels for each row of a matrix, if anything does."""
+    """The same bucket `of_rows`, if anything does."""
+
+    @property
+    def kinds(self) -> list["Bucket"]:
+        """This bucket, and the one of its rows."""
+        return [self] if self.rows is None else [self, self.rows]
 
     @property
     def travels(self) -> bool:
@@ -83,6 +90,7 @@ def rank_bucket(
         Packing([], []) if planned.home else by_replica[place.replica],
         _packing(incoming, range(shards)),
         owned,
+        of_rows,
     )
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch.distributed.tensor.placement_types import Placement
 
-from torchmars.optim.matrices import Block, Blocks, MatrixShape, Units
+from torchmars.optim.matrices.shapes import Block, Blocks, MatrixShape, Units
 from torchmars.optim.meshes import MeshPlace
 
 

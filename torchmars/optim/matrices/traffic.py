@@ -8,7 +8,7 @@ NorMuon the rows' mean squares travel beside the matrices, each in transfers of 
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -17,20 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchmars.optim.buckets import Bucket, Packing, rank_bucket
-from torchmars.optim.directions import Directions, squared_deviations
-from torchmars.optim.matrices import MatrixShape, Units
-from torchmars.optim.meshes import MeshGroups, mesh_place
-from torchmars.optim.owners import plan_buckets
-from torchmars.optim.precision import (
+from torchmars.optim.matrices.buckets import Bucket, Packing, rank_bucket
+from torchmars.optim.matrices.directions import Directions, squared_deviations
+from torchmars.optim.matrices.owners import plan_buckets
+from torchmars.optim.matrices.pieces import Pieces, batches, by_shape, tiles_of
+from torchmars.optim.matrices.precision import (
     coarsest,
     multiplies_bfloat16,
     resolve_matrix_dtype,
     wire_and_product,
 )
-from torchmars.optim.same_plan import check_same_plan, on_all_ranks
+from torchmars.optim.matrices.same_plan import check_same_plan, on_all_ranks
+from torchmars.optim.matrices.shapes import MatrixShape, Units
+from torchmars.optim.matrices.tiles import Tile, blocks_of_shards
+from torchmars.optim.meshes import MeshGroups, mesh_place
 from torchmars.optim.tensors import flat_slices, local_part
-from torchmars.optim.tiles import Tile, blocks_of_shards
 
 # Its name before torch 2.13 is the second one.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,17 +61,14 @@ class Matrices(Protocol):
     parameters: list[Tensor]
     """Those that have a gradient."""
 
-    def read(self, tiles: Sequence[MatrixTile]) -> None:
-        """Write what is to be orthogonalised to the values of each tile."""
+    def read(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
+        """Write what is to be orthogonalised to the values of each tile.
 
-    def apply(self, tiles: Sequence[MatrixTile]) -> None:
-        """Take the results, the values of each tile."""
+        Tiles `of_rows` get the mean squares of the rows, one column.
+        """
 
-    def read_squares(self, tiles: Sequence[MatrixTile]) -> None:
-        """Write the mean squares of the rows of each tile, one column, to its values."""
-
-    def keep_squares(self, tiles: Sequence[MatrixTile]) -> None:
-        """Keep the new mean squares, the values of each tile."""
+    def apply(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
+        """Take the results, the values of each tile: directions, or the new mean squares."""
 
 
 # For each parameter with a gradient its group, and its number there.
@@ -154,41 +152,34 @@ class MatrixTraffic:
 
     def compute_here(self, bucket: Bucket, places: Places) -> None:
         """Make the directions of a bucket of matrices where they are: nothing travels."""
-        for tiles, directions, squares in self._at_home(bucket, places):
-            self._apply(tiles, directions, places)
-            if squares is not None:
-                self._keep_squares([tile.of_rows for tile in tiles], squares, places)
+        for tiles, results in self._at_home(bucket, places):
+            for kind, values in zip(bucket.kinds, results):
+                self._apply(kind, tiles_of(kind, tiles), values, places)
 
     def send(self, bucket: Bucket, places: Places) -> list[Transfer]:
         """Send this rank's tiles of what is orthogonalised to their owners; nothing, at home.
 
         After it come the mean squares of their rows, where directions need them.
         """
-        sent = [self._send(bucket, self.wire, self._read, places)]
-        if bucket.rows is not None:
-            sent.append(self._send(bucket.rows, self.wide, self._read_squares, places))
-        return sent
+        return [self._send(kind, places) for kind in bucket.kinds]
 
-    def _send(self, bucket: Bucket, dtype: torch.dtype, read: Callable, places: Places) -> Transfer:
-        elements = sum(bucket.outgoing.elements)
-        packed = torch.empty(elements, dtype=dtype, device=self.device)
-        if bucket.home:
+    def _send(self, bucket: Bucket, places: Places) -> Transfer:
+        packed = self._read(bucket, bucket.outgoing.tiles, places)
+        if bucket.home:  # it has none
             return Transfer(packed, None, packed)
-        read(bucket.outgoing.tiles, packed, places)
         return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
 
     def compute(self, bucket: Bucket, arrived: list[Tensor], places: Places) -> list[Transfer]:
         """Make the directions of the units that this rank owns, and send them back."""
         if bucket.home:
-            of_batches = [results for _, *results in self._at_home(bucket, places)]
+            of_batches = [results for _, results in self._at_home(bucket, places)]
             columns = zip(*of_batches) if of_batches else [()] * len(arrived)
             flat = [
                 torch.cat([empty, *(each.flatten() for each in column)])
                 for empty, column in zip(arrived, columns)
             ]
             return [Transfer(each, None, each) for each in flat]
-        kinds = [bucket] if bucket.rows is None else [bucket, bucket.rows]
-        pieces = [Pieces(*each) for each in zip(kinds, arrived)]
+        pieces = [Pieces(*each) for each in zip(bucket.kinds, arrived)]
         for (rows, cols), alike in by_shape(bucket.owned).items():
             momenta = pieces[0].put_together(alike, rows, cols)
             squares = None if bucket.rows is None else pieces[1].put_together(alike, rows, 1)
@@ -197,7 +188,7 @@ class MatrixTraffic:
                 each.take_apart()
         return [
             self._all_to_all(each, kind.incoming, kind.outgoing)
-            for each, kind in zip(arrived, kinds)
+            for each, kind in zip(arrived, bucket.kinds)
         ]
 
     def _replace_by_directions(
@@ -236,29 +227,22 @@ class MatrixTraffic:
 
     def write_results(self, bucket: Bucket, returned: list[Tensor], places: Places) -> None:
         """Pass the results on to the other replicas; write this rank's tiles of all of them."""
-        for values, tiles in zip(self._of_all_replicas(bucket, returned[0]), bucket.by_replica):
-            self._apply(tiles, values, places)
-        if bucket.rows is not None:
-            of_replicas = self._of_all_replicas(bucket.rows, returned[1])
-            for values, tiles in zip(of_replicas, bucket.rows.by_replica):
-                self._keep_squares(tiles, values, places)
+        for kind, each in zip(bucket.kinds, returned):
+            for values, tiles in zip(self._of_all_replicas(kind, each), kind.by_replica):
+                self._apply(kind, tiles, values, places)
 
-    def _at_home(self, bucket: Bucket, places: Places) -> Iterator[tuple]:
+    def _at_home(self, bucket: Bucket, places: Places) -> Iterator[tuple[list[Tile], list[Tensor]]]:
         """Yield the tiles of this rank's matrices at home, in order, with their directions.
 
-        With `bucket.rows` also the rows' new mean squares.
+        And the rows' new mean squares, for each of the bucket's kinds.
         """
         for tiles in batches(bucket.by_replica[self.place.replica], self._batch_elements):
-            shape = sum(tile.length for tile in tiles), *tiles[0].units.shape
-            momenta = torch.empty(shape, dtype=self.wire, device=self.device)
-            self._read(tiles, momenta, places)
-            squares = None
-            if bucket.rows is not None:
-                squares = torch.empty(shape[:2], dtype=self.wide, device=self.device)
-                self._read_squares([tile.of_rows for tile in tiles], squares, places)
+            read = [self._read(kind, tiles_of(kind, tiles), places) for kind in bucket.kinds]
+            momenta = read[0].view(-1, *tiles[0].units.shape)
+            squares = read[1].view(momenta.shape[:2]) if bucket.rows is not None else None
             parameters = [tile.units.parameter for tile in tiles for _ in range(tile.length)]
             directions, squares = self._directions(parameters, momenta, squares)
-            yield tiles, directions.contiguous(), squares
+            yield tiles, [each for each in (directions.contiguous(), squares) if each is not None]
 
     @property
     def _batch_elements(self) -> int:
@@ -266,33 +250,25 @@ class MatrixTraffic:
         on_cpu = self.device.type == "cpu"
         return BATCH_OF_CPU_THREAD * torch.get_num_threads() if on_cpu else BATCH_ELEMENTS
 
-    def _read(self, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
-        """Write what is orthogonalised to `packed`: zeros where a matrix has no gradient."""
+    def _read(self, kind: Bucket, tiles: Sequence[Tile], places: Places) -> Tensor:
+        """Return what `Matrices.read` writes for tiles: zeros where a matrix has no gradient."""
+        elements, dtype = (
+            sum(tile.numel for tile in tiles),
+            self.wide if kind.of_rows else self.wire,
+        )
+        packed = torch.empty(elements, dtype=dtype, device=self.device)
         groups, without_gradient = self._by_group(tiles, packed, places)
         for matrices, of_group in groups.items():
-            matrices.read(of_group)
+            matrices.read(of_group, kind.of_rows)
         for target in without_gradient:
             target.zero_()
+        return packed
 
-    def _read_squares(self, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
-        """Write the rows' mean squares to `packed`: zeros where a matrix has no gradient."""
-        groups, without_gradient = self._by_group(tiles, packed, places)
-        for matrices, of_group in groups.items():
-            matrices.read_squares(of_group)
-        for target in without_gradient:
-            target.zero_()
-
-    def _apply(self, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
-        """Step along the directions of tiles, `packed`, where a matrix has a gradient."""
+    def _apply(self, kind: Bucket, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
+        """Take the results of tiles, `packed`, where a matrix has a gradient."""
         groups, _ = self._by_group(tiles, packed, places)
         for matrices, of_group in groups.items():
-            matrices.apply(of_group)
-
-    def _keep_squares(self, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
-        """Keep the rows' new mean squares, `packed`, where a matrix has a gradient."""
-        groups, _ = self._by_group(tiles, packed, places)
-        for matrices, of_group in groups.items():
-            matrices.keep_squares(of_group)
+            matrices.apply(of_group, kind.of_rows)
 
     def _by_group(
         self, tiles: Sequence[Tile], packed: Tensor, places: Places
@@ -342,55 +318,3 @@ class MatrixTraffic:
             async_op=True,
         )
         return Transfer(arriving, work, packed)
-
-
-class Pieces:
-    """What `arrived` of a bucket's owned units: tiles that come one after the other."""
-
-    def __init__(self, bucket: Bucket, arrived: Tensor) -> None:
-        self.arrived = arrived
-        self.of_units: dict[Units, list[tuple[Tile, Tensor]]] = {}
-        tiles = bucket.incoming.tiles
-        for tile, part in zip(tiles, arrived.split([tile.numel for tile in tiles])):
-            self.of_units.setdefault(tile.units, []).append((tile, part))
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-
-    def put_together(self, alike: Sequence[Units], rows: int, cols: int) -> Tensor:
-        """Return whole units [n, rows, cols], those `alike`."""
-        lengths = [units.length for units in alike]
-        whole = self.arrived.new_empty(sum(lengths), rows, cols)
-        self._pairs = []
-        for units, slab in zip(alike, whole.split(lengths)):
-            for tile, part in self.of_units[units]:
-                some = slice(tile.first, tile.first + tile.length)
-                of_whole = slab[some, tile.rows, tile.cols]
-                self._pairs.append((of_whole, part.view(of_whole.shape)))
-        torch._foreach_copy_([each for each, _ in self._pairs], [each for _, each in self._pairs])
-        return whole
-
-    def take_apart(self) -> None:
-        """Write the units back: what arrived has been read, and its memory takes the result."""
-        torch._foreach_copy_([each for _, each in self._pairs], [each for each, _ in self._pairs])
-
-
-def by_shape(units: Iterable[Units]) -> dict[tuple[int, int], list[Units]]:
-    """Return units by the shape of their matrices."""
-    alike: dict[tuple[int, int], list[Units]] = {}
-    for each in units:
-        alike.setdefault(each.shape, []).append(each)
-    return alike
-
-
-def batches(tiles: Sequence[Tile], elements: int) -> Iterator[list[Tile]]:
-    """Yield whole tiles of equal shape together, at most so many `elements`, or one matrix."""
-    for matrix, alike in itertools.groupby(tiles, lambda tile: tile.units.shape):
-        size = max(1, elements // math.prod(matrix))
-        batch: list[Tile] = []
-        free = size
-        for tile in itertools.chain.from_iterable(each.cut(size) for each in alike):
-            if tile.length > free:
-                yield batch
-                batch, free = [], size
-            batch.append(tile)
-            free -= tile.length
-        yield batch

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchmars.optim.traffic import Matrices, MatrixTraffic, Places, Transfer
+from torchmars.optim.matrices.traffic import Matrices, MatrixTraffic, Places, Transfer
 
 
 class Exchange:

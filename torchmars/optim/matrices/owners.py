@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torchmars.optim.matrices import Blocks, MatrixShape, Units, units_of
-from torchmars.optim.tiles import tile_of
+from torchmars.optim.matrices.shapes import Blocks, MatrixShape, Units, units_of
+from torchmars.optim.matrices.tiles import tile_of
 
 # A bucket travels in one all-to-all. It is small enough to overlap with the work on others, and has
 # work for every rank.
