@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.gpu.device import DEVICE, without_waiting
-from torchmars.models.documents import Documents, document_starts, has_kernel
+from torchmars.models.attention import CausalAttention, Sight, has_kernel
+from torchmars.models.documents import document_starts
 
 pytestmark = pytest.mark.gpu
 
@@ -23,10 +24,10 @@ def test_documents_apart_are_those_of_the_mask(first, kv_heads):
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v = (part.to(dtype, copy=True).requires_grad_() for part in parts)
         with without_waiting():
-            documents = Documents.of(starts, 256, q, dropout=0.0)
-            mixed = documents.attend(q, k, v, 0.0)
+            sight = Sight.of_documents(starts, 256, q, dropout=0.0)
+            mixed = CausalAttention()(q, k, v, sight)
             (mixed * weights).sum().backward()
         found.append([mixed.float(), *(part.grad.float() for part in (q, k, v))])
-        assert (documents.mask is None) == has_kernel(DEVICE.type, dtype, 0.0)
+        assert (sight.mask is None) == has_kernel(DEVICE.type, dtype, 0.0)
     for by_kernel, by_mask in zip(*found):
         assert (by_kernel - by_mask).norm() / by_mask.norm() < 0.02

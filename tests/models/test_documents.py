@@ -6,15 +6,13 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
 from tests.models.test_model import every_shape
-from torchmars.models import document_kernel
+from torchmars.models import attention_kernels
+from torchmars.models.attention import CausalAttention, Sight, has_kernel
 from torchmars.models.documents import (
     WIDTHS,
-    Documents,
     bounds,
     document_positions,
     document_starts,
-    has_kernel,
-    mixed_values,
 )
 from torchmars.models.initialize import init_weights
 
@@ -84,12 +82,13 @@ def test_the_rest_of_a_document_is_one_of_its_own(family, args):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def attention_apart(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa=False):
+def attention_apart(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, scale, **groups):
     """What `varlen_attn` is, by plain attention of one document after the other."""
     assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert len(cu_seq_q) == len(cu_seq_k)
     assert cu_seq_q[-1] == len(q) and cu_seq_k[-1] == len(k) == len(v)
-    assert enable_gqa or k.shape[1] == q.shape[1]
+    assert groups.get("enable_gqa") or k.shape[1] == q.shape[1]
+    scale = q.shape[2] ** -0.5 if scale is None else scale
     repeats = q.shape[1] // k.shape[1]
     mixed = torch.full_like(q, torch.nan)
     bounds = zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:])
@@ -98,7 +97,7 @@ def attention_apart(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, e
         assert 0 <= queries <= max_q and 0 <= keys <= max_k
         if queries:
             own_k, own_v = (part[first_k:last_k].repeat_interleave(repeats, 1) for part in (k, v))
-            logits = torch.einsum("qhw,khw->hqk", q[first_q:last_q], own_k) / q.shape[2] ** 0.5
+            logits = torch.einsum("qhw,khw->hqk", q[first_q:last_q], own_k) * scale
             seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
             weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
             mixed[first_q:last_q] = torch.einsum("hqk,khw->qhw", weights, own_v)
@@ -109,17 +108,18 @@ def attention_apart(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, e
 @pytest.mark.parametrize("first,last", [(0, 24), (0, 6), (6, 12), (12, 24), (23, 24)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_kernel_gets_what_the_mask_says(monkeypatch, first, last, kv_heads, takes_groups):
-    monkeypatch.setattr(document_kernel, "varlen_attn", attention_apart)
-    monkeypatch.setattr(document_kernel, "TAKES_GROUPS", takes_groups)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", attention_apart)
+    monkeypatch.setattr(attention_kernels, "TAKES_GROUPS", takes_groups)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.stack([packed(lengths)[0][:24] for lengths in LENGTHS])
     starts = document_starts(tokens, END)
     q = torch.randn(4, 4, last - first, 8, generator=generator)
     k, v = (torch.randn(4, kv_heads, last, 8, generator=generator) for _ in range(2))
-    masked = Documents.of(starts, 24, q, dropout=0.0)
+    masked = Sight.of_documents(starts, 24, q, dropout=0.0)
     assert masked.mask is not None and masked.mask.shape == (4, 1, 24, 24)
-    by_kernel = Documents(starts, None, 24, bounds(starts, 0, 24)).attend(q, k, v, 0.0)
-    torch.testing.assert_close(by_kernel, masked.attend(q, k, v, 0.0), rtol=1e-5, atol=1e-5)
+    by_kernel, attend = Sight(None, starts, 24, bounds(starts, 0, 24)), CausalAttention()
+    found, expected = (attend(q, k, v, sight) for sight in (by_kernel, masked))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -129,7 +129,7 @@ def test_the_kernel_takes_what_it_gets(kv_heads):
         shapes = [(2, 4, 6, 16), *[(2, kv_heads, 12, 16)] * 2]
         q, k, v = (torch.empty(each, dtype=torch.bfloat16, requires_grad=True) for each in shapes)
         starts = torch.zeros(2, 3, dtype=torch.int32)
-        mixed = Documents(starts, None, 12, None).attend(q, k, v, 0.0)
+        mixed = CausalAttention()(q, k, v, Sight(None, starts, 12))
         mixed.sum().backward()
     assert mixed.shape == q.shape and mixed.dtype == q.dtype
     assert [each.grad.shape for each in (q, k, v)] == shapes
@@ -140,28 +140,3 @@ def test_a_mask_is_made_where_no_kernel_serves():
     assert not has_kernel("cuda", torch.float32, 0.0)
     assert not has_kernel("cuda", torch.bfloat16, 0.1)
     assert not has_kernel("cpu", torch.bfloat16, 0.0)
-
-
-@pytest.mark.parametrize(
-    "device,dtype,masked,kv_heads",
-    [
-        ("cuda", torch.bfloat16, False, 2),
-        ("cuda", torch.float32, False, 4),
-        ("cuda", torch.bfloat16, True, 4),
-        ("cpu", torch.float32, True, 2),
-    ],
-)
-def test_grouped_heads_never_make_all_logits(monkeypatch, device, dtype, masked, kv_heads):
-    """On GPUs only flash attention takes groups: keys and values are repeated for the others."""
-    seen = []
-
-    def attention(q, k, v, enable_gqa, **_):
-        seen.append((k.shape[1], v.shape[1], enable_gqa))
-        return q
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    with FakeTensorMode():
-        q, k = (torch.empty(1, heads, 6, 8, device=device, dtype=dtype) for heads in (4, 2))
-        mask = {"attn_mask": torch.empty(6, 6)} if masked else {"is_causal": True}
-        mixed_values(q, k, k, **mask)
-    assert seen == [(kv_heads, kv_heads, kv_heads == 2)]

@@ -65,7 +65,7 @@ def test_attention_and_mlp_of_each_block_map_hidden_states_to_hidden_states(fami
 class OwnValue(CausalAttention):
     """Lets each token attend to itself only."""
 
-    def forward(self, q, k, v, documents=None, dropout=0.0):
+    def forward(self, q, k, v, sight=None, dropout=0.0):
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchmars.models.attention import CausalAttention
-from torchmars.models.documents import Documents, mixed_values
+from torchmars.models.attention import Mix, Sight
 from torchmars.models.model import Model
 
 
@@ -21,20 +20,15 @@ class Cache:
         """Tokens of each sequence, padding included."""
         self.padding = torch.zeros(0, dtype=torch.int64)
         """How many tokens of each sequence are padding. On the CPU, as all but what models take."""
-        self.padded = False
-        """Whether there is any."""
-        self.mask: Tensor | None = None
-        """What the queries of this pass see, [batch, 1, queries, keys]; None: all keys."""
-        for block in model.blocks.values():
-            block.set_submodule("attn.attend", CachedAttention(self))
+        for attend in model.attention():
+            attend.reach = Kept(self)
 
     def start(self, contexts: list[list[int]]) -> Tensor:
         """Forget what was seen, and see `contexts`; return the logits [batch, rows] after each."""
         longest = max(map(len, contexts))
         assert longest <= self.capacity
         self.seen = 0
-        missing = [longest - len(context) for context in contexts]
-        self.padding, self.padded = torch.tensor(missing), any(missing)
+        self.padding = torch.tensor([longest - len(context) for context in contexts])
         rows = [[0] * (longest - len(context)) + context for context in contexts]
         return self._see(torch.tensor(rows))
 
@@ -45,45 +39,29 @@ class Cache:
     @torch.no_grad()
     def _see(self, tokens: Tensor) -> Tensor:
         places = torch.arange(self.seen, self.seen + tokens.shape[1])
-        device, mask = self.model.tok_embed.weight.device, self._mask(places)
-        self.mask = None if mask is None else mask.to(device)
+        model, device = self.model, self.model.tok_embed.weight.device
+        sight = Sight.after_padding(self.padding, places).to(device)
         # Padding has positions too. Nothing that counts sees it.
-        positions = (places - self.padding[:, None]).clamp(min=0)
-        hidden = self.model(tokens.to(device), positions.to(device))
+        positions = (places - self.padding[:, None]).clamp(min=0).to(device)
+        x = model.transform(model.embed(tokens.to(device), positions), positions, sight)
         self.seen += tokens.shape[1]
-        return self.model.head(hidden[:, -1])
-
-    def _mask(self, places: Tensor) -> Tensor | None:
-        if len(places) == 1 and not self.padded:
-            return None
-        keys = torch.arange(self.seen + len(places))
-        earlier = keys <= places[:, None]
-        # Padding sees itself: what sees nothing would be NaN.
-        real = (keys >= self.padding[:, None, None]) | (keys == places[:, None])
-        return (earlier & real)[:, None]
+        return model.head(model.norm(x)[:, -1])
 
 
-class CachedAttention(CausalAttention):
-    """Attends to the keys and values of all tokens that the model has seen."""
+class Kept:
+    """Lets queries see the keys and values of all tokens that the model has seen."""
 
     def __init__(self, cache: Cache) -> None:
-        super().__init__()
         self.cache = cache
         self.keys = self.values = torch.empty(0)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Documents | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        assert documents is None and not dropout
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
+        """Keep `k` and `v`, and mix all that is kept."""
         first, last = self.cache.seen, self.cache.seen + k.shape[2]
         if not first:
-            shape = *k.shape[:2], self.cache.capacity, k.shape[3]
-            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+            self.keys, self.values = (
+                part.new_empty(*part.shape[:2], self.cache.capacity, part.shape[3])
+                for part in (k, v)
+            )
         self.keys[:, :, first:last], self.values[:, :, first:last] = k, v
-        keys, values = self.keys[:, :, :last], self.values[:, :, :last]
-        return mixed_values(q, keys, values, attn_mask=self.cache.mask)
+        return mix(q, self.keys[:, :, :last], self.values[:, :, :last])

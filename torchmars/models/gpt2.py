@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
-from torchmars.models.attention import CausalAttention
-from torchmars.models.documents import Documents
+from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.model import Model, Table, TensorParallelCut
 from torchmars.models.sizes import make_args
 
@@ -55,9 +54,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(args.n_embd, args.n_embd, bias=args.bias)
         self.attend = CausalAttention()
 
-    def forward(
-        self, x: Tensor, logit_divisor: Tensor | None, documents: Documents | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, logit_divisor: Tensor | None, sight: Sight | None) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
@@ -65,7 +62,7 @@ class Attention(nn.Module):
         if logit_divisor is not None:
             q = q / logit_divisor
         dropout = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, documents, dropout)
+        y = self.attend(q, k, v, sight, dropout)
         return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
 
@@ -93,10 +90,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(args.n_embd, bias=args.bias)
         self.mlp = MLP(args)
 
-    def forward(
-        self, x: Tensor, logit_divisor: Tensor | None, documents: Documents | None
-    ) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), logit_divisor, documents)
+    def forward(self, x: Tensor, logit_divisor: Tensor | None, sight: Sight | None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), logit_divisor, sight)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -139,9 +134,9 @@ class GPT2(Model):
         x = self.tok_embed(tokens) + self.pos_embed(positions)
         return F.dropout(x, self.args.dropout, self.training)
 
-    def transform(self, x: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
+    def transform(self, x: Tensor, positions: Tensor, sight: Sight | None) -> Tensor:
         for block, divisor in zip(self.blocks.values(), self._logit_divisors(x.device)):
-            x = block(x, divisor, documents)
+            x = block(x, divisor, sight)
         return x
 
     def _logit_divisors(self, device: torch.device) -> list[Tensor] | list[None]:

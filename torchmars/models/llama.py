@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
-from torchmars.models.attention import CausalAttention
-from torchmars.models.documents import Documents
+from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.model import Head, Model, Table, TensorParallelCut
 from torchmars.models.moe import MoE
 from torchmars.models.sizes import make_args
@@ -206,7 +205,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(q_width, args.n_embd, bias=False)
         self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
         # By the width of a head: a rank may have some of the heads only.
         q, k, v = (
             layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.q, self.k, self.v)
@@ -214,7 +213,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, documents)
+        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sight)
         projected: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return projected
 
@@ -261,8 +260,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         self.mlp = make_mlp(args, number)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), cos, sin, documents)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), cos, sin, sight)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -308,11 +307,11 @@ class Llama(Model):
         x: Tensor = self.tok_embed(tokens)
         return x
 
-    def transform(self, x: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
+    def transform(self, x: Tensor, positions: Tensor, sight: Sight | None) -> Tensor:
         args = self.args
         cos, sin = rotation(positions, args.rotary_width, args.rope_theta, args.rope_scaling_factor)
         for block in self.blocks.values():
-            x = block(x, cos, sin, documents)
+            x = block(x, cos, sin, sight)
         return x
 
     def used_parameters(self, name: str, parameter: Tensor) -> int:

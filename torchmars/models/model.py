@@ -2,14 +2,15 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from torchmars.config import ModelConfig
-from torchmars.models.documents import Documents, document_positions
+from torchmars.models.attention import CausalAttention, Sight
+from torchmars.models.documents import document_positions
 
 # How tensor parallelism cuts a layer's weight [out, in]: by rows, by columns, or, for token tables
 # [vocabulary, width], by tokens. "fused rows": by rows within each of the three equal parts of a
@@ -67,8 +68,9 @@ class Model(nn.Module, ABC):
     of a model has some of them only, under the same numbers. Each has `attn` and `mlp`, modules
     that take hidden states first and return such: tensor parallelism cuts them. `attn.attend`, a
     `CausalAttention`, is the only way from token to token: context parallelism and `Cache` replace
-    it. Layers have no other output. One may count, where it is told to (`parallel/balance.py`), and
-    may add to a gradient by an autograd function, whose backward pass some schedules make twice."""
+    its `reach`. Layers have no other output. One may count, where it is told to
+    (`parallel/balance.py`), and may add to a gradient by an autograd function, whose backward pass
+    some schedules make twice."""
     norm: nn.Module
     """What makes the last hidden states of the last block's output."""
     output: Head | None
@@ -110,10 +112,10 @@ class Model(nn.Module, ABC):
             positions = torch.arange(length, device=tokens.device)
             if starts is not None:
                 positions = document_positions(starts, length)
-        x, documents = self.embed(tokens, positions), None
+        x, sight = self.embed(tokens, positions), None
         if starts is not None:
-            documents = Documents.of(starts, length, x, self.dropout)
-        hidden: Tensor = self.norm(self.transform(x, positions, documents))
+            sight = Sight.of_documents(starts, length, x, self.dropout)
+        hidden: Tensor = self.norm(self.transform(x, positions, sight))
         return hidden
 
     @abstractmethod
@@ -121,10 +123,10 @@ class Model(nn.Module, ABC):
         """Return what the first block gets, [batch, length, width]."""
 
     @abstractmethod
-    def transform(self, x: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
+    def transform(self, x: Tensor, positions: Tensor, sight: Sight | None) -> Tensor:
         """Pass `x` [batch, length, width] through the blocks that are here.
 
-        Tokens attend to earlier ones: with `documents` to those of their own, else to all.
+        Tokens attend to those before them that they see, to all without `sight`.
         """
 
     def head(
@@ -138,6 +140,10 @@ class Model(nn.Module, ABC):
             return function(hidden, self.tok_embed.weight)
         result: Tensor = self.output(hidden, function=function)
         return result
+
+    def attention(self) -> Iterator[CausalAttention]:
+        """Yield where the tokens of each block that is here meet."""
+        return (each for each in self.blocks.modules() if isinstance(each, CausalAttention))
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of the initial values of a parameter; None: all are 1.

@@ -4,7 +4,6 @@ Parts are balanced for the causal mask, under which later tokens attend to more.
 into 2 cp chunks, and rank r has chunks r and 2 cp - 1 - r: one early and one late.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +14,9 @@ from torch.distributed._functional_collectives import (  # private, torch 2.11 t
     all_gather_tensor_autograd,
     all_to_all_single_autograd,
 )
-from torch.nn.attention.bias import CausalBias, causal_lower_right
-from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.13
 
 from torchmars.models import Model
-from torchmars.models.attention import CausalAttention
-from torchmars.models.documents import Documents, mixed_values
+from torchmars.models.attention import Mix
 
 
 @dataclass(frozen=True)
@@ -47,78 +43,44 @@ class SequencePart:
         return int(found) if len(found) else None
 
 
-class GatheredAttention(CausalAttention):
-    """Attends from this rank's part of each sequence to the keys and values of all of it.
+class Gathered:
+    """Lets the queries of this rank's part of each sequence see keys and values of all of it.
 
     Each rank gathers them. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
         self.group, self.rank = group, dist.get_rank(group)
-        self.make_mask: Callable[[int, int], Tensor | None] = lower_right_mask
+        self.ranks = dist.get_world_size(group)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Documents | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        ranks = dist.get_world_size(self.group)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
+        """Mix the values of all tokens for both chunks of queries."""
         k, v = (
-            in_order(all_gather_tensor_autograd(part.contiguous(), 2, self.group), ranks)
+            in_order(all_gather_tensor_autograd(part.contiguous(), 2, self.group), self.ranks)
             for part in (k, v)
         )
         early, late = q.chunk(2, dim=2)
         chunk = early.shape[2]
         ends = (self.rank + 1) * chunk, k.shape[2] - self.rank * chunk
         parts = [
-            self._attend(queries, k[:, :, :end], v[:, :, :end], documents, dropout)
-            for queries, end in zip((early, late), ends)
+            mix(queries, k[:, :, :end], v[:, :, :end]) for queries, end in zip((early, late), ends)
         ]
         return torch.cat(parts, dim=2)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, dropout: float
-    ) -> Tensor:
-        if documents is not None:
-            return documents.attend(q, k, v, dropout)
-        mask = self.make_mask(q.shape[2], k.shape[2])
-        return mixed_values(q, k, v, dropout, attn_mask=mask)
 
-
-def lower_right_mask(queries: int, keys: int) -> CausalBias:
-    """Return the mask of the last `queries` of `keys` tokens, as attention takes it."""
-    if torch.compiler.is_compiling():
-        return causal_lower_right(queries, keys)
-    # It is a tensor, which modes of torch, such as selective activation checkpointing, would make
-    # one of another type.
-    with no_dispatch():
-        return causal_lower_right(queries, keys)
-
-
-class UlyssesAttention(CausalAttention):
-    """Exchanges parts of the sequences for heads, attends over all of them, and exchanges back.
+class Exchanged:
+    """Exchanges parts of the sequences for heads, mixes all of them, and exchanges back.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
         self.group, self.ranks = group, dist.get_world_size(group)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Documents | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
+        """Mix the values of all tokens for some heads."""
         q, k, v = (in_order(self._heads_for_sequence(part), self.ranks) for part in (q, k, v))
-        mixed = by_rank(super().forward(q, k, v, documents, dropout), self.ranks)
+        mixed = by_rank(mix(q, k, v), self.ranks)
         parts = torch.stack(mixed.chunk(self.ranks, dim=2))
         return torch.cat(self._exchange(parts).unbind(), dim=1)
 
@@ -148,6 +110,6 @@ def share_sequences(
     model: Model, group: dist.ProcessGroup, method: Literal["all-gather", "ulysses"]
 ) -> None:
     """Let every attention of `model` see whole sequences, of which each rank has a part."""
-    kind = GatheredAttention if method == "all-gather" else UlyssesAttention
-    for block in model.blocks.values():
-        block.set_submodule("attn.attend", kind(group))
+    kind = Gathered if method == "all-gather" else Exchanged
+    for attend in model.attention():
+        attend.reach = kind(group)

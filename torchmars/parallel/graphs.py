@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchmars.config import ActivationCheckpointConfig
 from torchmars.models import Model
-from torchmars.models.documents import Documents
+from torchmars.models.attention import Sight
 from torchmars.models.moe import MoE
 from torchmars.parallel.layout import Layout
 
@@ -59,10 +59,10 @@ def compile_together(model: Model, most: int) -> None:
     parts = [part_of(model, names[begin:end]) for begin, end in zip(cuts, cuts[1:])]
     graphs = [torch.compile(part.transform) for part in parts]
 
-    def transform(x: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
+    def transform(x: Tensor, positions: Tensor, sight: Sight | None) -> Tensor:
         for part, graph in zip(parts, graphs, strict=True):
             part.training = model.training
-            x = graph(x, positions, documents)
+            x = graph(x, positions, sight)
         return x
 
     model.transform = transform  # type: ignore[method-assign]

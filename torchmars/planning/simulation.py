@@ -17,10 +17,9 @@ from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.float8 import Float8Config
 from torchmars.models import Model, build_meta_model
-from torchmars.models.documents import has_kernel
+from torchmars.models.attention import has_kernel
 from torchmars.models.moe import Experts, MoE
 from torchmars.optim import MARS
-from torchmars.parallel.context import GatheredAttention
 from torchmars.parallel.experts import Dispatch
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
@@ -247,9 +246,8 @@ def simulate_step(
 def leave_out_masks(model: ParallelModel) -> None:
     """Let attention under context parallelism take no mask: on GPUs it has none in memory."""
     for part in model.parts.values():
-        for module in part.modules():
-            if isinstance(module, GatheredAttention):
-                module.make_mask = lambda queries, keys: None
+        for attend in part.model.attention():
+            attend.make_mask = lambda queries, keys: None
 
 
 def route_evenly(model: ParallelModel) -> None:
