@@ -13,6 +13,7 @@ from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_moe import EXPERTS, GLM
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS, LAYOUTS_WITH_EXPERTS, by_ranks
+from tests.support.own_mixture import OwnMixtures
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models.documents import document_starts
@@ -32,6 +33,7 @@ MODELS = {
     "llama": lambda: Llama(dataclasses.replace(WIDE, qkv_bias=True)),
     "moe": lambda: Llama(dataclasses.replace(WIDE, **EXPERTS)),
     "glm": lambda: Llama(dataclasses.replace(WIDE, **EXPERTS, **GLM)),
+    "own mixture": lambda: OwnMixtures(WIDE),
 }
 
 
@@ -190,6 +192,9 @@ QUICK = [
     ("llama", "PP 2 InterleavedZeroBubble"),
     ("moe", "FSDP 4, EP 2"),
     ("glm", "TP 2, EP 2"),
+    ("own mixture", "TP 2"),
+    ("own mixture", "TP 2, EP 2"),
+    ("own mixture", "FSDP 4, EP 2"),
 ]
 MORE = [
     ("gpt2", "TP 2 x CP 2 Ulysses"),

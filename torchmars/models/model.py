@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchmars.config import ModelConfig
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.documents import document_positions
+from torchmars.models.moe import MoE
 
 # How tensor parallelism cuts a layer's weight [out, in]: by rows, by columns, or, for token tables
 # [vocabulary, width], by tokens. "fused rows": by rows within each of the three equal parts of a
@@ -144,6 +145,15 @@ class Model(nn.Module, ABC):
     def attention(self) -> Iterator[CausalAttention]:
         """Yield where the tokens of each block that is here meet."""
         return (each for each in self.blocks.modules() if isinstance(each, CausalAttention))
+
+    def routed(self) -> dict[str, MoE]:
+        """Return the mixtures of experts of the blocks that are here, by the block's number.
+
+        Each is the block's `mlp`. A model that has others than `MoE` overrides this. Layouts ask
+        nothing else, and use what the docstring of `MoE` names.
+        """
+        mlps = {number: block.mlp for number, block in self.blocks.items()}
+        return {number: mlp for number, mlp in mlps.items() if isinstance(mlp, MoE)}
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of the initial values of a parameter; None: all are 1.

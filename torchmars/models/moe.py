@@ -115,6 +115,10 @@ class MoE(nn.Module):
     """Takes the place of a block's MLP.
 
     Where `counted` [experts], int64, is set, it adds to that how many tokens chose each expert.
+    What layouts and balance use of it, and so of another that a model's `routed` names: `counted`,
+    `dispatch`, `shared`, `router` and `experts`. Of a router they use `weight` [experts, width],
+    `bias`, `pressure`, `z_loss` and `always_weighs_the_same`. All parameters of `experts` are
+    stacks [experts, ...]. Both pass each weight through their `local` before they compute with it.
     """
 
     counted: Tensor | None = None

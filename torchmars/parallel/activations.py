@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from torchmars.config import ActivationCheckpointConfig
 from torchmars.models import Model
-from torchmars.models.moe import MoE
 
 # What "selective" keeps: results that are dear to compute for their size. Which operation attention
 # is depends on the device, the dtype and the mask.
@@ -58,17 +57,12 @@ def checkpoint_blocks(
     contexts = contexts_of_some if experts_apart else create_selective_checkpoint_contexts
     if config.mode == "selective":
         options["context_fn"] = partial(contexts, KEPT_OPERATIONS)
-    elif has_experts(model):
+    elif model.routed():
         # A router's near tie may fall otherwise the second time.
         options["context_fn"] = partial(contexts, [torch.ops.aten.topk.default])
     for number, block in model.blocks.items():
         if int(number) % config.every == 0:
             checkpoint_block(block, options)
-
-
-def has_experts(model: Model) -> bool:
-    """Return whether a block of `model` is a mixture of experts."""
-    return any(isinstance(module, MoE) for module in model.modules())
 
 
 def contexts_of_some(operations: list[Any]) -> tuple["SomeOperations", "SomeOperations"]:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from torchmars.config import TrainingConfig
 from torchmars.models import Model
-from torchmars.models.moe import MoE
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import ModelPart
 
@@ -41,11 +40,11 @@ class Balance:
         device: torch.device,
     ) -> None:
         self.training, self.layout = training, layout
-        of_model = layers_in(whole)
+        of_model = whole.routed()
         self.places = [int(name) for name in of_model]
         """The blocks of the whole model that have experts, by number."""
         self.layers = {
-            name: layer for part in parts.values() for name, layer in layers_in(part.model).items()
+            name: layer for part in parts.values() for name, layer in part.model.routed().items()
         }
         """The experts of this rank, by the number of their block."""
         experts = max((len(layer.router.weight) for layer in of_model.values()), default=0)
@@ -180,9 +179,3 @@ class Balance:
             "experts/entropy": sum(entropies) / len(entropies),
             "experts/without_tokens": sum(without),
         }
-
-
-def layers_in(model: Model) -> dict[str, MoE]:
-    """Return the mixtures of experts of a model, or of a part of one, by their block's number."""
-    mlps = {name: block.mlp for name, block in model.blocks.items()}
-    return {name: mlp for name, mlp in mlps.items() if isinstance(mlp, MoE)}

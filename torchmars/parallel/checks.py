@@ -6,7 +6,6 @@ from torchmars.config import Config, Degrees
 from torchmars.config.compile import compile_problem, needs_compile
 from torchmars.config.fields import require
 from torchmars.models import Model
-from torchmars.models.moe import MoE
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 from torchmars.parallel.float8 import converted_rows
 
@@ -32,8 +31,7 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
 def untrained(config: Config, model: Model) -> Iterator[str]:
     """Yield a line for each setting that leaves weights of `model` without a gradient."""
     training = config.training
-    mixtures = [each for each in model.modules() if isinstance(each, MoE)]
-    if any(each.router.always_weighs_the_same for each in mixtures):
+    if any(each.router.always_weighs_the_same for each in model.routed().values()):
         only = " but that of training.balance_loss" if training.balance_loss else ""
         yield (
             "model.n_expert_used = 1: the one weight of a token is 1 whatever its router says, so "

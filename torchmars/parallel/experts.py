@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchmars.models import Model
-from torchmars.models.moe import Experts, MoE, TakenRows
+from torchmars.models.moe import Experts, TakenRows
 from torchmars.parallel.layout import Layout
 
 
@@ -32,11 +32,10 @@ def deal_out_experts(model: Model, layout: Layout) -> None:
     """
     assert layout.expert_mesh is not None
     mesh, scale = layout.expert_mesh["ep"], layout.group("tp").size / layout.group("ep").size
-    for module in model.modules():
-        if isinstance(module, MoE):
-            shard_stacks(module.experts, mesh)
-            module.experts.local = partial(own_experts, scale=scale)
-            module.dispatch = Dispatch(mesh.get_group())
+    for mixture in model.routed().values():
+        shard_stacks(mixture.experts, mesh)
+        mixture.experts.local = partial(own_experts, scale=scale)
+        mixture.dispatch = Dispatch(mesh.get_group())
 
 
 def shard_stacks(experts: Experts, mesh: DeviceMesh) -> None:

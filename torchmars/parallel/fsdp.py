@@ -20,7 +20,6 @@ from torch.distributed.tensor import Shard
 
 from torchmars.config import ParallelismConfig
 from torchmars.models import Model
-from torchmars.models.moe import Experts
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import ModelPart
@@ -123,14 +122,13 @@ def shard_experts(
     In a part that is `one_unit` else they stay gathered until the backward pass, as it does.
     """
     reshard = False if one_unit else parallelism.blocks_reshard(mesh.size(mesh.ndim - 1))
-    for module in model.modules():
-        if isinstance(module, Experts):
-            make_unit(
-                module,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                shard_placement_fn=stack_placement(mesh),
-            )
+    for mixture in model.routed().values():
+        make_unit(
+            mixture.experts,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            shard_placement_fn=stack_placement(mesh),
+        )
 
 
 def stack_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
@@ -179,11 +177,8 @@ def experts_of_unit(blocks: Sequence[Any]) -> list[FSDPModule]:
 
 def expert_units(block: nn.Module) -> list[FSDPModule]:
     """Return the experts of a block, if they are a unit of their own."""
-    return [
-        module
-        for module in block.modules()
-        if isinstance(module, Experts) and isinstance(module, FSDPModule)
-    ]
+    within = (each for each in block.modules() if each is not block)
+    return [each for each in within if isinstance(each, FSDPModule)]
 
 
 def is_one_unit(

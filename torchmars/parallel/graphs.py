@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torchmars.config import ActivationCheckpointConfig
 from torchmars.models import Model
 from torchmars.models.attention import Sight
-from torchmars.models.moe import MoE
 from torchmars.parallel.layout import Layout
 
 # Blocks of a graph at most, by the type of the device, on a rank alone: between calls of compiled
@@ -33,19 +32,15 @@ def compile_blocks(
     if alone and most > 1 and activations.mode == "none":
         compile_together(model, most)
         return
-    for block in model.blocks.values():
-        for module in compiled_modules(block, whole=layout.expert_mesh is None):
+    # Rows that travel to experts are as many as a router decides: no graph goes on past them.
+    apart = model.routed() if layout.expert_mesh is not None else {}
+    for number, block in model.blocks.items():
+        mixture = apart.get(number)
+        compiled = [block]
+        if mixture is not None:
+            compiled = [module for module in block.children() if module is not mixture]
+        for module in compiled:
             module.compile()
-
-
-def compiled_modules(block: nn.Module, whole: bool) -> list[nn.Module]:
-    """Return what of a block is compiled: all of it or, unless `whole`, all but its experts.
-
-    Rows that travel to experts are as many as a router decides: no graph goes on past them.
-    """
-    if whole or not isinstance(block.mlp, MoE):
-        return [block]
-    return [module for module in block.children() if not isinstance(module, MoE)]
 
 
 def compile_together(model: Model, most: int) -> None:

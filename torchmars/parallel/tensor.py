@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchmars.models import Model
 from torchmars.models.model import TensorParallelCut
-from torchmars.models.moe import Experts, MoE, Router
+from torchmars.models.moe import Experts, Router
 from torchmars.parallel.cuts import cut_of
 
 SEQUENCE = 1  # the dim of hidden states [batch, length, width] that is cut between layers
@@ -41,11 +41,15 @@ def cut_layers(model: Model, mesh: DeviceMesh) -> None:
     for name, module in model.named_modules():
         for style in styles_of(name, module, model.cuts):
             parallelize_module(module, mesh, style)
-    for block in model.blocks.values():
-        for name in ("attn", "mlp"):
-            branch: nn.Module | None = block.get_submodule(name)
-            if isinstance(branch, MoE):  # each rank routes its own part of the sequences
-                branch = branch.shared
+    routed = model.routed()
+    for mixture in routed.values():
+        keep_whole(mixture.router, mesh)
+        if not any(isinstance(weight, DTensor) for weight in mixture.experts.parameters()):
+            keep_whole(mixture.experts, mesh)  # they are not dealt out over ep
+    for number, block in model.blocks.items():
+        # Each rank routes its own part of the sequences.
+        mlp = routed[number].shared if number in routed else block.get_submodule("mlp")
+        for branch in (block.get_submodule("attn"), mlp):
             if branch is not None:
                 branch.register_forward_pre_hook(
                     lambda _, args: (gathered(args[0], mesh), *args[1:])
@@ -78,9 +82,6 @@ def styles_of(
         return [RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))]
     if cut == "positions":
         return [PositionParallel()]
-    if isinstance(module, Router | Experts):
-        dealt_out = any(isinstance(weight, DTensor) for weight in module.parameters())  # over ep
-        return [] if dealt_out else [WholeParallel()]
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return [SequenceParallel(use_local_output=True)]
     return []
@@ -151,16 +152,12 @@ class PositionParallel(ParallelStyle):
         return module
 
 
-class WholeParallel(ParallelStyle):
-    """Keeps a router or experts whole, for this rank's part of the sequences."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, Router | Experts)
-        for name, weight in list(module.named_parameters()):
-            whole = distribute_tensor(weight, device_mesh, [Replicate()])
-            module.register_parameter(name, nn.Parameter(whole))
-        module.local = part_of_sum
-        return module
+def keep_whole(module: Router | Experts, mesh: DeviceMesh) -> None:
+    """Keep a router or experts whole, in place, for this rank's part of the sequences."""
+    for name, weight in list(module.named_parameters()):
+        whole = distribute_tensor(weight, mesh, [Replicate()])
+        module.register_parameter(name, nn.Parameter(whole))
+    module.local = part_of_sum
 
 
 def part_of_sum(weight: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torchmars.config.compile import resolve_compile
 from torchmars.config.float8 import Float8Config
 from torchmars.models import Model, build_meta_model
 from torchmars.models.attention import has_kernel
-from torchmars.models.moe import Experts, MoE
+from torchmars.models.moe import Experts
 from torchmars.optim import MARS
 from torchmars.parallel.experts import Dispatch
 from torchmars.parallel.layout import Layout
@@ -253,9 +253,9 @@ def leave_out_masks(model: ParallelModel) -> None:
 def route_evenly(model: ParallelModel) -> None:
     """Let as many rows travel to each rank of experts: fake tensors have no choices."""
     for part in model.parts.values():
-        for module in part.modules():
-            if isinstance(module, MoE) and isinstance(module.dispatch, Dispatch):
-                module.dispatch = EvenDispatch(module.dispatch.group)
+        for mixture in part.model.routed().values():
+            if isinstance(mixture.dispatch, Dispatch):
+                mixture.dispatch = EvenDispatch(mixture.dispatch.group)
 
 
 class EvenDispatch(Dispatch):
