@@ -1,6 +1,7 @@
 """What a reader may count on: one name for one thing, and functions that fit on a screen."""
 
 import ast
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -8,6 +9,8 @@ PACKAGE = Path(__file__).parents[1] / "torchmars"
 OF_EACH_MODEL_FAMILY = {"Attention", "MLP", "Block"}
 
 LINES, PARAMETERS = 60, 8
+IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 82, 62
+OURS = {"torchmars", *sys.stdlib_module_names}
 
 
 def functions():
@@ -62,3 +65,125 @@ def test_no_two_classes_share_a_name():
 def test_no_file_name_stands_in_more_than_two_rooms():
     names = Counter(file.name for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
     assert {name for name, count in names.items() if count > 2} == set()
+
+
+def modules():
+    """The files of the package, each with its name as a module and its parsed text."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield name, file, ast.parse(file.read_text())
+
+
+def named_in(tree, names):
+    """The modules of `names` that a file imports anywhere, also for types, or names in a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for each in node.names:
+                full = f"{node.module}.{each.name}"
+                yield full if full in names else node.module
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            owner = node.value.rpartition(".")[0]  # of a class that is named with its module
+            yield node.value if node.value in names else owner
+
+
+def circles(named):
+    """The sets of files that reach each other, by what each one names."""
+    reached = {}
+    for name in named:
+        seen, left = set(), [name]
+        while left:
+            new = named[left.pop()] - seen
+            seen |= new
+            left += new
+        reached[name] = seen
+    return {
+        frozenset({name} | {other for other in seen if name in reached[other]})
+        for name, seen in reached.items()
+        if name in seen
+    }
+
+
+# A table of the models by name, and the tensors that a rule is given with the rule that gets them.
+KNOWN = ("torchmars.config.model", "torchmars.optim.rules.rule")
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Inside functions, for types, by importlib and by a class's name in a string too."""
+    trees = {name: tree for name, _, tree in modules()}
+    named = {name: {*named_in(tree, trees)} & trees.keys() - {name} for name, tree in trees.items()}
+    found = [circle for circle in circles(named) if not any(known in circle for known in KNOWN)]
+    assert not found
+
+
+def test_every_file_stands_in_the_map():
+    text = (PACKAGE.parent / "docs/architecture.md").read_text()
+    lines = text.partition("```text\ntorchmars/\n")[2].partition("```")[0].splitlines()
+    places, folders = set(), []
+    for line in lines:
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2 - 1
+        folders = [*folders[:depth], name.rstrip("/")]
+        if name.endswith(".py"):
+            places.add("/".join(folders))
+    files = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")}
+    files = {file for file in files if not file.endswith("__init__.py")}
+    assert sorted(files ^ places) == []
+
+
+def imports_of(tree, names):
+    """What a file imports: at its top, and in statements inside functions. Not for types alone."""
+    top, inside = set(), []
+
+    def visit(node, function):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            named = {*named_in(node, names)}
+            inside.append((node, named)) if function else top.update(named)
+        for child in ast.iter_child_nodes(node):
+            visit(child, function or isinstance(node, ast.FunctionDef))
+
+    visit(tree, False)
+    return top, inside
+
+
+def test_imports_inside_functions_are_few_and_bring_a_package():
+    """A package that the file has not imported at its top: it is optional, or takes long.
+
+    But for the version, which reads files.
+    """
+    trees = {name: tree for name, _, tree in modules()}
+    found = {name: imports_of(tree, trees) for name, tree in trees.items()}
+
+    def brought(names):
+        seen, left = set(), [*names]
+        while left:
+            name = left.pop()
+            if name not in seen:
+                seen.add(name)
+                left += [name.rpartition(".")[0]] if "." in name else []
+                left += found[name][0] if name in found else []
+        return {name for name in seen if name.split(".")[0] not in OURS}
+
+    inside = [(name, node, named) for name, (_, each) in found.items() for node, named in each]
+    needless = [
+        f"{name}: {ast.unparse(node)}"
+        for name, node, named in inside
+        if brought(named) <= brought([name]) and "torchmars.core.version" not in named
+    ]
+    assert not needless
+    assert len(inside) <= IMPORTS_INSIDE
+
+
+def test_few_names_of_functions_stand_for_two_things():
+    """Of those of a file, not of a class. Each command has a `main`."""
+    files = Counter(
+        node.name
+        for _, _, tree in modules()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name not in ("_", "__getattr__", "main")
+    )
+    assert sum(count > 1 for count in files.values()) <= NAMES_OF_TWO_THINGS

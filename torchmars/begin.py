@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import MutableMapping
+from importlib.util import find_spec
 from pathlib import Path
 
 OLDEST = (3, 11)
@@ -42,8 +43,6 @@ def set_defaults(variables: "MutableMapping[str, str]") -> None:
 
 def is_missing(module: str) -> bool:
     """Return whether there is no such module. A mere folder is none, such as W&B's `wandb`."""
-    from importlib.util import find_spec
-
     spec = find_spec(module)
     return spec is None or spec.origin is None
 

@@ -27,6 +27,7 @@ from torchmars.core.errors import (
     report_failure,
 )
 from torchmars.core.timers import unless_done_in
+from torchmars.training.determinism import apply_determinism
 
 # How long a rank may take to leave the others once the run has ended.
 LEAVE_SECONDS = 60.0
@@ -44,7 +45,6 @@ def main() -> None:
         process.check_devices()
         keep_compiled_in(config.run.compile_cache)
         from torchmars.cluster import connection, startup  # they bring torch's compiler
-        from torchmars.training.determinism import apply_determinism
         from torchmars.training.trainer import build_trainer
 
         apply_determinism(config.training)

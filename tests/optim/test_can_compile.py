@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from torchmars.optim.gpu.launches import has_kernels, sums_in_float64
+from torchmars.optim.gpu.choice import has_kernels
+from torchmars.optim.gpu.launches import sums_in_float64
 from torchmars.optim.kernels import can_compile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from torchmars.config import ParallelismConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
 from torchmars.core.bounds import Pattern
@@ -24,6 +25,7 @@ from torchmars.core.help import Positional
 from torchmars.core.options import parse, words
 from torchmars.core.result_files import check_results_file, write_results
 from torchmars.data.progress_bar import ProgressBar
+from torchmars.evaluation.rows import read_tasks
 
 if TYPE_CHECKING:
     from torchmars.evaluation.results import Result
@@ -74,7 +76,6 @@ def main() -> None:
         options = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
         tasks = check_options(options)
     from torchmars.cluster import connection, process
-    from torchmars.config import ParallelismConfig
 
     try:
         with exit_on_user_error(quiet=not first):
@@ -106,7 +107,6 @@ def check_options(options: Evaluate) -> list[str]:
 def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     """Measure, print and write what is asked for. Called by every rank."""
     from torchmars.evaluation.results import Evaluation, results_table
-    from torchmars.evaluation.rows import read_tasks
     from torchmars.evaluation.scoring import Scorer
     from torchmars.evaluation.texts import measure, texts_table
     from torchmars.exchange.saved_model import load_sharded_model

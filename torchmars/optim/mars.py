@@ -28,7 +28,8 @@ from torchmars.optim.checks import (
     checked_params,
     warn_of_no_gradient,
 )
-from torchmars.optim.gpu.launches import has_kernels, is_capturing, steps_by_kernels
+from torchmars.optim.gpu.choice import has_kernels, steps_by_kernels
+from torchmars.optim.gpu.launches import is_capturing
 from torchmars.optim.groups import complete_group, warn_of_slips
 from torchmars.optim.kernels import pays_to_compile
 from torchmars.optim.look_ahead import LookAhead

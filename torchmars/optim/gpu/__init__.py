@@ -1,1 +1,2 @@
-"""A step by Triton's kernels, on a GPU. Only `launches` can be imported without Triton."""
+"""A step by Triton's kernels, on a GPU. Only `choice` and `launches` can be
+imported without Triton."""
