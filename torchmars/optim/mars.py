@@ -395,7 +395,7 @@ class MARS(torch.optim.Optimizer):
         if not self.sees_verdict or reduction.applied:
             update_groups(updates, self.plans, overlap=self.overlap)
         for group, _ in updates:
-            if not group.rule.counts_steps:
+            if not RULES[group.rule].counts_steps:
                 group.count_step(reduction.applied)
         telemetry = [GroupTelemetry.of(*update) for update in updates]
         self._finish(count_skipped(self.skipped, reduction.applied), telemetry)

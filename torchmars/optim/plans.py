@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchmars.optim.kinds import Kinds
 from torchmars.optim.matrices.directions import Directions
 from torchmars.optim.matrices.shapes import MatrixShape
 from torchmars.optim.matrices.traffic import MatrixTraffic, OwnerLoads
@@ -18,7 +19,6 @@ from torchmars.optim.norms import ModelTotals, ShardSum
 from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.settings import CUT, FIXED
 from torchmars.optim.state import Known, known_parameters
-from torchmars.optim.step import Kinds
 from torchmars.optim.tensors import local_part
 
 

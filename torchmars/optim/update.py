@@ -9,7 +9,7 @@ from torchmars.optim.kernels import Tensors, run_kernel
 from torchmars.optim.matrices.exchange import Exchange
 from torchmars.optim.matrices.traffic import MatrixTile
 from torchmars.optim.plans import Plans
-from torchmars.optim.rules import ElementwiseRule, MatrixRule
+from torchmars.optim.rules import RULES, ElementwiseRule, MatrixRule
 from torchmars.optim.rules.correction import Corrections, corrected_gradient_, write_if
 from torchmars.optim.rules.factors import factors_of_each
 from torchmars.optim.rules.lean import (
@@ -32,9 +32,9 @@ def update_groups(
     `overlap` is that of `MARS`.
     """
     matrices = [
-        MatrixUpdate(group.rule, group, factors)
+        MatrixUpdate(rule, group, factors)
         for group, factors in updates
-        if isinstance(group.rule, MatrixRule)
+        if isinstance(rule := RULES[group.rule], MatrixRule)
     ]
     exchange = Exchange(plans.traffic, matrices, overlap=overlap)
 
@@ -42,8 +42,8 @@ def update_groups(
         each.update_momenta()
     exchange.start()
     for group, factors in updates:  # while matrices travel
-        if isinstance(group.rule, ElementwiseRule):
-            group.rule.update(group, factors)
+        if isinstance(rule := RULES[group.rule], ElementwiseRule):
+            rule.update(group, factors)
     exchange.finish()
     for each in matrices:
         each.update_lean_momenta()

@@ -12,7 +12,7 @@ from torchmars.optim.gpu.numbers import Given
 from torchmars.optim.gpu.programs import APPLIED, PIECE
 from torchmars.optim.gpu.table import DTYPES
 from torchmars.optim.matrices.traffic import MatrixTile
-from torchmars.optim.rules import MatrixRule
+from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.state import ROW_SQUARES
 from torchmars.optim.step import GroupTensors
 from torchmars.optim.update import MatrixUpdate
@@ -22,8 +22,9 @@ class KernelMatrices(MatrixUpdate):
     """The matrices of group `number` of a step. Their momenta are updated with those of all."""
 
     def __init__(self, given: Given, number: int, group: GroupTensors) -> None:
-        assert isinstance(group.rule, MatrixRule)
-        self.rule, self.group, self.parameters = group.rule, group, group.parameters
+        rule = RULES[group.rule]
+        assert isinstance(rule, MatrixRule)
+        self.rule, self.group, self.parameters = rule, group, group.parameters
         self._given, self._number = given, number
         if ROW_SQUARES in group.names:
             self.applied = given.numbers.values[APPLIED.value] != 0

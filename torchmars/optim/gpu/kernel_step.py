@@ -14,7 +14,7 @@ from torchmars.optim.gpu.numbers import Given, Numbers
 from torchmars.optim.gpu.table import AddressTable, Form
 from torchmars.optim.matrices.exchange import Exchange
 from torchmars.optim.plans import Plans
-from torchmars.optim.rules import MatrixRule
+from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.rules.lean import LeanForm
 from torchmars.optim.rules.lion import Lion
 from torchmars.optim.step import GroupTensors, State
@@ -115,7 +115,7 @@ class KernelStep:
         matrices = [
             KernelMatrices(given, number, group)
             for number, group in enumerate(groups)
-            if isinstance(group.rule, MatrixRule)
+            if isinstance(RULES[group.rule], MatrixRule)
         ]
         exchange = Exchange(self.plans.traffic, matrices, overlap=overlap)
         _launch_updates(given, "momentum")
@@ -185,8 +185,9 @@ def group_settings(group: GroupTensors, form: Form) -> list[float]:
     settings, (beta1, beta2) = group.settings, map(float, group.settings["betas"])
     lean = LeanForm(0, 0, 0, 0)
     if form.kind.startswith("lean"):
-        assert isinstance(group.rule, Lion | MatrixRule)
-        lean = group.rule.lean_form(settings)
+        rule = RULES[group.rule]
+        assert isinstance(rule, Lion | MatrixRule)
+        lean = rule.lean_form(settings)
     return [
         float(settings["lr"]),
         float(settings["weight_decay"]),

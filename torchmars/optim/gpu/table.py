@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchmars.optim.gpu.programs import BEGIN, PIECE
-from torchmars.optim.rules import Rule
+from torchmars.optim.rules import RULES, Rule
 from torchmars.optim.rules.adamw import AdamW, MarsAdamW
 from torchmars.optim.rules.lion import Lion, MarsLion
 from torchmars.optim.rules.matrix import MarsM, MarsShampoo, Muon
@@ -43,13 +43,14 @@ class Form(NamedTuple):
     @staticmethod
     def of(group: GroupTensors) -> "Form":
         """Return the form of a group. Raises `KeyError` for a rule or a dtype without kernels."""
-        state, kind = group.states[0], KINDS[type(group.rule)]
+        state, rule = group.states[0], type(RULES[group.rule])
+        kind = KINDS[rule]
         lean = kind in ("sign", "momentum") and not group.corrects
         gradient, second = group.parameters[0].grad, state.get("exp_avg_sq")
         assert gradient is not None
         return Form(
             f"lean {kind}" if lean else kind,
-            None if type(group.rule) in MATRICES else DTYPES[group.parameters[0].dtype],
+            None if rule in MATRICES else DTYPES[group.parameters[0].dtype],
             DTYPES[gradient.dtype],
             DTYPES[state["last_grad"].dtype] if group.corrects else None,
             DTYPES[state[group.names[0]].dtype],
