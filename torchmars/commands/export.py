@@ -14,6 +14,7 @@ from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.words import counted
 from torchmars.data.manifest import has_manifest
+from torchmars.storage.storage import MANIFEST
 
 if TYPE_CHECKING:
     from torchmars.exchange.saved_model import SavedModel
@@ -101,8 +102,6 @@ def check_target(target: Path, kind: Literal["hf", "safetensors"], force: bool) 
         raise UserError(
             f"cannot write {target}: {wrong}: name a new {what}, or a file to replace with --force"
         )
-    from torchmars.storage.storage import MANIFEST
-
     for folder in target.resolve().parents:
         if (folder / MANIFEST).exists() and (folder / ".metadata").exists():
             raise UserError(
