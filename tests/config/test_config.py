@@ -394,7 +394,6 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "training.deterministic",
         "optimizer.name",
         "optimizer.mode",
-        "optimizer.exact_fraction",
         "optimizer.momentum_dtype",
         "optimizer.last_grad_dtype",
     ]

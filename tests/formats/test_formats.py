@@ -1,6 +1,7 @@
 """Every version from 0.1.0 on reads what those before it wrote: docs/versions.md promises it."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 import torchmars
 from tests.formats import written_by_0_1_0 as written
 from tests.formats import written_by_35fc7c1 as written_later
-from tests.support.commands import finish_run, run_command
+from tests.support.commands import Command, finish_run, run_command
 from torchmars.core.errors import UserError
 from torchmars.data import manifest as data_manifest
 
@@ -33,6 +34,7 @@ CONFIG = {
 
 
 PLUGINS = ["--plugins", "ours"]
+ONE_RANK = os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300"}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,32 @@ def test_a_run_with_a_plugin_goes_on_in_exact_mode(later, tmp_path):
     losses = losses_of_resumed(later, tmp_path / "copy")
     resumed = {step: loss for step, loss in losses.items() if step > written_later.STEP}
     assert resumed == pytest.approx(written_later.LOSSES, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "runs/old", *PLUGINS],
+        pytest.param(["train", "old.toml"], marks=pytest.mark.full),
+        pytest.param(["plan", "old.toml", "--world-size", "2"], marks=pytest.mark.full),
+    ],
+)
+def test_a_part_of_each_batch_that_corrects_is_refused(later, tmp_path, command):
+    """By a checkpoint with another exact_fraction than 1; train has removed it from the config."""
+    shutil.copytree(later, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "runs/old/checkpoints/step-00000004/manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["config"]["optimizer"]["exact_fraction"] = 0.5
+    del manifest["sha256"]
+    file.write_text(written.json_file(manifest.pop("format"), manifest))
+    config = (tmp_path / "old.toml").read_text()
+    line = "exact_fraction = 0.5\n" if command[0] == "plan" else ""
+    (tmp_path / "old.toml").write_text(config.replace("exact_fraction = 1.0\n", line))
+    start = Command(command[0], command[1:], tmp_path, ONE_RANK, ranks=1)
+    out, err = start.communicate()
+    assert start.returncode == 2, err
+    assert err.count("optimizer.exact_fraction = 0.5 is a setting no more (in ") == 1
+    assert "Traceback" not in err
 
 
 def losses_of_resumed(folder, copy):

@@ -33,10 +33,6 @@ TECHNIQUES = {
     "microbatches": {"training": {"microbatch_size": 1}},
     "bfloat16 state": {"optimizer": NARROW},
     "exact": {"optimizer": {"mode": "exact"}},
-    "exact half": {
-        "optimizer": {"mode": "exact", "exact_fraction": 0.5},
-        "training": {"microbatch_size": 1},
-    },
     "EMA": {"training": {"ema_decay": 0.9}},
     "float8": {"training": {"float8": {"recipe": "tensorwise", "emulate": True}}},
     "without Triton": {},
@@ -60,12 +56,11 @@ CASES = [
     *(("llama", "mars-m", layout, "") for layout in LAYOUTS),
     *(("moe", "mars-m", layout, "") for layout in ("HSDP 2x4", "TP 2", "PP 2 ZBV")),
     ("moe", "mars-adamw", "FSDP 8", "full"),
-    *(("gpt2", "mars-adamw", "1 rank", each) for each in ("exact half", "EMA", "microbatches")),
+    *(("gpt2", "mars-adamw", "1 rank", each) for each in ("exact", "EMA", "microbatches")),
     *(("gpt2", "mars-adamw", "FSDP 8", technique) for technique in TECHNIQUES),
     *(("llama", "mars-m", "HSDP 2x4", technique) for technique in TECHNIQUES | ROWS),
 ]
 CASES = list(dict.fromkeys(CASES))
-PASSES = {"exact": 2, "exact half": 1.5}  # over each batch
 # What a pass of a microbatch starts on a GPU: for each layer, and beside them.
 OF_LAYER, OF_MODEL = {"gpt2": 60, "llama": 180, "moe": 260}, 80
 # More for each layer.
@@ -76,7 +71,6 @@ MORE = {
     "PP 2 ZBV": 20,
     "selective": 60,
     "full": 60,
-    "exact half": 10,  # the part's gradients are subtracted within the passes
     "float8": 480,
 }
 # What the optimizer starts: for each tensor, and for a step.
@@ -94,7 +88,6 @@ OF_STACKS = 100  # experts are of a kind of their own
 QUICK = [
     ("llama", "mars-m", "HSDP 2x4", ""),
     ("gpt2", "mars-adamw", "TP 2", ""),
-    ("gpt2", "mars-adamw", "1 rank", "exact half"),
     ("gpt2", "mars-adamw", "FSDP 8", "exact"),
 ]
 
@@ -122,7 +115,7 @@ def tables(model, rule, layout, technique):
 
 def has_kernels(technique):
     """Whether the optimizer has kernels by Triton for all that it does."""
-    return has_triton() and technique not in ("without Triton", "exact", "exact half")
+    return has_triton() and technique not in ("without Triton", "exact")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +146,7 @@ def test_a_step_waits_for_nothing(found, model, rule, layout, technique):
         assert part["waits"] == part["to_host"] == []
     copied = step["passes"]["to_device"]
     of_each = 2 if technique == "documents" else 1  # tokens, and where documents begin
-    passes = PASSES.get(technique, 1)
+    passes = 2 if technique == "exact" else 1
     assert len(copied) <= of_each * passes * step["microbatches"], copied
     assert all("batches.py" in each for each in copied), copied
     # Where gradients are, and settings.
@@ -166,7 +159,7 @@ def test_a_step_starts_no_more_than_it_did(found, model, rule, layout, technique
     if technique == "float8" and importlib.util.find_spec("torchao") is None:
         pytest.skip("needs torchao")
     step = found[model, rule, layout, technique]
-    times = PASSES.get(technique, 1)
+    times = 2 if technique == "exact" else 1
     layers = LAYERS // 2 if layout == "PP 2" else LAYERS  # of this rank
     of_layer = OF_LAYER[model] + MORE.get(layout, 0) + MORE.get(technique, 0)
     budget = times * step["microbatches"] * (of_layer * layers + OF_MODEL)

@@ -3,11 +3,12 @@
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
+from torchmars.config.history import renewed
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
@@ -81,6 +82,7 @@ def read(folder: PurePath) -> CheckpointManifest:
     path = folder / MANIFEST
     try:
         manifest = FORMAT.read(path, CheckpointManifest, storage_of(path).open)
+        manifest = replace(manifest, config=renewed(manifest.config, f"in {path}"))
         for section, key in NEEDED:
             if key not in manifest.config.get(section, {}):
                 raise ValueError(f"config.{section}.{key} is missing in it")

@@ -15,6 +15,7 @@ from torchmars.checkpoint.state_dict import optimizer_state_names
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE
 from torchmars.config.dtypes import COMPUTE, MATRIX
+from torchmars.config.history import check_gone
 from torchmars.config.optimizer import ROUTERS
 from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
@@ -126,10 +127,9 @@ def check_same_run(
     Returns the changes that are allowed, a line each.
     """
     # A setting that the checkpoint's config does not have came later, and had its default.
-    was, now = (
-        flattened(json.loads(json.dumps(tables))) for tables in (asdict(Config()), asdict(config))
-    )
+    was, now = (flattened(json.loads(json.dumps(asdict(each)))) for each in (Config(), config))
     was |= flattened(manifest.config)
+    check_gone(manifest.config, lambda _: f"in {folder}")
     for name in (COMPUTE, MATRIX, COMPILE, ROUTERS):
         if now[name] in ("auto", None):  # not resolved yet: it will be what it was
             now[name] = was[name]

@@ -1,9 +1,12 @@
 """comparison.toml: what all trials in a folder have in common, so that they can be compared."""
 
+from pathlib import Path
+
 import tomli
 import tomli_w
 
 from torchmars.comparison.study import Study
+from torchmars.config.history import renewed
 from torchmars.config.load import config_text
 from torchmars.config.toml_files import Tables, flattened, read_toml
 from torchmars.core.errors import UserError
@@ -24,7 +27,7 @@ def check_settings(study: Study) -> Tables:
     Raises `UserError` if the trials in its folder were started with something else.
     """
     file, now = study.folder / SETTINGS_FILE, settings_of(study)
-    before = read_toml(file) if file.exists() else now | {"contenders": {}}
+    before = written(file) if file.exists() else now | {"contenders": {}}
     both = [name for name in before["contenders"] if name in now["contenders"]]
 
     def facts(settings: Tables) -> Tables:
@@ -43,6 +46,16 @@ def check_settings(study: Study) -> Tables:
             f"{more}: use those again, or name another --folder"
         )
     return now | {"contenders": before["contenders"] | now["contenders"]}
+
+
+def written(file: Path) -> Tables:
+    """Return the settings in a file, with the names of today. Raises `UserError`."""
+    tables, source = read_toml(file), f"in {file}"
+    contenders = {
+        name: renewed({"optimizer": table}, source)["optimizer"]
+        for name, table in tables["contenders"].items()
+    }
+    return {"config": renewed(tables["config"], source), "contenders": contenders}
 
 
 def write_settings(study: Study) -> None:

@@ -1,6 +1,5 @@
 """All settings of one run: as files give them, and resolved."""
 
-import math
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
@@ -89,31 +88,6 @@ class Config:
         """The folder of the run's checkpoints."""
         named = self.checkpoint.folder
         return self.run.path / "checkpoints" if named is None else place(named)
-
-    def subset_microbatches(self, data_ranks: int) -> int:
-        """Return how many microbatches of each rank are of the part of a batch that corrects.
-
-        0 but in exact mode with a fraction (optimizer.exact_fraction). Raises `UserError` where it
-        does not divide evenly.
-        """
-        fraction, batch = self.optimizer.exact_fraction, self.training.global_batch_size
-        if fraction == 1:
-            return 0
-        require(
-            self.parallelism.pp == 1,
-            f"optimizer.exact_fraction = {fraction:g} cannot go with parallelism.pp = "
-            f"{self.parallelism.pp}: set one of them to 1",
-        )
-        size, microbatches = self.training.microbatches(data_ranks)
-        count = fraction * microbatches
-        whole = round(count)  # 0.29 x 100 is 28.999999999999996
-        require(
-            whole > 0 and math.isclose(count, whole),
-            f"optimizer.exact_fraction = {fraction:g} of training.global_batch_size = {batch} are "
-            f"no whole microbatches of {size} on each of {data_ranks} ranks: choose "
-            "training.microbatch_size or training.global_batch_size so that they are",
-        )
-        return whole
 
 
 @dataclass(frozen=True, kw_only=True)

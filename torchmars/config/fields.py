@@ -1,6 +1,7 @@
 """What the fields of all sections share: bounded types, marks, and how a check fails."""
 
 import enum
+from dataclasses import dataclass
 from typing import Annotated
 
 from torchmars.core.bounds import Range
@@ -18,6 +19,13 @@ class Mark(enum.Enum):
 
     IDENTITY = "another value is another run: the checkpoint is refused"
     REPORTED = "a section whose changes are allowed and listed, since they change what is computed"
+
+
+@dataclass(frozen=True)
+class Was:
+    """The mark of a field that had another name before: files that have that name are read."""
+
+    name: str
 
 
 def require(condition: bool, message: str) -> None:

@@ -11,6 +11,7 @@ import tomli_w
 from torchmars.config.checkpoint import HF
 from torchmars.config.config import Config, ResolvedConfig
 from torchmars.config.entries import check_tables
+from torchmars.config.history import GONE, check_gone, renewed, renewed_path
 from torchmars.config.plugins import load_plugins, not_loaded
 from torchmars.config.presets import find_sources
 from torchmars.config.run import Modules
@@ -86,7 +87,7 @@ def sources_of(files: list[str]) -> list[NamedTables]:
 
 def is_set(sources: list[NamedTables], setting: str) -> bool:
     """Return whether tables set a field, as "section.field"."""
-    return any(has(tables, setting) for _, tables in sources)
+    return any(has(tables, setting) for _, tables in renewed_sources(sources))
 
 
 def require_config(args: list[str]) -> None:
@@ -105,11 +106,17 @@ def config_of(sources: list[NamedTables]) -> ResolvedConfig:
 
     Raises `UserError`.
     """
+    sources = renewed_sources(sources)
     check_secrets(merged(sources))
     load_named_plugins(sources)
     config = config_from_sources(sources)
     check_places(config)
     return config
+
+
+def renewed_sources(sources: list[NamedTables]) -> list[NamedTables]:
+    """Return tables with the names of today. Raises `UserError`."""
+    return [(source, renewed(tables, source)) for source, tables in sources]
 
 
 def load_named_plugins(sources: list[NamedTables]) -> None:
@@ -147,7 +154,10 @@ def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
         return next((name for name, tables in reversed(sources) if has(tables, key)), "")
 
     check_tables()
-    return make(Config, merged(sources), source_of).resolve()
+    sources = renewed_sources(sources)
+    tables = merged(sources)
+    check_gone(tables, source_of)
+    return make(Config, tables, source_of).resolve()
 
 
 def merged(sources: list[NamedTables]) -> Tables:
@@ -296,8 +306,9 @@ def is_value(arg: str) -> bool:
 
 def read_override(path: list[str], words: list[str]) -> Any:
     """Return what the words after an option say, as TOML would have it."""
+    gone = GONE.get(".".join(path))
     try:
-        hint = hint_at(Config, path)
+        hint = hint_at(Config, renewed_path(path)) if gone is None else type(gone)
     except KeyError:  # `make` says which name was meant
         return words
     return read_words(words, hint, ".".join(path))

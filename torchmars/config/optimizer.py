@@ -122,9 +122,6 @@ class OptimizerConfig:
     mode: Annotated[Literal["approx", "exact"], Mark.IDENTITY] = "approx"
     """mars-*: which gradient corrects. approx: the last step's. exact: this batch's at the last
     weights, which costs a second forward and backward pass."""
-    exact_fraction: Annotated[float, Mark.IDENTITY, Range(0, 1, open_low=True)] = 1.0
-    """mode = "exact": the part of each batch, its first samples, whose gradient at the last weights
-    corrects. 1/8 costs an eighth of a pass more than approx, where 1 costs a whole one."""
     momentum_dtype: Annotated[Literal["float32", "bfloat16"], Mark.IDENTITY] = "float32"
     """What the momentum is kept in, the first moment of every rule."""
     last_grad_dtype: Annotated[Literal["float32", "bfloat16"], Mark.IDENTITY] = "float32"
@@ -164,9 +161,9 @@ class OptimizerConfig:
             ...
 
     @property
-    def passes(self) -> float:
-        """The forward and backward passes over each batch, on average: with a look-ahead."""
-        return 1 + (self.exact_fraction if self.mode == "exact" else 0)
+    def passes(self) -> int:
+        """The forward and backward passes over each batch: with exact mode's look-ahead."""
+        return 2 if self.mode == "exact" else 1
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `param_groups` but the model."""
@@ -194,11 +191,6 @@ class OptimizerConfig:
         require(
             variance_reduced(self.name) or self.mode == "approx",
             f'optimizer.mode has no meaning for optimizer.name = "{self.name}"',
-        )
-        require(
-            self.exact_fraction == 1 or self.mode == "exact",
-            f"optimizer.exact_fraction = {self.exact_fraction:g} has no meaning without "
-            'optimizer.mode = "exact": set that too',
         )
         for key in self.extra:
             require(

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from torchmars.core.bounds import KeyOf
 from torchmars.core.errors import Ended
-from torchmars.core.typed import without_none
+from torchmars.core.typed import table_in, without_none
 
 T = TypeVar("T")
 LONGEST_VALUE = 50  # columns of an option's value; a longer list of choices is part of the text
@@ -121,7 +121,7 @@ def add_fields(group: "argparse._ActionsContainer", kind: type, prefix: str = ""
     """Add the fields of a dataclass to a parser, but for sections and arrays of tables."""
     texts = documentation(kind)
     for each in options_of(kind):
-        if is_table(each.hint):
+        if table_in(each.hint) is not None:
             continue
         text, value = texts.get(each.name, ""), metavar(each.hint)
         if len(value) > LONGEST_VALUE:
@@ -156,13 +156,6 @@ def documentation(kind: type) -> dict[str, str]:
                 ):
                     texts[name] = " ".join(text.split())
     return texts
-
-
-def is_table(hint: Any) -> bool:
-    """Return whether a field is a section, or an array of tables: no option sets these."""
-    hint = without_none(hint)
-    inner = without_none(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else hint
-    return dataclasses.is_dataclass(inner)
 
 
 def metavar(hint: Any) -> str:

@@ -153,6 +153,13 @@ def without_none(hint: Any) -> Any:
     return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
+def table_in(hint: Any) -> type | None:
+    """Return the dataclass of a field that is a section or an array of tables; None of others."""
+    hint = without_none(hint)
+    inner = without_none(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else hint
+    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
+
+
 def read_words(words: list[str], hint: Any, name: str) -> Any:
     """Return what the words after a command-line option say, as TOML would have it.
 

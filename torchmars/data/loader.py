@@ -60,9 +60,6 @@ class Loader:
     rank: int
     ranks: int
     num_workers: int
-    subset_microbatches: int = 0
-    """How many of a step's microbatches are of its first samples, those of all ranks: the others
-    are of the samples after them."""
     pin_memory: bool = False
     position: int = 0
     shares: Shares = Shares()
@@ -122,13 +119,8 @@ class Loader:
 
     def _stream(self) -> Iterator[Sent]:
         if self._batches is None:
-            first = self.subset_microbatches * self.microbatch_size * self.ranks
             samples = rank_samples(
-                self.position,
-                [first, self.global_batch_size - first],
-                self.microbatch_size,
-                self.rank,
-                self.ranks,
+                self.position, self.global_batch_size, self.microbatch_size, self.rank, self.ranks
             )
             # A generator of its own: a start of the loader must not draw from that of dropout.
             self._batches = iter(

@@ -65,16 +65,14 @@ class Samples(Dataset):
 
 
 def rank_samples(
-    position: int, runs: Sequence[int], microbatch_size: int, rank: int, ranks: int
+    position: int, global_batch_size: int, microbatch_size: int, rank: int, ranks: int
 ) -> Iterator[list[int]]:
     """Yield the samples of a rank's microbatches, step after step, without end.
 
-    They begin at global sample `position`. A step takes the next samples, in `runs` of so many. Of
-    R ranks, rank r takes the r-th of R equal parts of each run.
+    They begin at global sample `position`. A step takes the next `global_batch_size` samples. Of R
+    ranks, rank r takes the r-th of R equal runs of them.
     """
-    for length in itertools.cycle(runs):
-        share = length // ranks
-        first = position + rank * share
+    share = global_batch_size // ranks
+    for first in itertools.count(position + rank * share, global_batch_size):
         for begin in range(first, first + share, microbatch_size):
             yield list(range(begin, begin + microbatch_size))
-        position += length

@@ -13,7 +13,6 @@ from torchmars.optim.settings import Number, shown
 from torchmars.optim.tensors import local_part
 
 MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optional=True)
-EXACT_FRACTION = Number("exact_fraction", "The part of a batch that corrects.", positive=True)
 
 
 def check_rule(value: Any, suffix: str = "") -> None:
@@ -80,14 +79,6 @@ def check_exact(groups: Iterable[Mapping[str, Any]]) -> None:
             f"exact=True has no meaning for {', '.join(rules)}: it corrects none. Remove it, "
             "or choose a rule of mars-*"
         )
-
-
-def check_fraction(exact_fraction: Any, exact: bool) -> None:
-    """Raise `ValueError` for an `exact_fraction` that is out of range or has no meaning."""
-    EXACT_FRACTION.check(exact_fraction)
-    if exact_fraction > 1 or (exact_fraction < 1 and not exact):
-        wanted = "at most 1" if exact_fraction > 1 else "1 without exact=True"
-        raise ValueError(f"exact_fraction must be {wanted}, got {shown(exact_fraction)}")
 
 
 def check_state_dtypes(

@@ -15,18 +15,11 @@ class LookAhead:
     """The gradients of the next step's batch at today's weights.
 
     Of parameters that have `add`ed their state. `taken`: they are those of the step to come.
-
-    With a `fraction` below 1 they are those of a part S of the batch. The correction is then that
-    of S, kappa s (g_S - h_S), where s is the factor of the global clip of the whole gradient g.
-    `subtract` makes of h_S the difference h_S - g_S, so that it takes no memory of its own.
     """
 
-    def __init__(self, fraction: float = 1.0) -> None:
-        self.fraction = fraction
+    def __init__(self) -> None:
         self.last_grads: dict[Tensor, Tensor] = {}
         self.taken = False
-        self.subtracted = fraction == 1
-        """Whether the last gradients of the step to come are ready."""
 
     def add(self, state: Mapping[Tensor, State]) -> None:
         """Make room for the parameters of `state` that keep a last gradient."""
@@ -50,23 +43,11 @@ class LookAhead:
             # Where one is broken none of them is used, since their norm is unknown.
             (values,) = flat_parts([target])
             values.copy_(torch.where(reduction.applied, used, math.nan))
-        # Not of the step before: it may have been given up after its part was subtracted.
-        self.taken, self.subtracted = True, self.fraction == 1
-
-    def subtract(self, groups: Sequence[GroupTensors]) -> None:
-        """Subtract the gradients of S at today's weights from its last gradients.
-
-        Those of `groups` are a sum over S that was divided by the size of the whole batch.
-        """
-        for group in groups:
-            if group.last_grads:
-                wide = [gradient.to(group.dtype) for gradient in group.grads]
-                torch._foreach_add_(group.last_grads, wide, alpha=-1 / self.fraction)
-        self.subtracted = True
+        self.taken = True
 
     def swap(self, state: Mapping[Tensor, State]) -> None:
         """Make what was taken the last gradients of `state`, whose memory is then free again."""
         for parameter, ahead in self.last_grads.items():
             self.last_grads[parameter] = state[parameter]["last_grad"]
             state[parameter]["last_grad"] = ahead
-        self.taken, self.subtracted = False, self.fraction == 1
+        self.taken = False

@@ -19,7 +19,6 @@ from torchmars.optim.checks import (
     MAX_GRAD_NORM,
     check_exact,
     check_flags,
-    check_fraction,
     check_group,
     check_names,
     check_parameters,
@@ -110,8 +109,6 @@ class MARS(torch.optim.Optimizer):
             `grad_norm` is the norm before.
         exact: take h from `look_ahead` instead of the last step: this batch's gradient at the last
             weights.
-        exact_fraction: with `exact`: h and the g it is taken from are of this part S of each batch,
-            see `take_subset`; the look-ahead then takes S alone.
         momentum_dtype: dtype to keep the momentum (the first moment) in; None: the parameter's.
             torch.bfloat16 halves it.
         last_grad_dtype: the same of the last gradient.
@@ -152,7 +149,6 @@ class MARS(torch.optim.Optimizer):
         split: int | tuple[int, ...] = SPLIT.default,
         max_grad_norm: float | None = None,
         exact: bool = False,
-        exact_fraction: float = 1.0,
         momentum_dtype: torch.dtype | None = None,
         last_grad_dtype: torch.dtype | None = None,
         matrix_dtype: str | torch.dtype = "auto",
@@ -166,7 +162,6 @@ class MARS(torch.optim.Optimizer):
         check_names(settings)
         check_state_dtypes(momentum_dtype, last_grad_dtype)
         check_flags(exact, overlap, compile, norm_group)
-        check_fraction(exact_fraction, exact)
         self.max_grad_norm, self.exact, self.overlap = max_grad_norm, exact, overlap
         self._new_state = partial(
             new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype
@@ -175,7 +170,7 @@ class MARS(torch.optim.Optimizer):
         # Whichever "auto" becomes, what travels is the same.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(name, native_bfloat16=True))
         self.plans = Plans(MeshGroups(), norm_group, name, momentum_dtype)
-        self.ahead = LookAhead(exact_fraction)  # empty but in exact mode
+        self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
@@ -255,8 +250,7 @@ class MARS(torch.optim.Optimizer):
         plans = self.plans.without_groups()
         for group in self.param_groups:
             plans.add(group)
-        self.plans, self.state = plans, defaultdict(dict, state)
-        self.ahead = LookAhead(self.ahead.fraction)
+        self.plans, self.state, self.ahead = plans, defaultdict(dict, state), LookAhead()
         self._telemetry = []  # of parameters that may be gone
         if self.exact:
             self.ahead.add(state)
@@ -314,27 +308,10 @@ class MARS(torch.optim.Optimizer):
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
         groups = self._groups()
-        # Of a part of a batch the clip is that of the whole, which comes later.
-        max_grad_norm = self.max_grad_norm if self.ahead.fraction == 1 else None
         reduction = reduce_gradients(
-            groups, self.plans, max_grad_norm, self.compile, with_last=False
+            groups, self.plans, self.max_grad_norm, self.compile, with_last=False
         )
         self.ahead.take(groups, reduction)
-
-    @torch.no_grad()
-    def take_subset(self) -> None:
-        """Take the gradients of the part S of the step's batch, with an `exact_fraction` below 1.
-
-        Call it in each step when the backward passes of S are done and no other: the gradients must
-        be the sum of those of S, divided by the samples of the whole batch, as they are on their
-        way to its mean. Then go on with the others. So c = g + kappa (g_S - h_S), all times the
-        factor of the global clip of g.
-        """
-        if self.ahead.fraction == 1:
-            raise RuntimeError("take_subset needs an exact_fraction below 1")
-        if self.ahead.subtracted:
-            raise RuntimeError("take_subset was called twice in one step")
-        self.ahead.subtract(self._groups())
 
     @torch.no_grad()
     def skip_next_correction(self, parameters: Iterable[Tensor]) -> None:
@@ -369,8 +346,6 @@ class MARS(torch.optim.Optimizer):
                 loss = closure()
         if self.exact and not self.ahead.taken:
             raise RuntimeError("exact mode needs look_ahead() before each step()")
-        if self.exact and not self.ahead.subtracted:
-            raise RuntimeError("exact_fraction needs take_subset() before each step()")
 
         groups = self._groups()
         if not groups:
@@ -388,10 +363,7 @@ class MARS(torch.optim.Optimizer):
         compile = self.compile and not captured
         reduction = reduce_gradients(groups, self.plans, self.max_grad_norm, compile)
         self.grad_norm = reduction.norm
-        differences = self.ahead.fraction < 1
-        updates = [
-            (group, reduction.factors(group, self.exact, compile, differences)) for group in groups
-        ]
+        updates = [(group, reduction.factors(group, self.exact, compile)) for group in groups]
         if not self.sees_verdict or reduction.applied:
             update_groups(updates, self.plans, overlap=self.overlap)
         for group, _ in updates:

@@ -35,23 +35,15 @@ class Reduction:
     """<g, g>, <g, h> and <h, h> of each parameter, [3]; <g, g>, 0, 0 where h was not read. Of a
     stack <h, h> is of the entries where g is not 0."""
 
-    def factors(
-        self, group: GroupTensors, exact: bool, compile: bool, differences: bool
-    ) -> StepFactors:
-        """Return what the sums make of `group`. `exact` and `compile` are those of `MARS`.
-
-        `differences`: its last gradients are those of `Corrections`.
-        """
+    def factors(self, group: GroupTensors, exact: bool, compile: bool) -> StepFactors:
+        """Return what the sums make of `group`. `exact` and `compile` are those of `MARS`."""
         steps_made = torch.stack(group.steps).double()
         products = _of(group, self.products)
         corrections, apart = None, False
         if group.last_grads:
             apart = compile and pays_to_keep_apart(group.last_grads[0], group.momenta[0])
             keep = not (exact or apart)
-            if differences:
-                products = with_last_of_differences(products, self.scale)
             products, corrections = self._corrections(group, products, steps_made, keep)
-            corrections = corrections._replace(differences=differences)
         return StepFactors(
             applied=self.applied,
             scale=self.scale.to(group.dtype),
@@ -138,15 +130,6 @@ def _sum_products(
 def _of(group: GroupTensors, products: Mapping[Tensor, Tensor]) -> Tensor:
     """Return the products [n, 3] of the parameters of `group`."""
     return torch.stack([products[parameter] for parameter in group.parameters])
-
-
-def with_last_of_differences(products: Tensor, scale: Tensor) -> Tensor:
-    """Return <g, g>, <g, h> and <h, h> of h = s (g + d), from those of g and d, [n, 3].
-
-    `scale` is s, the factor of the global clip.
-    """
-    gg, gd, dd = products.unbind(-1)
-    return torch.stack([gg, scale * (gg + gd), scale**2 * (gg + 2 * gd + dd).clamp(min=0)], -1)
 
 
 def corrected_squared_norms(products: Tensor, scale: Tensor, kappa: Tensor) -> Tensor:

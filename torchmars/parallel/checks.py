@@ -25,7 +25,6 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     check_memory(config, degrees)
     check_float8(config, degrees, model)
     check_balance(config, model)
-    config.subset_microbatches(degrees.data)
 
 
 def untrained(config: Config, model: Model) -> Iterator[str]:

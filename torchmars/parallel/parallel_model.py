@@ -35,8 +35,6 @@ from torchmars.parallel.tied import TiedTable
 if TYPE_CHECKING:
     from torchmars.parallel.pipeline import Pipeline
 
-Pause = tuple[int, Callable[[], None]]  # after how many microbatches what is called
-
 
 class ParallelModel:
     """A model whose weights and work the ranks of a layout share. Every rank makes the same calls.
@@ -168,7 +166,6 @@ class ParallelModel:
         batch: Sequence[Tensor],
         enter_phase: Callable[[str], None] = lambda phase: None,
         ahead: bool = False,
-        pause: Pause | None = None,
     ) -> Tensor:
         """Accumulate the gradient of the mean loss over a global batch; return this rank's mean.
 
@@ -179,30 +176,21 @@ class ParallelModel:
         reduction is waited for, or a rank alone casts them; in a pipeline "pipeline", all of it.
         `ahead`: the gradient is exact mode's look-ahead. After any other, and the optimizer's step,
         call `balance.finish`.
-        At a `pause`, not in a pipeline, the gradients are those of the microbatches before it, but
-        divided by the number of all of them.
         """
         with self.balance.around(len(batch), ahead):
-            return self._backward(batch, enter_phase, pause)
+            return self._backward(batch, enter_phase)
 
-    def _backward(
-        self,
-        batch: Sequence[Tensor],
-        enter_phase: Callable[[str], None],
-        pause: Pause | None,
-    ) -> Tensor:
+    def _backward(self, batch: Sequence[Tensor], enter_phase: Callable[[str], None]) -> Tensor:
         enter_phase("forward" if self.pipeline is None else "pipeline")
         inputs = self.batches.inputs(batch)
         if self.pipeline is not None:
             loss = self.pipeline.backward(*inputs[0])
         else:
             loss = torch.zeros((), device=self.device)
-            paused, call = pause or (0, None)
             for number, each in enumerate(inputs, start=1):
                 enter_phase("forward")
                 if not self.alone:
-                    last = number in (paused, len(inputs))
-                    set_reduction(self.parts[0], self.parallelism, last=last)
+                    set_reduction(self.parts[0], self.parallelism, last=number == len(inputs))
                 # All microbatches are of one size. So the mean of their means is that over all
                 # tokens.
                 part = self.parts[0](*each) / len(inputs)
@@ -214,8 +202,6 @@ class ParallelModel:
                     enter_phase("reduce")
                     self.copies.take_gradients()
                 loss += part.detach()
-                if number == paused and call is not None:
-                    call()
         if self.tied is not None:
             enter_phase("reduce")
             self.tied.add_gradients()

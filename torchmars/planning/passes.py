@@ -53,14 +53,10 @@ class Passes:
 def rounds_of(config: ResolvedConfig, model: ParallelModel) -> list[int]:
     """Return the microbatches of each round of a step: gradients are reduced at its end.
 
-    Exact mode has a look-ahead. A part of the batch, if it takes one, is a round of its own.
+    Exact mode has a look-ahead.
     """
-    ranks = model.layout.data.size
-    _, every = config.training.microbatches(ranks, model.parallelism.stages)
-    if config.optimizer.mode == "approx":
-        return [every]
-    subset = config.subset_microbatches(ranks)
-    return [subset, subset, every - subset] if subset else [every, every]
+    _, every = config.training.microbatches(model.layout.data.size, model.parallelism.stages)
+    return [every] * config.optimizer.passes
 
 
 def make_passes(

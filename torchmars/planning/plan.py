@@ -136,7 +136,7 @@ class Plan:
     @property
     def flops_per_token(self) -> int:
         """FLOPs of the forward and backward passes of one token, with exact mode's look-ahead."""
-        return round(self.config.optimizer.passes * self.whole.flops_per_token())
+        return self.config.optimizer.passes * self.whole.flops_per_token()
 
     @cached_property
     def largest(self) -> Simulation:

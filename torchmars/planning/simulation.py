@@ -216,8 +216,6 @@ def simulate_step(
             traffic.begin("optimizer", weight=1)
             if optimizer.exact:
                 optimizer.look_ahead()
-            if optimizer.ahead.fraction < 1:
-                optimizer.take_subset()
             optimizer.step()
     peak = passes.effects[0, "B", -1].peak
     weights: list[Tensor] = [each for part in model.parts.values() for each in part.parameters()]

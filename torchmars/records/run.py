@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchmars.checkpoint.folder import checkpoints, folder_of, step_of
+from torchmars.config.history import renewed
 from torchmars.config.toml_files import Tables, read_toml
 from torchmars.core.arguments import as_path
 from torchmars.core.errors import UserError
@@ -167,7 +168,7 @@ def read_run(folder: str | Path) -> Run:
         raise UserError(
             f"{folder} is not the folder of a run: {why}: name one that torchmars runs lists"
         )
-    config = read_toml(file)
+    config = renewed(read_toml(file), f"in {file}")
     training = config.get("training")
     steps = training.get("steps") if isinstance(training, dict) else None
     if type(steps) is not int or not 0 <= steps < LARGEST:

@@ -60,7 +60,6 @@ def build_data(config: ResolvedConfig, layout: Layout) -> RunData:
         rank=layout.data.rank,
         ranks=layout.data.size,
         num_workers=config.data.num_workers,
-        subset_microbatches=config.subset_microbatches(layout.data.size),
         pin_memory=layout.device.type == "cuda",
     )
     return RunData(mixture, load_tokenizer(config.data.tokenizer), loader, validation)

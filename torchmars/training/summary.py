@@ -79,8 +79,6 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
     microbatch_size, accumulation_steps = training.microbatches(
         layout.data.size, config.parallelism.stages
     )
-    fraction = config.optimizer.exact_fraction
-    part = f" by {fraction:g} of each batch" if fraction < 1 else ""
     has_matrices = bool(optimizer.plans.owner_loads)
     matrices = f", matrices in {config.optimizer.matrix_dtype}" if has_matrices else ""
     return [
@@ -104,7 +102,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
         ),
         *labelled(
             "optimizer",
-            f"{config.optimizer.name}, {config.optimizer.mode}{part}{matrices}",
+            f"{config.optimizer.name}, {config.optimizer.mode}{matrices}",
             *group_table(optimizer.param_groups),
         ),
         *(labelled("warning", unfit) if unfit else []),

@@ -159,8 +159,7 @@ class Trainer:
         lr = self.schedule.apply(state.step + 1)
         batch = self.loader.step()
         state.position = self.loader.position
-        subset = self.loader.subset_microbatches
-        next_batch = self.loader.peek()[: subset or None] if optimizer.exact else []
+        next_batch = self.loader.peek() if optimizer.exact else []
         self.flags = self.exchange_flags()
         if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
             self.model.backward(next_batch, enter_phase, ahead=True)
@@ -168,8 +167,7 @@ class Trainer:
             self.checkpointer.before_change()
             optimizer.look_ahead()
             optimizer.zero_grad()
-        pause = (subset, optimizer.take_subset) if subset else None
-        loss = self.model.backward(batch, enter_phase, pause=pause)
+        loss = self.model.backward(batch, enter_phase)
         enter_phase(OTHER)
         outlier = self.loss_guard.active and self.check_loss(loss)
         if outlier and self.loss_guard.action == "rollback":

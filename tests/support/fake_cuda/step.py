@@ -237,8 +237,6 @@ def make_step(
         model.layout.data.size, config.parallelism.stages
     )
     windows = torch.zeros(size, config.training.seq_len + 1, dtype=torch.int64)
-    subset = config.subset_microbatches(model.layout.data.size)
-    pause = (subset, optimizer.take_subset) if subset else None
     with fake, stubs, compiled_kernels(watches), without_vote():
         batch = [fake.from_tensor(windows) for _ in range(microbatches)]
         for _ in range(2):  # the first one makes state, and buffers
@@ -246,12 +244,12 @@ def make_step(
             watches += [passes, updates]
             if optimizer.exact:
                 with passes:
-                    model.backward(batch[: subset or None])
+                    model.backward(batch)
                 with updates:
                     optimizer.look_ahead()
                 optimizer.zero_grad()
             with passes:
-                model.backward(batch, pause=pause)
+                model.backward(batch)
             with updates:
                 optimizer.step()
                 model.follow_weights()

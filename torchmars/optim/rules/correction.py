@@ -34,8 +34,6 @@ class Corrections(NamedTuple):
     """Whether the kernel makes the gradient just used the last gradient."""
     stacks: bool = False
     """Whether the tensors are stacks of matrices: where g is exactly 0, h is taken as 0."""
-    differences: bool = False
-    """Whether h holds h - g of a part of the batch, before the global clip: see `LookAhead`."""
 
 
 def corrected_gradient_(g: Tensor, h: Tensor, f: Corrections) -> Tensor:
@@ -45,10 +43,7 @@ def corrected_gradient_(g: Tensor, h: Tensor, f: Corrections) -> Tensor:
     gets no correction, which would only undo a part of its last gradient.
     """
     used = g.to(f.scale.dtype) * f.scale
-    last = h.to(used.dtype)
-    if f.differences:
-        last = used + f.scale * last
-    last = used.where(f.unusable, last)
+    last = used.where(f.unusable, h.to(used.dtype))
     if f.stacks:
         last = used.where(g == 0, last)
     corrected = (used + f.kappa * (used - last)) * f.clip

@@ -1,0 +1,129 @@
+"""Settings of before: the old name of a field is read with one warning, a setting that is gone."""
+
+import os
+from typing import Annotated
+
+import pytest
+
+import torchmars
+from tests.formats import written_by_0_1_0 as written
+from tests.formats.test_formats import CONFIG
+from torchmars.checkpoint import manifest as manifests
+from torchmars.comparison.settings import written as written_settings
+from torchmars.config import Config, GroupConfig, ResolvedConfig, TrainingConfig
+from torchmars.config.fields import Was
+from torchmars.config.history import TOLD, names_of
+from torchmars.config.load import config_from_tables, is_set, load_config, sources_of
+from torchmars.core.errors import UserError
+
+
+@pytest.fixture
+def renamed(monkeypatch):
+    """Fields and a section that had other names: TrainingConfig.steps was called length."""
+
+    def rename(kind, name, old):
+        hint = kind.__annotations__[name]
+        monkeypatch.setitem(kind.__annotations__, name, Annotated[hint, Was(old)])
+
+    rename(TrainingConfig, "steps", "length")
+    rename(GroupConfig, "split", "parts")
+    rename(Config, "guards", "alarms")
+    monkeypatch.setattr(os, "environ", {**os.environ})  # it has what was told
+    os.environ.pop(TOLD, None)
+    names_of.cache_clear()
+    yield
+    names_of.cache_clear()
+
+
+def test_a_file_with_old_names_is_read_with_one_warning_each(renamed, tmp_path, capsys):
+    file = tmp_path / "old.toml"
+    file.write_text(
+        "[training]\nlength = 7\n[alarms]\nspike_sigmas = 5.0\n[optimizer.matrix]\nparts = 3\n"
+        "[optimizer]\nname = 'mars-m'\n"
+        "[[optimizer.groups]]\npattern = '*qkv*'\nparts = 3\n"
+    )
+    for _ in range(2):
+        config = load_config([str(file)], "test")
+    assert config.training.steps == 7 and config.guards.spike_sigmas == 5
+    assert config.optimizer.matrix.split == config.optimizer.groups[0].split == 3
+    told = sorted(capsys.readouterr().err.splitlines())
+    assert [line.split()[1] for line in told] == [
+        "alarms",
+        "optimizer.groups.parts",
+        "optimizer.matrix.parts",
+        "training.length",
+    ]
+    assert told[-1] == (
+        f"warning   training.length is called training.steps now: rename it (in {file})"
+    )
+    assert is_set(sources_of([str(file)]), "training.steps")
+
+
+def test_the_command_line_may_have_an_old_name_with_the_type_of_the_new_one(renamed, capsys):
+    config = load_config(["--training.length", "7", "--alarms.loss_spike", "skip"], "test")
+    assert config.training.steps == 7 and config.guards.loss_spike == "skip"
+    assert capsys.readouterr().err.count("warning ") == 2
+    with pytest.raises(UserError, match="training.steps must be at least 1, got 0"):
+        load_config(["--training.length", "0"], "test")
+
+
+def test_of_an_old_and_a_new_name_the_later_source_wins_and_one_source_has_one(renamed, tmp_path):
+    file = tmp_path / "old.toml"
+    file.write_text("[training]\nlength = 7\n")
+    assert load_config([str(file), "--training.steps", "8"], "test").training.steps == 8
+    file.write_text("[training]\nlength = 7\nsteps = 7\n")
+    with pytest.raises(UserError, match="is called training.steps now, and both are set .*old"):
+        load_config([str(file)], "test")
+
+
+def test_a_checkpoint_and_a_run_with_an_old_name_are_read_with_one_warning(
+    renamed, tmp_path, capsys
+):
+    config = {**CONFIG, "training": {**CONFIG["training"]}}
+    config["training"]["length"] = config["training"].pop("steps")
+    written.write_run(tmp_path / "old", config, written.write_shards(tmp_path / "data"))
+    assert torchmars.read_run(tmp_path / "old").config["training"]["steps"] == 6
+    [folder] = (tmp_path / "old" / "checkpoints").iterdir()
+    assert manifests.read(folder).config["training"]["steps"] == 6
+    assert torchmars.load(tmp_path / "old").model is not None
+    assert capsys.readouterr().err.count("training.length is called training.steps now") == 1
+
+
+def test_a_comparison_with_old_names_is_continued(renamed, tmp_path):
+    file = tmp_path / "comparison.toml"
+    file.write_text(
+        "[config.training]\nlength = 7\n[contenders.ours]\nname = 'muon'\nexact_fraction = 1.0\n"
+        "[contenders.ours.matrix]\nparts = 3\n"
+    )
+    assert written_settings(file) == {
+        "config": {"training": {"steps": 7}},
+        "contenders": {"ours": {"name": "muon", "matrix": {"split": 3}}},
+    }
+
+
+def test_a_rank_says_nothing_but_the_first_one(renamed, monkeypatch, capsys):
+    for rank, lines in (("1", 0), ("0", 1)):
+        monkeypatch.setitem(os.environ, "RANK", rank)
+        load_config(["--training.length", "7"], "test")
+        assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+@pytest.mark.parametrize("value", [1, 1.0])
+def test_what_is_gone_and_changes_nothing_is_dropped_in_silence(value, capsys, tmp_path):
+    tables = {"optimizer": {"mode": "exact", "exact_fraction": value}}
+    assert isinstance(config_from_tables(tables, "in a test"), ResolvedConfig)
+    load_config(["--optimizer.exact_fraction", str(value)], "test")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("value", [0.5, 2, 0, True, "1"])
+def test_what_is_gone_and_would_change_something_is_refused_with_its_place(value):
+    tables = {"optimizer": {"exact_fraction": value}}
+    with pytest.raises(UserError) as refused:
+        config_from_tables(tables, "in a test")
+    assert str(refused.value).startswith(
+        f"optimizer.exact_fraction = {value!r} is a setting no more (in a test): remove it"
+    )
+    if value != "1":
+        with pytest.raises(UserError, match="no more .on the command line.: remove it"):
+            load_config(["--optimizer.exact_fraction", str(value)], "test")

@@ -1,0 +1,92 @@
+"""Settings of before: those that have another name now (`Was`), and those that are gone."""
+
+import os
+import typing
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from torchmars.config.config import Config
+from torchmars.config.fields import Was
+from torchmars.config.toml_files import Tables, flattened
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
+from torchmars.core.typed import table_in
+
+# Each has the one value that makes what is left: it is dropped, and any other is refused.
+GONE = {"optimizer.exact_fraction": 1.0}
+# The old names that a warning has told of. Ranks have it from their launcher.
+TOLD = "TORCHMARS_RENAMED"
+
+
+def renewed(tables: Tables, source: str, kind: type = Config, above: str = "") -> Tables:
+    """Return a config's tables with the names of today, and without what is gone and dropped.
+
+    `source` says where they are from. Raises `UserError` where a setting has both its names.
+    """
+    found = {key: value for key, value in tables.items() if not is_dropped(above + key, value)}
+    for name, (old, inner) in names_of(kind).items():
+        if old in found:
+            if name in found:
+                raise UserError(
+                    f"{above}{old} is called {above}{name} now, and both are set ({source}): "
+                    f"remove {above}{old}"
+                )
+            warn_of_old_name(above + old, above + name, source)
+            found[name] = found.pop(old)
+        value = found.get(name)
+        if inner and isinstance(value, dict):
+            found[name] = renewed(value, source, inner, f"{above}{name}.")
+        elif inner and isinstance(value, list):
+            found[name] = [
+                renewed(each, source, inner, f"{above}{name}.") if isinstance(each, dict) else each
+                for each in value
+            ]
+    return found
+
+
+def is_dropped(name: str, value: Any) -> bool:
+    """Return whether a setting is gone, and what is left does what its value says."""
+    return name in GONE and type(value) in (int, float) and value == GONE[name]
+
+
+def check_gone(tables: Tables, source_of: Callable[[str], str]) -> None:
+    """Raise `UserError` for a setting that is gone and not dropped, in `renewed` tables.
+
+    `source_of` says of a setting where it is from.
+    """
+    for name, value in flattened(tables).items():
+        if name in GONE:
+            raise UserError(
+                f"{name} = {value!r} is a setting no more ({source_of(name)}): remove it; a run "
+                "that was made with it needs the version of torchmars that made it"
+            )
+
+
+def warn_of_old_name(old: str, new: str, source: str) -> None:
+    """Say once, on one rank or in its launcher, that a setting has another name now."""
+    told = os.environ.get(TOLD, "").split()
+    if old not in told and os.environ.get("RANK", "0") == "0":
+        os.environ[TOLD] = " ".join([*told, old])
+        say(f"warning   {old} is called {new} now: rename it ({source})", error=True)
+
+
+def renewed_path(path: Sequence[str]) -> list[str]:
+    """Return the names of today for those that lead to a setting."""
+    kind: type | None = Config
+    found: list[str] = []
+    for step in path:
+        names = {} if kind is None else names_of(kind)
+        found.append(next((name for name, (old, _) in names.items() if old == step), step))
+        kind = names.get(found[-1], ("", None))[1]
+    return found
+
+
+@cache
+def names_of(kind: type) -> dict[str, tuple[str, type | None]]:
+    """Return of each field of a dataclass its old name, or "", and the type of tables in it."""
+    found = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Was)]
+        found[name] = (marks[0].name if marks else "", table_in(hint))
+    return found
