@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OLDEST = (3, 11)
-MODULES = (  # of the dependencies in pyproject.toml
+MODULES = (  # of the dependencies in pyproject.toml, but W&B: few runs need it
     "torch",
     "numpy",
     "psutil",

@@ -161,13 +161,15 @@ def test_the_mode_of_wandb(monkeypatch):
     assert "WANDB_MODE must be one of online" in mistake(check_trackers, MetricsConfig(wandb=True))
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name,what", [("wandb", "wandb"), ("tensorboard", "'torchmars[tensorboard]'")]
+)
+def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch, name, what):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / name).mkdir()  # as W&B makes it: no package
     found = mistake(check_trackers, MetricsConfig(**{name: True}))
-    assert f"metrics.{name} needs the package {name}: pip install 'torchmars[{name}]'" in found
+    assert f"metrics.{name} needs the package {name}: pip install {what}" in found
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ class MetricsConfig:
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder (pip install 'torchmars[tensorboard]')."""
     wandb: bool = False
-    """Also log to Weights & Biases (pip install 'torchmars[wandb]'). WANDB_MODE=offline keeps it on
-    this machine."""
+    """Also log to Weights & Biases. WANDB_MODE=offline keeps it on this machine."""
     wandb_project: str = "torchmars"
     """W&B project."""

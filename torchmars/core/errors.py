@@ -44,8 +44,9 @@ class Unreachable(UserError):
 
 
 def missing_package(package: str, purpose: str, extra: str = "data") -> UserError:
-    """Return the error of an optional package, of an extra, that is not installed."""
-    return UserError(f"{purpose} needs the package {package}: pip install 'torchmars[{extra}]'")
+    """Return the error of a package, of an extra or of none (""), that is not installed."""
+    what = f"'torchmars[{extra}]'" if extra else package
+    return UserError(f"{purpose} needs the package {package}: pip install {what}")
 
 
 class LostRank(Exception):

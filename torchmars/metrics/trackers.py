@@ -153,9 +153,9 @@ def open_trackers(config: ResolvedConfig, step: int) -> list[Tracker]:
 
 def check_trackers(config: MetricsConfig) -> None:
     """Raise `UserError` if a tracker that the config asks for cannot be had."""
-    for name in ("tensorboard", "wandb"):
+    for name, extra in {"tensorboard": "tensorboard", "wandb": ""}.items():
         if getattr(config, name) and is_missing(name):
-            raise missing_package(name, f"metrics.{name}", extra=name)
+            raise missing_package(name, f"metrics.{name}", extra)
     if not config.wandb:
         return
     settings = wandb_settings()
