@@ -1,6 +1,7 @@
 """Settings of before: the old name of a field is read with one warning, a setting that is gone."""
 
 import os
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import pytest
@@ -10,11 +11,13 @@ from tests.formats import written_by_0_1_0 as written
 from tests.formats.test_formats import CONFIG
 from torchmars.checkpoint import manifest as manifests
 from torchmars.comparison.settings import written as written_settings
-from torchmars.config import Config, GroupConfig, ResolvedConfig, TrainingConfig
+from torchmars.config import Config, GroupConfig, OptimizerConfig, ResolvedConfig, TrainingConfig
+from torchmars.config import optimizer as config_optimizer
 from torchmars.config.fields import Was
 from torchmars.config.history import TOLD, names_of
 from torchmars.config.load import config_from_tables, is_set, load_config, sources_of
 from torchmars.core.errors import UserError
+from torchmars.optim.rules import RULES
 
 
 @pytest.fixture
@@ -27,6 +30,7 @@ def renamed(monkeypatch):
 
     rename(TrainingConfig, "steps", "length")
     rename(GroupConfig, "split", "parts")
+    rename(OptimizerConfig, "gamma", "strength")
     rename(Config, "guards", "alarms")
     monkeypatch.setattr(os, "environ", {**os.environ})  # it has what was told
     os.environ.pop(TOLD, None)
@@ -39,18 +43,20 @@ def test_a_file_with_old_names_is_read_with_one_warning_each(renamed, tmp_path, 
     file = tmp_path / "old.toml"
     file.write_text(
         "[training]\nlength = 7\n[alarms]\nspike_sigmas = 5.0\n[optimizer.matrix]\nparts = 3\n"
-        "[optimizer]\nname = 'mars-m'\n"
+        "[optimizer]\nname = 'mars-m'\nstrength = 0.125\n"
         "[[optimizer.groups]]\npattern = '*qkv*'\nparts = 3\n"
     )
     for _ in range(2):
         config = load_config([str(file)], "test")
     assert config.training.steps == 7 and config.guards.spike_sigmas == 5
+    assert config.optimizer.gamma == 0.125
     assert config.optimizer.matrix.split == config.optimizer.groups[0].split == 3
     told = sorted(capsys.readouterr().err.splitlines())
     assert [line.split()[1] for line in told] == [
         "alarms",
         "optimizer.groups.parts",
         "optimizer.matrix.parts",
+        "optimizer.strength",
         "training.length",
     ]
     assert told[-1] == (
@@ -99,6 +105,19 @@ def test_a_comparison_with_old_names_is_continued(renamed, tmp_path):
         "config": {"training": {"steps": 7}},
         "contenders": {"ours": {"name": "muon", "matrix": {"split": 3}}},
     }
+
+
+def test_a_setting_of_rules_says_its_old_name_itself(monkeypatch):
+    @dataclass
+    class Plain:
+        rule: str = ""
+
+    adamw = type(RULES["adamw"])
+    settings = [replace(each, was="rate") if each.name == "lr" else each for each in adamw.settings]
+    monkeypatch.setattr(adamw, "settings", tuple(settings))
+    monkeypatch.setattr(config_optimizer, "RULES", {"adamw": adamw()})
+    names = names_of(dataclass(config_optimizer.with_settings("both")(Plain)))
+    assert names["lr"] == ("rate", None) and names["betas"] == ("", None)
 
 
 def test_a_rank_says_nothing_but_the_first_one(renamed, monkeypatch, capsys):

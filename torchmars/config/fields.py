@@ -26,6 +26,7 @@ class Was:
     """The mark of a field that had another name before: files that have that name are read."""
 
     name: str
+    """An empty one is none."""
 
 
 def require(condition: bool, message: str) -> None:

@@ -87,6 +87,7 @@ def names_of(kind: type) -> dict[str, tuple[str, type | None]]:
     """Return of each field of a dataclass its old name, or "", and the type of tables in it."""
     found = {}
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Was)]
-        found[name] = (marks[0].name if marks else "", table_in(hint))
+        marks = getattr(hint, "__metadata__", ())
+        old = (mark.name for mark in marks if isinstance(mark, Was) and mark.name)
+        found[name] = (next(old, ""), table_in(hint))
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torchmars.config.fields import Amount, Clip, Mark, Positive, require
+from torchmars.config.fields import Amount, Clip, Mark, Positive, Was, require
 from torchmars.core.bounds import KeyOf, Range
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES, variance_reduced
@@ -31,7 +31,10 @@ def with_settings(*scopes: str) -> Callable[[type], type]:
             text = setting_text(setting, with_defaults="optimizer" in scopes)
             setattr(kind, name, field(default=None, metadata={"help": text}))
         first, own = next(iter(kind.__annotations__)), kind.__annotations__
-        types = {name: value_type(setting) | None for name, setting in settings.items()}
+        types = {
+            name: Annotated[value_type(setting) | None, Was(setting.was)]
+            for name, setting in settings.items()
+        }
         kind.__annotations__ = {first: own[first]} | types | own
         return kind
 

@@ -21,6 +21,8 @@ class Setting:
     default: Any = None
     scope: Literal["both", "optimizer", "group"] = "both"
     """Who has it: each parameter group, or the optimizer whose groups follow from it, or both."""
+    was: str = ""
+    """The name that configs had for it before, if any."""
 
     def of(self, default: Any) -> "Setting":
         """Return the same setting with another default."""
