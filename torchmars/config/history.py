@@ -24,7 +24,7 @@ def renewed(tables: Tables, source: str, kind: type = Config, above: str = "") -
 
     `source` says where they are from. Raises `UserError` where a setting has both its names.
     """
-    found = {key: value for key, value in tables.items() if not is_dropped(above + key, value)}
+    found = {key: value for key, value in tables.items() if not is_dropped(f"{above}{key}", value)}
     for name, (old, inner) in names_of(kind).items():
         if old in found:
             if name in found:
@@ -55,11 +55,12 @@ def check_gone(tables: Tables, source_of: Callable[[str], str]) -> None:
 
     `source_of` says of a setting where it is from.
     """
-    for name, value in flattened(tables).items():
+    for name in flattened(tables):
         if name in GONE:
             raise UserError(
-                f"{name} = {value!r} is a setting no more ({source_of(name)}): remove it; a run "
-                "that was made with it needs the version of torchmars that made it"
+                f"{name} is a setting no more ({source_of(name)}): remove it; a run that was made "
+                f"with another value than {GONE[name]:g} needs the version of torchmars that made "
+                "it"
             )
 
 
