@@ -2,15 +2,14 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from tests.support.full import FULL
 from torchmars.core.errors import UserError
 from torchmars.metrics.events import EventLog
-from torchmars.records.run import Series, read_run
+from torchmars.records.run import read_run
 from torchmars.reports.charts import in_time, short_names
-from torchmars.reports.plots import at_steps, event_steps, plot_runs, smoothed
+from torchmars.reports.plots import event_steps, plot_runs
 
 
 def make_run(folder, steps=100, **more):
@@ -93,23 +92,6 @@ def test_restarts_are_all_starts_but_the_first(tmp_path):
     assert event_steps(run, "rollback").tolist() == [60]
 
 
-def test_smoothing_is_the_mean_around_each_row():
-    steps, values = np.arange(10, 510), np.random.default_rng(0).normal(size=500)
-    values[[0, 250, 251]] = np.nan
-    found = smoothed(Series(steps, values))
-    assert found.steps.tolist() == steps.tolist()
-    for row, mean in enumerate(found.values):
-        reach = min(7, row, 499 - row)  # 3% of 500 rows
-        around = values[row - reach : row + reach + 1]
-        if row == 0:
-            assert np.isnan(mean)
-        else:
-            assert mean == pytest.approx(np.nanmean(around))
-    short = Series(steps[:50], values[:50])
-    assert smoothed(short) is short
-    assert len(smoothed(Series(np.arange(10**5), np.zeros(10**5))).steps) == 1000
-
-
 def test_names_and_order_of_a_legend():
     assert short_names(["train/embedding/cosine", "train/matrix/cosine"]) == ["embedding", "matrix"]
     assert short_names(["train/data_ms", "train/other_ms"]) == ["data", "other"]
@@ -120,5 +102,3 @@ def test_names_and_order_of_a_legend():
         "other_ms",
         "new_ms",
     ]
-    series = Series(np.array([2, 4]), np.array([1.0, np.nan]))
-    assert at_steps(series, np.array([1, 2, 4])).values.tolist() == [0, 1, 0]

@@ -1,19 +1,18 @@
 """The page of runs: what it says, and what it does in a browser."""
 
 import json
-import random
-from collections import Counter
 
-import numpy as np
 import pytest
 
 from tests.support.browser import BUTTONS_IN_THE_WAY, PATIENCE, browser, draw, open_page
 from tests.support.full import FULL
-from tests.support.records import made_run
+from tests.support.records import TOKENS_PER_STEP, made_run
 from torchmars.metrics.events import Event
 from torchmars.records.run import read_run
-from torchmars.reports.events import entries_of, some_of
+from torchmars.reports.charts import charts_of
+from torchmars.reports.events import told
 from torchmars.reports.page import plotly
+from torchmars.reports.run_figures import figure_of, progress
 from torchmars.reports.run_page import differences, run_page
 
 pytest.importorskip("plotly")
@@ -40,10 +39,7 @@ def write_events(folder):
 def test_events_in_words(tmp_path):
     folder = made_run(tmp_path / "run", 60)
     write_events(folder)
-    with (folder / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps({"step": 61, "train/skipped_steps": 3.0}) + "\n")
-    entries = entries_of(read_run(folder), "run")
-    words = [(each.kind, each.step, each.text) for each in entries]
+    words = [(event.kind, event.step, text) for event, text in told(read_run(folder))]
     assert words == [
         ("started", 0, "2 ranks, 1 machine"),
         ("saved", 20, "step-20: 12.5 MiB in 0.25 s"),
@@ -52,9 +48,7 @@ def test_events_in_words(tmp_path):
         ("rollback", 20, "back from step 45 to step-20"),
         ("unheard-of", 51, "what of a later version"),
         ("stopped", 60, "by SIGTERM"),
-        ("skipped", 61, "3 since the report before"),
     ]
-    assert [each.from_step for each in entries if each.kind == "rollback"] == [45]
 
 
 def write_hostile_names(folder):
@@ -66,49 +60,42 @@ def write_hostile_names(folder):
         stream.write(json.dumps({"step": 701} | dict.fromkeys(HOSTILE_NAMES, 1.0)) + "\n")
 
 
-class CountedStep(int):
-    """A step that counts how often it is compared."""
-
-    compared = 0
-
-    def __lt__(self, other):
-        CountedStep.compared += 1
-        return int(self) < int(other)
-
-    def __gt__(self, other):
-        CountedStep.compared += 1
-        return int(self) > int(other)
-
-
-def test_many_events_take_little_time_and_room(tmp_path):
+def test_many_events_and_samples_leave_the_page_small(tmp_path):
     run = read_run(made_run(tmp_path / "run", 3000))
-    rng, kinds = random.Random(0), ("saved", "sample", "rollback")
+    kinds = ("saved", "sample", "rollback")
     run.events.extend(
-        Event(rng.choice(kinds), CountedStep(number - rng.randrange(9)), 1.8e9, {"from_step": 0})
-        for number in range(10, 3000)
+        Event(kinds[number % 3], number, 1.8e9, {"from_step": 0, "text": f"text {number}"})
+        for number in range(3000)
     )
-    run.series["train/skipped_steps"].values[:] = np.arange(3000.0)
-    entries = entries_of(run, "run")
-    assert CountedStep.compared < 100 * len(entries)
-    skipped = [n for n, each in enumerate(entries) if each.kind == "skipped"]
-    assert len(skipped) == 2999 and [entries[n].step for n in skipped] == list(range(2, 3001))
-    for number in skipped:  # it comes before the first event of a later step
-        others = [each.step for each in entries[:number] if each.kind != "skipped"]
-        assert max(others, default=0) <= entries[number].step
-        after = next((each for each in entries[number:] if each.kind != "skipped"), None)
-        assert after is None or after.step > entries[number].step
-    drawn = some_of(entries, 200)
-    assert Counter(each.kind for each in drawn) == {"saved": 200, "rollback": 200, "skipped": 200}
-    assert drawn[0] is entries[0] and drawn[-1] is entries[-1]
     text = run_page([run])
-    assert text.count("<tr data-kind=") == 1000 and text.count('<details id="sample-') == 100
+    rows = [text.count(f'<td class="state" data-is="{kind}">') for kind in kinds]
+    assert rows == [500, 0, 500]
+    assert "The newest 1,000 of 2,000." in text and '<td class="number">2,999</td>' in text
+    assert text.count("<pre>text ") == 100 and "text 2998" in text and "text 1</pre>" not in text
     assert len(text) - len(plotly()) < 2**20
 
 
 def test_what_differs():
     one = {"run": {"name": "a"}, "optimizer": {"lr": 0.1, "name": "lion"}, "only": {"here": True}}
     two = {"run": {"name": "b"}, "optimizer": {"lr": 0.2, "name": "lion"}}
-    assert differences([one, two]) == {"optimizer.lr": ["0.1", "0.2"], "only.here": ["True", ""]}
+    found = differences([one, two], ["a", "b"])
+    assert list(found.columns) == ["run", "optimizer.lr", "only.here"]
+    assert found.rows == [("a", "0.1", "True"), ("b", "0.2", "")]
+    assert differences([one, one], ["a", "b"]).texts == ["Nothing but their names."]
+    assert not differences([one], ["a"]).texts
+
+
+def test_a_red_stretch_is_what_a_rollback_undid(tmp_path):
+    folder = made_run(tmp_path / "run", 60)
+    write_events(folder)
+    run = read_run(folder)
+    events = [(0, *each) for each in told(run)]
+    loss = figure_of(charts_of(set(run.series))[0][0], [run], ["run"], events)
+    (undone,) = [trace for trace in loss.traces if trace["style"] == "undone"]
+    assert (min(undone["x"]), max(undone["x"])) == (20, 45)
+    (line,) = [trace for trace in progress(events).traces if trace["style"] == "path"]
+    # A gap before each start; a rollback goes back from where the run was.
+    assert line["y"] == [None, 0, 20, None, 20, 45, 45, 20, 51, 60]
 
 
 def test_what_users_write_is_shown_as_text(tmp_path):
@@ -124,6 +111,10 @@ def test_what_users_write_is_shown_as_text(tmp_path):
     assert "http-equiv" in run_page([read_run(empty)])
 
 
+SHOWN = "document.querySelector('.plot').data.map(trace => trace.hovertemplate ?? '')"
+RANGES = "plots.filter(plot => plot.drawn).map(plot => plot.layout.xaxis.range)"
+
+
 @FULL
 def test_in_a_browser(tmp_path):
     folders = [made_run(tmp_path / "<b>first", 700), made_run(tmp_path / "second", 60, seed=1)]
@@ -131,72 +122,86 @@ def test_in_a_browser(tmp_path):
     write_hostile_names(folders[0])
     runs = [read_run(folder) for folder in folders]
     file, alone = tmp_path / "report.html", tmp_path / "alone.html"
-    file.write_text(run_page(runs))
+    file.write_text(run_page(runs, 600))
     alone.write_text(run_page(runs[:1]))
     with browser() as started:
-        opened = open_page(started, file, color_scheme="light")
+        opened = open_page(started, file, color_scheme="dark")
         page = opened.page
         first = page.locator("figure").first
         assert first.locator("h3").inner_text() == "Training loss"
-        assert page.evaluate("document.querySelector('.plot').data.length") >= 4
-        assert "smoothed over 7 steps" in first.inner_text()  # 1% of the longest run
-        page.get_by_label("log y").check()
-        page.get_by_label("x axis").select_option("tokens")
-        page.get_by_label("smoothing").fill("0")
-        page.get_by_label("theme").select_option("dark")
-        shown = page.evaluate(
-            "(({layout}) => [layout.yaxis.type, layout.xaxis.title.text])"
-            "(document.querySelector('.plot'))"
-        )
-        assert shown == ["log", "tokens"] and "smoothed" not in first.inner_text()
+        assert "means over 3% of them" in first.inner_text()
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert max(map(int, dark[4:-1].split(","))) < 60
+        page.get_by_label("log y").check()
+        page.get_by_label("x axis").select_option("tokens")
+        layout = page.evaluate(
+            "(({layout}) => [layout.yaxis.type, layout.xaxis.title.text])(plots[0])"
+        )
+        assert layout == ["log", "tokens"]
+        last = page.evaluate("Math.max(...plots[0].data.flatMap(trace => trace.x))")
+        assert last == pytest.approx(700 * TOKENS_PER_STEP, rel=2e-3)
         page.get_by_role("checkbox", name="second").uncheck()
-        names = page.evaluate("document.querySelector('.plot').data.map(trace => trace.name)")
-        assert "second" not in names and "&lt;b&gt;first" in names
-        page.get_by_role("checkbox", name="rollback").uncheck()
-        assert not page.locator("tr[data-kind=rollback]").is_visible()
+        assert not any("second" in each for each in page.evaluate(SHOWN))
+        assert any("&#60;b&#62;first" in each for each in page.evaluate(SHOWN))
         for kind in HOSTILE_NAMES:
             row = page.locator("tbody tr").filter(has=page.get_by_text(kind, exact=True))
-            assert row.is_visible()
-            page.get_by_role("checkbox", name=kind).uncheck()
-            assert not row.is_visible()
-        first.focus()
-        page.keyboard.press("+")
-        zoomed = page.evaluate("settings.range")
-        assert zoomed is not None
-        page.locator("#others summary").click()
+            assert row.count() >= 1
+        box = page.locator(".plot .nsewdrag").first.bounding_box()
+        page.mouse.move(box["x"] + 100, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 300, box["y"] + 52, steps=4)
+        page.mouse.up()
+        opened.wait("set.range !== null")
+        zoomed = page.evaluate("set.range")
+        ranges = page.evaluate(RANGES)
+        assert len(ranges) > 1 and all(each == pytest.approx(zoomed) for each in ranges)
+        page.get_by_text("More measurements", exact=True).last.click()
         page.evaluate("scrollTo(0, 700)")
-        opened.wait("history.state.scrolled === 700")
         page.reload()
-        page.wait_for_selector("figure[aria-busy=false]", timeout=PATIENCE)
+        page.wait_for_selector(".plot .main-svg", timeout=PATIENCE)
         opened.wait("scrollY === 700")
-        assert page.locator("#others[open]").count() == 1
-        kept = page.evaluate("[settings.x, settings.logy, settings.smooth, settings.range]")
-        assert kept == ["tokens", True, 0, pytest.approx(zoomed)]
-        assert page.locator("html[data-theme=dark]").count() == 1
+        assert page.locator("details[open]").count() == 1
+        kept = page.evaluate("[set.x, set.logy, set['run-1'], set.range]")
+        assert kept == ["tokens", True, False, pytest.approx(zoomed)]
+        draw(opened, ["Training loss"])
+        assert not any("second" in each for each in page.evaluate(SHOWN))
+        page.locator("#all").uncheck()
+        assert page.evaluate("plots[0].data.length") == 0
         assert opened.messages == [] and set(map(base, opened.requests)) == {file.as_uri()}
 
         one = open_page(started, alone)
-        for width in (1280, 390):
-            one.page.set_viewport_size({"width": width, "height": 900})
-            draw(one, ["Loss", "Time of a step", "Progress"])
-            assert one.page.locator(".legend").count() == 3
-            assert one.page.evaluate(BUTTONS_IN_THE_WAY) == []
+        draw(one, ["Loss", "Time of a step", "Progress"])
+        assert one.page.locator(".legend").count() == 3
+        one.page.locator(".plot").first.hover()
         with one.page.expect_download() as saved:
-            one.page.locator("figure").first.get_by_label("save as SVG").click()
-        assert saved.value.suggested_filename == "Loss.svg" and one.messages == []
+            one.page.locator("figure").first.locator("[data-title^=Download]").click()
+        assert saved.value.suggested_filename.endswith(".svg") and one.messages == []
 
         phone = open_page(started, file, viewport={"width": 390, "height": 844}, has_touch=True)
         phone.page.evaluate(
             "document.querySelectorAll('details').forEach(each => each.open = true)"
         )
-        for figure in phone.page.locator("figure").all()[:6]:
-            figure.scroll_into_view_if_needed()
-        phone.page.locator("figure").first.get_by_label("zoom in").tap()
-        assert phone.page.evaluate("settings.range") is not None
+        draw(phone, ["Training loss", "Validation loss", "Time of a step", "Progress"])
+        assert phone.page.evaluate(BUTTONS_IN_THE_WAY) == []
+        phone.page.locator("figure").first.locator("[data-title='Zoom in']").tap()
+        assert phone.page.evaluate("set.range") is not None
         assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390
         assert phone.messages == []
+
+
+@FULL
+def test_printed(tmp_path):
+    """All figures are there, light, without buttons, also those that were not in view."""
+    file = tmp_path / "report.html"
+    file.write_text(run_page([read_run(made_run(tmp_path / "run", 60))]))
+    with browser() as started:
+        page = open_page(started, file, color_scheme="dark").page
+        page.pdf()
+        assert page.evaluate("plots.filter(plot => plot.checkVisibility() && !plot.drawn)") == []
+        page.emulate_media(media="print")
+        light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert min(map(int, light[4:-1].split(","))) > 200
+        assert not page.locator("#controls").is_visible()
 
 
 def base(address):

@@ -14,24 +14,21 @@ FLAGS = (
     "--disable-background-networking --disable-component-update"
 ).split()
 PATIENCE = 120_000  # ms
-# Buttons of charts that lie on a legend or on each other, or reach out of their figure.
+# Buttons of figures that lie on a legend, or reach out of their figure.
 BUTTONS_IN_THE_WAY = """[...document.querySelectorAll("figure")].flatMap(figure => {
-  const places = [...figure.querySelectorAll("button, .modebar-btn, .legend, h3")]
-    .map(each => [each, each.getBoundingClientRect()]).filter(([, { width }]) => width);
-  const whole = figure.getBoundingClientRect();
-  const isButton = each => each.matches("button, .modebar-btn");
-  return places.flatMap(([one, a], n) => [
-    ...(a.left < whole.left || a.right > whole.right ? [one] : []),
-    ...places.slice(n + 1).filter(([other, b]) => (isButton(one) || isButton(other)) &&
-      Math.min(a.right, b.right) - Math.max(a.left, b.left) > 0.5 &&
-      Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.5).map(([other]) => other),
-  ]).map(each => figure.querySelector("h3").textContent + ": " + each.outerHTML.slice(0, 80));
+  const box = each => each.getBoundingClientRect();
+  const whole = box(figure), legends = [...figure.querySelectorAll(".legend")].map(box);
+  return [...figure.querySelectorAll(".modebar-btn")].filter(each => {
+    const { left, right, top, bottom } = box(each);
+    return left < whole.left || right > whole.right || legends.some(legend =>
+      right > legend.left && left < legend.right && bottom > legend.top && top < legend.bottom);
+  }).map(each => figure.querySelector("h3").textContent);
 })"""
-DRAWN = "figure[aria-busy=false]"
-ALL_IN_VIEW_DRAWN = """[...document.querySelectorAll("figure")].every(figure => {
-  const { top, bottom } = figure.getBoundingClientRect();
-  const inView = bottom > Math.max(top, 0) && top < innerHeight && figure.checkVisibility();
-  return !inView || figure.getAttribute("aria-busy") === "false";
+DRAWN = ".plot .main-svg"
+ALL_IN_VIEW_DRAWN = """[...document.querySelectorAll(".plot")].every(plot => {
+  const { top, bottom } = plot.getBoundingClientRect();
+  const inView = bottom > Math.max(top, 0) && top < innerHeight && plot.checkVisibility();
+  return !inView || plot.drawn;
 })"""
 
 
@@ -56,7 +53,7 @@ class Opened:
 
 
 def draw(opened: Opened, titles: list[str]) -> None:
-    """Scroll the charts of these titles into view, and wait until they are drawn."""
+    """Scroll the figures of these titles into view, and wait until they are drawn."""
     for title in titles:
         heading = opened.page.get_by_role("heading", name=title, exact=True)
         heading.scroll_into_view_if_needed(timeout=PATIENCE)
@@ -78,14 +75,14 @@ def browser() -> Iterator[Any]:
 
 
 def open_page(started: Any, file: Path, address: str = "", **options: Any) -> Opened:
-    """Open a file, and wait until its first chart is drawn."""
+    """Open a file, and wait until its first figure is drawn."""
     options = {"viewport": {"width": 1280, "height": 900}} | options
     opened = Opened(started.new_context(**options).new_page())
     opened.page.on("console", lambda message: opened.messages.append(message.text))
     opened.page.on("pageerror", lambda error: opened.messages.append(str(error)))
     opened.page.on("request", lambda request: opened.requests.append(request.url))
     opened.page.goto(file.as_uri() + address)
-    # On a phone the first chart may begin below what is seen, and only what is near that is drawn.
+    # On a phone the first figure may begin below what is seen, and only what is near that is drawn.
     opened.page.locator("figure").first.scroll_into_view_if_needed(timeout=PATIENCE)
     opened.page.wait_for_selector(DRAWN, timeout=PATIENCE)
     return opened

@@ -12,7 +12,7 @@ from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.result_files import check_suffix
 from torchmars.reports.page import write_page
-from torchmars.reports.subjects import Subject, subject_of
+from torchmars.reports.subjects import Subject
 
 PAGE, SUFFIXES = "report.html", (".html", ".htm")
 # Seconds from one page to the next with --follow.
@@ -42,7 +42,7 @@ def main() -> None:
     with exit_on_user_error():
         options = parse(Report, sys.argv[1:], "torchmars report")
         folders = options.runs
-        subject = subject_of(folders)
+        subject = Subject(folders)
         file = options.out or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
         check_suffix(file, SUFFIXES)
         if wrong := path_problem(file, "file"):
@@ -50,7 +50,8 @@ def main() -> None:
         if options.follow:
             follow(subject, file)
         write_page(file, subject.page(file))
-        subject.warn()
+        for run in subject.runs:
+            run.warn_of_damage()
         say(f"report    {file}")
 
 

@@ -32,9 +32,10 @@ class Chart:
 
 
 LOSS = Chart("Training loss", r"train/loss")
+VALIDATION = "validation/loss"
 CHARTS = (
     LOSS,
-    Chart("Validation loss", r"validation/loss", smooth=False),
+    Chart("Validation loss", VALIDATION, smooth=False),
     Chart("Validation loss, bits per byte", re.escape(BITS), smooth=False),
     Chart("Validation loss of parts", r"validation/.+/loss", smooth=False),
     Chart("Learning rate", r"train/lr", smooth=False),

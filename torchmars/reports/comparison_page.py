@@ -1,24 +1,36 @@
-"""The page of a comparison: its table, what differs by more than the spread, losses, trials."""
+"""The page of a comparison: the tables that its folder has, with figures and links."""
 
 import os
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from torchmars.comparison.conclusion import conclusion
-from torchmars.comparison.planes import Plane, planes_of, shading, text_at
-from torchmars.comparison.results import (
-    Comparison,
-    ContenderResult,
-    Difference,
-    Estimate,
-    TrialResult,
-)
-from torchmars.comparison.words import seeds_text, settings_text, value_text
+from torchmars.comparison.results import Comparison
+from torchmars.comparison.tables import contender_rows, difference_rows, time_rows, trial_rows
+from torchmars.comparison.words import seeds_text, value_text
 from torchmars.core.words import duration, short
-from torchmars.reports.page import DASH, page
+from torchmars.reports.comparison_figures import by_axis, figures_of
+from torchmars.reports.page import DASH, Section, page
+
+# How columns look; all others have numbers.
+LOOKS = dict.fromkeys(("optimizer", "optimizers", "best settings", "trial"), "")
+LOOKS |= {"state": "state", "reason": "text"}
+ABOUT = (
+    "Each optimizer was tuned on the same grid with the same tokens and the first seed. The best "
+    "settings, those with the lowest final validation loss, were then repeated with the other "
+    "seeds. The spread is the standard deviation over seeds. Training time is that of the steps: "
+    "without validations and saves.",
+    "A trial leads to the folder of its run, or to its report where it has one: torchmars report "
+    "makes one of a trial's folder.",
+    "Drag over a figure to zoom; double-click to go back. A click in a legend hides a curve, the "
+    "box of an optimizer hides it in all figures. The page loads nothing from a network.",
+)
+SAVED = (
+    "Tokens and time saved are the shares of the baseline's that an optimizer does not need for "
+    "the baseline's final loss, with their 95% intervals. Below 0 it needs more."
+)
 
 
 def comparison_page(
@@ -28,58 +40,29 @@ def comparison_page(
 
     Raises `UserError` without plotly.
     """
-    validation = {"kind": "validation"}
-    charts: list[dict[str, Any]] = [
-        {"kind": "grid", "title": "Final loss against learning rate", "large": True},
-        validation | {"title": "Validation loss against tokens", "axis": "tokens"},
-        validation | {"title": "Validation loss against training time", "axis": "seconds"},
-        {"kind": "finals", "title": "Final loss by seed"},
+    heads, *contenders = contender_rows(found)
+    places = [found.place_of(each) for each in found.contenders]
+    boxes = [((row[0], place), *row[1:]) for row, place in zip(contenders, places)]
+    every = [by_axis(found, axis, every=True) for axis in ("tokens", "seconds")]
+    sections = [
+        Section("What was found", [" ".join(conclusion(found)), *found.notes]),
+        table_of("Optimizers, the best first", [heads, *boxes], {"optimizer": "run"}),
+        Section("How it was found", [f"All trials: {' '.join(found.config)}"], facts(found)),
+        Section("Figures", figures=figures_of(found)),
+        Section("Every trial", figures=every, folded=True),
+        table_of("Differences", difference_rows(found)),
+        table_of("Time", time_rows(found)),
+        table_of("Trials", linked_trials(found, folder, file)),
+        Section("How to read this page", [*ABOUT, SAVED] if found.baseline else ABOUT),
     ]
-    planes = {each.contender.name: each for each in planes_of(found)}
-    if planes:
-        charts.insert(1, {"kind": "plane", "title": "Final loss by betas and gamma", "large": True})
-    if any(each.tokens_saved or each.seconds_saved for each in found.contenders):
-        charts.append({"kind": "saved", "title": f"What {found.baseline}'s loss takes"})
-    every = [
-        {"kind": "validation", "title": f"Against {name}", "axis": axis, "all": True}
-        for name, axis in (("tokens", "tokens"), ("training time", "seconds"))
-    ]
-    sections = {
-        "found": "What was found",
-        "curves": "Charts",
-        "differences": "Differences" if found.differences else "",
-        "trials": "Trials",
-    }
-    return page(
-        "comparison_page.html",
-        {
-            "runs": [drawn(found, contender) for contender in found.contenders],
-            "planes": {name: drawn_plane(planes, each) for name, each in planes.items()},
-            "charts": charts,
-            "others": every,
-            "baseline": found.baseline,
-            "steps": found.steps,
-            "smooth": 0,
-        },
-        renewed_every,
-        title=found.name,
-        subtitle=f"A comparison of optimizers. {folder.absolute()}.",
-        sections=sections,
-        has_steps=False,
-        folder=str(folder),
-        found=found,
-        baseline=found.baseline,
-        conclusion=conclusion(found),
-        facts=facts(found),
-        settings=lambda settings: settings_text(settings, found.tuned) or DASH,
-        loss=loss_text,
-        saved=saved_text,
-        remark=remark,
-        signed=signed,
-        reading=reading,
-        link=lambda trial: link(folder / trial.folder, file),
-        duration=duration,
-    )
+    subtitle = f"A comparison of optimizers. {folder.absolute()}."
+    return page(found.name, subtitle, sections, renewed_every)
+
+
+def table_of(title: str, rows: list[Any], looks: dict[str, str] | None = None) -> Section:
+    """Return a section with rows, the first of them headings."""
+    columns = {head: (LOOKS | (looks or {})).get(head, "number") for head in rows[0]}
+    return Section(title, columns=columns, rows=rows[1:])
 
 
 def facts(found: Comparison) -> dict[str, str]:
@@ -94,86 +77,14 @@ def facts(found: Comparison) -> dict[str, str]:
     }
 
 
-def drawn(found: Comparison, contender: ContenderResult) -> dict[str, Any]:
-    """Return what the scripts draw of a contender."""
-    own = [trial for trial in found.trials if trial.contender == contender.name]
-    best = {trial.name for trial in found.trials_of(contender)}
-    saved = {"tokens": contender.tokens_saved, "time": contender.seconds_saved}
-    return {
-        "name": contender.name,
-        "place": found.place_of(contender),
-        "finals": contender.losses,
-        "mean": contender.mean,
-        "saved": {name: each and asdict(each) for name, each in saved.items()},
-        "grid": [
-            {"lr": trial.settings["lr"], "loss": trial.loss, "text": trial_text(trial)}
-            for trial in own
-            if "lr" in trial.settings and trial.seed == found.seeds[0] and trial.state != "pending"
-        ],
-        "trials": [
-            {"name": trial.name, "best": trial.name in best} | asdict(trial.curve) for trial in own
-        ],
-    }
-
-
-def drawn_plane(planes: dict[str, Plane], plane: Plane) -> dict[str, Any]:
-    """Return what the scripts draw of one of the planes."""
-    shade = shading(list(planes.values()))
-
-    def point(betas: str, gamma: str) -> dict[str, Any]:
-        trial = plane.points[betas, gamma]
-        best = trial.settings == plane.contender.best
-        return {
-            "said": text_at(trial),
-            "shade": shade(trial),
-            "best": best,
-            "text": trial_text(trial),
-        }
-
-    return {
-        "betas": plane.betas,
-        "gammas": plane.gammas,
-        "points": [[point(betas, gamma) for gamma in plane.gammas] for betas in plane.betas],
-    }
-
-
-def trial_text(trial: TrialResult) -> str:
-    """Return a trial's settings and how it ended."""
-    ended = trial.state if trial.loss is None else f"loss {trial.loss:.4f}"
-    return f"{trial.contender}, {settings_text(trial.settings)}: {ended}"
-
-
-def remark(contender: ContenderResult) -> str:
-    """Return what a reader must know of a contender."""
-    rule = f"optimizer.name is {contender.rule}" if contender.rule != contender.name else ""
-    return "; ".join(filter(None, (contender.remark, rule)))
-
-
-def loss_text(loss: float | None) -> str:
-    """Return a loss, or the spread of losses."""
-    return DASH if loss is None else f"{loss:.4f}"
-
-
-def saved_text(saved: Estimate | None) -> str:
-    """Return a share that is saved with its interval, in percent."""
-    if saved is None:
-        return DASH
-    interval = "" if saved.low is None else f" ({saved.low:.0%} to {saved.high:.0%})"
-    return f"{saved.mean:.0%}{interval}".replace("-", "−")
-
-
-def reading(each: Difference) -> tuple[str, str]:
-    """Return what a difference tells: its kind, and words."""
-    if each.exceeds_spread is None:
-        return "unknown", "one seed: the spread is not known"
-    if not each.exceeds_spread:
-        return "inside", "does not exceed the spread over seeds"
-    return "exceeds", f"{each.first if each.loss.mean < 0 else each.second} is better"
-
-
-def signed(value: float) -> str:
-    """Return a difference of losses with its sign."""
-    return f"{value:+.4f}".replace("-", "−")
+def linked_trials(found: Comparison, folder: Path, file: Path) -> list[list[Any]]:
+    """Return the rows of trials, with links as they lead from `file`, and their times."""
+    heads, *rows = trial_rows(found)
+    linked: list[list[Any]] = [["trial", *heads, "training time"]]
+    for trial, row in zip(found.trials, rows):
+        seconds = DASH if trial.seconds is None else duration(trial.seconds)
+        linked.append([(trial.name, link(folder / trial.folder, file)), *row, seconds])
+    return linked
 
 
 def link(run: Path, file: Path) -> str:

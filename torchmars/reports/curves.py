@@ -1,44 +1,17 @@
-"""Curves for a page: few enough points to draw at once, none of the extremes left out."""
-
-from dataclasses import dataclass
-from typing import Any
+"""Curves of runs, for pages and pictures: few enough points to draw at once, and their means."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmars.records.run import Run, Series
+from torchmars.records.run import Series
+from torchmars.reports.charts import Chart
 
 # Buckets of all curves of a chart together, and the fewest and most of one curve. Charts are at
 # most some 1200 pixels wide.
 BUCKETS_OF_A_CHART, FEWEST, MOST = 6000, 200, 1200
 MOST_GAPS = 100
-DIGITS = 6
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The points of a `Series` that a page draws, and the means that it smooths.
-
-    The rows are cut into buckets, half of them equally long, half of them equally long on a log
-    axis. Of each bucket the first and the last row, the least and the greatest value are drawn.
-    """
-
-    steps: list[int]
-    values: list[float | None]
-    """None where values were not finite: the line has a gap there."""
-    mean_steps: list[float]
-    means: list[float]
-    """The mean over all rows of each bucket; empty where all rows are drawn."""
-    rows: int
-    not_finite: int
-    median: float
-
-    def json(self) -> dict[str, Any]:
-        """Return the curve as the page's script reads it."""
-        facts = {"x": self.steps, "y": self.values, "rows": self.rows, "median": self.median}
-        if self.means:
-            facts |= {"meanX": self.mean_steps, "mean": self.means}
-        return facts | ({"notFinite": self.not_finite} if self.not_finite else {})
+# A curve of more rows than this is smoothed: each value is the mean over this share of all rows.
+NOISY, SHARE = 60, 0.03
 
 
 def buckets_for(curves: int) -> int:
@@ -46,29 +19,25 @@ def buckets_for(curves: int) -> int:
     return max(FEWEST, min(MOST, BUCKETS_OF_A_CHART // max(curves, 1)))
 
 
-def thinned(series: Series, buckets: int) -> Curve:
-    """Return a series as a curve of about `buckets` buckets, or with all rows if these are few."""
+def is_noisy(chart: Chart, series: Series) -> bool:
+    """Return whether a curve is drawn pale behind its means."""
+    return chart.smooth and len(series.steps) > NOISY
+
+
+def thinned(series: Series, buckets: int) -> Series:
+    """Return the points of a series to draw: all, or those of about `buckets` buckets of rows.
+
+    Half of the buckets are equally long, half of them equally long on a log axis. Of each the
+    first and the last row, the least and the greatest value are kept. NaN is a gap: one for each
+    stretch without finite values.
+    """
     finite = np.isfinite(series.values)
-    steps, values = series.steps[finite], series.values[finite]
-    kept, mean_steps, means = np.arange(len(values)), np.empty(0), np.empty(0)
-    if len(values) > 2 * buckets:
-        begins = bucket_begins(len(values), buckets)
-        counts = np.diff(begins, append=len(values))
-        kept = extremes(values, begins, counts)
-        mean_steps = np.add.reduceat(steps, begins) / counts
-        means = np.add.reduceat(values, begins) / counts
-    gaps = gap_steps(series.steps, finite)
-    drawn = [*zip(steps[kept].tolist(), rounded(values[kept]))]
-    points = sorted([*drawn, *((step, None) for step in gaps)], key=lambda point: point[0])
-    return Curve(
-        steps=[step for step, _ in points],
-        values=[value for _, value in points],
-        mean_steps=[round(step, 1) for step in mean_steps.tolist()],
-        means=rounded(means),
-        rows=len(values),
-        not_finite=int((~finite).sum()),
-        median=float(np.median(values)) if len(values) else 0.0,
-    )
+    rows = np.flatnonzero(finite)
+    if len(rows) > 2 * buckets:
+        rows = rows[extremes(series.values[rows], bucket_begins(len(rows), buckets))]
+    gaps = np.flatnonzero(~finite & np.concatenate([[True], finite[:-1]]))[:MOST_GAPS]
+    kept = np.union1d(rows, gaps)
+    return Series(series.steps[kept], np.where(finite, series.values, np.nan)[kept])
 
 
 def bucket_begins(rows: int, buckets: int) -> NDArray[np.int64]:
@@ -78,10 +47,9 @@ def bucket_begins(rows: int, buckets: int) -> NDArray[np.int64]:
     return np.unique(np.concatenate([even, by_ratio]).astype(np.int64))
 
 
-def extremes(
-    values: NDArray[np.float64], begins: NDArray[np.int64], counts: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def extremes(values: NDArray[np.float64], begins: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the rows with the first, last, least and greatest value of each bucket."""
+    counts = np.diff(begins, append=len(values))
     kept = [begins, begins + counts - 1]
     bucket = np.repeat(np.arange(len(begins)), counts)
     for extreme in (np.minimum, np.maximum):
@@ -91,22 +59,35 @@ def extremes(
     return np.unique(np.concatenate(kept))
 
 
-def gap_steps(steps: NDArray[np.int64], finite: NDArray[np.bool_]) -> list[int]:
-    """Return the step of the first row of each stretch without finite values, up to `MOST_GAPS`."""
-    begins = ~finite & np.concatenate([[True], finite[:-1]])
-    return steps[begins][:MOST_GAPS].tolist()
+def smoothed(series: Series, points: int = 1000) -> Series:
+    """Return means over a window of rows that moves along; a short series is returned as it is.
+
+    Values that are not finite count for nothing. As many rows are left as a chart can show.
+    """
+    rows = len(series.steps)
+    if rows <= NOISY:
+        return series
+    half = max(int(SHARE * rows) // 2, 1)
+    finite = np.isfinite(series.values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, series.values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    kept = np.unique(np.linspace(0, rows - 1, min(rows, points)).astype(np.int64))
+    # At both ends the window is shorter, and stays around its row.
+    reach = np.minimum(half, np.minimum(kept, rows - 1 - kept))
+    begins, ends = kept - reach, kept + reach + 1
+    inside = counts[ends] - counts[begins]
+    means = np.where(inside > 0, (sums[ends] - sums[begins]) / np.maximum(inside, 1), np.nan)
+    return Series(series.steps[kept], means)
 
 
-def rounded(values: NDArray[np.float64]) -> list[float]:
-    """Return values with the digits that a page needs, so that it stays small."""
-    return [float(f"{value:.{DIGITS}g}") for value in values.tolist()]
+def parts_of_a_whole(parts: list[Series]) -> list[Series]:
+    """Return the smoothed parts of a whole at the same steps, 0 where one has no value."""
+    steps = np.unique(np.concatenate([part.steps for part in parts]))
+    return [smoothed(at_steps(part, steps)) for part in parts]
 
 
-def axes(run: Run, knots: int = 200) -> dict[str, list[float]]:
-    """Return tokens and seconds at some steps of a run. Between them they are nearly linear."""
-    steps = np.unique(np.linspace(0, run.last_step, knots).astype(np.int64))
-    return {
-        "step": steps.tolist(),
-        "tokens": rounded(run.tokens(steps)),
-        "seconds": rounded(run.seconds(steps)),
-    }
+def at_steps(series: Series, steps: NDArray[np.int64]) -> Series:
+    """Return a series at other steps, 0 where it has no value."""
+    values = np.zeros(len(steps))
+    values[np.searchsorted(steps, series.steps)] = np.nan_to_num(series.values)
+    return Series(steps, values)

@@ -1,228 +1,218 @@
 "use strict";
 
-// What the reader has set. It is kept in the page's address, so that a reload keeps it.
-const DEFAULTS = {
-  x: "step",
-  logx: false,
-  logy: false,
-  smooth: 0,
-  marks: true,
-  renew: true,
-  theme: "auto",
-};
-const settings = { ...DEFAULTS, hidden: new Set(), range: null, open: null };
-const charts = [];
-const dark = matchMedia("(prefers-color-scheme: dark)");
+// Draws the figures of a page with plotly, and keeps what the reader has set when it is reloaded.
+
+const set = { x: "step", range: null, ...history.state };
+const controls = document.getElementById("controls");
+const plots = [...document.querySelectorAll(".plot")];
+const byFinger = matchMedia("(pointer: coarse)").matches;
 let data;
 
-// The page -------------------------------------------------------------------
+// Seen on white and on black. On the page texts have the color of its other texts: see page.css.
+const GRAY = "#808080", FAINT = "rgba(128, 128, 128, 0.2)", NONE = "rgba(0, 0, 0, 0)";
+const AXIS = { gridcolor: FAINT, linecolor: GRAY, zeroline: false, zerolinecolor: GRAY };
+const LAYOUT = {
+  margin: { l: 46, r: 12, t: 28, b: 36 },
+  paper_bgcolor: NONE,
+  plot_bgcolor: NONE,
+  font: { size: 12, color: GRAY },
+  modebar: { color: GRAY, activecolor: "#3178d0", bgcolor: NONE },
+  legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0 },
+  yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
+  hovermode: "closest",
+  barmode: "stack",
+  dragmode: byFinger ? false : "zoom", // a finger scrolls the page
+};
+const CONFIG = {
+  responsive: true,
+  displaylogo: false,
+  displayModeBar: byFinger || "hover",
+  modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
+  toImageButtonOptions: { format: "svg" },
+};
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+const MARKS = {
+  started: ["triangle-right", "#26934a"],
+  saved: ["line-ns-open", GRAY],
+  spike: ["x-thin-open", "#b87000"],
+  rollback: ["triangle-left", "#d64550"],
+  stopped: ["square", GRAY],
+  complete: ["star", "#26934a"],
+  failed: ["x", "#d64550"],
+};
+const QUIET = { showlegend: false, hoverinfo: "skip" };
+// What plotly draws of a trace with a style, in a color.
+const STYLES = {
+  line: ({ x, y, hover, dash, text }, color) => ({
+    mode: x.length > 60 ? "lines" : "lines+markers",
+    line: { color, dash: DASHES[(dash ?? 0) % DASHES.length], width: 2 },
+    marker: { color, size: text ? 8 : 4 },
+    ...(text ? { hoverinfo: "text" } : { hovertemplate: `%{y:.5~g}<extra>${hover}</extra>` }),
+  }),
+  pale: (_, color) => ({ mode: "lines", line: { color, width: 1 }, opacity: 0.35, ...QUIET }),
+  path: (_, color) => ({ mode: "lines", line: { color }, ...QUIET }),
+  area: (trace, color) => ({ ...STYLES.line(trace, color), mode: "lines", stackgroup: "one" }),
+  bar: (_, color) => ({ type: "bar", orientation: "h", marker: { color }, hoverinfo: "x+name" }),
+  undone: () => ({
+    yaxis: "y2", fill: "toself", fillcolor: "rgba(214, 69, 80, 0.15)", mode: "none", ...QUIET,
+  }),
+  mark: ({ kind }) => {
+    const [symbol, color] = Object.hasOwn(MARKS, kind) ? MARKS[kind] : ["circle-open", GRAY];
+    return { mode: "markers", marker: { symbol, color, size: 10 }, hoverinfo: "text" };
+  },
+  dots: ({ text }, color) => ({
+    mode: "markers", marker: { color, size: 8 }, opacity: 0.5, hoverinfo: text ? "text" : "x",
+  }),
+  lost: (_, color) => ({ ...STYLES.dots({ text: 1 }, color), ...marker("x", color), yaxis: "y2" }),
+  mean: (_, color) => ({ hoverinfo: "x", ...marker("line-ns-open", color, 22) }),
+  tokens: ({ x, ends }, color) => ({
+    ...marker("circle", color),
+    hoverinfo: "x+name",
+    error_x: { symmetric: false, array: [ends[1] - x[0]], arrayminus: [x[0] - ends[0]], color: GRAY },
+  }),
+  time: (trace, color) => ({ ...STYLES.tokens(trace, color), ...marker("diamond-open", color) }),
+  plane: ({ text, best }, color) => ({
+    text: text.map((row, i) => row.map((each, j) => (best[i][j] ? `<b>${each}</b>` : each))),
+    type: "heatmap", zmin: 0, zmax: 1, colorscale: [[0, FAINT], [1, color]], opacity: 0.7,
+    xgap: 2, ygap: 2, showscale: false, texttemplate: "%{text}", hoverinfo: "text",
+  }),
+};
+
+function marker(symbol, color, size = 9) {
+  return { mode: "markers", marker: { symbol, color, size }, opacity: 1 };
+}
 
 async function start() {
-  history.scrollRestoration = "manual"; // the browser would scroll before there are charts
-  const scrolled = history.state?.scrolled ?? 0;
-  readAddress();
-  data = JSON.parse(await unpacked("data"), ownFields);
-  settings.smooth ??= data.smooth;
+  for (const control of controls.elements) bind(control);
+  document.getElementById("all")?.addEventListener("input", showAllOrNone);
+  for (const details of document.querySelectorAll("details")) {
+    const name = `open ${details.firstElementChild.textContent}`;
+    details.open = set[name] ?? details.open;
+    details.addEventListener("toggle", () => keep(name, details.open));
+  }
+  renewNow();
+  data = JSON.parse(await unpacked("data"), plain);
   const script = document.createElement("script");
   script.textContent = await unpacked("plotly");
   document.head.append(script);
-  fillControls();
-  for (const place of document.querySelectorAll("[data-charts]"))
-    for (const chart of data[place.dataset.charts] ?? []) addChart(place, chart);
-  scrollTo(0, scrolled);
-  let resting;
-  addEventListener(
-    "scroll",
-    () => {
-      clearTimeout(resting);
-      resting = setTimeout(writeAddress, 200);
-    },
-    { passive: true },
+  const seen = new IntersectionObserver(
+    (entries) => entries.forEach((each) => each.isIntersecting && draw(each.target)),
+    { rootMargin: "200px" },
   );
-  addEventListener("hashchange", () => setTimeout(writeAddress));
-  dark.addEventListener("change", applyTheme);
-  renewNow();
+  plots.forEach((plot, at) => {
+    plot.figure = data.figures[at];
+    seen.observe(plot);
+  });
+  addEventListener("beforeprint", () => plots.forEach(draw));
 }
 
 // Return the text of a script element, which is gzipped and in base64.
 async function unpacked(id) {
   const letters = atob(document.getElementById(id).textContent);
-  const bytes = new Uint8Array(letters.length);
-  for (let i = 0; i < bytes.length; i++) bytes[i] = letters.charCodeAt(i);
+  const bytes = Uint8Array.from(letters, (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).text();
 }
 
-function readAddress() {
-  const given = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
-  settings.smooth = given.has("smooth") ? Number(given.get("smooth")) || 0 : null;
-  for (const name of ["logx", "logy", "marks", "renew"])
-    if (given.has(name)) settings[name] = given.get(name) === "1";
-  for (const name of ["x", "theme"]) if (given.has(name)) settings[name] = given.get(name);
-  if (given.has("hide")) settings.hidden = new Set(given.get("hide").split(",").map(Number));
-  if (given.has("range")) settings.range = given.get("range").split(",").map(Number);
-  if (given.has("open")) settings.open = new Set(given.get("open").split(","));
-}
-
-function writeAddress() {
-  const given = new URLSearchParams();
-  for (const [name, usual] of Object.entries({ ...DEFAULTS, smooth: data.smooth })) {
-    const value = settings[name];
-    if (value !== usual) given.set(name, typeof value === "boolean" ? Number(value) : value);
-  }
-  if (settings.hidden.size)
-    given.set(
-      "hide",
-      [...settings.hidden].sort((a, b) => a - b),
-    );
-  if (settings.range) given.set("range", settings.range);
-  if (settings.open) given.set("open", [...settings.open]);
-  history.replaceState({ scrolled: scrollY }, "", "#" + given);
+// Plotly reads HTML, templates and formulas in texts: names and events are shown as they are.
+function plain(_, value) {
+  const escaped = (letter) => `&#${letter.codePointAt(0)};`;
+  return typeof value === "string" ? value.replace(/[&<>%$]/g, escaped) : value;
 }
 
 // While a run is running its page is rewritten; the reader's place and settings stay.
 function renewNow() {
-  const box = document.querySelector("[name=renew]");
-  if (!box) return;
-  setInterval(
-    () => {
-      const busy = document.hidden || document.querySelector(".plot:hover, #controls:focus-within");
-      if (settings.renew && !busy) location.reload();
-    },
-    1000 * Number(box.dataset.every),
-  );
+  const box = controls.elements.renew;
+  const isBusy = () => document.hidden || document.querySelector(".plot:hover, select:focus");
+  if (box)
+    setInterval(() => box.checked && !isBusy() && location.reload(), 1000 * box.dataset.every);
 }
 
-// Controls ---------------------------------------------------------------------
-
-function fillControls() {
-  const form = document.getElementById("controls");
-  for (const control of form.elements) {
-    const { name, type } = control;
-    if (!(name in DEFAULTS)) continue;
-    if (type === "checkbox") control.checked = settings[name];
-    else control.value = settings[name];
-    control.addEventListener("input", () => {
-      settings[name] =
-        type === "checkbox"
-          ? control.checked
-          : type === "range"
-            ? Number(control.value)
-            : control.value;
-      if (name === "x" || name === "logx") forgetZoom();
-      if (name === "theme") applyTheme();
-      else changed();
-    });
-  }
-  form.addEventListener("submit", (event) => event.preventDefault());
-  form.elements.reset.addEventListener("click", () => {
-    forgetZoom();
-    changed();
-  });
-  for (const box of document.querySelectorAll("[data-run]")) {
-    const run = Number(box.dataset.run);
-    box.parentElement.querySelector(".swatch").style.background = `var(--c${run % 10})`;
-    box.checked = !settings.hidden.has(run);
-    box.addEventListener("input", () => {
-      settings.hidden[box.checked ? "delete" : "add"](run);
-      changed();
-    });
-  }
-  for (const button of document.querySelectorAll("[data-show]"))
-    button.addEventListener("click", () => {
-      const all = data.runs.map((_, run) => run);
-      settings.hidden = new Set(button.dataset.show === "all" ? [] : all);
-      for (const box of document.querySelectorAll("[data-run]"))
-        box.checked = button.dataset.show === "all";
-      changed();
-    });
-  for (const box of document.querySelectorAll("input[data-kind]"))
-    box.addEventListener("input", () => {
-      for (const row of document.querySelectorAll("tr[data-kind]"))
-        if (row.dataset.kind === box.dataset.kind) row.hidden = !box.checked;
-    });
-  for (const each of document.querySelectorAll("details[id]")) {
-    if (settings.open) each.open = settings.open.has(each.id);
-    each.addEventListener("toggle", () => {
-      settings.open = new Set([...document.querySelectorAll("details[id][open]")].map((d) => d.id));
-      writeAddress();
-    });
-  }
-  applyTheme();
-}
-
-function applyTheme() {
-  const isDark = settings.theme === "auto" ? dark.matches : settings.theme === "dark";
-  document.documentElement.dataset.theme = isDark ? "dark" : "light";
-  changed();
-}
-
-function changed() {
-  const steps = smoothingWindow();
-  const output = document.querySelector("output[name=window]");
-  if (output) output.value = steps ? `${number(steps)} steps` : "off";
-  document.getElementById("controls").elements.reset.hidden =
-    !settings.range && !charts.some((c) => c.yRange);
-  for (const chart of charts) chart.stale = true;
-  drawVisible();
-  writeAddress();
-}
-
-function forgetZoom() {
-  settings.range = null;
-  for (const chart of charts) chart.yRange = null;
-}
-
-// Small things -------------------------------------------------------------------
-
-function make(tag, properties = {}) {
-  return Object.assign(document.createElement(tag), properties);
-}
-
-function button(text, className, act) {
-  const made = make("button", { type: "button", textContent: text, className });
-  made.addEventListener("click", act);
-  return made;
-}
-
-// Plotly reads some HTML and templates in texts: names and events are shown as they are.
-function plain(text) {
-  const escaped = { "&": "&amp;", "<": "&lt;", ">": "&gt;", "%": "&#37;" };
-  return String(text).replace(/[&<>%]/g, (letter) => escaped[letter]);
-}
-
-// Return an object as JSON has it, whose fields are its own: a measurement or a kind of event may
-// be called as what every object has, such as "constructor".
-function ownFields(name, value) {
-  const isTable = value && typeof value === "object" && !Array.isArray(value);
-  return isTable ? Object.assign(Object.create(null), value) : value;
-}
-
-function number(value) {
-  return Number(value.toPrecision(value >= 1000 ? 4 : 3)).toLocaleString("en-US", {
-    maximumSignificantDigits: 6,
+function bind(control) {
+  const value = control.type === "checkbox" ? "checked" : "value";
+  control[value] = set[control.name] ?? control[value];
+  control.addEventListener("input", () => {
+    if (["x", "logx"].includes(control.name)) set.range = null;
+    keep(control.name, control[value]);
+    redraw();
   });
 }
 
-function colorOf(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+function showAllOrNone({ target }) {
+  for (const box of controls.elements)
+    if (box.name.startsWith("run-")) keep(box.name, (box.checked = target.checked));
+  redraw();
 }
 
-function pale(color, opacity) {
-  const parts = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
-  return `rgba(${parts}, ${opacity})`;
+function keep(name, value) {
+  set[name] = value;
+  history.replaceState(set, "");
 }
 
-// Return the value at `at` of the line through (xs, ys), both in order.
-function interpolated(xs, ys, at) {
-  if (!xs.length || at <= xs[0]) return ys[0] ?? 0;
-  let low = 0,
-    high = xs.length - 1;
-  if (at >= xs[high]) return ys[high];
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (xs[middle] <= at) low = middle;
-    else high = middle;
+function redraw() {
+  for (const plot of plots) {
+    plot.drawn = false;
+    const { top, bottom } = plot.getBoundingClientRect();
+    if (bottom > -200 && top < innerHeight + 200) draw(plot);
   }
-  return ys[low] + ((ys[high] - ys[low]) * (at - xs[low])) / (xs[high] - xs[low]);
 }
+
+function draw(plot) {
+  if (plot.drawn || !plot.clientWidth) return;
+  const { traces, by_steps } = plot.figure, groups = new Set();
+  const shown = traces.filter(({ run }) => set[`run-${run}`] !== false).map((trace) => {
+    const { style, color, group, run, x } = trace;
+    const made = {
+      ...trace,
+      type: "scatter",
+      showlegend: !groups.has(group),
+      legendgroup: `${group}`,
+      ...STYLES[style](trace, data.colors[color % data.colors.length]),
+    };
+    if (by_steps) made.x = along(run, x);
+    if (group === undefined || group === null) made.showlegend = false;
+    if (made.showlegend) groups.add(group);
+    return made;
+  });
+  const xaxis = axisOf("x", plot.figure), yaxis = axisOf("y", plot.figure);
+  if (by_steps) xaxis.title = { text: data.axes.titles[set.x] };
+  if (by_steps && set.range) xaxis.range = set.range;
+  const hovermode = by_steps && traces.length <= 16 ? "x unified" : "closest";
+  const layout = { ...LAYOUT, hovermode, xaxis, yaxis, showlegend: groups.size > 1 };
+  Plotly.react(plot, shown, layout, CONFIG);
+  plot.drawn = true;
+  if (!by_steps) return;
+  plot.removeAllListeners("plotly_relayout");
+  plot.on("plotly_relayout", zoomed);
+}
+
+function axisOf(name, { [name]: { log, title, ...special } }) {
+  const axis = { ...AXIS, automargin: true, title: { text: title ?? "" }, ...special };
+  return set[`log${name}`] && log ? { ...axis, type: "log" } : axis;
+}
+
+// A zoom along x is of all figures with the same x axis.
+function zoomed(event) {
+  const range = event["xaxis.autorange"]
+    ? null
+    : [event["xaxis.range[0]"], event["xaxis.range[1]"]];
+  if ((range && range[0] === undefined) || String(range) === String(set.range)) return;
+  keep("range", range);
+  for (const plot of plots)
+    if (plot.drawn && plot.figure.by_steps)
+      Plotly.relayout(plot, range ? { "xaxis.range": range } : { "xaxis.autorange": true });
+}
+
+// Return where steps of a run are on the x axis, which is linear between those that are known.
+function along(run, steps) {
+  const { step: known, [set.x]: values } = data.axes.runs[run];
+  let at = 1;
+  return steps.map((step) => {
+    if (step < known[at - 1]) at = 1;
+    while (at < known.length - 1 && known[at] < step) at++;
+    const share = (step - known[at - 1]) / (known[at] - known[at - 1]);
+    return values[at - 1] + share * (values[at] - values[at - 1]);
+  });
+}
+
+start();

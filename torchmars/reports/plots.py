@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -13,15 +13,14 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from torchmars.core.errors import UserError
-from torchmars.records.run import Along, Run, Series
-from torchmars.reports.charts import LOSS, Chart, charts_of, measurements, names_of, short_names
-from torchmars.reports.curves import buckets_for, thinned
+from torchmars.records.run import Along, Run
+from torchmars.reports.charts import LOSS, Chart, charts_of, measurements, names_of
+from torchmars.reports.page import PageFigure
+from torchmars.reports.run_figures import figure_of
 
 COLUMNS = 3
 PANEL = (4.8, 3.1)  # inches
 DOTS_PER_INCH = 130
-# A curve of more rows than this is smoothed: each value is the mean over this share of all rows.
-NOISY, SHARE = 60, 0.03
 # So few values are drawn as points too.
 FEW = 40
 # A loss falls far in this part of a run. What is higher there than later is cut off.
@@ -83,30 +82,44 @@ def draw(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None:
     axes.set_title(f"{chart.title} ({chart.unit})" if chart.unit else chart.title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    figure = figure_of(chart, runs, names_of(runs), [])
     if chart.stacked and len(runs) > 1:
-        draw_bars(chart, runs, axes)
+        draw_bars(figure, axes)
         return
     if chart.stacked:
-        draw_areas(chart, runs[0], along, axes)
+        draw_areas(figure, runs[0], along, axes)
     else:
-        draw_curves(chart, runs, along, axes)
+        draw_curves(figure, runs, along, axes)
+        limit_axis(chart, runs, axes)
     mark_events(runs, along, axes)
     label_axis(runs, along, axes)
 
 
-def draw_curves(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None:
-    """Draw a line for each measurement of each run."""
-    labels = []
-    several = len(runs) > 1
-    for index, name in enumerate(chart.names):
-        dashes = DASHES[index % len(DASHES)] if several else "-"
-        for number, run in enumerate(runs):
-            shade = color(number if several else index)
-            if name in run.series:
-                draw_curve(chart, run, name, along, axes, shade, dashes, len(runs))
-        labels.append(Line2D([], [], color=BLACK if several else shade, linestyle=dashes))
+def draw_curves(figure: PageFigure, runs: list[Run], along: Along, axes: Axes) -> None:
+    """Draw the curves of a chart: those that are smoothed pale, and their means."""
+    labels = {}
+    for trace in figure.traces:
+        where = run_along(runs[trace["run"]], along, trace)
+        values, shade = np.array(trace["y"], dtype=np.float64), color(trace["color"])
+        dashes = DASHES[trace["dash"] % len(DASHES)]
+        if trace["style"] == "pale":
+            axes.plot(where, values, color=shade, alpha=0.35, linewidth=0.7)
+            continue
+        marker = "." if len(values) <= FEW else ""
+        axes.plot(where, values, color=shade, linestyle=dashes, marker=marker, linewidth=1.3)
+        shade = BLACK if len(runs) > 1 else shade
+        labels[trace["name"]] = Line2D([], [], color=shade, linestyle=dashes)
     if len(labels) > 1:
-        axes.legend(labels, short_names(chart.names), fontsize=8)
+        axes.legend(labels.values(), labels, fontsize=8)
+
+
+def run_along(run: Run, along: Along, trace: dict[str, Any]) -> NDArray[np.float64]:
+    """Return where the points of a trace are on an axis."""
+    return run.along(along, np.array(trace["x"], dtype=np.int64))
+
+
+def limit_axis(chart: Chart, runs: list[Run], axes: Axes) -> None:
+    """Give a panel a log axis, or cut off what is higher only at the start of a run."""
     if chart.title == LOG:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -119,49 +132,24 @@ def draw_curves(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None
             axes.set_ylim(top=1.02 * np.nanmax(later))
 
 
-def draw_curve(
-    chart: Chart,
-    run: Run,
-    name: str,
-    along: Along,
-    axes: Axes,
-    shade: str,
-    dashes: Dashes,
-    runs: int,
-) -> None:
-    """Draw one measurement of one of `runs` runs: smoothed, its values themselves pale behind."""
-    series = run.series[name]
-    if chart.smooth and len(series.steps) > NOISY:
-        raw = thinned(series, buckets_for(runs))
-        values = np.array(raw.values, dtype=np.float64)
-        where = run.along(along, np.array(raw.steps, dtype=np.int64))
-        axes.plot(where, values, color=shade, alpha=0.35, linewidth=0.7)
-        series = smoothed(series)
-    marker = "." if len(series.steps) <= FEW else ""
-    where = run.along(along, series.steps)
-    axes.plot(where, series.values, color=shade, linestyle=dashes, marker=marker, linewidth=1.3)
-
-
-def draw_areas(chart: Chart, run: Run, along: Along, axes: Axes) -> None:
+def draw_areas(figure: PageFigure, run: Run, along: Along, axes: Axes) -> None:
     """Draw the parts of a whole over one another."""
-    series = [run.series[name] for name in chart.names]
-    steps = np.unique(np.concatenate([each.steps for each in series]))
-    parts = [smoothed(at_steps(each, steps)) for each in series]
-    where = run.along(along, parts[0].steps)
-    heights = [part.values for part in parts]
-    axes.stackplot(where, heights, labels=short_names(chart.names), alpha=0.85)
+    heights = [np.array(trace["y"], dtype=np.float64) for trace in figure.traces]
+    names = [trace["name"] for trace in figure.traces]
+    axes.stackplot(run_along(run, along, figure.traces[0]), heights, labels=names, alpha=0.85)
     axes.set_ylim(0, 1.15 * float(np.quantile(np.sum(heights, axis=0), HIGHEST)))
     axes.legend(fontsize=8, loc="upper right")
 
 
-def draw_bars(chart: Chart, runs: list[Run], axes: Axes) -> None:
-    """Draw the parts of a whole as a bar for each run: their medians over its reports."""
-    begins = np.zeros(len(runs))
-    for name, label in zip(chart.names, short_names(chart.names)):
-        known = [run.finite(name) for run in runs]
-        lengths = np.array([np.median(values) if len(values) else 0.0 for values in known])
-        axes.barh(names_of(runs), lengths, left=begins, label=label, alpha=0.85)
-        begins += lengths
+def draw_bars(figure: PageFigure, axes: Axes) -> None:
+    """Draw the parts of a whole as a bar for each run."""
+    begins = np.zeros(len(figure.y["ticktext"]))
+    for trace in figure.traces:
+        (row,), (length,), first = trace["y"], trace["x"], trace["run"] == 0
+        label, shade = trace["name"] if first else None, color(trace["color"])
+        axes.barh(row, length, left=begins[row], color=shade, label=label, alpha=0.85)
+        begins[row] += length
+    axes.set_yticks(figure.y["tickvals"], figure.y["ticktext"])
     axes.invert_yaxis()
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=6, frameon=False)
 
@@ -196,34 +184,6 @@ def label_axis(runs: list[Run], along: Along, axes: Axes) -> None:
         axes.set_xlabel(f"{unit} of training")
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-
-
-def smoothed(series: Series) -> Series:
-    """Return means over a window of rows that moves along; a short series is returned as it is.
-
-    Values that are not finite count for nothing. As many rows are left as a panel can show.
-    """
-    rows = len(series.steps)
-    if rows <= NOISY:
-        return series
-    half = max(int(SHARE * rows) // 2, 1)
-    finite = np.isfinite(series.values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, series.values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    kept = np.unique(np.linspace(0, rows - 1, min(rows, 1000)).astype(np.int64))
-    # At both ends the window is shorter, and stays around its row.
-    reach = np.minimum(half, np.minimum(kept, rows - 1 - kept))
-    begins, ends = kept - reach, kept + reach + 1
-    inside = counts[ends] - counts[begins]
-    means = np.where(inside > 0, (sums[ends] - sums[begins]) / np.maximum(inside, 1), np.nan)
-    return Series(series.steps[kept], means)
-
-
-def at_steps(series: Series, steps: NDArray[np.int64]) -> Series:
-    """Return a series at other steps, 0 where it has no value."""
-    values = np.zeros(len(steps))
-    values[np.searchsorted(steps, series.steps)] = np.nan_to_num(series.values)
-    return Series(steps, values)
 
 
 def color(number: int) -> str:

@@ -1,9 +1,8 @@
 """The page of runs: curves, configs and what differs between them, events, checkpoints, samples."""
 
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -16,115 +15,79 @@ from torchmars.config.toml_files import Tables, flattened
 from torchmars.core.words import duration, short
 from torchmars.records.overview import last_written, state_of
 from torchmars.records.run import BITS, SPEED, Run
-from torchmars.reports.charts import (
-    LOSS,
-    Chart,
-    charts_of,
-    measurements,
-    names_of,
-    short_names,
-)
-from torchmars.reports.curves import axes, buckets_for, thinned
-from torchmars.reports.events import Entry, decimal, entries_of, samples_of, some_of
-from torchmars.reports.page import DASH, page
+from torchmars.reports.charts import LOSS, VALIDATION, charts_of, measurements, names_of
+from torchmars.reports.events import decimal, told
+from torchmars.reports.page import DASH, Section, page
+from torchmars.reports.run_figures import axes_of, figure_of, progress, when
 
-TRAINING, VALIDATION = "train/loss", "validation/loss"
-# A long run has thousands of events: a page of them all would be large and slow. So many are in
-# the table, so many of each kind in the charts, and so many samples of each run are shown.
-MOST_EVENTS, MOST_MARKS, MOST_SAMPLES = 1000, 200, 100
-# The curves of a run of more rows are smoothed at first, by 1% of the steps.
-NOISY, ONE_PERCENT = 300, 50
+# A long run has thousands of events: a page of them all would be large and slow. So many of the
+# newest are shown, and so many samples of each run.
+MOST_EVENTS, MOST_SAMPLES = 1000, 100
+ABOUT = (
+    "Training time is the time of the steps: without validations, saves, and the time between a "
+    "stop and the next start. Losses of training are those of one step each. A red stretch in the "
+    "figure of the loss has steps that a rollback undid: they were made again with other data.",
+    "Drag over a figure to zoom, over all curves at once along x; double-click to go back. A click "
+    "in a legend hides a curve, the box of a run hides the run. The buttons of a figure zoom too, "
+    "and save it as SVG. What is set stays when the page is loaded again. The page loads nothing "
+    "from a network.",
+    "A noisy curve is pale behind its means over 3% of its rows. A curve of many rows is thinned: "
+    "its rows are cut into buckets, and of each bucket the first, the last, the least and the "
+    "greatest value are drawn. So no spike is lost. Zooming does not bring the others back.",
+)
 
 
 def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     """Return the page of `runs`. Raises `UserError` without plotly."""
-    measured, names = measurements(runs), names_of(runs)
-    charts, others = charts_of(measured)
-    entries = [entries_of(run, name) for run, name in zip(runs, names)]
-    listed = [each for of_run in entries for each in of_run]
+    names = names_of(runs)
+    charts, others = charts_of(measurements(runs))
+    if len(runs) == 1 and {LOSS.pattern, VALIDATION} <= set(runs[0].series):
+        charts[0] = replace(charts[0], title="Loss", names=(LOSS.pattern, VALIDATION))
+    events = [(number, *each) for number, run in enumerate(runs) for each in told(run)]
     if len(runs) > 1:
-        listed.sort(key=lambda each: each.seconds or 0.0)
-    shown = listed[-MOST_EVENTS:]
-    views = [view(run, name, number) for number, (run, name) in enumerate(zip(runs, names))]
-    sections = {
-        "runs": "Run" if len(runs) == 1 else "Runs",
-        "curves": "Curves",
-        "differences": "Differences" if len(runs) > 1 else "",
-        "events": "Events" if shown else "",
-        "checkpoints": "Checkpoints" if any(run["checkpoints"] for run in views) else "",
-        "samples": "Samples" if any(run["samples"] for run in views) else "",
-        "configs": "Configs",
-    }
-    data: dict[str, Any] = {
-        "runs": [
-            drawn(run, name, measured, buckets_for(len(runs)), of_run)
-            for run, name, of_run in zip(runs, names, entries)
-        ],
-        "charts": [chart_json(chart, runs) for chart in charts],
-        "others": [chart_json(chart, runs) for chart in others],
-        "progress": [{"kind": "progress", "title": "Progress", "large": True}],
-        "steps": max(1, *(run.last_step for run in runs)),
-        "smooth": ONE_PERCENT if is_noisy(runs) else 0,
-    }
-    return page(
-        "run_page.html",
-        data,
-        renewed_every,
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        subtitle=f"{runs[0].folder.absolute()}." if len(runs) == 1 else "",
-        sections=sections,
-        has_steps=True,
-        runs=views,
-        differences=differences([run.config for run in runs]),
-        has_others=bool(others),
-        events=shown,
-        events_left_out=len(listed) - len(shown),
-        kinds=Counter(each.kind for each in shown),
-        most_marks=MOST_MARKS,
-        most_samples=MOST_SAMPLES,
-        damaged=[(name, run.damaged) for run, name in zip(runs, names) if run.damaged],
-    )
+        events.sort(key=lambda each: each[1].time)
+    newest = events[-MOST_EVENTS:]
+    columns = {"time": "", "run": "", "step": "number", "event": "state", "what": "text"}
+    sections = [
+        overview_of(runs, names),
+        Section("Curves", figures=[figure_of(each, runs, names, newest) for each in charts]),
+        Section(
+            "More measurements",
+            figures=[figure_of(each, runs, names, newest) for each in others],
+            folded=True,
+        ),
+        differences([run.config for run in runs], names),
+        Section(
+            "Events",
+            [f"The newest {MOST_EVENTS:,} of {len(events):,}."] * (len(events) > len(newest)),
+            columns=columns,
+            rows=[(when(e), names[n], f"{e.step:,}", e.kind, words) for n, e, words in newest],
+            figures=[progress(newest)] if newest else [],
+        ),
+        checkpoints_of(runs, names),
+        Section("Samples", folds=[each for pair in zip(runs, names) for each in samples_of(*pair)]),
+        Section("Configs", folds=[(name, tomli_w.dumps(e.config)) for e, name in zip(runs, names)]),
+        Section("How to read this page", ABOUT),
+    ]
+    title, place = f"{len(runs)} runs", ""
+    if len(runs) == 1:
+        title, place = runs[0].name, f"{runs[0].folder.absolute()}."
+    return page(title, place, sections, renewed_every, axes_of(runs))
 
 
-def is_noisy(runs: list[Run]) -> bool:
-    """Return whether a run has so many rows that its curves are read better smoothed."""
-    return any(len(run.series[TRAINING].steps) > NOISY for run in runs if TRAINING in run.series)
-
-
-def drawn(
-    run: Run, name: str, measured: set[str], buckets: int, entries: list[Entry]
-) -> dict[str, Any]:
-    """Return what the scripts draw of a run."""
-    curves = {each: thinned(run.series[each], buckets) for each in measured & set(run.series)}
-    return {
-        "name": name,
-        "axes": axes(run),
-        "curves": {each: curves[each].json() for each in sorted(curves)},
-        "events": [each.json() for each in some_of(entries, MOST_MARKS)],
-    }
-
-
-def chart_json(chart: Chart, runs: list[Run]) -> dict[str, Any]:
-    """Return a chart as the scripts read it. The loss of a run alone has its validation beside."""
-    facts = asdict(chart) | {"kind": "curves"}
-    if chart.pattern == LOSS.pattern:
-        facts |= {"large": True, "marks": True}
-        if len(runs) == 1 and VALIDATION in runs[0].series:
-            facts |= {"title": "Loss", "names": [TRAINING, VALIDATION]}
-    return facts | {"labels": short_names(facts["names"])}
-
-
-def view(run: Run, name: str, index: int) -> dict[str, Any]:
-    """Return what the template says of a run."""
-    return {
-        "index": index,
-        "name": name,
-        "state": state_of(run),
-        "facts": facts(run),
-        "config": tomli_w.dumps(run.config),
-        "checkpoints": checkpoints_of(run),
-        "samples": samples_of(run)[:MOST_SAMPLES],
-    }
+def overview_of(runs: list[Run], names: list[str]) -> Section:
+    """Return how far each run is, and what could not be read."""
+    texts = [
+        f"Damaged lines of the metrics and events of {name} that are left out: {run.damaged}"
+        for run, name in zip(runs, names)
+        if run.damaged
+    ]
+    known = [facts(run) for run in runs]
+    if len(runs) == 1:
+        return Section("Run", texts, known[0])
+    columns = {"run": "run", "state": "state"} | dict.fromkeys([*known[0]][1:], "number")
+    rows = [((name, at), *known[at].values()) for at, name in enumerate(names)]
+    return Section("Runs", texts, columns=columns, rows=rows)
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -132,8 +95,9 @@ def facts(run: Run) -> dict[str, str]:
     step, last = run.last_step, itemgetter(-1)
     here, written = np.array([step]), time.localtime(last_written(run.folder))
     return {
+        "state": state_of(run),
         "step": f"{step:,} of {run.steps:,}",
-        "training loss": of_values(run, TRAINING, last),
+        "training loss": of_values(run, LOSS.pattern, last),
         "validation loss": of_values(run, VALIDATION, last),
         "bits per byte": of_values(run, BITS, last),
         "best validation": of_values(run, VALIDATION, np.min),
@@ -152,29 +116,42 @@ def of_values(
     return format(pick(values), digits) if len(values) else DASH
 
 
-def differences(configs: list[Tables]) -> dict[str, list[str]]:
+def differences(configs: list[Tables], names: list[str]) -> Section:
     """Return the settings that differ between `configs`, with their values in each."""
     flat = [{name: str(value) for name, value in flattened(config).items()} for config in configs]
-    found = {
-        name: [settings.get(name, "") for settings in flat]
-        for name in dict.fromkeys(name for settings in flat for name in settings)
-        if name not in ("run.name", "run.folder")
-    }
-    return {name: values for name, values in found.items() if len(set(values)) > 1}
+    settings = dict.fromkeys(name for of_run in flat for name in of_run)
+    values = {name: [of_run.get(name, "") for of_run in flat] for name in settings}
+    for name in ("run.name", "run.folder"):
+        values.pop(name, None)
+    found = {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
+    text = ["Nothing but their names."] * (len(configs) > 1 and not found)
+    rows = [*zip(names, *found.values())] if found else []
+    columns = {"run": ""} | dict.fromkeys(found, "code")
+    return Section("What differs between the configs", text, columns=columns, rows=rows)
 
 
-def checkpoints_of(run: Run) -> list[dict[str, str]]:
-    """Return the checkpoints that a run has, the newest first, with what is known of them."""
-    saves = {event.step: event.facts for event in run.events if event.kind == "saved"}
-    validation = run.series.get(VALIDATION)
-    losses = dict(zip(validation.steps.tolist(), validation.values)) if validation else {}
+def checkpoints_of(runs: list[Run], names: list[str]) -> Section:
+    """Return the checkpoints that runs have, the newest of each first, with what is known."""
+    rows = []
+    for run, name in zip(runs, names):
+        saves = {event.step: event.facts for event in run.events if event.kind == "saved"}
+        validation = run.series.get(VALIDATION)
+        losses = dict(zip(validation.steps.tolist(), validation.values)) if validation else {}
+        for step in reversed(run.checkpoints):
+            loss = f"{losses[step]:.4f}" if step in losses else DASH
+            size, seconds = DASH, DASH
+            if saved := saves.get(step):
+                size, seconds = decimal(saved.get("mib"), 1), decimal(saved.get("seconds"), 2)
+            folder = f"checkpoints/{step_folder(run.folder, step).name}"
+            rows.append((name, f"{step:,}", loss, size, seconds, folder))
+    numbers = ("step", "validation loss", "MiB", "seconds to save")
+    columns = {"run": ""} | dict.fromkeys(numbers, "number") | {"folder": "code"}
+    return Section("Checkpoints", columns=columns, rows=rows)
+
+
+def samples_of(run: Run, name: str) -> list[tuple[str, str]]:
+    """Return the newest of what the model has written, with titles."""
+    samples = [event for event in run.events if event.kind == "sample"][: -MOST_SAMPLES - 1 : -1]
     return [
-        {
-            "step": f"{step:,}",
-            "loss": f"{losses[step]:.4f}" if step in losses else DASH,
-            "mib": decimal(saves[step].get("mib"), 1) if step in saves else DASH,
-            "seconds": decimal(saves[step].get("seconds"), 2) if step in saves else DASH,
-            "folder": f"checkpoints/{step_folder(run.folder, step).name}",
-        }
-        for step in reversed(run.checkpoints)
+        (f"{name}, after step {each.step:,}", str(each.facts.get("text", ""))) for each in samples
     ]
