@@ -40,6 +40,8 @@ const MARKS = {
   complete: ["star", "#26934a"],
   failed: ["x", "#d64550"],
 };
+// These styles would be in the way where more runs are shown.
+const MORE = ["pale", "mark", "undone"], MOST_WITH_MORE = 6;
 const QUIET = { showlegend: false, hoverinfo: "skip" };
 // What plotly draws of a trace with a style, in a color.
 const STYLES = {
@@ -95,10 +97,8 @@ async function start() {
   const script = document.createElement("script");
   script.textContent = await unpacked("plotly");
   document.head.append(script);
-  const seen = new IntersectionObserver(
-    (entries) => entries.forEach((each) => each.isIntersecting && draw(each.target)),
-    { rootMargin: "200px" },
-  );
+  const drawSeen = (entries) => entries.forEach((e) => e.isIntersecting && draw(e.target));
+  const seen = new IntersectionObserver(drawSeen, { rootMargin: "200px" });
   plots.forEach((plot, at) => {
     plot.figure = data.figures[at];
     seen.observe(plot);
@@ -160,7 +160,9 @@ function redraw() {
 function draw(plot) {
   if (plot.drawn || !plot.clientWidth) return;
   const { traces, by_steps } = plot.figure, groups = new Set();
-  const shown = traces.filter(({ run }) => set[`run-${run}`] !== false).map((trace) => {
+  const all = traces.filter(({ run }) => set[`run-${run}`] !== false);
+  const many = by_steps && new Set(all.map(({ run }) => run)).size > MOST_WITH_MORE;
+  const shown = all.filter(({ style }) => !many || !MORE.includes(style)).map((trace) => {
     const { style, color, group, run, x } = trace;
     const made = {
       ...trace,
@@ -170,7 +172,7 @@ function draw(plot) {
       ...STYLES[style](trace, data.colors[color % data.colors.length]),
     };
     if (by_steps) made.x = along(run, x);
-    if (group === undefined || group === null) made.showlegend = false;
+    if ((group ?? null) === null) made.showlegend = false;
     if (made.showlegend) groups.add(group);
     return made;
   });
@@ -193,9 +195,8 @@ function axisOf(name, { [name]: { log, title, ...special } }) {
 
 // A zoom along x is of all figures with the same x axis.
 function zoomed(event) {
-  const range = event["xaxis.autorange"]
-    ? null
-    : [event["xaxis.range[0]"], event["xaxis.range[1]"]];
+  const ends = [event["xaxis.range[0]"], event["xaxis.range[1]"]];
+  const range = event["xaxis.autorange"] ? null : ends;
   if ((range && range[0] === undefined) || String(range) === String(set.range)) return;
   keep("range", range);
   for (const plot of plots)

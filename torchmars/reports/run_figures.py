@@ -15,8 +15,6 @@ from torchmars.reports.page import PageFigure
 
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60}
 KNOTS = 200  # steps of which a page knows tokens and time: between two they are nearly linear
-# The pale curves behind smoothed ones, and events, are in the way where there are many runs.
-MOST_WITH_MORE = 6
 Trace = dict[str, Any]
 # An event, with the number of its run and its words.
 Told = tuple[int, Event, str]
@@ -60,14 +58,13 @@ def figure_of(chart: Chart, runs: list[Run], names: list[str], events: list[Told
             shown = thinned(series, buckets)
             if is_noisy(chart, series) and not chart.stacked:
                 smooths = True
-                if len(runs) <= MOST_WITH_MORE:
-                    traces.append(look | points(shown) | {"style": "pale"})
+                traces.append(look | points(shown) | {"style": "pale"})
                 shown = smoothed(series, buckets)
             traces.append(look | points(shown) | {"style": "line"})
     if chart.stacked:
         parts = parts_of_a_whole([runs[0].series[name] for name in chart.names])
         traces = [old | points(part) | {"style": "area"} for old, part in zip(traces, parts)]
-    if is_loss and len(runs) <= MOST_WITH_MORE:
+    if is_loss:
         traces += marks_above(events)
     notes += [f"{rows:,} rows"]
     notes += ["means over 3% of them"] if smooths else []

@@ -31,9 +31,10 @@ ABOUT = (
     "in a legend hides a curve, the box of a run hides the run. The buttons of a figure zoom too, "
     "and save it as SVG. What is set stays when the page is loaded again. The page loads nothing "
     "from a network.",
-    "A noisy curve is pale behind its means over 3% of its rows. A curve of many rows is thinned: "
-    "its rows are cut into buckets, and of each bucket the first, the last, the least and the "
-    "greatest value are drawn. So no spike is lost. Zooming does not bring the others back.",
+    "A noisy curve is pale behind its means over 3% of its rows; of more than six runs the means "
+    "stand alone. A curve of many rows is thinned: its rows are cut into buckets, and of each the "
+    "first, the last, the least and the greatest value are drawn. So no spike is lost. Zooming "
+    "does not bring the others back.",
 )
 
 
