@@ -7,6 +7,7 @@ import pytest
 from tests.support.browser import ALL_IN_VIEW_DRAWN, browser, draw, open_page
 from tests.support.full import FULL
 from tests.support.records import compared_planes, made_comparison, made_run
+from torchmars.reports.comparison_figures import by_lr
 from torchmars.reports.comparison_page import comparison_page, link
 
 pytest.importorskip("plotly")
@@ -34,6 +35,16 @@ def test_before_anything_is_done(tmp_path):
     )
     text = comparison_page(found, tmp_path, tmp_path / "report.html", 20)
     assert f"{len(found.trials)} pending" in text and 'data-every="20"' in text
+
+
+def test_equal_losses_at_one_learning_rate():
+    found = compared_planes()
+    tied = [dataclasses.replace(each, loss=each.loss and 1.5) for each in found.trials]
+    figure = by_lr(dataclasses.replace(found, trials=tied))
+    lines = [trace for trace in figure.traces if trace["style"] == "line"]
+    assert [(trace["x"], trace["y"]) for trace in lines] == [([0.01, 0.02], [1.5, 1.5])] * 2
+    dots = [trace for trace in figure.traces if trace["style"] == "dots"]
+    assert [len(trace["x"]) for trace in dots] == [5, 2]
 
 
 @FULL

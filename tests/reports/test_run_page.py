@@ -156,6 +156,8 @@ def test_in_a_browser(tmp_path):
         ranges = page.evaluate(RANGES)
         assert len(ranges) > 1 and all(each == pytest.approx(zoomed) for each in ranges)
         page.get_by_text("More measurements", exact=True).last.click()
+        page.get_by_role("link", name="Events").click()
+        opened.wait("history.state !== null")  # of a history entry of its own
         page.evaluate("scrollTo(0, 700)")
         page.reload()
         page.wait_for_selector(".plot .main-svg", timeout=PATIENCE)
@@ -187,6 +189,25 @@ def test_in_a_browser(tmp_path):
         assert phone.page.evaluate("set.range") is not None
         assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390
         assert phone.messages == []
+
+
+@FULL
+def test_a_page_that_is_rewritten_is_loaded_again(tmp_path):
+    """Unless the reader does not want it."""
+    file, run = tmp_path / "report.html", made_run(tmp_path / "run", 60)
+    file.write_text(run_page([read_run(run)], 1))
+    with browser() as started:
+        opened = open_page(started, file)
+        opened.page.get_by_label("log y").check()
+        opened.page.get_by_label("renew").uncheck()
+        write_events(run)
+        file.write_text(run_page([read_run(run)], 1))
+        opened.page.wait_for_timeout(1500)
+        rollbacks = opened.page.locator("td[data-is=rollback]")
+        assert rollbacks.count() == 0
+        opened.page.get_by_label("renew").check()
+        rollbacks.wait_for(timeout=PATIENCE)
+        assert opened.page.get_by_label("log y").is_checked() and opened.messages == []
 
 
 @FULL

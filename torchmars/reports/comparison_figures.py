@@ -33,9 +33,10 @@ def by_lr(found: Comparison) -> PageFigure:
     traces = []
     for name, look in looks(found).items():
         own = [e for e in found.trials if (e.contender, e.seed) == (name, found.seeds[0])]
-        done = sorted((e.loss, e.settings["lr"], e) for e in own if e.loss is not None)
-        best = {lr: each for _, lr, each in reversed(done)}
-        rest = [each for *_, each in done if each is not best[each.settings["lr"]]]
+        done = [each for each in own if each.loss is not None]
+        done.sort(key=lambda each: each.loss or 0.0, reverse=True)
+        best = {each.settings["lr"]: each for each in done}
+        rest = [each for each in done if each is not best[each.settings["lr"]]]
         lost = [each for each in own if each.state not in ("done", "pending")]
         line = [best[lr] for lr in sorted(best)]
         for style, trials in (("line", line), ("dots", rest), ("lost", lost)):
@@ -75,12 +76,11 @@ def by_betas_gamma(found: Comparison, planes: list[Plane]) -> PageFigure:
         for row, betas in enumerate(plane.betas):
             ticks[top + row] = f"{plane.contender.name} {betas}"
         top += len(plane.betas) + 0.4
-    x = {"title": "gamma" if any(gammas) else "", "ticktext": gammas, "showgrid": False}
-    y = {"autorange": "reversed", "showgrid": False}
+    x = {"title": "gamma" if any(gammas) else "", "tickvals": [*range(len(gammas))]}
+    y = {"autorange": "reversed", "tickvals": [*ticks], "ticktext": [*ticks.values()]}
     note = "the first seed; the best of the other settings; stronger is lower, bold the best of "
     note += "each; a rule without gamma has one value for all; a cross: failed or diverged"
-    x, y = x | {"tickvals": [*range(len(gammas))]}, y | {"tickvals": [*ticks]}
-    y["ticktext"] = [*ticks.values()]
+    x |= {"ticktext": gammas}
     return PageFigure("Final loss by betas and gamma", traces, note, x, y, large=True)
 
 
@@ -94,7 +94,7 @@ def by_axis(found: Comparison, axis: Axis, every: bool = False) -> PageFigure:
         own = [each for each in found.trials if each.contender == contender.name]
         for trial in own if every else best:
             where = [each / size for each in trial.curve.along(axis)]
-            style = "line" if trial in best else "pale"
+            style = "line" if trial in best else "faint"
             traces.append(look | {"style": style, "x": where, "y": trial.curve.losses})
             traces[-1]["hover"] = trial.name
     name = "training time" if unit else "tokens"
@@ -113,9 +113,8 @@ def by_seed(found: Comparison) -> PageFigure:
         traces += [look | dots | {"group": None}, look | mean | {"group": None}]
     x = {"title": "validation loss after the last step"}
     y = rows_axis([each.name for each in found.contenders])
-    return PageFigure(
-        "Final loss by seed", traces, "a dot for each seed, a line for their mean", x, y
-    )
+    note = "a dot for each seed, a line for their mean"
+    return PageFigure("Final loss by seed", traces, note, x, y)
 
 
 def savings(found: Comparison) -> PageFigure:
@@ -127,9 +126,8 @@ def savings(found: Comparison) -> PageFigure:
             if share is not None:
                 ends = [100 * (share.mean if e is None else e) for e in (share.low, share.high)]
                 more = {"style": name, "group": name, "name": name, "ends": ends}
-                traces.append(
-                    look | more | {"x": [100 * share.mean], "y": [row - 0.12 + 0.24 * at]}
-                )
+                more |= {"x": [100 * share.mean], "y": [row - 0.12 + 0.24 * at]}
+                traces.append(look | more)
     x = {"title": f"% less than {found.baseline}", "zeroline": True}
     note, y = "mean and 95% interval; right of 0 is better", rows_axis([*looks(found)])
     return PageFigure(f"What {found.baseline}'s loss takes", traces, note, x, y)

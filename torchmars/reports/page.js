@@ -52,6 +52,7 @@ const STYLES = {
     ...(text ? { hoverinfo: "text" } : { hovertemplate: `%{y:.5~g}<extra>${hover}</extra>` }),
   }),
   pale: (_, color) => ({ mode: "lines", line: { color, width: 1 }, opacity: 0.35, ...QUIET }),
+  faint: (trace, color) => ({ ...STYLES.line(trace, color), opacity: 0.4 }),
   path: (_, color) => ({ mode: "lines", line: { color }, ...QUIET }),
   area: (trace, color) => ({ ...STYLES.line(trace, color), mode: "lines", stackgroup: "one" }),
   bar: (_, color) => ({ type: "bar", orientation: "h", marker: { color }, hoverinfo: "x+name" }),
@@ -92,6 +93,7 @@ async function start() {
     details.open = set[name] ?? details.open;
     details.addEventListener("toggle", () => keep(name, details.open));
   }
+  addEventListener("hashchange", () => history.replaceState(set, "")); // an entry of its own
   renewNow();
   data = JSON.parse(await unpacked("data"), plain);
   const script = document.createElement("script");
