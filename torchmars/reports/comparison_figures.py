@@ -76,11 +76,12 @@ def by_betas_gamma(found: Comparison, planes: list[Plane]) -> PageFigure:
         for row, betas in enumerate(plane.betas):
             ticks[top + row] = f"{plane.contender.name} {betas}"
         top += len(plane.betas) + 0.4
-    x = {"title": "gamma" if any(gammas) else "", "tickvals": [*range(len(gammas))]}
-    y = {"autorange": "reversed", "tickvals": [*ticks], "ticktext": [*ticks.values()]}
+    x: Trace = {"title": "gamma" if any(gammas) else "", "tickvals": [*range(len(gammas))]}
+    y: Trace = {"autorange": "reversed", "tickvals": [*ticks], "ticktext": [*ticks.values()]}
+    y["showgrid"] = False
     note = "the first seed; the best of the other settings; stronger is lower, bold the best of "
     note += "each; a rule without gamma has one value for all; a cross: failed or diverged"
-    x |= {"ticktext": gammas}
+    x |= {"ticktext": gammas, "showgrid": False}
     return PageFigure("Final loss by betas and gamma", traces, note, x, y, large=True)
 
 

@@ -10,7 +10,8 @@ let data;
 
 // Seen on white and on black. On the page texts have the color of its other texts: see page.css.
 const GRAY = "#808080", FAINT = "rgba(128, 128, 128, 0.2)", NONE = "rgba(0, 0, 0, 0)";
-const AXIS = { gridcolor: FAINT, linecolor: GRAY, zeroline: false, zerolinecolor: GRAY };
+const LINES = { gridcolor: FAINT, linecolor: GRAY, zeroline: false, zerolinecolor: GRAY };
+const AXIS = { ...LINES, automargin: true, spikecolor: GRAY, spikethickness: 1 };
 const LAYOUT = {
   margin: { l: 46, r: 12, t: 28, b: 36 },
   paper_bgcolor: NONE,
@@ -191,7 +192,7 @@ function draw(plot) {
 }
 
 function axisOf(name, { [name]: { log, title, ...special } }) {
-  const axis = { ...AXIS, automargin: true, title: { text: title ?? "" }, ...special };
+  const axis = { ...AXIS, title: { text: title ?? "" }, ...special };
   return set[`log${name}`] && log ? { ...axis, type: "log" } : axis;
 }
 
