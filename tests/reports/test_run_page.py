@@ -12,8 +12,8 @@ from torchmars.records.run import read_run
 from torchmars.reports.charts import charts_of
 from torchmars.reports.events import told
 from torchmars.reports.page import plotly
-from torchmars.reports.run_figures import figure_of, progress
-from torchmars.reports.run_page import differences, run_page
+from torchmars.reports.run_figures import figure_of, progress_figure
+from torchmars.reports.run_page import config_differences, run_page
 
 pytest.importorskip("plotly")
 
@@ -78,11 +78,11 @@ def test_many_events_and_samples_leave_the_page_small(tmp_path):
 def test_what_differs():
     one = {"run": {"name": "a"}, "optimizer": {"lr": 0.1, "name": "lion"}, "only": {"here": True}}
     two = {"run": {"name": "b"}, "optimizer": {"lr": 0.2, "name": "lion"}}
-    found = differences([one, two], ["a", "b"])
+    found = config_differences([one, two], ["a", "b"])
     assert list(found.columns) == ["run", "optimizer.lr", "only.here"]
     assert found.rows == [("a", "0.1", "True"), ("b", "0.2", "")]
-    assert differences([one, one], ["a", "b"]).texts == ["Nothing but their names."]
-    assert not differences([one], ["a"]).texts
+    assert config_differences([one, one], ["a", "b"]).texts == ["Nothing but their names."]
+    assert not config_differences([one], ["a"]).texts
 
 
 def test_a_red_stretch_is_what_a_rollback_undid(tmp_path):
@@ -93,7 +93,7 @@ def test_a_red_stretch_is_what_a_rollback_undid(tmp_path):
     loss = figure_of(charts_of(set(run.series))[0][0], [run], ["run"], events)
     (undone,) = [trace for trace in loss.traces if trace["style"] == "undone"]
     assert (min(undone["x"]), max(undone["x"])) == (20, 45)
-    (line,) = [trace for trace in progress(events).traces if trace["style"] == "path"]
+    (line,) = [trace for trace in progress_figure(events).traces if trace["style"] == "path"]
     # A gap before each start; a rollback goes back from where the run was.
     assert line["y"] == [None, 0, 20, None, 20, 45, 45, 20, 51, 60]
 

@@ -55,7 +55,7 @@ CHARTS = (
 NOT_DRAWN = re.compile(r"train/(tokens|skipped_in_a_row)")
 
 
-def measurements(runs: list[Run]) -> set[str]:
+def names_measured(runs: list[Run]) -> set[str]:
     """Return the names of what `runs` have measured, but for skipped steps if there were none."""
     names: set[str] = set().union(*(run.series for run in runs))
     return names if any(len(run.skipped.steps) for run in runs) else names - {SKIPPED}

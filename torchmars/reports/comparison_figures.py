@@ -16,7 +16,7 @@ def figures_of(found: Comparison) -> list[PageFigure]:
     planes, axes = planes_of(found), (by_axis(found, "tokens"), by_axis(found, "seconds"))
     saved = any(each.tokens_saved or each.seconds_saved for each in found.contenders)
     with_planes = [by_betas_gamma(found, planes)] if planes else []
-    return [by_lr(found), *with_planes, *axes, by_seed(found), *([savings(found)] * saved)]
+    return [by_lr(found), *with_planes, *axes, by_seed(found), *([what_is_saved(found)] * saved)]
 
 
 def looks(found: Comparison) -> dict[str, Trace]:
@@ -118,7 +118,7 @@ def by_seed(found: Comparison) -> PageFigure:
     return PageFigure("Final loss by seed", traces, note, x, y)
 
 
-def savings(found: Comparison) -> PageFigure:
+def what_is_saved(found: Comparison) -> PageFigure:
     """Return tokens and time that each does not need for the baseline's loss, with intervals."""
     traces: list[dict[str, Any]] = []
     for row, (contender, look) in enumerate(zip(found.contenders, looks(found).values())):

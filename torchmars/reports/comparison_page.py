@@ -47,7 +47,11 @@ def comparison_page(
     sections = [
         Section("What was found", [" ".join(conclusion(found)), *found.notes]),
         table_of("Optimizers, the best first", [heads, *boxes], {"optimizer": "run"}),
-        Section("How it was found", [f"All trials: {' '.join(found.config)}"], facts(found)),
+        Section(
+            "How it was found",
+            [f"All trials: {' '.join(found.config)}"],
+            facts_of_comparison(found),
+        ),
         Section("Figures", figures=figures_of(found)),
         Section("Every trial", figures=every, folded=True),
         table_of("Differences", difference_rows(found)),
@@ -65,7 +69,7 @@ def table_of(title: str, rows: list[Any], looks: dict[str, str] | None = None) -
     return Section(title, columns=columns, rows=rows[1:])
 
 
-def facts(found: Comparison) -> dict[str, str]:
+def facts_of_comparison(found: Comparison) -> dict[str, str]:
     """Return what was compared, by name."""
     states = Counter(trial.state for trial in found.trials)
     return {

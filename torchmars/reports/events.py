@@ -11,10 +11,10 @@ ENDS = ("stopped", "complete", "failed")
 def told(run: Run) -> list[tuple[Event, str]]:
     """Return what happened to a run but for its samples, oldest first, each with its words."""
     events = [event for event in run.events if event.kind != "sample"]
-    return [(each, words(each, before)) for before, each in zip([None, *events], events)]
+    return [(each, event_words(each, before)) for before, each in zip([None, *events], events)]
 
 
-def words(event: Event, before: Event | None) -> str:
+def event_words(event: Event, before: Event | None) -> str:
     """Return what an event says beside its kind and step. `before` is the one before it."""
     facts = event.facts
     match event.kind:

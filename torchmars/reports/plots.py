@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from torchmars.core.errors import UserError
 from torchmars.records.run import Along, Run
-from torchmars.reports.charts import LOSS, Chart, charts_of, measurements, names_of
+from torchmars.reports.charts import LOSS, Chart, charts_of, names_measured, names_of
 from torchmars.reports.page import PageFigure
 from torchmars.reports.run_figures import figure_of
 
@@ -41,7 +41,7 @@ def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
 
     Raises `UserError` if there is nothing to draw, or a file cannot be written.
     """
-    charts, _ = charts_of(measurements(runs))
+    charts, _ = charts_of(names_measured(runs))
     if not charts:
         raise UserError(f"{runs[0].folder} has no metrics yet: wait for its first report")
     rows, columns = math.ceil(len(charts) / COLUMNS), min(COLUMNS, len(charts))
@@ -89,13 +89,13 @@ def draw(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None:
     if chart.stacked:
         draw_areas(figure, runs[0], along, axes)
     else:
-        draw_curves(figure, runs, along, axes)
+        draw_lines(figure, runs, along, axes)
         limit_axis(chart, runs, axes)
     mark_events(runs, along, axes)
     label_axis(runs, along, axes)
 
 
-def draw_curves(figure: PageFigure, runs: list[Run], along: Along, axes: Axes) -> None:
+def draw_lines(figure: PageFigure, runs: list[Run], along: Along, axes: Axes) -> None:
     """Draw the curves of a chart: those that are smoothed pale, and their means."""
     labels = {}
     for trace in figure.traces:

@@ -111,7 +111,7 @@ def marks(events: list[Told], place: Callable[[Event], tuple[Any, float]]) -> li
     return list(traces.values())
 
 
-def progress(events: list[Told]) -> PageFigure:
+def progress_figure(events: list[Told]) -> PageFigure:
     """Return when which step was reached: what happened between, and how long nothing did."""
     lines: dict[int, Trace] = {}
     for run, event, _ in events:

@@ -15,10 +15,10 @@ from torchmars.config.toml_files import Tables, flattened
 from torchmars.core.words import duration, short
 from torchmars.records.overview import last_written, state_of
 from torchmars.records.run import BITS, SPEED, Run
-from torchmars.reports.charts import LOSS, VALIDATION, charts_of, measurements, names_of
+from torchmars.reports.charts import LOSS, VALIDATION, charts_of, names_measured, names_of
 from torchmars.reports.events import decimal, told
 from torchmars.reports.page import DASH, Section, page
-from torchmars.reports.run_figures import axes_of, figure_of, progress, when
+from torchmars.reports.run_figures import axes_of, figure_of, progress_figure, when
 
 # A long run has thousands of events: a page of them all would be large and slow. So many of the
 # newest are shown, and so many samples of each run.
@@ -41,7 +41,7 @@ ABOUT = (
 def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     """Return the page of `runs`. Raises `UserError` without plotly."""
     names = names_of(runs)
-    charts, others = charts_of(measurements(runs))
+    charts, others = charts_of(names_measured(runs))
     if len(runs) == 1 and {LOSS.pattern, VALIDATION} <= set(runs[0].series):
         charts[0] = replace(charts[0], title="Loss", names=(LOSS.pattern, VALIDATION))
     events = [(number, *each) for number, run in enumerate(runs) for each in told(run)]
@@ -50,22 +50,22 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     newest = events[-MOST_EVENTS:]
     columns = {"time": "", "run": "", "step": "number", "event": "state", "what": "text"}
     sections = [
-        overview_of(runs, names),
+        overview_section(runs, names),
         Section("Curves", figures=[figure_of(each, runs, names, newest) for each in charts]),
         Section(
             "More measurements",
             figures=[figure_of(each, runs, names, newest) for each in others],
             folded=True,
         ),
-        differences([run.config for run in runs], names),
+        config_differences([run.config for run in runs], names),
         Section(
             "Events",
             [f"The newest {MOST_EVENTS:,} of {len(events):,}."] * (len(events) > len(newest)),
             columns=columns,
             rows=[(when(e), names[n], f"{e.step:,}", e.kind, words) for n, e, words in newest],
-            figures=[progress(newest)] if newest else [],
+            figures=[progress_figure(newest)] if newest else [],
         ),
-        checkpoints_of(runs, names),
+        checkpoint_section(runs, names),
         Section("Samples", folds=[each for pair in zip(runs, names) for each in samples_of(*pair)]),
         Section("Configs", folds=[(name, tomli_w.dumps(e.config)) for e, name in zip(runs, names)]),
         Section("How to read this page", ABOUT),
@@ -76,14 +76,14 @@ def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     return page(title, place, sections, renewed_every, axes_of(runs))
 
 
-def overview_of(runs: list[Run], names: list[str]) -> Section:
+def overview_section(runs: list[Run], names: list[str]) -> Section:
     """Return how far each run is, and what could not be read."""
     texts = [
         f"Damaged lines of the metrics and events of {name} that are left out: {run.damaged}"
         for run, name in zip(runs, names)
         if run.damaged
     ]
-    known = [facts(run) for run in runs]
+    known = [facts_of_run(run) for run in runs]
     if len(runs) == 1:
         return Section("Run", texts, known[0])
     columns = {"run": "run", "state": "state"} | dict.fromkeys([*known[0]][1:], "number")
@@ -91,7 +91,7 @@ def overview_of(runs: list[Run], names: list[str]) -> Section:
     return Section("Runs", texts, columns=columns, rows=rows)
 
 
-def facts(run: Run) -> dict[str, str]:
+def facts_of_run(run: Run) -> dict[str, str]:
     """Return how far a run is, by name; a dash stands for what is not known."""
     step, last = run.last_step, itemgetter(-1)
     here, written = np.array([step]), time.localtime(last_written(run.folder))
@@ -117,7 +117,7 @@ def of_values(
     return format(pick(values), digits) if len(values) else DASH
 
 
-def differences(configs: list[Tables], names: list[str]) -> Section:
+def config_differences(configs: list[Tables], names: list[str]) -> Section:
     """Return the settings that differ between `configs`, with their values in each."""
     flat = [{name: str(value) for name, value in flattened(config).items()} for config in configs]
     settings = dict.fromkeys(name for of_run in flat for name in of_run)
@@ -131,7 +131,7 @@ def differences(configs: list[Tables], names: list[str]) -> Section:
     return Section("What differs between the configs", text, columns=columns, rows=rows)
 
 
-def checkpoints_of(runs: list[Run], names: list[str]) -> Section:
+def checkpoint_section(runs: list[Run], names: list[str]) -> Section:
     """Return the checkpoints that runs have, the newest of each first, with what is known."""
     rows = []
     for run, name in zip(runs, names):
