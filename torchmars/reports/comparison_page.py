@@ -44,14 +44,11 @@ def comparison_page(
     places = [found.place_of(each) for each in found.contenders]
     boxes = [((row[0], place), *row[1:]) for row, place in zip(contenders, places)]
     every = [by_axis(found, axis, every=True) for axis in ("tokens", "seconds")]
+    trials = f"All trials: {' '.join(found.config)}"
     sections = [
         Section("What was found", [" ".join(conclusion(found)), *found.notes]),
         table_of("Optimizers, the best first", [heads, *boxes], {"optimizer": "run"}),
-        Section(
-            "How it was found",
-            [f"All trials: {' '.join(found.config)}"],
-            facts_of_comparison(found),
-        ),
+        Section("How it was found", [trials], facts_of_comparison(found)),
         Section("Figures", figures=figures_of(found)),
         Section("Every trial", figures=every, folded=True),
         table_of("Differences", difference_rows(found)),

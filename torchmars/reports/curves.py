@@ -82,12 +82,9 @@ def smoothed(series: Series, points: int = 1000) -> Series:
 
 def parts_of_a_whole(parts: list[Series]) -> list[Series]:
     """Return the smoothed parts of a whole at the same steps, 0 where one has no value."""
-    steps = np.unique(np.concatenate([part.steps for part in parts]))
-    return [smoothed(at_steps(part, steps)) for part in parts]
-
-
-def at_steps(series: Series, steps: NDArray[np.int64]) -> Series:
-    """Return a series at other steps, 0 where it has no value."""
-    values = np.zeros(len(steps))
-    values[np.searchsorted(steps, series.steps)] = np.nan_to_num(series.values)
-    return Series(steps, values)
+    steps, whole = np.unique(np.concatenate([part.steps for part in parts])), []
+    for part in parts:
+        values = np.zeros(len(steps))
+        values[np.searchsorted(steps, part.steps)] = np.nan_to_num(part.values)
+        whole.append(smoothed(Series(steps, values)))
+    return whole
