@@ -8,7 +8,7 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from tests.models.test_documents import END, attention_apart
-from torchmars.models import attention_kernels
+from torchmars.models import document_kernel
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.cache import Cache
 from torchmars.models.documents import document_starts
@@ -116,7 +116,7 @@ def mixed_in_float64(q, k, v, scale, apart):
 @pytest.mark.parametrize("queries,heads", [(8, 4), (8, 2), (3, 2)])
 @pytest.mark.parametrize("scale", [None, 0.4])
 def test_widths_and_scale_may_be_any(monkeypatch, scale, queries, heads, width, value_width, of):
-    monkeypatch.setattr(attention_kernels, "varlen_attn", attention_apart)
+    monkeypatch.setattr(document_kernel, "varlen_attn", attention_apart)
     generator = torch.Generator().manual_seed(0)
     shapes = (4, queries, width), (heads, 8, width), (heads, 8, value_width)
     parts = [torch.randn(2, *shape, generator=generator).requires_grad_() for shape in shapes]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
 from tests.models.test_model import every_shape
-from torchmars.models import attention_kernels
+from torchmars.models import document_kernel
 from torchmars.models.attention import CausalAttention, Sight, has_kernel
 from torchmars.models.documents import (
     WIDTHS,
@@ -108,8 +108,8 @@ def attention_apart(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, s
 @pytest.mark.parametrize("first,last", [(0, 24), (0, 6), (6, 12), (12, 24), (23, 24)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_kernel_gets_what_the_mask_says(monkeypatch, first, last, kv_heads, takes_groups):
-    monkeypatch.setattr(attention_kernels, "varlen_attn", attention_apart)
-    monkeypatch.setattr(attention_kernels, "TAKES_GROUPS", takes_groups)
+    monkeypatch.setattr(document_kernel, "varlen_attn", attention_apart)
+    monkeypatch.setattr(document_kernel, "TAKES_GROUPS", takes_groups)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.stack([packed(lengths)[0][:24] for lengths in LENGTHS])
     starts = document_starts(tokens, END)

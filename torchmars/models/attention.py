@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.13
 
 from torchmars.models.documents import bounds, document_numbers
 
@@ -45,10 +46,10 @@ class Sight(NamedTuple):
         return cls(mask.masked_fill_(seen.logical_not_(), -torch.inf))
 
     @classmethod
-    def after_padding(cls, padding: Tensor, places: Tensor) -> "Sight":
-        """Let the tokens at `places`, the last ones, see no padding on the left.
+    def after_padding(cls, padding: Tensor, places: Tensor, device: torch.device) -> "Sight":
+        """Let the tokens at `places`, the last ones, see no padding: the first `padding` [batch].
 
-        `padding` [batch] has the numbers of tokens that are padding.
+        Both are on the CPU, and what is made of them goes to `device`.
         """
         if len(places) == 1 and not padding.any():
             return cls()
@@ -56,11 +57,7 @@ class Sight(NamedTuple):
         earlier = keys <= places[:, None]
         # Padding sees itself: what sees nothing would be NaN.
         real = (keys >= padding[:, None, None]) | (keys == places[:, None])
-        return cls((earlier & real)[:, None])
-
-    def to(self, device: torch.device) -> "Sight":
-        """Return the same with its mask on `device`."""
-        return self if self.mask is None else self._replace(mask=self.mask.to(device))
+        return cls((earlier & real)[:, None].to(device))
 
     def mask_of(self, queries: int, keys: int) -> Tensor | None:
         """Return what the last `queries` of the first `keys` tokens see of these."""
@@ -105,41 +102,31 @@ class CausalAttention(nn.Module):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight | None, dropout: float) -> Tensor:
         """Return the mixed values of queries, which are those of the last of the tokens."""
-        width, own = v.shape[3], q.shape[3]
-        if width == own:
-            return self._call_kernel(q, k, v, self.scale, sight, dropout)
-        # Fused kernels want one width. Zeros change no logit, and are cut off the values.
-        scale = own**-0.5 if self.scale is None else self.scale
-        q, k, v = (F.pad(part, (0, max(width, own) - part.shape[3])) for part in (q, k, v))
-        return self._call_kernel(q, k, v, scale, sight, dropout)[..., :width]
-
-    def _call_kernel(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None,
-        sight: Sight | None,
-        dropout: float,
-    ) -> Tensor:
-        queries, keys = q.shape[2], k.shape[2]
+        queries, keys, own, width = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        scale, grouped = self.scale, k.shape[1] != q.shape[1]
+        if width != own:
+            # Fused kernels want one width. Zeros change no logit, and are cut off the values.
+            scale = own**-0.5 if scale is None else scale
+            q, k, v = (F.pad(part, (0, max(width, own) - part.shape[3])) for part in (q, k, v))
         if sight is not None and sight.starts is not None:
             # It brings torch's compiler, a second that a launcher has no use for.
-            from torchmars.models.attention_kernels import mix_documents
+            from torchmars.models.document_kernel import mix_documents
 
             of_queries = sight.bounds_of(keys - queries, queries)
-            return mix_documents(q, k, v, of_queries, sight.bounds_of(0, keys), scale)
-        causal = sight is None and queries == keys
-        if sight is not None:
-            mask = sight.mask_of(queries, keys)
+            mixed = mix_documents(q, k, v, of_queries, sight.bounds_of(0, keys), scale)
         else:
-            mask = None if causal else self.make_mask(queries, keys)
-        grouped = k.shape[1] != q.shape[1]
-        if grouped and not takes_groups(q, sight is None or mask is None):
-            k, v, grouped = repeated(k, q), repeated(v, q), False
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+            causal = sight is None and queries == keys
+            if sight is not None:
+                mask = sight.mask_of(queries, keys)
+            else:
+                mask = None if causal else self.make_mask(queries, keys)
+            if grouped and not takes_groups(q, sight is None or mask is None):
+                times, grouped = q.shape[1] // k.shape[1], False
+                k, v = (part.repeat_interleave(times, dim=1) for part in (k, v))
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+            )
+        return mixed if mixed.shape[3] == width else mixed[..., :width]
 
 
 def here(q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
@@ -149,10 +136,14 @@ def here(q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
 
 def lower_right(queries: int, keys: int) -> Tensor:
     """Return torch's causal mask of the last `queries` of `keys` tokens."""
-    # It brings torch's compiler, a second that a launcher has no use for.
-    from torchmars.models.attention_kernels import lower_right_bias
+    from torch.nn.attention.bias import causal_lower_right  # it brings torch's compiler too
 
-    return lower_right_bias(queries, keys)
+    if torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)
+    # It is a tensor, which modes of torch, such as selective activation checkpointing, would make
+    # one of another type.
+    with no_dispatch():
+        return causal_lower_right(queries, keys)
 
 
 def has_kernel(device: str, dtype: torch.dtype, dropout: float) -> bool:
@@ -167,8 +158,3 @@ def takes_groups(q: Tensor, fused: bool) -> bool:
     causal one. On CPUs repeated ones would cost memory, and took 8% longer.
     """
     return q.device.type != "cuda" or (fused and q.dtype in (torch.bfloat16, torch.float16))
-
-
-def repeated(part: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values with as many heads as the queries have."""
-    return part.repeat_interleave(q.shape[1] // part.shape[1], dim=1)

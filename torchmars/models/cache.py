@@ -40,7 +40,7 @@ class Cache:
     def _see(self, tokens: Tensor) -> Tensor:
         places = torch.arange(self.seen, self.seen + tokens.shape[1])
         model, device = self.model, self.model.tok_embed.weight.device
-        sight = Sight.after_padding(self.padding, places).to(device)
+        sight = Sight.after_padding(self.padding, places, device)
         # Padding has positions too. Nothing that counts sees it.
         positions = (places - self.padding[:, None]).clamp(min=0).to(device)
         x = model.transform(model.embed(tokens.to(device), positions), positions, sight)

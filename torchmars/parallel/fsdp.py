@@ -71,7 +71,12 @@ def shard(
     # `layout` says what the ranks compute on: in a simulation the mesh is of CPUs.
     one_unit = is_one_unit(part, layout.device, dtype, parallelism)
     if layout.expert_mesh is not None:
-        shard_experts(model, layout.expert_shard_mesh, make_unit, parallelism, one_unit)
+        of_experts = layout.expert_shard_mesh
+        # In a part that is one unit else they stay gathered until the backward pass, as it does.
+        reshard = not one_unit and parallelism.blocks_reshard(of_experts.size(of_experts.ndim - 1))
+        make_experts = partial(make_unit, mesh=of_experts, reshard_after_forward=reshard)
+        for mixture in model.routed().values():
+            make_experts(mixture.experts, shard_placement_fn=stack_placement(of_experts))
     make_unit = partial(make_unit, mesh=mesh, shard_placement_fn=stack_placement(mesh))
     if one_unit:
         make_unit(part)
@@ -110,27 +115,6 @@ def units_of(model: Model, most: int, dtype: torch.dtype) -> list[list[Any]]:
     return units
 
 
-def shard_experts(
-    model: Model,
-    mesh: DeviceMesh,
-    make_unit: Callable[..., object],
-    parallelism: ParallelismConfig,
-    one_unit: bool,
-) -> None:
-    """Make the experts of each block a unit on `mesh`, whose last axis shards.
-
-    In a part that is `one_unit` else they stay gathered until the backward pass, as it does.
-    """
-    reshard = False if one_unit else parallelism.blocks_reshard(mesh.size(mesh.ndim - 1))
-    for mixture in model.routed().values():
-        make_unit(
-            mixture.experts,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            shard_placement_fn=stack_placement(mesh),
-        )
-
-
 def stack_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
     """Return how FSDP cuts parameters over the last axis of `mesh`: None for by rows, as ever.
 
@@ -157,27 +141,22 @@ def prefetch_experts(units: Sequence[Sequence[Any]]) -> None:
     Between blocks of one unit, which share what they gather ahead, experts gather the next ones.
     """
     for place, unit in enumerate(units):
-        own = experts_of_unit(unit)
+        own = expert_units(*unit)
         if not own:
             continue
         after, before = units[place + 1 : place + 2], units[max(place - 1, 0) : place]
         unit[0].set_modules_to_forward_prefetch([own[0], *(each[0] for each in after)])
         unit[0].set_modules_to_backward_prefetch(
-            [each for other in before for each in (other[0], *experts_of_unit(other)[-1:])]
+            [each for other in before for each in (other[0], *expert_units(*other)[-1:])]
         )
         for one, another in pairwise(own):
             one.set_modules_to_forward_prefetch([another])
             another.set_modules_to_backward_prefetch([one])
 
 
-def experts_of_unit(blocks: Sequence[Any]) -> list[FSDPModule]:
+def expert_units(*blocks: nn.Module) -> list[FSDPModule]:
     """Return the experts of some blocks that are units of their own, in order."""
-    return [each for block in blocks for each in expert_units(block)]
-
-
-def expert_units(block: nn.Module) -> list[FSDPModule]:
-    """Return the experts of a block, if they are a unit of their own."""
-    within = (each for each in block.modules() if each is not block)
+    within = (each for block in blocks for each in block.modules() if each is not block)
     return [each for each in within if isinstance(each, FSDPModule)]
 
 

@@ -35,12 +35,9 @@ def compile_blocks(
     # Rows that travel to experts are as many as a router decides: no graph goes on past them.
     apart = model.routed() if layout.expert_mesh is not None else {}
     for number, block in model.blocks.items():
-        mixture = apart.get(number)
-        compiled = [block]
-        if mixture is not None:
-            compiled = [module for module in block.children() if module is not mixture]
-        for module in compiled:
-            module.compile()
+        for module in block.children() if number in apart else [block]:
+            if module is not apart.get(number):
+                module.compile()
 
 
 def compile_together(model: Model, most: int) -> None:

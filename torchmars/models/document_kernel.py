@@ -1,32 +1,19 @@
-"""What attention takes of torch that brings its compiler, a second: imported where it is used."""
+"""Attention inside documents by torch's kernel for sequences of several lengths, on GPUs."""
 
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.13
 
 # torch 2.11 has no such option. There the keys and values are repeated.
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def lower_right_bias(queries: int, keys: int) -> CausalBias:
-    """Return the mask of the last `queries` of `keys` tokens, as torch's attention takes it."""
-    if torch.compiler.is_compiling():
-        return causal_lower_right(queries, keys)
-    # It is a tensor, which modes of torch, such as selective activation checkpointing, would make
-    # one of another type.
-    with no_dispatch():
-        return causal_lower_right(queries, keys)
-
-
 def mix_documents(
     q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor, of_keys: Tensor, scale: float | None
 ) -> Tensor:
-    """Return attention by the `bounds` of documents among queries and keys, on a GPU."""
+    """Return the mixed values, by the `bounds` of documents among queries and keys."""
     batch, queries, keys = len(q), q.shape[2], k.shape[2]
     groups: dict[str, Any] = {}
     if k.shape[1] != q.shape[1] and TAKES_GROUPS:
