@@ -18,7 +18,7 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
 
     `model` may be on the meta device.
     """
-    check_tensors(degrees, model)
+    check_cuts(degrees, model)
     check_experts(degrees, model)
     check_sequences(config, degrees, model)
     check_pipeline(config, degrees, model)
@@ -44,7 +44,7 @@ def untrained(config: Config, model: Model) -> Iterator[str]:
         )
 
 
-def check_tensors(degrees: Degrees, model: Model) -> None:
+def check_cuts(degrees: Degrees, model: Model) -> None:
     """Raise `UserError` for a model that tensor parallelism cannot cut evenly."""
     heads, kv_heads = model.heads
     sizes = {"attention heads": heads, "heads of keys and values": kv_heads, **cut_sizes(model)}

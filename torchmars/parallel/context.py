@@ -56,7 +56,7 @@ class Gathered:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
         """Mix the values of all tokens for both chunks of queries."""
         k, v = (
-            in_order(all_gather_tensor_autograd(part.contiguous(), 2, self.group), self.ranks)
+            by_position(all_gather_tensor_autograd(part.contiguous(), 2, self.group), self.ranks)
             for part in (k, v)
         )
         early, late = q.chunk(2, dim=2)
@@ -79,7 +79,7 @@ class Exchanged:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
         """Mix the values of all tokens for some heads."""
-        q, k, v = (in_order(self._heads_for_sequence(part), self.ranks) for part in (q, k, v))
+        q, k, v = (by_position(self._heads_for_sequence(part), self.ranks) for part in (q, k, v))
         mixed = by_rank(mix(q, k, v), self.ranks)
         parts = torch.stack(mixed.chunk(self.ranks, dim=2))
         return torch.cat(self._exchange(parts).unbind(), dim=1)
@@ -94,7 +94,7 @@ class Exchanged:
         return all_to_all_single_autograd(parts, None, None, self.group)
 
 
-def in_order(x: Tensor, ranks: int) -> Tensor:
+def by_position(x: Tensor, ranks: int) -> Tensor:
     """Return `x` [batch, heads, length, width], whose parts lie rank after rank, in order."""
     chunks = x.chunk(2 * ranks, dim=2)
     return torch.cat([*chunks[0::2], *chunks[::-2]], dim=2)

@@ -46,11 +46,11 @@ def shard(
 ) -> None:
     """Shard `part` in place over the `shard_mesh` of `layout`: FSDP or, with replicas, HSDP.
 
-    Its blocks, see `units_of`, and the rest become units. So do a token table and a head that are
-    apart: then neither is gathered while blocks compute. The float32 weights are gathered in
-    `dtype` for compute, and gradients are averaged over the ranks in float32. A small part on CPUs
-    is one unit, see `is_one_unit`. Experts that are dealt out over ep are units of their own on
-    the `expert_shard_mesh`.
+    Its blocks, see `gathered_together`, and the rest become units. So do a token table and a head
+    that are apart: then neither is gathered while blocks compute. The float32 weights are gathered
+    in `dtype` for compute, and gradients are averaged over the ranks in float32. A small part on
+    CPUs is one unit, see `is_one_unit`. Experts that are dealt out over ep are units of their own
+    on the `expert_shard_mesh`.
     """
     model, mesh = part.model, layout.shard_mesh
     blocks = parallelism.blocks_reshard(mesh.size(mesh.ndim - 1))
@@ -87,7 +87,7 @@ def shard(
     tied = part.last and model.output is None
     if part.first and not tied:
         make_unit(model.tok_embed, reshard_after_forward=blocks)
-    units = units_of(model, UNIT_BYTES[layout.device.type], dtype)
+    units = gathered_together(model, UNIT_BYTES[layout.device.type], dtype)
     part.blocks_of_unit = max(map(len, units), default=1)
     for unit in units:
         make_unit(unit, reshard_after_forward=blocks)
@@ -95,7 +95,7 @@ def shard(
     prefetch_experts(units)
 
 
-def units_of(model: Model, most: int, dtype: torch.dtype) -> list[list[Any]]:
+def gathered_together(model: Model, most: int, dtype: torch.dtype) -> list[list[Any]]:
     """Return neighbouring blocks that are gathered together, of at most `most` bytes in `dtype`.
 
     A larger block is alone. Experts that are units already do not count.
