@@ -69,10 +69,10 @@ const STYLES = {
   }),
   lost: (_, color) => ({ ...STYLES.dots({ text: 1 }, color), ...marker("x", color), yaxis: "y2" }),
   mean: (_, color) => ({ hoverinfo: "x", ...marker("line-ns-open", color, 22) }),
-  tokens: ({ x, ends }, color) => ({
+  tokens: ({ x: [x], ends }, color) => ({
     ...marker("circle", color),
     hoverinfo: "x+name",
-    error_x: { symmetric: false, array: [ends[1] - x[0]], arrayminus: [x[0] - ends[0]], color: GRAY },
+    error_x: { symmetric: false, array: [ends[1] - x], arrayminus: [x - ends[0]], color: GRAY },
   }),
   time: (trace, color) => ({ ...STYLES.tokens(trace, color), ...marker("diamond-open", color) }),
   plane: ({ text, best }, color) => ({
