@@ -1,11 +1,15 @@
 """torchmars presets."""
 
+import subprocess
 import sys
 
 import pytest
 
-from torchmars.commands.presets import main
+from torchmars.commands.presets import HEADINGS, main, preset_page, preset_table, read
 from torchmars.config.presets import read_presets
+from torchmars.planning.assumptions import FLOPS
+
+PRESETS = read_presets()
 
 
 def printed(monkeypatch, capsys, *args):
@@ -45,3 +49,55 @@ def test_mistakes(monkeypatch, capsys, args, error):
         main()
     out, err = capsys.readouterr()
     assert (ended.value.code, out) == (2, "") and err.startswith(f"error: {error}")
+
+
+def test_hours_of_gpt2_small_by_hand():
+    """Matrices of 12 blocks, 12 x 768^2 each, and the head; attention over 1024 tokens."""
+    per_token = 6 * (12 * 12 * 768**2 + 50_304 * 768) + 12 * 12 * 768 * 1024
+    hours = 100_000 * 480 * 1024 * per_token / (8 * FLOPS) / 3600
+    config, model, found = read(PRESETS["gpt2-small-adamw-openwebtext"])
+    assert found == pytest.approx(hours) == pytest.approx(3.6465, rel=1e-4)
+    assert config.training.tokens == 49_152_000_000
+    assert model.parameter_count == 12 * 12 * 768**2 + (50_304 + 1024) * 768 + 25 * 768
+    *_, exact = read(PRESETS["gpt2-small-mars-adamw-exact-openwebtext"])
+    assert exact == pytest.approx(2 * hours)
+
+
+def test_table():
+    chosen = ["gpt2-small-adamw-openwebtext", "llama-8b-mars-m-fineweb-edu"]
+    heading, small, llama, *more = preset_table(PRESETS[name] for name in chosen)
+    assert [heading.index(name) for name in HEADINGS] == sorted(map(heading.index, HEADINGS))
+    assert small.split() == [chosen[0], "124M", "49.2B", "8", "4", "published"] + [
+        *("validation", "loss", "2.885")
+    ]
+    assert llama.split()[:4] == [chosen[1], "8.03B", "15T", "64*"] and "ours" in llama
+    assert "what we assume" in more[0] and "400 TFLOP/s" in more[-1]
+
+
+def test_page():
+    lines = preset_page(PRESETS["gpt2-xl-muon-openwebtext"])
+    page = "\n".join(lines)
+    for text in (
+        "files     gpt2_xl.toml optimizers/muon.toml data/openwebtext.toml",
+        "lr 0.003, betas 0.95 0.99, betas_1d 0.9 0.95, weight_decay 0.1",
+        "ours: the learning rate published for XL on FineWeb-Edu",
+        "result    none published",
+        "8 GPUs, 12 x 5 sequences each",
+        "here 12 x 5 sequences",
+        "We follow MARS_M/README.md",
+        "[2] Liu et al., MARS-M, arXiv 2510.21800",
+        "CONFIG_FILE=gpt2-xl-muon-openwebtext ./run_train.sh",
+    ):
+        assert text in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("fineweb-edu")])
+def test_every_preset_has_a_plan_that_fits(name):
+    """Of each size and rule: the data makes no difference."""
+    args = ["plan", name, "--world-size", str(PRESETS[name].gpus)]
+    command = [sys.executable, "-m", "torchmars", *args]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    print(said.stdout)
+    assert "does not fit" not in said.stdout

@@ -1,5 +1,6 @@
-"""torchmars plan --find: the layouts that it offers."""
+"""torchmars plan --find: the layouts that a rule of thumb proposes, and the rows of their plans."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,13 +10,24 @@ from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
-from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK, RESERVED
-from torchmars.planning.confirm import confirmed_table
-from torchmars.planning.find import estimate, find_layouts
-from torchmars.planning.work import Work
+from torchmars.planning import find
+from torchmars.planning.assumptions import NETWORK, NVLINK
+from torchmars.planning.find import (
+    CAREFUL,
+    OFF,
+    PLANNED,
+    Found,
+    expert_degrees,
+    find_layouts,
+    layouts,
+    options_of,
+    propose,
+    why_whole,
+)
+from torchmars.planning.thumb import RuleOfThumb, state_bytes
 from torchmars.training.optimizer import build_optimizer
 
-WORLD_SIZE, PER_NODE = 16, 8
+WORLD_SIZE, PER_NODE, GIB = 16, 8, 2**30
 
 
 def large(folder, **training):
@@ -28,58 +40,68 @@ def large(folder, **training):
     return config_from_tables(tables, "in a test")
 
 
-def test_layouts_divide_and_fit_and_the_fastest_is_first(tmp_path):
-    config, memory = large(tmp_path), 10 * 2**30
-    found = find_layouts(config, WORLD_SIZE, PER_NODE, memory)
-    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
-    assert all(each.memory < memory - RESERVED for each in found)
-    assert len(found) < len(find_layouts(config, WORLD_SIZE, PER_NODE, 4 * memory))
-    for each in found:
-        degrees = each.config.parallelism.degrees(WORLD_SIZE)
-        size, microbatches = each.config.training.microbatches(degrees.data)
-        assert size * microbatches * degrees.data == 32 and PER_NODE % degrees.tp == 0
+def mixture(folder, **parallelism):
+    """A config of 30 billion parameters, most of them experts'."""
+    tables = tiny_tables(folder, parallelism=parallelism, training={"seq_len": 2048})
+    tables["model"] = {"name": "llama", "size": "qwen3-30b-a3b"}
+    return config_from_tables(tables, "in a test")
+
+
+def rule_of(config, world_size=WORLD_SIZE, per_node=PER_NODE, state=8):
     model = build_meta_model(config.model, 257, config.training.seq_len)
-    for each in found[:20]:
-        check_layout(each.config, each.config.parallelism.degrees(WORLD_SIZE), model)
+    return RuleOfThumb(model, state, world_size, per_node)
 
 
-def test_nothing_fits(tmp_path):
-    with pytest.raises(UserError, match="no layout of --world-size 16 fits --memory 8 GiB"):
-        find_layouts(large(tmp_path), WORLD_SIZE, PER_NODE, 8.2 * 2**30)
+def test_layouts_that_are_proposed_divide_and_fit_and_the_fastest_is_first(tmp_path):
+    config, free = large(tmp_path), 10 * GIB
+    rule = rule_of(config)
+    proposed = propose(list(layouts(config, rule)), rule, free)
+    assert len(proposed) == PLANNED
+    seconds = [rule.seconds(each) for each in proposed[:-CAREFUL]]
+    assert seconds == sorted(seconds)
+    assert all(rule.memory(each) < free for each in proposed)
+    assert all(OFF * rule.memory(each) < free for each in proposed[-CAREFUL:])
+    for each in proposed:
+        degrees = each.parallelism.degrees(WORLD_SIZE)
+        size, microbatches = each.training.microbatches(degrees.data, each.parallelism.stages)
+        assert size * microbatches * degrees.data == 32 and PER_NODE % degrees.tp == 0
+        check_layout(each, degrees, rule.model)
+    assert propose(proposed, rule, min(map(rule.memory, proposed))) == []
 
 
 def test_ranks_that_are_no_power_of_2(tmp_path):
-    for each in find_layouts(large(tmp_path, global_batch_size=48), 24, PER_NODE, 80 * 2**30):
-        assert each.config.parallelism.degrees(24).tp in (1, 2, 4, 8)
+    config = large(tmp_path, global_batch_size=48)
+    rule = rule_of(config, world_size=24)
+    degrees = [each.parallelism.degrees(24) for each in layouts(config, rule)]
+    assert {each.pp for each in degrees} == {1, 2, 3, 4, 6, 8, 12}
+    assert {each.tp for each in degrees} == {1, 2}  # two heads of keys and values
+    assert all(math.prod(each[:5]) == 24 for each in degrees)
 
 
 def test_options_are_what_differs_from_the_config(tmp_path):
     config = large(tmp_path)
-    best = find_layouts(config, WORLD_SIZE, PER_NODE, 80 * 2**30)[0]
-    assert best.options(best.config) == ""
     full = replace(config.activation_checkpoint, mode="full")
-    other = replace(best.config, activation_checkpoint=full)
-    mode = best.config.activation_checkpoint.mode
-    assert best.options(other) == f"--activation_checkpoint.mode {mode}"
+    other = replace(config, activation_checkpoint=full)
+    assert options_of(config, config) == ""
+    assert options_of(other, config) == "--activation_checkpoint.mode full"
+    assert options_of(config, other) == "--activation_checkpoint.mode none"
 
 
 def test_memory_and_time_of_the_options(tmp_path):
     """What keeps less costs more work; a whole gradient takes 4 bytes for each parameter."""
     config = large(tmp_path, microbatch_size=1)
-    model = build_meta_model(config.model, 257, config.training.seq_len)
-    work = Work.of(model)
+    rule = rule_of(config, per_node=WORLD_SIZE)  # one machine: nothing waits
 
     def figures(mode="none", accumulate="auto"):
         activations = replace(config.activation_checkpoint, mode=mode)
         parallelism = replace(config.parallelism, accumulate=accumulate)
         each = replace(config, activation_checkpoint=activations, parallelism=parallelism)
-        found = estimate(each, work, WORLD_SIZE, WORLD_SIZE)  # one machine: nothing waits
-        return found.memory, found.seconds
+        return rule.memory(each), rule.seconds(each)
 
     none, selective, full = figures(), figures("selective"), figures("full")
     assert full[0] < selective[0] < none[0] and none[1] < selective[1] < full[1]
     whole = figures(accumulate="whole")
-    assert whole[0] - none[0] == 4 * work.parameters and whole[1] <= none[1]
+    assert whole[0] - none[0] == 4 * rule.parameters and whole[1] <= none[1]
 
 
 @pytest.mark.parametrize(
@@ -95,59 +117,88 @@ def test_memory_and_time_of_the_options(tmp_path):
 def test_the_bytes_of_the_optimizer_are_those_of_its_rule(tmp_path, optimizer, state):
     config = config_from_tables(tiny_tables(tmp_path, optimizer=optimizer), "in a test")
     model = build_meta_model(config.model, 257, config.training.seq_len)
-    work = Work.of(model).with_optimizer(build_optimizer(config, model))
-    assert work.state == pytest.approx(state, rel=1e-2) and work.owner_flops == 0
-
-
-def test_orthogonalisation_costs_time(tmp_path):
-    config = large(tmp_path)
-    muon = config_from_tables(tiny_tables(tmp_path, optimizer={"name": "muon"}), "in a test")
-    model = build_meta_model(config.model, 257, config.training.seq_len)
-    without = Work.of(model)
-    work = without.with_optimizer(build_optimizer(muon, model))
-    less, more = (estimate(config, each, WORLD_SIZE, PER_NODE).seconds for each in (without, work))
-    assert work.owner_flops > 0
-    assert more - less == pytest.approx(work.owner_flops / WORLD_SIZE / FLOPS)
-
-
-def mixture(folder, **parallelism):
-    tables = tiny_tables(folder, parallelism=parallelism, training={"seq_len": 2048})
-    tables["model"] = {"name": "llama", "size": "qwen3-30b-a3b"}
-    return config_from_tables(tables, "in a test")
+    found = state_bytes(build_optimizer(config, model)) / model.parameter_count
+    assert found == pytest.approx(state, rel=1e-2)
 
 
 def test_experts_are_dealt_out_within_machines(tmp_path):
-    """Over every common divisor of the ranks of a machine and of the experts, by their bytes."""
+    """Over every common divisor of the ranks of a machine and of the experts."""
+    model = rule_of(mixture(tmp_path)).model
+    assert [expert_degrees(model, ranks) for ranks in (1, 6, 8)] == [[1], [1, 2], [1, 2, 4, 8]]
+    assert expert_degrees(rule_of(large(tmp_path)).model, 8) == [1]
     config = mixture(tmp_path)
-    found = find_layouts(config, WORLD_SIZE, PER_NODE, 80 * 2**30)
-    assert {each.config.parallelism.ep for each in found} == {1, 2, 4, 8}
-    [best, *_] = [each for each in found if each.config.parallelism.ep == 8]
-    assert "--parallelism.ep 8" in best.options(config)
-    assert all(each.config.parallelism.degrees(WORLD_SIZE) for each in found)
-    gpt2 = {each.config.parallelism.ep for each in find_layouts(large(tmp_path), 8, 8, 80 * 2**30)}
-    assert gpt2 == {1}
+    found = layouts(config, rule_of(config, world_size=2))
+    assert {each.parallelism.ep for each in found} == {1, 2}
 
 
-def test_what_ep_costs_and_saves(tmp_path):
-    """Gathered experts are cut by ep, and rows travel twice in a pass of each of 48 blocks."""
+def test_experts_of_qwen3_and_what_ep_costs_and_saves(tmp_path):
+    """48 blocks of 128 experts, three matrices of 768 x 2048 each, of which a token uses 8."""
     config = mixture(tmp_path)
-    work = Work.of(build_meta_model(config.model, 257, config.training.seq_len))
-
-    def figures(ep, per_node):
-        parallelism = replace(config.parallelism, ep=ep)
-        return estimate(replace(config, parallelism=parallelism), work, WORLD_SIZE, per_node)
-
-    one, eight = figures(1, PER_NODE), figures(8, PER_NODE)
-    assert one.memory - eight.memory == pytest.approx(10 * work.block_experts * 7 / 8)
+    rule, of_block = rule_of(config), 128 * 3 * 768 * 2048
+    assert (rule.experts, rule.rows, rule.inner) == (48 * of_block, 8 * 2048, 8 * 768)
+    eight = replace(config, parallelism=replace(config.parallelism, ep=8))
+    assert rule.memory(config) - rule.memory(eight) > 10 * of_block * 7 / 8
     rows = 2 * 2048 * 8 * 2048 * 7 / 8  # bytes: tokens, choices, width
-    slower = figures(8, 4).seconds - eight.seconds  # over the network, not within the machine
+    slower = rule_of(config, per_node=4).seconds(eight) - rule.seconds(eight)  # over the network
     assert slower == pytest.approx(4 * 48 * rows * (1 / NETWORK - 1 / NVLINK))
 
 
-@pytest.mark.full
-def test_exact_plans_of_what_was_found(tmp_path):
-    config = config_from_tables(tiny_tables(tmp_path), "in a test")
-    [heading, line] = confirmed_table(find_layouts(config, 2, 2, 80 * 2**30)[:1], config, 2, 2)
-    estimated, planned, off, _, _, *_ = line.split()
-    assert heading.split()[:3] == ["GiB", "planned", "off"]
-    assert float(estimated) < 1 and float(planned) < 1 and off[-1] == "%"
+@pytest.mark.parametrize(
+    "degrees,copies",
+    [
+        ({"dp_shard": 8}, 1),
+        ({"dp_shard": 8, "ep": 4}, 1),
+        ({"dp_shard": 2, "cp": 2, "tp": 4, "ep": 8}, 1),
+        ({"pp": 2, "dp_shard": 2, "tp": 2}, 2),  # tp's ranks repeat what is not dealt out
+        ({"pp": 2, "dp_shard": 2, "tp": 4, "ep": 2}, 1),
+        ({"dp_shard": 1, "tp": 8, "ep": 8}, 1),
+    ],
+)
+def test_what_all_ranks_hold_is_the_model(tmp_path, degrees, copies):
+    config = mixture(tmp_path, **degrees)
+    ranks = math.prod(each for name, each in degrees.items() if name != "ep")
+    rule = rule_of(config, world_size=ranks)
+    computed, held = rule.share(config)
+    pp, tp, ep = (degrees.get(name, 1) for name in ("pp", "tp", "ep"))
+    others = rule.parameters - rule.experts
+    assert held * ranks == pytest.approx(others + copies * rule.experts)
+    assert computed == pytest.approx(others / pp / tp + rule.experts / pp / ep)
+
+
+def test_rows_say_why_experts_are_whole(tmp_path):
+    config = mixture(tmp_path)
+    assert why_whole(config, rule_of(config)).startswith(
+        "ep 1: experts fit whole, and ep 2 would change a step by about "
+    )
+    assert why_whole(config, rule_of(config, world_size=1)).endswith("over these ranks")
+    dealt = replace(config, parallelism=replace(config.parallelism, ep=2))
+    assert why_whole(dealt, rule_of(config)) == ""
+    assert why_whole(large(tmp_path), rule_of(large(tmp_path))) == ""
+
+
+def test_a_row_comes_as_soon_as_it_is_planned(tmp_path, monkeypatch):
+    """Those that do not fit say so, and the fastest that fits is named last."""
+    planned = []
+
+    def plan_all(proposed, *_):
+        for each, (seconds, peak) in zip(
+            proposed, ((2.0, 1 << 40), (1.5, 9 << 30), (1.0, 8 << 30))
+        ):
+            planned.append(each)
+            yield Found(each, seconds, peak, 0.25, 4)
+
+    monkeypatch.setattr(find, "plan_all", plan_all)
+    lines = find_layouts(large(tmp_path), WORLD_SIZE, PER_NODE, 80 * GIB)
+    assert next(lines).split() == ["s/step", "GiB", "waiting", "microbatches", "options"]
+    assert next(lines).endswith("# does not fit") and len(planned) == 1
+    assert next(lines).split()[:4] == ["1.50", "9", "25%", "4"] and len(planned) == 2
+    row, best, last = lines
+    assert row.split()[4:] and best == "the fastest that fits: " + " ".join(row.split()[4:])
+    assert "400 TFLOP/s" in last
+
+
+def test_nothing_fits(tmp_path):
+    with pytest.raises(UserError, match="no layout of --world-size 16 fits --memory 8 GiB"):
+        list(find_layouts(large(tmp_path), WORLD_SIZE, PER_NODE, 8.2 * GIB))
+    with pytest.raises(UserError, match="--find is for GPUs: set --gpus-per-node"):
+        list(find_layouts(large(tmp_path), WORLD_SIZE, 0, 80 * GIB))

@@ -22,6 +22,7 @@ from tests.support.tiny import (
 from torchmars.commands.plan import main
 from torchmars.config.load import config_from_tables
 from torchmars.planning.advice import advice
+from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK
 from torchmars.planning.plan import make_plan
 
 
@@ -90,6 +91,60 @@ def test_documents_apart_take_a_mask_where_no_kernel_serves(tmp_path):
     mask = 4 * 128 * 128 * 4  # of 4 sequences, in float32
     assert found[True, "bfloat16"] == found[False, "bfloat16"]
     assert mask <= found[True, "float32"] - found[False, "float32"] <= 1.5 * mask
+
+
+def timed(tables, world_size, per_node):
+    """The time of a step, and what it is made of: bytes to wait for, other bytes, the bubble."""
+    dist.destroy_process_group()
+    plan = make_plan(config_from_tables(tables, "in a test"), world_size, per_node)
+    sent, waited = plan.simulation.traffic.sent, plan.simulation.traffic.waited
+    passes = [kind for kind in sent if kind.phase == "forward and backward"]
+    layers = sum(waited[kind] for kind in passes)
+    weights = sum(sent[kind] for kind in passes) - layers
+    optimizer = sum(size for kind, size in sent.items() if kind.phase == "optimizer")
+    flops = plan.flops_per_token * plan.config.training.tokens_per_step / world_size
+    return plan.seconds, flops, layers, weights, optimizer, plan.bubble or 0.0
+
+
+TIMED = [
+    (0, None, 1, {}),
+    (1, NETWORK, 1, {}),
+    (2, NVLINK, 1, {}),
+    (2, NVLINK, 4 / 3, {"activation_checkpoint": {"mode": "full"}}),
+    (2, NVLINK, 1, {"parallelism": {"tp": 2}}),
+    (2, NVLINK, 1, {"parallelism": {"cp": 2}}),
+    (2, NVLINK, 1, {"parallelism": {"pp": 2}}),
+]
+
+
+@pytest.mark.parametrize(
+    "per_node,speed,again,sections", full_but([TIMED[1], TIMED[4], TIMED[6]], TIMED)
+)
+def test_the_time_of_a_step(tmp_path, per_node, speed, again, sections):
+    tables = tiny_tables(tmp_path, **sections)
+    [(seconds, flops, layers, weights, optimizer, bubble)] = run_ranks(
+        timed, 1, tables, 2, per_node
+    )
+    if speed is None:
+        assert seconds is None
+        return
+    degrees = sections.get("parallelism", {})
+    assert (layers > 0) == ("tp" in degrees or "cp" in degrees) and (bubble > 0) == (
+        "pp" in degrees
+    )
+    compute = flops * again / FLOPS
+    passes = (compute + layers / speed) / (1 - bubble)
+    meanwhile = max(0, weights / speed - compute)
+    assert seconds == pytest.approx(passes + meanwhile + optimizer / speed)
+
+
+def test_orthogonalisation_takes_time(tmp_path):
+    times = []
+    for rule in ("adamw", "muon"):
+        tables = tiny_tables(tmp_path, optimizer={"name": rule})
+        times += run_ranks(timed, 1, tables, 1, 1)
+    (elementwise, flops, *_), (muon, *_) = times
+    assert elementwise == flops / FLOPS < muon
 
 
 def test_a_checkpoint_has_the_planned_size(tmp_path):

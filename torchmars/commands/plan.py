@@ -7,7 +7,7 @@ from typing import Annotated
 from torchmars.config.load import is_set, load_command, load_sources
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.errors import exit_on_user_error
 from torchmars.core.options import take_options
 
 
@@ -25,13 +25,10 @@ class PlanOptions:
     gpus_per_node: Annotated[int, Range(0, 100_000)] = 8
     """GPUs of each machine. 0: machines without GPUs."""
     find: bool = False
-    """Print layouts that fit the GPUs, the fastest first, each with its options to paste. They are
-    estimates by formulas."""
+    """Plan up to 8 layouts that a rule of thumb proposes, and print a row of each with its options
+    to paste. Takes about as long as 8 plans: minutes for large models."""
     memory: Annotated[int, Range(1, 100_000)] = 80
     """With --find: memory of each GPU in GiB."""
-    confirm: Annotated[int, Range(0, 8)] = 0
-    """With --find: plan the first so many layouts exactly, and print how far the estimates are off.
-    Each takes about as long as a plan."""
 
 
 def main() -> None:
@@ -40,24 +37,18 @@ def main() -> None:
         options, config = load_command(PlanOptions, sys.argv[1:], "torchmars plan")
         settings = take_options(PlanOptions, sys.argv[1:])[1]
         from torchmars.metrics.throughput import GIB
-        from torchmars.planning.confirm import confirmed_table
-        from torchmars.planning.find import find_layouts, found_table
+        from torchmars.planning.find import find_layouts
         from torchmars.planning.plan import make_plan
         from torchmars.planning.report import report
         from torchmars.training.default_lr import default_lr_warnings
 
         ranks, per_node = options.world_size, options.gpus_per_node
-        if options.confirm and not options.find:
-            raise UserError("--confirm plans layouts that --find has found: add --find")
         if options.find:
-            found = find_layouts(config, ranks, per_node, options.memory * GIB)
-            lines = found_table(found, config)
-            if options.confirm:
-                say("\n".join(lines))
-                lines = confirmed_table(found[: options.confirm], config, ranks, per_node)
+            for line in find_layouts(config, ranks, per_node, options.memory * GIB):
+                say(line)
         else:
             lines = report(make_plan(config, ranks, per_node))
             if not is_set(load_sources(settings, "torchmars plan"), "optimizer.lr"):
                 for text in default_lr_warnings(config):
                     lines += labelled("warning", text)
-        say("\n".join(lines))
+            say("\n".join(lines))

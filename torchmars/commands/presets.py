@@ -1,15 +1,36 @@
 """List the presets: published settings by name, with what each takes and is to reach."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
-from torchmars.config.presets import read_presets
-from torchmars.core.console import say
+from torchmars.config import ModelConfig, ResolvedConfig
+from torchmars.config.load import config_from_sources
+from torchmars.config.presets import Preset, read_presets
+from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.places import local_place
+from torchmars.core.tables import table
 from torchmars.core.typed import nearest
+from torchmars.core.words import counted, short
+from torchmars.optim.rules import variance_reduced
+from torchmars.planning.assumptions import FLOPS
+
+if TYPE_CHECKING:
+    from torchmars.models import Model
+
+HEADINGS = ("preset", "parameters", "tokens", "GPUs", "hours", "settings", "result to expect")
+RIGHT = (1, 2, 3, 4)
+# The settings of the optimizer that a preset shows.
+SHOWN = ("lr", "lr_1d", "betas", "betas_1d", "weight_decay", "weight_decay_1d", "gamma", "clip")
+HOURS = (
+    f"hours: at least, at {FLOPS / 1e12:.0f} TFLOP/s of each GPU; what ranks wait for is not in "
+    "them: torchmars plan NAME --world-size GPUS"
+)
 
 
 @dataclass
@@ -42,11 +63,99 @@ def main() -> None:
             )
         if options.family is not None and options.family not in families:
             raise UserError(f"--family must be one of {', '.join(families)}, got {options.family}")
-        from torchmars.planning.preset_figures import preset_page, preset_table
-
         if options.name is not None:
             lines = preset_page(presets[options.name])
         else:
             shown = families if options.family is None else [options.family]
             lines = preset_table(each for each in presets.values() if each.family in shown)
         say("\n".join(lines))
+
+
+@cache
+def model_of(config: ModelConfig, tokenizer: str, seq_len: int) -> "Model":
+    """Return the model of a config, without memory. Presets share their models."""
+    from torchmars.data.tokenizer import load_tokenizer  # with torch: 4 s, that errors do not take
+    from torchmars.models import build_meta_model
+
+    return build_meta_model(config, load_tokenizer(tokenizer).vocab_size, seq_len)
+
+
+def read(preset: Preset) -> tuple[ResolvedConfig, "Model", float]:
+    """Return the config of a preset, its model, and the hours that its products take at least."""
+    config = config_from_sources(preset.sources())
+    model = model_of(config.model, config.data.tokenizer, config.training.seq_len)
+    flops = config.optimizer.passes * model.flops_per_token() * config.training.tokens
+    return config, model, flops / preset.gpus / FLOPS / 3600
+
+
+def row(preset: Preset) -> tuple[str, ...]:
+    """Return the cells of a preset in a table of all."""
+    config, model, hours = read(preset)
+    return (
+        preset.name,
+        short(model.parameter_count),
+        short(config.training.tokens),
+        f"{preset.gpus}{'' if preset.layout_published else '*'}",
+        f"{hours:,.0f}",
+        preset.origin,
+        preset.result or "none published",
+    )
+
+
+def preset_table(presets: Iterable[Preset]) -> list[str]:
+    """Return presets in lines, one for each."""
+    return [
+        *table([HEADINGS, *map(row, presets)], RIGHT),
+        "* GPUs: what we assume; the others are those of the published runs",
+        "settings: published in all that matters, or partly; ours are a starting point that the "
+        "authors of the rule or model have not run",
+        HOURS,
+    ]
+
+
+def preset_page(preset: Preset) -> list[str]:
+    """Return all that is known of a preset, in lines."""
+    config, model, hours = read(preset)
+    training, schedule, optimizer = config.training, config.schedule, config.optimizer
+    shown = [(name, getattr(optimizer, name)) for name in SHOWN]
+    mode = f", {optimizer.mode}" if variance_reduced(optimizer.name) else ""
+    size, accumulated = training.microbatches(
+        config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
+    )
+    sections = {
+        "preset": [preset.name],
+        "files": [" ".join(preset.files)],
+        "model": [f"{model.parameter_count:,} parameters: {model.describe()}"],
+        "batch": [
+            f"{training.global_batch_size} x {training.seq_len} tokens a step, "
+            f"{counted(training.steps, 'step')}, {short(training.tokens)} tokens of "
+            f"{config.data.source}"
+        ],
+        "optimizer": [
+            f"{optimizer.name}{mode}: "
+            + ", ".join(f"{name} {words(value)}" for name, value in shown if value is not None)
+        ],
+        "schedule": [
+            f"{schedule.name}, {counted(schedule.warmup_steps, 'step')} of warmup, "
+            f"min_lr {schedule.min_lr}"
+        ],
+        "settings": [f"{preset.origin}: {preset.origin_text}"],
+        "result": [preset.result or "none published"],
+        "GPUs": [
+            f"{preset.gpus}, {preset.layout}",
+            f"here {accumulated} x {counted(size, 'sequence')} on each data-parallel rank",
+        ],
+        "time": [
+            f"at least {hours:,.0f} hours, at {FLOPS / 1e12:.0f} TFLOP/s of each GPU; all of it: "
+            f"torchmars plan {preset.name} --world-size {preset.gpus}",
+        ],
+        "notes": list(preset.notes),
+        "sources": [f"[{number}] {text}" for number, text in enumerate(preset.references, 1)],
+        "start": [f"CONFIG_FILE={preset.name} ./run_train.sh"],
+    }
+    return [line for name, section in sections.items() for line in labelled(name, *section)]
+
+
+def words(value: object) -> str:
+    """Return a setting as the command line takes it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

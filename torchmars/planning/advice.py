@@ -6,7 +6,6 @@ from torchmars.metrics.throughput import GIB
 from torchmars.parallel.checks import untrained
 from torchmars.planning.assumptions import FLOPS, GPU, MEMORY, NETWORK
 from torchmars.planning.plan import Plan
-from torchmars.planning.work import Share
 
 BUBBLE = 0.15  # of a step, from which on a pipeline is worth another look
 OPTIMIZER_SHARE = 0.1  # of a step, from which on an uneven plan is felt
@@ -48,7 +47,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
             f"{GPU.memory_gib} GiB, which leaves about {MEMORY / GIB:.0f}: {remedy}"
         )
     elif plan.per_node and (ep := plan.layout.group("ep").size) > 1:
-        uneven = simulation.peak + plan.expert_rows
+        uneven = simulation.peak + plan.rule.rows_memory(plan.config)
         if uneven > MEMORY:
             yield (
                 f"a rank whose experts get twice their share of tokens needs {uneven / GIB:.1f} "
@@ -62,9 +61,10 @@ def of_memory(plan: Plan) -> Iterator[str]:
             f"{gradient / GIB:.2f} GiB, until the last of them: "
             "raise training.microbatch_size, or use more ranks"
         )
-    share = Share(plan.work, plan.config.parallelism.degrees(plan.layout.world.size))
-    shards, each = share.shards, 8 if plan.config.training.ema_decay else 4
-    excess = sum(rank.weights for rank in plan.ranks) / (each * share.held * len(plan.ranks))
+    _, held = plan.rule.share(plan.config)
+    shards = plan.layout.group("dp_shard").size * plan.layout.group("cp").size
+    each = 8 if plan.config.training.ema_decay else 4
+    excess = sum(rank.weights for rank in plan.ranks) / (each * held * len(plan.ranks))
     if excess > 1.1:
         yield (
             f"matrices do not divide over {shards} shards: rank 0 has {excess:.2f} times its "

@@ -14,7 +14,3 @@ SPEEDS = (  # in words
     f"{NETWORK / 1e9:.0f} GB/s between machines"
 )
 PER_NODE = 8  # GPUs of a machine
-ESTIMATED = (
-    f"estimated for {PER_NODE} H100 of {GPU.memory_gib} GiB on each machine, {SPEEDS}. "
-    "Small models reach less. The optimizer's own time is not in it"
-)

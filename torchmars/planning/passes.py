@@ -42,6 +42,7 @@ class Passes:
         traffic, times = TrafficCounter(), sum(blocks) / len(blocks)
         traffic.times = grown(self.traffic.times, more.traffic.times, times)
         traffic.sent = grown(self.traffic.sent, more.traffic.sent, times)
+        traffic.waited = grown(self.traffic.waited, more.traffic.waited, times)
         effects = {
             key: effect.grown(more.effects[key], blocks[key[0]])
             for key, effect in self.effects.items()

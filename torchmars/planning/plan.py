@@ -1,6 +1,6 @@
 """What a run will take of each rank: its figures, before the run has a cluster."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,10 +18,10 @@ from torchmars.parallel.checks import check_layout
 from torchmars.parallel.cuts import blocks_of_stages, head_in_blocks
 from torchmars.parallel.groups import AXES
 from torchmars.parallel.layout import Layout
-from torchmars.planning.find import estimate
+from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK
 from torchmars.planning.pipeline import actions_of_ranks, bubble, computed_again
 from torchmars.planning.simulation import Simulation, simulate_ranks
-from torchmars.planning.work import Work
+from torchmars.planning.thumb import RuleOfThumb
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepared_data
 
@@ -108,30 +108,36 @@ class Plan:
         }
 
     @cached_property
-    def work(self) -> Work:
-        """What the model takes, whatever the layout."""
-        return Work.of(self.whole)
+    def rule(self) -> RuleOfThumb:
+        """What a rule of thumb says of the model, without an optimizer's state."""
+        return RuleOfThumb(self.whole, 0, self.layout.world.size, self.per_node)
 
-    @property
-    def expert_rows(self) -> float:
-        """Bytes that the rows of experts take on a rank, by formulas.
-
-        A rank whose experts get twice their share has so many more.
-        """
-        without = replace(self.work, rows=0, inner=0)
-        with_rows, others = (
-            estimate(self.config, work, self.layout.world.size, self.per_node).memory
-            for work in (self.work, without)
-        )
-        return with_rows - others
-
-    @property
+    @cached_property
     def seconds(self) -> float | None:
-        """The time of a step on GPUs, estimated by formulas; None on CPUs."""
+        """The time of a step on GPUs, at assumed speeds; None on CPUs.
+
+        Ranks compute, and wait for what layers exchange and for each other. FSDP and a pipeline
+        send meanwhile: what takes longer than to compute is waited for, and so is the optimizer.
+        """
         if not self.per_node:
             return None
-        work = self.work.with_optimizer(self.optimizer)
-        return estimate(self.config, work, self.layout.world.size, self.per_node).seconds
+        flops = self.flops_per_token * self.config.training.tokens_per_step
+        again = 1 + computed_again(self.config.activation_checkpoint) / 3
+        compute = flops * again / self.layout.world.size / FLOPS
+        steps = []
+        for rank in self.ranks:
+            layers = weights = optimizer = 0.0
+            for kind, size in rank.traffic.sent.items():
+                inside = len({number // self.per_node for number in kind.ranks}) == 1
+                speed, waited = NVLINK if inside else NETWORK, rank.traffic.waited[kind]
+                if kind.phase == "optimizer":
+                    optimizer += size / speed
+                else:
+                    layers += waited / speed
+                    weights += (size - waited) / speed
+            passes = (compute + layers) / (1 - (self.bubble or 0))
+            steps.append(passes + max(0, weights - compute) + optimizer)
+        return max(steps) + self.largest_load / FLOPS
 
     @property
     def flops_per_token(self) -> int:

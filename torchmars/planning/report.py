@@ -75,10 +75,11 @@ def experts(plan: Plan) -> list[str]:
     ep, number = plan.layout.group("ep").size, plan.whole.experts
     if ep == 1:
         return []
+    more = plan.rule.rows_memory(plan.config) / GIB
     return [
         f"{number} of each block are dealt out over {counted(ep, 'rank')}, {number // ep} on each",
         "even routing is assumed: all experts get as many tokens. None is dropped, so memory has "
-        f"no bound: twice its share of tokens takes a rank about {plan.expert_rows / GIB:.3f} GiB "
+        f"no bound: twice its share of tokens takes a rank about {more:.3f} GiB "
         "more",
     ]
 
@@ -158,7 +159,7 @@ def tokens(plan: Plan) -> Iterator[str]:
 
 
 def time(plan: Plan) -> list[str]:
-    """Return how long the run takes on GPUs, by the formulas of find.py; nothing for CPUs."""
+    """Return how long the run takes on GPUs; nothing for CPUs."""
     seconds = plan.seconds
     if seconds is None:
         return []

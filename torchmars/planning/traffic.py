@@ -59,6 +59,8 @@ class TrafficCounter(TorchDispatchMode):
         """How often the rank takes part in a kind of traffic."""
         self.sent: Counter[TrafficKind] = Counter()
         """The bytes that it sends of that kind."""
+        self.waited: Counter[TrafficKind] = Counter()
+        """Those that layers wait for. FSDP and pipelines send while the rank computes."""
 
     def begin(self, phase: str, weight: int) -> None:
         """Count what comes under `phase`, each collective `weight` times."""
@@ -74,9 +76,11 @@ class TrafficCounter(TorchDispatchMode):
             self._count_functional(FUNCTIONAL_OPERATIONS[name], args)
         return op(*args, **(kwargs or {}))
 
-    def count(self, operation: str, size: int, group: dist.ProcessGroup) -> None:
+    def count(
+        self, operation: str, size: int, group: dist.ProcessGroup, waited: bool = False
+    ) -> None:
         """Count an operation on whole tensors of `size` bytes in `group`."""
-        self._add(operation, size * SENT_PARTS[operation](group.size()), group)
+        self._add(operation, size * SENT_PARTS[operation](group.size()), group, waited)
 
     def _count_call(self, name: str, args: Any) -> None:
         group = group_of(args)
@@ -90,16 +94,19 @@ class TrafficCounter(TorchDispatchMode):
     def _count_functional(self, operation: str, args: Any) -> None:
         group = _resolve_process_group(args[-1])
         if operation == "all-to-all":
-            self._add(operation, sent_to_others(args[0], args[2], group), group)
+            self._add(operation, sent_to_others(args[0], args[2], group), group, waited=True)
         else:
             parts = group.size() if operation == "all-gather" else 1
-            self.count(operation, args[0].nbytes * parts, group)
+            self.count(operation, args[0].nbytes * parts, group, waited=True)
 
-    def _add(self, operation: str, sent: float, group: dist.ProcessGroup) -> None:
+    def _add(
+        self, operation: str, sent: float, group: dist.ProcessGroup, waited: bool = False
+    ) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))
         kind = TrafficKind(self.phase, operation, ranks)
         self.times[kind] += self.weight
         self.sent[kind] += self.weight * round(sent)
+        self.waited[kind] += self.weight * round(sent) * waited
 
 
 def group_of(args: Any) -> dist.ProcessGroup:
