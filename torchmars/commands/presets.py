@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from torchmars.config import ModelConfig, ResolvedConfig
 from torchmars.config.load import config_from_sources
@@ -17,19 +16,19 @@ from torchmars.core.places import local_place
 from torchmars.core.tables import table
 from torchmars.core.typed import nearest
 from torchmars.core.words import counted, short
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.models import Model, build_meta_model
 from torchmars.optim.rules import variance_reduced
-from torchmars.planning.assumptions import FLOPS
-
-if TYPE_CHECKING:
-    from torchmars.models import Model
+from torchmars.planning.assumptions import PER_NODE, SPEEDS
+from torchmars.planning.thumb import RuleOfThumb
 
 HEADINGS = ("preset", "parameters", "tokens", "GPUs", "hours", "settings", "result to expect")
 RIGHT = (1, 2, 3, 4)
 # The settings of the optimizer that a preset shows.
 SHOWN = ("lr", "lr_1d", "betas", "betas_1d", "weight_decay", "weight_decay_1d", "gamma", "clip")
 HOURS = (
-    f"hours: at least, at {FLOPS / 1e12:.0f} TFLOP/s of each GPU; what ranks wait for is not in "
-    "them: torchmars plan NAME --world-size GPUS"
+    f"hours: by a rule of thumb, for {PER_NODE} H100 on each machine, {SPEEDS}. Small models reach "
+    "less: torchmars plan NAME --world-size GPUS"
 )
 
 
@@ -72,31 +71,28 @@ def main() -> None:
 
 
 @cache
-def model_of(config: ModelConfig, tokenizer: str, seq_len: int) -> "Model":
+def model_of(config: ModelConfig, tokenizer: str, seq_len: int) -> Model:
     """Return the model of a config, without memory. Presets share their models."""
-    from torchmars.data.tokenizer import load_tokenizer  # with torch: 4 s, that errors do not take
-    from torchmars.models import build_meta_model
-
     return build_meta_model(config, load_tokenizer(tokenizer).vocab_size, seq_len)
 
 
-def read(preset: Preset) -> tuple[ResolvedConfig, "Model", float]:
-    """Return the config of a preset, its model, and the hours that its products take at least."""
+def read(preset: Preset) -> tuple[ResolvedConfig, Model, float]:
+    """Return the config of a preset, its model, and about how many seconds a step takes."""
     config = config_from_sources(preset.sources())
     model = model_of(config.model, config.data.tokenizer, config.training.seq_len)
-    flops = config.optimizer.passes * model.flops_per_token() * config.training.tokens
-    return config, model, flops / preset.gpus / FLOPS / 3600
+    rule = RuleOfThumb(model, 0, preset.gpus, PER_NODE)  # the optimizer's state takes no time
+    return config, model, rule.seconds(config)
 
 
 def row(preset: Preset) -> tuple[str, ...]:
     """Return the cells of a preset in a table of all."""
-    config, model, hours = read(preset)
+    config, model, seconds = read(preset)
     return (
         preset.name,
         short(model.parameter_count),
         short(config.training.tokens),
         f"{preset.gpus}{'' if preset.layout_published else '*'}",
-        f"{hours:,.0f}",
+        f"{config.training.steps * seconds / 3600:,.0f}",
         preset.origin,
         preset.result or "none published",
     )
@@ -115,7 +111,7 @@ def preset_table(presets: Iterable[Preset]) -> list[str]:
 
 def preset_page(preset: Preset) -> list[str]:
     """Return all that is known of a preset, in lines."""
-    config, model, hours = read(preset)
+    config, model, seconds = read(preset)
     training, schedule, optimizer = config.training, config.schedule, config.optimizer
     shown = [(name, getattr(optimizer, name)) for name in SHOWN]
     mode = f", {optimizer.mode}" if variance_reduced(optimizer.name) else ""
@@ -146,8 +142,8 @@ def preset_page(preset: Preset) -> list[str]:
             f"here {accumulated} x {counted(size, 'sequence')} on each data-parallel rank",
         ],
         "time": [
-            f"at least {hours:,.0f} hours, at {FLOPS / 1e12:.0f} TFLOP/s of each GPU; all of it: "
-            f"torchmars plan {preset.name} --world-size {preset.gpus}",
+            f"about {training.steps * seconds / 3600:,.0f} hours, {seconds:.2f} s a step",
+            HOURS,
         ],
         "notes": list(preset.notes),
         "sources": [f"[{number}] {text}" for number, text in enumerate(preset.references, 1)],

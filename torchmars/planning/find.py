@@ -5,10 +5,11 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torchmars.config import ActivationCheckpointConfig, ResolvedConfig
 from torchmars.config.parallelism import PipelineSchedule
@@ -40,15 +41,11 @@ SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "Interleaved1F1B")
 HEADINGS = f"{'s/step':>8}  {'GiB':>5}  {'waiting':>7}  {'microbatches':>12}  options"
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What the exact plan of a layout says."""
 
-    config: ResolvedConfig
     seconds: float
-    """Of a step."""
     peak: int
-    """Bytes of the rank that needs most."""
     bubble: float
     microbatches: int
 
@@ -71,24 +68,22 @@ def find_layouts(
     if proposed:
         yield HEADINGS
     fitting = []
-    for found in plan_all(proposed, world_size, per_node, config.run.plugins):
-        fits = found.peak < memory - RESERVED
-        fitting += [found] if fits else []
-        notes = [why_whole(found.config, rule), "" if fits else "does not fit"]
-        note = "; ".join(filter(None, notes))
-        yield (
-            f"{found.seconds:8.2f}  {found.peak / GIB:5.0f}  {found.bubble:7.0%}  "
-            f"{found.microbatches:12}  {options_of(found.config, config)}"
-            + (f"  # {note}" if note else "")
-        )
+    found = plan_all(proposed, world_size, per_node, config.run.plugins)
+    for layout, (seconds, peak, bubble, microbatches) in zip(proposed, found):
+        options, notes = options_of(layout, config), why_whole(layout, rule)
+        if peak < memory - RESERVED:
+            fitting.append((seconds, options))
+        else:
+            notes += ["does not fit"]
+        figures = f"{seconds:8.2f}  {peak / GIB:5.0f}  {bubble:7.0%}  {microbatches:12}"
+        yield f"{figures}  {options}" + "".join(f"  # {note}" for note in notes)
     if not fitting:
         raise UserError(
             f"no layout of --world-size {world_size} fits --memory {memory / GIB:.0f} GiB, of "
             f"which about {RESERVED // GIB} are not free: take more or larger GPUs, or lower "
             "training.seq_len"
         )
-    best = min(fitting, key=lambda each: each.seconds)
-    yield f"the fastest that fits: {options_of(best.config, config) or 'the config as it is'}"
+    yield f"the fastest that fits: {min(fitting)[1] or 'the config as it is'}"
     yield f"plans of {len(proposed)} layouts that a rule of thumb proposes, for {SPEEDS}"
 
 
@@ -106,10 +101,9 @@ def propose(layouts: list[ResolvedConfig], rule: RuleOfThumb, free: float) -> li
             key = (*degrees, mode, needed * OFF < free)
             best[key] = min(best.get(key, figures), figures, key=lambda figures: figures[:2])
     order = sorted(best.values(), key=lambda figures: figures[:2])
-    chosen = order[: PLANNED - CAREFUL]
-    rest = [each for each in order if each not in chosen]
-    careful = [each for each in rest if each[1] * OFF < free][:CAREFUL]
-    return [config for _, _, config in chosen + careful]
+    fastest, rest = order[: PLANNED - CAREFUL], order[PLANNED - CAREFUL :]
+    careful = [figures for figures in rest if figures[1] * OFF < free][:CAREFUL]
+    return [config for _, _, config in fastest + careful]
 
 
 def layouts(config: ResolvedConfig, rule: RuleOfThumb) -> Iterator[ResolvedConfig]:
@@ -184,19 +178,16 @@ def options_of(layout: ResolvedConfig, config: ResolvedConfig) -> str:
     return " ".join(f"{name} {value}" for name, value in pairs)
 
 
-def why_whole(layout: ResolvedConfig, rule: RuleOfThumb) -> str:
-    """Return why ranks have all experts in a layout, by the rule; "" where they do not."""
+def why_whole(layout: ResolvedConfig, rule: RuleOfThumb) -> list[str]:
+    """Return why ranks have all experts in a layout, by the rule; nothing where they do not."""
     if layout.parallelism.ep > 1 or not rule.model.experts:
-        return ""
+        return []
     for ep in expert_degrees(rule.model, min(rule.per_node, rule.world_size))[1:]:
         dealt = replace(layout, parallelism=replace(layout.parallelism, ep=ep))
-        try:
-            dealt.parallelism.degrees(rule.world_size)
-        except UserError:
-            continue
-        more = rule.seconds(dealt) - rule.seconds(layout)
-        return f"ep 1: experts fit whole, and ep {ep} would change a step by about {more:+.2f} s"
-    return "ep 1: experts do not divide over these ranks"
+        with suppress(UserError):
+            more = rule.seconds(dealt) - rule.seconds(layout)
+            return [f"ep 1: experts fit whole; ep {ep} would change a step by about {more:+.2f} s"]
+    return ["ep 1: experts do not divide over these ranks"]
 
 
 def plan_all(
@@ -217,4 +208,4 @@ def planned(layout: ResolvedConfig, world_size: int, per_node: int) -> Found:
     """Return what the exact plan of a layout says."""
     plan = make_plan(layout, world_size, per_node)
     assert plan.seconds is not None
-    return Found(layout, plan.seconds, plan.largest.peak, plan.bubble or 0.0, plan.microbatches[1])
+    return Found(plan.seconds, plan.largest.peak, plan.bubble or 0.0, plan.microbatches[1])

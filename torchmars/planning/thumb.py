@@ -1,6 +1,6 @@
 """A rule of thumb for layouts: roughly what a rank has in memory, and how long a step takes.
 
-It only chooses which layouts `find.py` plans: what counts is their plans.
+It chooses which layouts `find.py` plans, and tells the hours of presets: what counts is a plan.
 """
 
 from torchmars.config import ResolvedConfig
