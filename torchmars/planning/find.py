@@ -187,7 +187,7 @@ def why_whole(layout: ResolvedConfig, rule: RuleOfThumb) -> list[str]:
         with suppress(UserError):
             more = rule.seconds(dealt) - rule.seconds(layout)
             return [f"ep 1: experts fit whole; ep {ep} would change a step by about {more:+.2f} s"]
-    return ["ep 1: experts do not divide over these ranks"]
+    return ["ep 1: nothing else divides the ranks of a stage and the experts"]
 
 
 def plan_all(
