@@ -11,9 +11,10 @@ from tests.models.test_llama import VARIANTS
 from tests.models.test_moe import VARIANTS as MIXTURES
 from torchmars.config import ModelConfig
 from torchmars.core.errors import UserError
-from torchmars.exchange.configs import from_config, to_config
 from torchmars.exchange.families import DEFAULTS, TITLES
+from torchmars.exchange.from_config import from_config
 from torchmars.exchange.names import counterparts
+from torchmars.exchange.to_config import to_config
 from torchmars.models import build_model
 from torchmars.models.gpt2 import GPT2, GPT2Args
 from torchmars.models.llama import Llama

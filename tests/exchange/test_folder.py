@@ -30,9 +30,9 @@ from torchmars.data.order import window_of_sample
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
-from torchmars.exchange.configs import to_config
 from torchmars.exchange.export import export_folder
 from torchmars.exchange.saved_model import load_model, open_model
+from torchmars.exchange.to_config import to_config
 from torchmars.exchange.tokenizer_files import tokenizer_files
 from torchmars.exchange.weight_files import load_weights
 from torchmars.exchange.weights import weights_of_folder, write_weight_files

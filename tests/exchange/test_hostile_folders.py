@@ -16,10 +16,10 @@ from tests.models.test_moe import GLM
 from tests.support.commands import run_command
 from tests.support.mistakes import fuzz, mistake, sizes
 from tests.support.tiny import tiny_config, write_text
-from torchmars.exchange.configs import to_config
 from torchmars.exchange.folder import TOKENIZER, open_folder
 from torchmars.exchange.names import counterparts
 from torchmars.exchange.saved_model import open_any
+from torchmars.exchange.to_config import to_config
 from torchmars.exchange.weights import CONFIG, INDEX, WEIGHTS
 from torchmars.models.gpt2 import GPT2, GPT2Args
 from torchmars.models.llama import Llama, LlamaArgs

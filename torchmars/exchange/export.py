@@ -13,8 +13,8 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
 from torchmars.data.tokenizer import GENERATION
 from torchmars.exchange.card import HEAD, model_card
-from torchmars.exchange.configs import to_config
 from torchmars.exchange.saved_model import SavedModel, tokenizer_of
+from torchmars.exchange.to_config import to_config
 from torchmars.exchange.tokenizer_files import (
     ends_of,
     loading_problem,

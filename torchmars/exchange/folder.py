@@ -11,7 +11,7 @@ from torchmars.config.toml_files import Tables
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.exchange.configs import from_config, left_to_class
+from torchmars.exchange.from_config import from_config, left_to_class
 from torchmars.exchange.weight_files import SavedWeight, no_content, weights_problem
 from torchmars.exchange.weights import (
     ADAPTER,

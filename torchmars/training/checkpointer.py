@@ -12,7 +12,8 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint import state_dict
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.memory.copies import OPTION, MemoryCopies
+from torchmars.checkpoint.memory import OPTION
+from torchmars.checkpoint.memory.copies import MemoryCopies
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import ResolvedConfig

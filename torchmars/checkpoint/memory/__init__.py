@@ -1,1 +1,3 @@
 """Copies of a run in the memory of its machines."""
+
+OPTION = "checkpoint.memory_interval"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.memory.partner import PIECE, partner_of
 from torchmars.checkpoint.memory.shared_memory import LOCK, PLACE, memory_of_launcher
 from torchmars.checkpoint.memory.slots import (
     HEADERS,
@@ -23,7 +24,6 @@ from torchmars.checkpoint.memory.slots import (
     Key,
     Slot,
     find,
-    header_of,
     headers_in,
     kinds_of,
     read_header,
@@ -37,10 +37,8 @@ from torchmars.core.locks import lock
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.layout import Layout
 
-OPTION = "checkpoint.memory_interval"
 GENERATIONS = 2
 T = TypeVar("T")
-PIECE = 2**26  # bytes that are sent at a time
 
 
 class MemoryCopies:
@@ -259,74 +257,6 @@ class MemoryCopies:
             header = read_header(file)
             if header is None or header.key != key:
                 file.unlink(missing_ok=True)
-
-
-class Partner:
-    """The rank of another machine that keeps this one's copies, and the one whose it keeps.
-
-    What they exchange passes through a group of its own, beside the collectives of the training.
-    """
-
-    def __init__(self, keeper: int, source: int, group: dist.ProcessGroup) -> None:
-        """Copies go to the rank `keeper`, and come from the rank `source`."""
-        self.keeper, self.source, self.group = keeper, source, group
-
-    def swap_number(self, number: int) -> int:
-        """Send a number to the keeper, and return that of the source."""
-        given, taken = torch.tensor([number]), torch.zeros(1, dtype=torch.int64)
-        self._swap(given, taken)
-        return int(taken)
-
-    def swap(self, own: Slot, other: Slot) -> None:
-        """Send a copy to the keeper, and fill the slot `other` with that of the source.
-
-        There may be none, where it could not be made: an empty header says so.
-        """
-        found = own.header()
-        text = found.text().encode() if found else b""
-        header = torch.zeros(self.swap_number(len(text)), dtype=torch.uint8)
-        self._swap(torch.tensor(bytearray(text), dtype=torch.uint8), header)
-        try:
-            other.drop()
-        finally:  # the partners wait
-            self._swap(
-                own.memory if len(text) else own.memory[:0],
-                other.memory if len(header) else other.memory[:0],
-            )
-        if len(header):
-            taken = header_of(header.numpy().tobytes())
-            if taken.crc32 == other.crc32():
-                other.complete(taken)
-
-    def _swap(self, given: Tensor, taken: Tensor) -> None:
-        works = [
-            dist.isend(piece, self.keeper, group=self.group) for piece in given.split(PIECE)
-        ] + [dist.irecv(piece, self.source, group=self.group) for piece in taken.split(PIECE)]
-        for work in works:
-            if work is not None:
-                work.wait()
-
-
-def partner_of(layout: Layout) -> Partner | None:
-    """Return the partner of this rank; None on a machine alone. Called by every rank.
-
-    Where machines have different numbers of ranks there is none, and a line says so.
-    """
-    machines, rank = layout.machines(process.local_rank()), layout.world.rank
-    if len(machines) == 1:
-        return None
-    if len({len(ranks) for ranks in machines}) > 1:
-        layout.say(
-            f"warning: {OPTION}: no machine keeps copies of another, since they have different "
-            "numbers of ranks"
-        )
-        return None
-    here = next(number for number, ranks in enumerate(machines) if rank in ranks)
-    place = machines[here].index(rank)
-    keeper, source = (machines[(here + way) % len(machines)][place] for way in (1, -1))
-    partner = Partner(keeper, source, layout.with_own_control_group().control)
-    partner.swap_number(0)  # connects them, while all live
-    return partner
 
 
 def choose(offers: list[list[tuple[Key, int]]], least: int) -> tuple[Key, list[int]] | None:
