@@ -20,11 +20,11 @@ from torchmars.core.help import (
     Option,
     default_text,
     documentation,
-    is_table,
     metavar,
     options_of,
     sections_of,
 )
+from torchmars.core.typed import table_in
 
 ROOT = Path(__file__).parents[1]
 OPTIM = """# torchmars.optim
@@ -82,7 +82,7 @@ def config_page() -> Iterator[str]:
         yield f"## [{name}]\n\n{text}\n"
         texts = documentation(kind)
         for each in options_of(kind):
-            if not is_table(each.hint):
+            if table_in(each.hint) is None:
                 yield f"### `{name}.{each.name}` {{ #{name}.{each.name} }}\n"
                 yield f"{facts(each)}\n\n{texts[each.name]}\n"
 

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from tests.exchange.test_configs import MODELS, randomised
+from torchmars.core.errors import UserError
+from torchmars.models.attention import CausalAttention
 from torchmars.models.cache import Cache
+from torchmars.parallel.context import share_sequences
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -26,6 +29,22 @@ def test_logits_are_those_without_a_cache(name):
         for context in contexts:
             context.append(token)
         logits = cache.go_on([token] * 3)
+
+
+class Own(CausalAttention):
+    def forward(self, q, k, v, sight=None, dropout=0.0):
+        return v
+
+
+@pytest.mark.parametrize("attend", [Own(), torch.nn.Identity()])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_attention_that_reaches_nothing_is_refused(name, attend):
+    model = copy.deepcopy(MODELS[name])
+    model.blocks["0"].attn.attend = attend
+    with pytest.raises(UserError, match="block 0 of .* has an attention of its own"):
+        Cache(model, 8)
+    with pytest.raises(UserError, match="override `mix` alone"):
+        share_sequences(model, None, "ulysses")
 
 
 def test_a_model_on_another_device_gets_all_there():

@@ -82,7 +82,10 @@ def read(folder: PurePath) -> CheckpointManifest:
     path = folder / MANIFEST
     try:
         manifest = FORMAT.read(path, CheckpointManifest, storage_of(path).open)
-        manifest = replace(manifest, config=renewed(manifest.config, f"in {path}"))
+        try:
+            manifest = replace(manifest, config=renewed(manifest.config))
+        except UserError as error:
+            raise ValueError(str(error)) from None
         for section, key in NEEDED:
             if key not in manifest.config.get(section, {}):
                 raise ValueError(f"config.{section}.{key} is missing in it")

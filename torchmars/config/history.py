@@ -4,7 +4,6 @@ import os
 import typing
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 from torchmars.config.config import Config
 from torchmars.config.fields import Was
@@ -19,12 +18,18 @@ GONE = {"optimizer.exact_fraction": 1.0}
 TOLD = "TORCHMARS_RENAMED"
 
 
-def renewed(tables: Tables, source: str, kind: type = Config, above: str = "") -> Tables:
-    """Return a config's tables with the names of today, and without what is gone and dropped.
+def renewed(tables: Tables, source: str = "") -> Tables:
+    """Return a whole config with the names of today, and without what is gone and dropped.
 
-    `source` says where they are from. Raises `UserError` where a setting has both its names.
+    `source` says where it is from: without one nothing warns of old names, as in what a run left,
+    which nobody should change. Raises `UserError` where a setting has both its names.
     """
-    found = {key: value for key, value in tables.items() if not is_dropped(f"{above}{key}", value)}
+    return without_dropped(renamed(tables, source))
+
+
+def renamed(tables: Tables, source: str, kind: type = Config, above: str = "") -> Tables:
+    """Return a config's tables with the names of today. `source` and errors: as `renewed`."""
+    found = dict(tables)
     for name, (old, inner) in names_of(kind).items():
         if old in found:
             if name in found:
@@ -32,35 +37,44 @@ def renewed(tables: Tables, source: str, kind: type = Config, above: str = "") -
                     f"{above}{old} is called {above}{name} now, and both are set ({source}): "
                     f"remove {above}{old}"
                 )
-            warn_of_old_name(above + old, above + name, source)
+            if source:
+                warn_of_old_name(above + old, above + name, source)
             found[name] = found.pop(old)
         value = found.get(name)
         if inner and isinstance(value, dict):
-            found[name] = renewed(value, source, inner, f"{above}{name}.")
+            found[name] = renamed(value, source, inner, f"{above}{name}.")
         elif inner and isinstance(value, list):
             found[name] = [
-                renewed(each, source, inner, f"{above}{name}.") if isinstance(each, dict) else each
+                renamed(each, source, inner, f"{above}{name}.") if isinstance(each, dict) else each
                 for each in value
             ]
     return found
 
 
-def is_dropped(name: str, value: Any) -> bool:
-    """Return whether a setting is gone, and what is left does what its value says."""
-    return name in GONE and type(value) in (int, float) and value == GONE[name]
+def without_dropped(tables: Tables) -> Tables:
+    """Return a whole config without the settings that are gone, if what is left does the same."""
+    found = dict(tables)
+    for name, dropped in GONE.items():
+        section, _, key = name.partition(".")
+        table = found.get(section)
+        if isinstance(table, dict) and type(value := table.get(key)) in (int, float):
+            if value == dropped:
+                found[section] = {each: table[each] for each in table if each != key}
+    return found
 
 
 def check_gone(tables: Tables, source_of: Callable[[str], str]) -> None:
-    """Raise `UserError` for a setting that is gone and not dropped, in `renewed` tables.
+    """Raise `UserError` for a setting that is gone and not dropped, in tables `without_dropped`.
 
     `source_of` says of a setting where it is from.
     """
     for name in flattened(tables):
-        if name in GONE:
+        gone = next((each for each in GONE if f"{name}.".startswith(f"{each}.")), None)
+        if gone is not None:
             raise UserError(
-                f"{name} is a setting no more ({source_of(name)}): remove it; a run that was made "
-                f"with another value than {GONE[name]:g} needs the version of torchmars that made "
-                "it"
+                f"{gone} is a setting no more ({source_of(gone)}): a new run has none, and one "
+                f"that was made with another value than {GONE[gone]:g} needs the version of "
+                "torchmars that made it"
             )
 
 

@@ -11,7 +11,7 @@ import tomli_w
 from torchmars.config.checkpoint import HF
 from torchmars.config.config import Config, ResolvedConfig
 from torchmars.config.entries import check_tables
-from torchmars.config.history import GONE, check_gone, renewed, renewed_path
+from torchmars.config.history import GONE, check_gone, renamed, renewed_path, without_dropped
 from torchmars.config.plugins import load_plugins, not_loaded
 from torchmars.config.presets import find_sources
 from torchmars.config.run import Modules
@@ -87,7 +87,7 @@ def sources_of(files: list[str]) -> list[NamedTables]:
 
 def is_set(sources: list[NamedTables], setting: str) -> bool:
     """Return whether tables set a field, as "section.field"."""
-    return any(has(tables, setting) for _, tables in renewed_sources(sources))
+    return any(has(tables, setting) for _, tables in renamed_sources(sources))
 
 
 def require_config(args: list[str]) -> None:
@@ -106,7 +106,7 @@ def config_of(sources: list[NamedTables]) -> ResolvedConfig:
 
     Raises `UserError`.
     """
-    sources = renewed_sources(sources)
+    sources = renamed_sources(sources)
     check_secrets(merged(sources))
     load_named_plugins(sources)
     config = config_from_sources(sources)
@@ -114,9 +114,9 @@ def config_of(sources: list[NamedTables]) -> ResolvedConfig:
     return config
 
 
-def renewed_sources(sources: list[NamedTables]) -> list[NamedTables]:
+def renamed_sources(sources: list[NamedTables]) -> list[NamedTables]:
     """Return tables with the names of today. Raises `UserError`."""
-    return [(source, renewed(tables, source)) for source, tables in sources]
+    return [(source, renamed(tables, source)) for source, tables in sources]
 
 
 def load_named_plugins(sources: list[NamedTables]) -> None:
@@ -154,8 +154,8 @@ def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
         return next((name for name, tables in reversed(sources) if has(tables, key)), "")
 
     check_tables()
-    sources = renewed_sources(sources)
-    tables = merged(sources)
+    sources = renamed_sources(sources)
+    tables = without_dropped(merged(sources))
     check_gone(tables, source_of)
     return make(Config, tables, source_of).resolve()
 

@@ -29,15 +29,15 @@ class Journal:
         step: int,
         validated: bool,
         deleted: Callable[[int, Path], None],
-        check_lock: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the file `path` to continue after `step`, see `rewind`.
 
         `deleted` is told of a step at which the file turns out to be deleted, see
-        `EventLog.deleted`. `check_lock` raises where the file is another process's by now.
+        `EventLog.deleted`. `check` raises where the file is another process's by now.
         """
         self.path, self.warned, self.deleted = path, False, deleted
-        self.check_lock = check_lock
+        self.check = check
         self.descriptor: int | None = None
         self.rewind(step, validated)
 
@@ -46,7 +46,7 @@ class Journal:
 
         They are made again. Raises `UserError` if the file cannot be written.
         """
-        self.check_lock()
+        self.check()
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -65,7 +65,7 @@ class Journal:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Append a line: the step and its measurements, null for one that is not finite."""
-        self.check_lock()
+        self.check()
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.pending += json.dumps({"step": step} | finite).encode() + b"\n"
         if self.descriptor is not None and not is_at(self.descriptor, self.path):

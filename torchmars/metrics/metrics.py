@@ -143,13 +143,13 @@ def open_metrics(
     validated: bool,
     flops_per_token: int,
     events: EventLog,
-    check_lock: Callable[[], None],
+    check: Callable[[], None],
     write: bool = True,
 ) -> Metrics:
     """Open what a run reports to, to continue after `step`. Called by every rank.
 
     The lines of later steps are dropped, and of a validation after `step` unless it was
-    `validated`. `events` are told if metrics.jsonl is deleted. `check_lock` is that of `Saver`.
+    `validated`. `events` are told if metrics.jsonl is deleted. `check` is `OwnedFolders.check_run`.
     With `write` False no file is opened, and nothing is reported. Raises `UserError` on every rank
     if a file cannot be written.
     """
@@ -161,7 +161,7 @@ def open_metrics(
 
     def open_files() -> None:
         file = config.run.path / METRICS_FILE
-        metrics.journal = Journal(file, step, validated, events.deleted, check_lock)
+        metrics.journal = Journal(file, step, validated, events.deleted, check)
         metrics.trackers = open_trackers(config, step)
 
     if write:

@@ -19,6 +19,8 @@ from torchmars.models.documents import bounds, document_numbers
 # width], keys [batch, heads or fewer, keys, width] and values [..., width of a value]. The queries
 # are those of the last tokens.
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Hands queries, and the keys and values that they may see, to a `Mix`.
+Reach = Callable[[Tensor, Tensor, Tensor, Mix], Tensor]
 
 
 class Sight(NamedTuple):
@@ -84,8 +86,7 @@ class CausalAttention(nn.Module):
     def __init__(self, scale: float | None = None) -> None:
         super().__init__()
         self.scale = scale
-        self.reach: Callable[[Tensor, Tensor, Tensor, Mix], Tensor] = here
-        """Hands queries, and the keys and values that they may see, to a `Mix`."""
+        self.reach: Reach = here
         self.make_mask: Callable[[int, int], Tensor | None] = lower_right
         """Makes the mask of the last of several tokens, where they see all before them."""
 

@@ -20,8 +20,7 @@ class Cache:
         """Tokens of each sequence, padding included."""
         self.padding = torch.zeros(0, dtype=torch.int64)
         """How many tokens of each sequence are padding. On the CPU, as all but what models take."""
-        for attend in model.attention():
-            attend.reach = Kept(self)
+        model.let_reach(lambda: Kept(self))
 
     def start(self, contexts: list[list[int]]) -> Tensor:
         """Forget what was seen, and see `contexts`; return the logits [batch, rows] after each."""

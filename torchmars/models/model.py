@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmars.config import ModelConfig
-from torchmars.models.attention import CausalAttention, Sight
+from torchmars.core.errors import UserError
+from torchmars.models.attention import CausalAttention, Reach, Sight
 from torchmars.models.documents import document_positions
 from torchmars.models.moe import MoE
 
@@ -145,6 +146,22 @@ class Model(nn.Module, ABC):
     def attention(self) -> Iterator[CausalAttention]:
         """Yield where the tokens of each block that is here meet."""
         return (each for each in self.blocks.modules() if isinstance(each, CausalAttention))
+
+    def let_reach(self, reach: Callable[[], Reach]) -> None:
+        """Let the attention of each block that is here reach its keys and values in another way.
+
+        Raises `UserError` for a plugin's model that has an attention of its own in a block.
+        """
+        for number, block in self.blocks.items():
+            own = [each for each in block.modules() if isinstance(each, CausalAttention)]
+            if not own or any(type(each).forward is not CausalAttention.forward for each in own):
+                raise UserError(
+                    f"block {number} of {type(self).__name__} has an attention of its own, which "
+                    "can be neither cached nor shared by ranks: derive it from CausalAttention "
+                    "(torchmars.models.attention), and override `mix` alone"
+                )
+            for each in own:
+                each.reach = reach()
 
     def routed(self) -> dict[str, MoE]:
         """Return the mixtures of experts of the blocks that are here, by the block's number.

@@ -22,7 +22,7 @@ class Setting:
     scope: Literal["both", "optimizer", "group"] = "both"
     """Who has it: each parameter group, or the optimizer whose groups follow from it, or both."""
     was: str = ""
-    """The name that configs had for it before, if any."""
+    """The name that configs had for it before, if any: for rules that ship."""
 
     def of(self, default: Any) -> "Setting":
         """Return the same setting with another default."""

@@ -111,5 +111,4 @@ def share_sequences(
 ) -> None:
     """Let every attention of `model` see whole sequences, of which each rank has a part."""
     kind = Gathered if method == "all-gather" else Exchanged
-    for attend in model.attention():
-        attend.reach = kind(group)
+    model.let_reach(lambda: kind(group))

@@ -168,7 +168,7 @@ def read_run(folder: str | Path) -> Run:
         raise UserError(
             f"{folder} is not the folder of a run: {why}: name one that torchmars runs lists"
         )
-    config = renewed(read_toml(file), f"in {file}")
+    config = renewed(read_toml(file))
     training = config.get("training")
     steps = training.get("steps") if isinstance(training, dict) else None
     if type(steps) is not int or not 0 <= steps < LARGEST:
