@@ -150,7 +150,7 @@ def test_what_is_gone_and_would_change_something_is_refused_with_its_place(value
 def test_of_two_sources_the_later_one_says_whether_what_is_gone_is_dropped(tmp_path, capsys):
     base, above = tmp_path / "base.toml", tmp_path / "above.toml"
     base.write_text("[optimizer]\nexact_fraction = 0.5\n")
-    above.write_text("extends = ['base.toml']\n[optimizer]\nexact_fraction = 1\n")
+    above.write_text(f"extends = ['{base}']\n[optimizer]\nexact_fraction = 1\n")
     load_config([str(above)], "test")
     load_config([str(base), "--optimizer.exact_fraction", "1"], "test")
     with pytest.raises(UserError, match="no more .on the command line"):
