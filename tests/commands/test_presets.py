@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from torchmars.commands.presets import HEADINGS, main, preset_page, preset_table, read
+from torchmars.commands.presets import main
 from torchmars.config.presets import read_presets
 from torchmars.planning.assumptions import FLOPS
+from torchmars.planning.preset_pages import HEADINGS, preset_page, preset_table, read
 
 PRESETS = read_presets()
 

@@ -69,6 +69,19 @@ def test_layouts_that_are_proposed_divide_and_fit_and_the_fastest_is_first(tmp_p
     assert propose(proposed, rule, min(map(rule.memory, proposed))) == []
 
 
+@pytest.mark.parametrize("training", [{"compile": True}, {"dtype": "bfloat16"}])
+def test_every_way_to_use_the_memory_goes_with_its_layout(tmp_path, training):
+    """What is computed again does not go with compiled blocks and tensor parallelism."""
+    config = large(tmp_path, **training)
+    rule = rule_of(config)
+    found = list(layouts(config, rule))
+    for each in found:
+        check_layout(each, each.parallelism.degrees(WORLD_SIZE), rule.model)
+    modes = {(each.parallelism.tp > 1, each.activation_checkpoint.mode) for each in found}
+    assert ((True, "full") in modes) != ("compile" in training)
+    assert {(False, "full"), (True, "none")} <= modes
+
+
 def test_ranks_that_are_no_power_of_2(tmp_path):
     config = large(tmp_path, global_batch_size=48)
     rule = rule_of(config, world_size=24)
@@ -197,8 +210,24 @@ def test_a_row_comes_as_soon_as_it_is_planned(tmp_path, monkeypatch):
     assert "400 TFLOP/s" in last
 
 
+def test_a_layout_that_cannot_be_planned_ends_no_table(tmp_path, monkeypatch):
+    found = [UserError("does not go together"), Found(1.0, 8 << 30, 0.25, 4)]
+    monkeypatch.setattr(find, "plan_all", lambda *_: iter(found))
+    _, refused, row, best, _ = find_layouts(large(tmp_path), WORLD_SIZE, PER_NODE, 80 * GIB)
+    assert refused.endswith("# does not go together")
+    assert best == "the fastest that fits: " + " ".join(row.split()[4:])
+    not_divided = find.planned(large(tmp_path, global_batch_size=7), WORLD_SIZE, PER_NODE)
+    assert isinstance(not_divided, UserError)
+
+
 def test_nothing_fits(tmp_path):
-    with pytest.raises(UserError, match="no layout of --world-size 16 fits --memory 8 GiB"):
+    with pytest.raises(UserError, match="no layout of --world-size 16 fits --memory 8 GiB") as told:
         list(find_layouts(large(tmp_path), WORLD_SIZE, PER_NODE, 8.2 * GIB))
+    config = large(tmp_path)
+    rule = rule_of(config, state=12)
+    least = min(map(rule.memory, layouts(config, rule))) / GIB + 8
+    assert f"the smallest needs about {least:.0f} GiB" in str(told.value)
+    with pytest.raises(UserError, match="divides .* training.global_batch_size = 7 .*: change one"):
+        list(find_layouts(large(tmp_path, global_batch_size=7), 256, PER_NODE, 80 * GIB))
     with pytest.raises(UserError, match="--find is for GPUs: set --gpus-per-node"):
         list(find_layouts(large(tmp_path), WORLD_SIZE, 0, 80 * GIB))

@@ -23,9 +23,9 @@ EVERY = 20
 class Report:
     """Write a page of HTML that shows runs or a comparison.
 
-    It has curves to zoom and to smooth, the configs and what differs between them, checkpoints,
-    events and samples; of a comparison its table, differences and losses. The page is one file that
-    needs no network. Needs the extra torchmars[report].
+    It has curves to zoom, the configs and what differs between them, checkpoints, events and
+    samples; of a comparison what was found, its tables and figures. The page is one file that needs
+    no network. Needs the extra torchmars[report].
     """
 
     runs: Positional[list[Path]]

@@ -63,24 +63,36 @@ def find_layouts(
         config.model, load_tokenizer(config.data.tokenizer).vocab_size, config.training.seq_len
     )
     state = state_bytes(build_optimizer(config, model)) / model.parameter_count
+    state += 4 if config.training.ema_decay else 0
     rule = RuleOfThumb(model, state, world_size, per_node)
-    proposed = propose(list(layouts(config, rule)), rule, memory - RESERVED)
+    dividing = list(layouts(config, rule))
+    if not dividing:
+        raise UserError(
+            f"no layout divides --world-size {world_size} with training.global_batch_size = "
+            f"{config.training.global_batch_size} and training.seq_len = {config.training.seq_len}:"
+            " change one of them"
+        )
+    proposed = propose(dividing, rule, memory - RESERVED)
     if proposed:
         yield HEADINGS
     fitting = []
     found = plan_all(proposed, world_size, per_node, config.run.plugins)
-    for layout, (seconds, peak, bubble, microbatches) in zip(proposed, found):
-        options, notes = options_of(layout, config), why_whole(layout, rule)
-        if peak < memory - RESERVED:
-            fitting.append((seconds, options))
-        else:
-            notes += ["does not fit"]
-        figures = f"{seconds:8.2f}  {peak / GIB:5.0f}  {bubble:7.0%}  {microbatches:12}"
-        yield f"{figures}  {options}" + "".join(f"  # {note}" for note in notes)
+    for layout, plan in zip(proposed, found):
+        options = options_of(layout, config)
+        if isinstance(plan, UserError):  # what the rule does not know
+            yield f"{'-':>8}  {'-':>5}  {'-':>7}  {'-':>12}  {options}  # {plan}"
+            continue
+        if fits := plan.peak < memory - RESERVED:
+            fitting.append((plan.seconds, options))
+        notes = why_whole(layout, rule) if fits else ["does not fit"]
+        figures = f"{plan.seconds:8.2f}  {plan.peak / GIB:5.0f}  {plan.bubble:7.0%}"
+        yield f"{figures}  {plan.microbatches:12}  {options}" + "".join(f"  # {n}" for n in notes)
     if not fitting:
+        least = min(map(rule.memory, dividing)) + RESERVED
         raise UserError(
             f"no layout of --world-size {world_size} fits --memory {memory / GIB:.0f} GiB, of "
-            f"which about {RESERVED // GIB} are not free: take more or larger GPUs, or lower "
+            f"which about {RESERVED // GIB} are not free; the smallest needs about "
+            f"{least / GIB:.0f} GiB by a rule of thumb: take more or larger GPUs, or lower "
             "training.seq_len"
         )
     yield f"the fastest that fits: {min(fitting)[1] or 'the config as it is'}"
@@ -150,11 +162,14 @@ def in_memory(layout: ResolvedConfig, rule: RuleOfThumb) -> Iterator[ResolvedCon
     except UserError:
         return
     for mode, accumulate in product(modes, forms if microbatches > 1 else forms[:1]):
-        yield replace(
+        form = replace(
             layout,
             parallelism=replace(layout.parallelism, accumulate=accumulate),
             activation_checkpoint=ActivationCheckpointConfig(mode),
         )
+        with suppress(UserError):
+            check_layout(form, degrees, rule.model)
+            yield form
 
 
 def divisors(number: int) -> list[int]:
@@ -185,6 +200,7 @@ def why_whole(layout: ResolvedConfig, rule: RuleOfThumb) -> list[str]:
     for ep in expert_degrees(rule.model, min(rule.per_node, rule.world_size))[1:]:
         dealt = replace(layout, parallelism=replace(layout.parallelism, ep=ep))
         with suppress(UserError):
+            check_layout(dealt, dealt.parallelism.degrees(rule.world_size), rule.model)
             more = rule.seconds(dealt) - rule.seconds(layout)
             return [f"ep 1: experts fit whole; ep {ep} would change a step by about {more:+.2f} s"]
     return ["ep 1: nothing else divides the ranks of a stage and the experts"]
@@ -192,7 +208,7 @@ def why_whole(layout: ResolvedConfig, rule: RuleOfThumb) -> list[str]:
 
 def plan_all(
     layouts: list[ResolvedConfig], world_size: int, per_node: int, plugins: list[str]
-) -> Iterator[Found]:
+) -> Iterator[Found | UserError]:
     """Plan each of `layouts`, in order, in processes: a plan leaves its process group behind."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torchmars.planning.plan"])  # once, for all of them
@@ -204,8 +220,11 @@ def plan_all(
         yield from pool.map(work, layouts)
 
 
-def planned(layout: ResolvedConfig, world_size: int, per_node: int) -> Found:
-    """Return what the exact plan of a layout says."""
-    plan = make_plan(layout, world_size, per_node)
+def planned(layout: ResolvedConfig, world_size: int, per_node: int) -> Found | UserError:
+    """Return what the exact plan of a layout says, or why there is none."""
+    try:
+        plan = make_plan(layout, world_size, per_node)
+    except UserError as error:
+        return error
     assert plan.seconds is not None
     return Found(plan.seconds, plan.largest.peak, plan.bubble or 0.0, plan.microbatches[1])

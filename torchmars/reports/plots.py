@@ -68,7 +68,10 @@ def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
 
 def add_legend(runs: list[Run], figure: Figure) -> None:
     """Say above all panels which line is which run, and what the vertical lines are."""
-    lines = [Line2D([], [], color=color(number)) for number in range(len(runs))]
+    lines = [
+        Line2D([], [], color=color(number), linestyle=DASHES[number // 10 % len(DASHES)])
+        for number in range(len(runs))
+    ]
     names = names_of(runs)
     for event, dashes in EVENTS.items():
         if any(len(event_steps(run, event)) for run in runs):
@@ -97,7 +100,7 @@ def draw(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None:
 
 def draw_lines(figure: PageFigure, runs: list[Run], along: Along, axes: Axes) -> None:
     """Draw the curves of a chart: those that are smoothed pale, and their means."""
-    labels = {}
+    labels: dict[str, Line2D] = {}
     for trace in figure.traces:
         where = run_along(runs[trace["run"]], along, trace)
         values, shade = np.array(trace["y"], dtype=np.float64), color(trace["color"])
@@ -108,7 +111,7 @@ def draw_lines(figure: PageFigure, runs: list[Run], along: Along, axes: Axes) ->
         marker = "." if len(values) <= FEW else ""
         axes.plot(where, values, color=shade, linestyle=dashes, marker=marker, linewidth=1.3)
         shade = BLACK if len(runs) > 1 else shade
-        labels[trace["name"]] = Line2D([], [], color=shade, linestyle=dashes)
+        labels.setdefault(trace["name"], Line2D([], [], color=shade, linestyle=dashes))
     if len(labels) > 1:
         axes.legend(labels.values(), labels, fontsize=8)
 

@@ -1,5 +1,6 @@
 """The figures of runs on a page: curves over steps, and progress through the days."""
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,8 @@ def figure_of(chart: Chart, runs: list[Run], names: list[str], events: list[Told
             look |= {"dash": 0 if alone else at + number // 10, "name": labels[at]}
             look["hover"] = labels[at] if alone else f"{names[number]} {labels[at]}"
             shown = thinned(series, buckets)
-            if is_noisy(chart, series) and not chart.stacked:
+            measured = re.fullmatch(chart.pattern, name)  # not another one drawn beside
+            if measured and is_noisy(chart, series) and not chart.stacked:
                 smooths = True
                 traces.append(look | points(shown) | {"style": "pale"})
                 shown = smoothed(series, buckets)

@@ -1,0 +1,112 @@
+"""What presets take and are to reach: a table of them, and a page for each."""
+
+from collections.abc import Iterable
+from functools import cache
+
+from torchmars.config import ModelConfig, ResolvedConfig
+from torchmars.config.load import config_from_sources
+from torchmars.config.presets import Preset
+from torchmars.core.console import labelled
+from torchmars.core.tables import table
+from torchmars.core.words import counted, short
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.models import Model, build_meta_model
+from torchmars.optim.rules import variance_reduced
+from torchmars.planning.assumptions import PER_NODE, SPEEDS
+from torchmars.planning.thumb import RuleOfThumb
+
+HEADINGS = ("preset", "parameters", "tokens", "GPUs", "hours", "settings", "result to expect")
+RIGHT = (1, 2, 3, 4)
+# The settings of the optimizer that a preset shows.
+SHOWN = ("lr", "lr_1d", "betas", "betas_1d", "weight_decay", "weight_decay_1d", "gamma", "clip")
+HOURS = (
+    f"hours: by a rule of thumb, for {PER_NODE} H100 on each machine, {SPEEDS}. Small models reach "
+    "less, and the optimizer's own time is not in it: torchmars plan NAME --world-size GPUS"
+)
+
+
+@cache
+def model_of(config: ModelConfig, tokenizer: str, seq_len: int) -> Model:
+    """Return the model of a config, without memory. Presets share their models."""
+    return build_meta_model(config, load_tokenizer(tokenizer).vocab_size, seq_len)
+
+
+def read(preset: Preset) -> tuple[ResolvedConfig, Model, float]:
+    """Return the config of a preset, its model, and about how many seconds a step takes."""
+    config = config_from_sources(preset.sources())
+    model = model_of(config.model, config.data.tokenizer, config.training.seq_len)
+    rule = RuleOfThumb(model, 0, preset.gpus, PER_NODE)  # the optimizer's state takes no time
+    return config, model, rule.seconds(config)
+
+
+def row(preset: Preset) -> tuple[str, ...]:
+    """Return the cells of a preset in a table of all."""
+    config, model, seconds = read(preset)
+    return (
+        preset.name,
+        short(model.parameter_count),
+        short(config.training.tokens),
+        f"{preset.gpus}{'' if preset.layout_published else '*'}",
+        f"{config.training.steps * seconds / 3600:,.0f}",
+        preset.origin,
+        preset.result or "none published",
+    )
+
+
+def preset_table(presets: Iterable[Preset]) -> list[str]:
+    """Return presets in lines, one for each."""
+    return [
+        *table([HEADINGS, *map(row, presets)], RIGHT),
+        "* GPUs: what we assume; the others are those of the published runs",
+        "settings: published in all that matters, or partly; ours are a starting point that the "
+        "authors of the rule or model have not run",
+        HOURS,
+    ]
+
+
+def preset_page(preset: Preset) -> list[str]:
+    """Return all that is known of a preset, in lines."""
+    config, model, seconds = read(preset)
+    training, schedule, optimizer = config.training, config.schedule, config.optimizer
+    shown = [(name, getattr(optimizer, name)) for name in SHOWN]
+    mode = f", {optimizer.mode}" if variance_reduced(optimizer.name) else ""
+    size, accumulated = training.microbatches(
+        config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
+    )
+    sections = {
+        "preset": [preset.name],
+        "files": [" ".join(preset.files)],
+        "model": [f"{model.parameter_count:,} parameters: {model.describe()}"],
+        "batch": [
+            f"{training.global_batch_size} x {training.seq_len} tokens a step, "
+            f"{counted(training.steps, 'step')}, {short(training.tokens)} tokens of "
+            f"{config.data.source}"
+        ],
+        "optimizer": [
+            f"{optimizer.name}{mode}: "
+            + ", ".join(f"{name} {words(value)}" for name, value in shown if value is not None)
+        ],
+        "schedule": [
+            f"{schedule.name}, {counted(schedule.warmup_steps, 'step')} of warmup, "
+            f"min_lr {schedule.min_lr}"
+        ],
+        "settings": [f"{preset.origin}: {preset.origin_text}"],
+        "result": [preset.result or "none published"],
+        "GPUs": [
+            f"{preset.gpus}, {preset.layout}",
+            f"here {accumulated} x {counted(size, 'sequence')} on each data-parallel rank",
+        ],
+        "time": [
+            f"about {training.steps * seconds / 3600:,.0f} hours, {seconds:.2f} s a step",
+            HOURS,
+        ],
+        "notes": list(preset.notes),
+        "sources": [f"[{number}] {text}" for number, text in enumerate(preset.references, 1)],
+        "start": [f"CONFIG_FILE={preset.name} ./run_train.sh"],
+    }
+    return [line for name, section in sections.items() for line in labelled(name, *section)]
+
+
+def words(value: object) -> str:
+    """Return a setting as the command line takes it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
