@@ -34,9 +34,9 @@ def begin() -> None:
 
 def set_defaults(variables: "MutableMapping[str, str]") -> None:
     """Set what torch reads when it is imported, or starts CUDA, unless the user has set it."""
-    # torch's profiler says on the console when it begins and ends, unless torch finds this.
+    # Keeps torch's profiler from printing when it starts and stops.
     variables.setdefault("KINETO_LOG_LEVEL", "99")
-    # A block of GPU memory then grows, where another one would be made and some of both be lost.
+    # Memory blocks then grow in place, which avoids fragmentation.
     if "PYTORCH_CUDA_ALLOC_CONF" not in variables:  # the older name, which the newer one overrules
         variables.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 

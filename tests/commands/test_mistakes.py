@@ -141,7 +141,7 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT
         ("LOCAL_WORLD_SIZE", MANY, "LOCAL_WORLD_SIZE must be a whole number"),
         ("MASTER_PORT", "70000", "MASTER_PORT must be at least 0 and at most 65,535"),
         ("RANK", "1", "RANK and LOCAL_RANK must be less than WORLD_SIZE"),
-        ("MASTER_ADDR", None, "RANK is set, but MASTER_ADDR not: start ranks by torchmars train"),
+        ("MASTER_ADDR", None, "RANK is set, but MASTER_ADDR is not: start ranks by"),
     ],
 )
 def test_the_variables_of_a_rank(place, monkeypatch, capsys, name, value, message):

@@ -75,7 +75,7 @@ def test_one_gradient_that_rules_the_momentum_is_in_the_line(tmp_path, capsys):
         writer.train(step, loss=2.0, bits=math.nan, lr=0.1, telemetry=telemetry)
     ordinary, ruled = capsys.readouterr().out.splitlines()
     assert "momentum" not in ordinary
-    assert "an earlier gradient rules: momentum 3e+23 x gradient" in ruled
+    assert "momentum is 3e+23 x the gradient: one earlier gradient dominates" in ruled
 
 
 def run_with_wandb(tables):

@@ -93,8 +93,8 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
             {"tp": 2, "model": LLAMA | {"n_inner": 97}},
             "tp = 2 does not divide the 97 rows of blocks.0.mlp.gate",
         ),
-        (2, {"tp": 2, "training": {"seq_len": 31}}, "seq_len = 31 is no multiple of 2"),
-        (2, {"cp": 2, "training": {"seq_len": 30}}, "seq_len = 30 is no multiple of 4"),
+        (2, {"tp": 2, "training": {"seq_len": 31}}, "seq_len = 31 must be a multiple of 2"),
+        (2, {"cp": 2, "training": {"seq_len": 30}}, "seq_len = 30 must be a multiple of 4"),
         (
             8,
             {"cp": 2, "tp": 4, "cp_method": "ulysses"},

@@ -285,7 +285,7 @@ def test_what_an_expert_would_warn_of(tmp_path):
         **small,
     )
     assert "does not fit a GPU of 80 GiB" in poor
-    assert "width 12012 is no multiple of 64" in poor
+    assert "width 12012 is not a multiple of 64" in poor
 
 
 @FULL

@@ -159,7 +159,7 @@ def test_ranks_refuse_a_layout_that_cannot_be(tmp_path):
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, parallelism={"tp": 2}, training={"seq_len": 31})
     for error in run_ranks(fails, 2, tables):
-        assert "training.seq_len = 31 is no multiple of 2" in error
+        assert "training.seq_len = 31 must be a multiple of 2" in error
 
 
 def broken_from_step_3(tables):

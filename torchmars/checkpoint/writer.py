@@ -36,7 +36,7 @@ def reporting_disk_errors() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """By what a rank has written a checkpoint, and what came of it."""
+    """A rank's save plan, and where it put each chunk."""
 
     tensors: SavePlan
     """The chunks that this rank has."""

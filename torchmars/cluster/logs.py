@@ -209,7 +209,7 @@ class RankOutput:
 
     def _show(self, data: bytes) -> None:
         if self.console is not None and os.isatty(self.console):
-            # Progress bars go back to the begin of their line.
+            # Progress bars go back to the start of their line.
             parts = self.decoder.decode(data).split("\r")
             data = "\r".join(map(harmless, parts)).encode()
         self._put(self.console, data)

@@ -68,7 +68,8 @@ def check_variables() -> None:
     needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if "RANK" in os.environ else ()
     remedy = "start ranks by torchmars train or torchrun, or unset RANK to train alone"
     if missing := [name for name in needed if name not in os.environ]:
-        raise UserError(f"RANK is set, but {' and '.join(missing)} not: {remedy}")
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(f"RANK is set, but {' and '.join(missing)} {verb} not: {remedy}")
     if number("RANK", 0) >= world_size() or local_rank() >= world_size():
         raise UserError(f"RANK and LOCAL_RANK must be less than WORLD_SIZE: {remedy}")
     if needed:

@@ -33,7 +33,7 @@ class Bench:
     steps: Positive = 20
     """Steps that are measured."""
     warmup: Positive = 10
-    """Steps before them. Times are read every so many steps as divide both numbers."""
+    """Steps before them. Times are read every n steps, n a common divisor of both numbers."""
     against: str | None = None
     """Measure another config too, in alternation, and print the ratio: files and options in quotes,
     such as "quickstart.toml --training.compile true"."""

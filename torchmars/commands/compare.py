@@ -254,7 +254,7 @@ def introduction(study: Study, how: str) -> list[str]:
         *labelled("compare", ", ".join(each.name for each in study.contenders), own),
         *labelled(
             "trials",
-            f"{least} or more of {counted(training.steps, 'step')}, {tokens:,} tokens, "
+            f"at least {least}, each of {counted(training.steps, 'step')} ({tokens:,} tokens), "
             f"with {seeds_text(study.seeds)}",
             how,
             *(

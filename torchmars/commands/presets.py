@@ -1,4 +1,4 @@
-"""List the presets: published settings by name, with what each takes and is to reach."""
+"""List the presets: published settings by name, with cost and expected result."""
 
 import sys
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torchmars.core.typed import nearest
 
 @dataclass
 class Presets:
-    """List the presets: published settings by name, with what each takes and is to reach.
+    """List the presets: published settings by name, with cost and expected result.
 
     A preset is called FAMILY-SIZE-RULE-DATA. Its name goes where a config file goes:
     `CONFIG_FILE=gpt2-small-mars-m-openwebtext ./run_train.sh`, or

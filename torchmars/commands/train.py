@@ -27,13 +27,13 @@ from torchmars.core.options import take_options
 class Train:
     """Check a config and train it on this machine's ranks.
 
-    NGPU and the other variables that run_train.sh lists say on how many, and with which machines.
+    NGPU and the variables listed in run_train.sh set how many ranks and machines.
     """
 
     prepare: bool = False
     """Only do what needs no ranks, once for all machines."""
     prepared: bool = False
-    """Leave that out, since it has been done."""
+    """Skip what --prepare has done."""
     quiet: bool = False
     """Print only warnings and errors. The logs of the ranks have all."""
 

@@ -151,8 +151,8 @@ def check_source(text: str, files: list[str], path: str | None, where: str = "")
 def folder_name(label: str, corpus: DataConfig) -> str:
     """Return the name of the folder of shards that a run makes where data.path is not given.
 
-    Of a `label` or a tokenizer that is a path, it has what a file name can have. The patterns of
-    files tell corpora apart of which that is the same, so it ends with a hash of them.
+    Of a `label` or a tokenizer that is a path, it has what a file name can have. Two corpora may
+    share label and tokenizer, so the name ends with a hash of their file patterns.
     """
     name = f"{label}-{corpus.tokenizer.removesuffix('.json').removesuffix('/tokenizer')}"
     name = re.sub(r"[^\w.-]+", "-", name)

@@ -19,5 +19,5 @@ class GuardsConfig:
     """Standard deviations above the mean of the last 64 losses, from which a loss is an outlier."""
     hang_seconds: Amount = 600.0
     """Seconds without a step after which a rank is taken to hang. Every rank then says where it
-    stands, and the run ends. Must be more than the longest step, compilation, validation or save.
-    0: never, but for the backend's own timeouts: 30 minutes, 10 in HSDP on GPUs."""
+    stands, and the run ends. Must be more than the longest step, compilation, validation or save. 0
+    disables it. The backend's timeouts still apply: 30 minutes; 10 in HSDP on GPUs."""

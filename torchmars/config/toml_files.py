@@ -41,8 +41,7 @@ def read_files(
 ) -> dict[str, Tables]:
     """Return the tables of a config file, after those of the files that it extends, by file.
 
-    `extending` are the files that lead to this one. `read` has what other files led to, and gets
-    what this one does.
+    `extending` are the files that lead to this one. `read` caches the tables of files read so far.
     """
     if name in extending:
         raise UserError(f"{name} extends itself ({' -> '.join([*extending, name])}): remove one")

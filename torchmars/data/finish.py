@@ -113,8 +113,8 @@ def cut_tail(splits: dict[str, Split], fraction: float, folder: Path, tokenizer:
     whole = next(split for split in splits.values() if split.tokens)
     dtype = numpy_dtype(smallest_dtype(tokenizer.vocab_size))
     say(
-        f"the hash puts every document ({whole.documents:,}) into one split: the last "
-        f"{fraction:.2%} of the tokens become the validation split instead"
+        f"too few documents ({whole.documents:,}) to split by document: the last "
+        f"{100 * fraction:.3g}% of the tokens is the validation split"
     )
     length = max(1, int(whole.tokens * fraction))
     kept, cut = [], []  # shards with the tokens that stay in each

@@ -15,7 +15,7 @@ import numpy as np
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import FileTokenizer, Tokenizer
 
-LOOKED_AT = 2**20  # bytes of the begin of a file, which tell what its numbers are
+LOOKED_AT = 2**20  # bytes at the start of a file, which tell what its numbers are
 FEWEST = 64  # bytes that tell it
 # Every second uint16 of numbers below it is less than 4. Hardly a vocabulary is larger.
 WIDE = 2**18

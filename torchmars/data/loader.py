@@ -107,7 +107,7 @@ class Loader:
                 self.check()
                 self._peeked = [next(self._stream()).windows for _ in range(count)]
             except ChangedData as error:
-                # What a worker has raised comes with the traceback before its message.
+                # A worker's exception carries its traceback in front of the message.
                 self.changed = ChangedData(str(error).rpartition("ChangedData: ")[2].strip())
                 # The frames and the workers refer to each other. Workers whose end is left to the
                 # garbage collector do not end.

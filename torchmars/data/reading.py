@@ -140,7 +140,7 @@ class TextReader:
             yield ReadPart(part, self.begin, lines, self.input.size, True)
 
     def documents(self, want: int, longest: int) -> tuple[int, bool]:
-        """Return the length of documents at the begin of the data, and whether they are the last.
+        """Return the length of documents at the start of the data, and whether they are the last.
 
         They have at least `want` bytes if there are as many. They have none where a line of more
         than `longest` bytes comes first. A longer document is cut at a line end.

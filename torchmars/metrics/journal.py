@@ -115,10 +115,10 @@ def measurements(row: Row) -> Row:
 
 
 def last_rows(file: Path, names: tuple[str, ...]) -> tuple[dict[str, Row], int]:
-    """Return the newest line with each measurement of `names` that there is, "step" for any.
+    """Return the newest line with each measurement of `names`, and how many lines are damaged.
 
-    And how many of the lines that were looked at for them are damaged. It is read from the end of
-    the file, so that it takes no time for a long run.
+    "step" stands for any measurement. The file is read from its end, only as far as needed: a long
+    run takes no more time.
     """
     size, keys = 2**16, {name: f'"{name}": '.encode() for name in names}
     with opened(file) as stream:

@@ -70,7 +70,8 @@ class Metrics:
             parts.append(f"busiest expert {busiest:.1f} x mean")
         momenta = [value for name, value in telemetry.items() if name.endswith("/momentum")]
         if large := [each for each in momenta if each > MOMENTUM]:  # others may be NaN
-            parts.append(f"an earlier gradient rules: momentum {max(large):.0e} x gradient")
+            ratio = f"momentum is {max(large):.0e} x the gradient"
+            parts.append(f"{ratio}: one earlier gradient dominates")
         if (mfu := self.throughput.mfu(rate)) is not None:
             values["mfu"] = mfu
             parts.append(f"mfu {mfu:.1%}")

@@ -206,12 +206,11 @@ def keep_gradient_(tensors: Tensors, factors: KeepFactors) -> None:
 
 
 def pays_to_keep_apart(last_grad: Tensor, momentum: Tensor) -> bool:
-    """Return whether a compiled kernel that reads h had better leave it to another to write h.
+    """Return whether writing h in a kernel of its own is faster.
 
     On a CPU torch.compile writes 16-bit numbers by masked stores of half a vector. The next load
-    from there waits until the store is done, and with it all that the loop computes: a step took
-    twice as long. A kernel that writes a momentum of 16 bits waits anyway, and was faster with
-    both.
+    from there waits until the store is done, and the loop with it: a step took twice as long. A
+    kernel that writes a momentum of 16 bits waits anyway, and was faster with both.
     """
     on_cpu = last_grad.device.type == "cpu"
     return on_cpu and last_grad.element_size() == 2 and momentum.element_size() > 2

@@ -49,7 +49,7 @@ def between(
     Args:
         step: from 0; beyond `total_steps` the value stays `last`.
         total_steps: the length of the schedule.
-        first: the value at its begin.
+        first: the value at its start.
         last: the value at its end.
         name: linear, half a cosine, or constant, which stays `first`.
     """

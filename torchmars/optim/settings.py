@@ -219,7 +219,7 @@ OPTIMIZE_1D = Flag(
 )
 LR_1D = Number(
     "lr_1d",
-    "Learning rate of the vectors' AdamW. Half of lr where it has no default.",
+    "Learning rate of the vectors' AdamW. If the rule has no default, half of lr.",
     scope="optimizer",
     optional=True,  # half of lr
 )

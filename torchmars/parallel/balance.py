@@ -151,10 +151,10 @@ class Balance:
     def figures(self) -> dict[str, float]:
         """Return how evenly the last step's tokens chose the experts of all layers.
 
-        "experts/busiest" is the most that an expert of a layer had, over the mean;
-        "experts/entropy" is that of the shares over that of even ones, as a mean over layers;
-        "experts/without_tokens" is the number of experts that none chose. Nothing without experts
-        or before the first step. Collective in a pipeline. Waits for the device once.
+        "experts/busiest": load of the busiest expert over the mean. "experts/entropy": entropy of
+        the loads over that of equal loads, averaged over layers. "experts/without_tokens": experts
+        that no token chose. Empty without experts or before the first step. Collective in a
+        pipeline. Waits for the device once.
         """
         if not self.places:
             return {}

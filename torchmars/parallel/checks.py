@@ -1,4 +1,4 @@
-"""What does not go together in a layout: found before there are ranks."""
+"""Checks of a layout that need no ranks."""
 
 from collections.abc import Iterator
 
@@ -83,8 +83,8 @@ def check_sequences(config: Config, degrees: Degrees, model: Model) -> None:
     unit = sequence_unit(cp, tp)
     require(
         length % unit == 0,
-        f"training.seq_len = {length} is no multiple of {unit}, which parallelism.cp = {cp} and "
-        f"parallelism.tp = {tp} cut it by: choose one",
+        f"training.seq_len = {length} must be a multiple of {unit} for parallelism.cp = {cp} and "
+        f"parallelism.tp = {tp}",
     )
     for heads in model.heads:
         require(

@@ -27,7 +27,7 @@ def advice(plan: Plan) -> Iterator[str]:
     rows, width = plan.whole.vocab_rows, plan.whole.width
     if plan.per_node and (rows % TILE or width % TILE):
         yield (
-            f"vocabulary {rows} or width {width} is no multiple of {TILE}: "
+            f"vocabulary {rows} or width {width} is not a multiple of {TILE}: "
             "matrix units of GPUs are used badly (model.vocab_size, model.n_embd)"
         )
 
@@ -84,7 +84,7 @@ def of_network(plan: Plan) -> Iterator[str]:
         return
     if shards % per_node:
         yield (
-            f"dp_shard = {shards} is no multiple of the {per_node} GPUs of a machine: "
+            f"dp_shard = {shards} is not a multiple of the {per_node} GPUs of a machine: "
             "shards straddle machines"
         )
     microbatch_size, _ = plan.microbatches
@@ -162,8 +162,8 @@ def of_tokens(plan: Plan) -> Iterator[str]:
             )
     if plan.tokens_per_parameter < TOKENS_PER_PARAMETER / 2:
         yield (
-            f"training.steps = {steps} read {plan.tokens_per_parameter:.1f} tokens for each "
-            "parameter: a smaller model, or more steps, use the same FLOPs better "
+            f"training.steps = {steps} reads {plan.tokens_per_parameter:.2g} tokens per parameter: "
+            "a smaller model, or more steps, uses the same FLOPs better "
             f"(about {TOKENS_PER_PARAMETER} are compute-optimal)"
         )
     if plan.config.schedule.warmup_steps == 0 and steps >= 1000:

@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 @dataclass
 class Effect:
-    """What some work does to the memory, in bytes by kind."""
+    """The effect of some work on the memory, in bytes by kind."""
 
     moments: dict[Hashable, Counter[str]] = field(default_factory=dict)
-    """What there is at most in each part of the work, beside what there was before."""
+    """Peak bytes of each phase above the level before the work."""
     change: Counter[str] = field(default_factory=Counter)
-    """What there is after the work, beside what there was before."""
+    """Bytes that stay after the work, above the level before it."""
 
     @property
     def peak(self) -> Counter[str]:
-        """What there is at the worst moment of the work, beside what there was before."""
+        """Bytes at the worst moment of the work, above the level before it."""
         return max(self.moments.values(), key=Counter.total)
 
     def changed(self, more: "Effect", less: "Effect") -> "Effect":

@@ -31,7 +31,7 @@ class File:
 
 
 class NewFile(io.RawIOBase):
-    """A new file, written from its begin to its end, that counts and hashes what is written."""
+    """A new file, written from start to end, that counts and hashes what is written."""
 
     def __init__(self, stream: BinaryIO) -> None:
         """Write to `stream`, which is closed with this file."""

@@ -1,9 +1,9 @@
 """Who may write in a folder of an object store: the run whose lease lies there.
 
 A store has no locks. So an object beside the checkpoints names the process that has the folder. It
-is created only where there is none, and written again every RENEW_SECONDS. Whoever finds one that
-stays as it is for LAPSE_SECONDS takes the folder, and the former process, should it wake up, finds
-another name there before it publishes a checkpoint. No clocks are compared.
+is created only where there is none, and written again every RENEW_SECONDS. A lease unchanged for
+LAPSE_SECONDS may be taken. If its former holder wakes up, it sees the new name and publishes
+nothing. No clocks are compared.
 """
 
 import contextlib

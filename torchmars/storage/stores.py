@@ -20,7 +20,7 @@ from torchmars.core.places import ObjectPath
 from torchmars.core.secrets import without_secrets
 from torchmars.storage import answers
 
-BLOCK = 16 * 2**20  # bytes of a request where a file is read from its begin to its end
+BLOCK = 16 * 2**20  # bytes of a request where a file is read from start to end
 # Extras of this package, and what they install, by the protocols of fsspec that need it.
 EXTRAS = {
     "s3": ("s3", "s3fs"),
@@ -81,8 +81,8 @@ class Store:
     def __init__(self, protocol: str) -> None:
         """`protocol` is one of EXTRAS. Raises `UserError` where its package is missing."""
         self.protocol = protocol
-        # By process. That of a parent is kept: were it collected in the child, it would let the
-        # parent's own loop forget its connections, whose epoll both have.
+        # By process. A forked child keeps the parent's connection alive: closing it there would
+        # unregister the epoll that both share.
         self.connections: dict[int, Any] = {}
         self.files  # noqa: B018, connects
 
@@ -243,8 +243,9 @@ def reading(path: PurePath) -> Iterator[None]:
         refused = kinds & REFUSALS or any("Credential" in kind for kind in kinds)
         if (refused or REFUSAL.search(text)) and not kinds & PASSING:
             raise UserError(
-                f"{path}: the store refuses ({reason(error)}): give it credentials that may use "
-                "the folder, where its own tools take them"
+                f"{path}: the store refuses ({reason(error)}): set credentials for this "
+                "folder, where the store's own tools read them (for s3: AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or ~/.aws)"
             ) from None
         raise Unreachable(
             f"{path} cannot be read ({reason(error)}): see that the store answers, and start again"

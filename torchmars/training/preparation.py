@@ -114,10 +114,9 @@ def mixture_of(config: ResolvedData, manifests: list[DataManifest]) -> Mixture:
 
 
 def write_settings(config: ResolvedConfig) -> None:
-    """Leave the settings of a run in its folder, as a config that reproduces it.
+    """Write the resolved config of a run into its folder, and its tokenizer if that is a file.
 
-    And its tokenizer, if that is a file. Raises `UserError` where that, or a checkpoint later,
-    cannot be written.
+    Raises `UserError` if one of them, or a checkpoint later, cannot be written.
     """
     folder = config.run.path
     if isinstance(config.checkpoints, Path):

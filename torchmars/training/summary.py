@@ -69,10 +69,9 @@ def torch_warning(version: str) -> str:
 
 
 def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MARS) -> list[str]:
-    """Return the model, its layout, the batch of a step, and the optimizer's groups, in lines.
+    """Return lines on the model, its layout, the batch of a step, and the optimizer's groups.
 
-    And a warning of a schedule that does not fit the run.
-    `config` has its dtypes resolved.
+    The last one warns of a schedule that does not fit the run. `config` has its dtypes resolved.
     """
     training = config.training
     unfit = config.schedule.warning(training.steps)

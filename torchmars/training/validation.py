@@ -33,10 +33,10 @@ class Validation:
 
     @torch.no_grad()
     def losses(self) -> tuple[float, float, dict[str, float]]:
-        """Return the mean loss over the validation windows, and the same in bits per byte.
+        """Return the loss over the validation windows, in bits per byte, and by part of a mixture.
 
-        And the loss of each part of the mixture that has some of them, by name. Bits per byte are
-        NaN where the data do not know their bytes.
+        Losses are means. Parts without a validation window have none. Bits per byte are NaN where
+        the data do not know their bytes.
         """
         layout, names = self.layout, self.data.names
         batches: list[tuple[Tensor, list[int]]] = []

@@ -52,7 +52,8 @@ class Bucket:
 def rank_bucket(
     planned: PlannedBucket, blocks: Sequence[Blocks], place: MeshPlace, *, of_rows: bool = False
 ) -> Bucket:
-    """Return what the rank at `place` does for a bucket, or for what is `of_rows` of its matrices.
+    """Return the work of the rank at `place` for a bucket: on its matrices or, with `of_rows`, on
+    their row statistics.
 
     `blocks` has what each shard has of each parameter. The time is linear in the bucket's units,
     and in the rank's own units times the ranks.

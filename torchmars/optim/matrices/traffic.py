@@ -194,10 +194,7 @@ class MatrixTraffic:
     def _replace_by_directions(
         self, alike: Sequence[Units], momenta: Tensor, squares: Tensor | None
     ) -> None:
-        """Turn the momenta of units [n, rows, cols] into directions, in place.
-
-        And squares [n, rows, 1] into the new ones.
-        """
+        """Turn momenta [n, rows, cols] into directions, squares [n, rows, 1] into new ones."""
         size = max(1, self._batch_elements // math.prod(momenta.shape[1:]))
         parameters = [units.parameter for units in alike for _ in range(units.length)]
         for first in range(0, len(momenta), size):
@@ -232,9 +229,9 @@ class MatrixTraffic:
                 self._apply(kind, tiles, values, places)
 
     def _at_home(self, bucket: Bucket, places: Places) -> Iterator[tuple[list[Tile], list[Tensor]]]:
-        """Yield the tiles of this rank's matrices at home, in order, with their directions.
+        """Yield the tiles of this rank's matrices at home, in order, with the results by kind.
 
-        And the rows' new mean squares, for each of the bucket's kinds.
+        Results are the directions and, for a bucket of rows, the rows' new mean squares.
         """
         for tiles in batches(bucket.by_replica[self.place.replica], self._batch_elements):
             read = [self._read(kind, tiles_of(kind, tiles), places) for kind in bucket.kinds]
