@@ -1,4 +1,9 @@
-"""GPT-2, by default as the published MARS runs trained it: no biases, the exact GELU.
+"""GPT-2, by default as the published MARS runs trained it.
+
+- Learned positions. The token table is also the head.
+- Query, key and value are one fused weight; a rank of tensor parallelism has consecutive rows.
+- By default no biases, no dropout and the exact GELU. OpenAI's weights need `bias` and "gelu_tanh".
+- `scale_attn_by_inverse_layer_idx` divides the attention logits of layer n (from 1) by n.
 
 Sources: Radford et al. 2019 for the architecture; Yuan et al. (arXiv 2411.10438) for the settings.
 """

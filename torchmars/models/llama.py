@@ -1,9 +1,16 @@
 """The Llama family: Llama 3 and, by options, Qwen2, Qwen3, Qwen3-MoE, Mixtral and GLM-4.5.
 
+- RMS norms, SwiGLU MLPs and grouped queries. No biases, except `qkv_bias` (Qwen2, GLM-4.5).
+- Rotary positions, in float32; GLM-4.5 rotates only half of each head (`rotary_fraction`).
+- `rope_scaling_factor` stretches the long wavelengths, as in Llama 3.1.
+- `qk_norm` normalises each head's queries and keys (Qwen3).
+- The head is a weight of its own or, if `tied`, the token table.
+- Experts (moe.py) replace the MLP in all blocks after the first `n_dense`.
+
 Sources: Touvron et al. 2023 (arXiv 2302.13971) for the architecture; Grattafiori et al. 2024 (arXiv
 2407.21783) for Llama 3; Yang et al. 2024 and 2025 (arXiv 2407.10671, 2505.09388) for Qwen2 and
-Qwen3; Jiang et al. 2024 (arXiv 2401.04088) for Mixtral; GLM-4.5 Team 2025 (arXiv 2508.06471). The
-sizes are those of the published weights.
+Qwen3; Jiang et al. 2024 (arXiv 2401.04088) for Mixtral; GLM-4.5 Team 2025 (arXiv 2508.06471). Sizes
+named after published weights have their shapes.
 """
 
 import math

@@ -1,7 +1,12 @@
 """Mixtures of experts: a router sends each token to a few of many MLPs.
 
-No token is dropped, and no sum depends on the order in which threads arrive: rows are permuted by
-gathers in both passes, and a token adds up its experts' outputs in the order of its choices.
+- No token is dropped: there is no capacity.
+- No sum depends on the order of threads. Rows are permuted by gathers in both passes, and a token
+  adds up its experts' outputs in the order of its choices.
+- The experts of a block are three stacks of matrices. Their products are grouped (grouped.py).
+- Routers compute in float32: a softmax, or sigmoids with a bias that only affects the choice.
+- A router's own losses add gradients; the reported loss leaves them out (`with_losses`).
+
 Sources: Shazeer et al. 2017 (arXiv 1701.06538); Jiang et al. 2024 (arXiv 2401.04088) for Mixtral;
 Gale et al. 2022 (arXiv 2211.15841) for experts without a capacity; Wang et al. 2024 (arXiv
 2408.15664) for a bias that balances; Dai et al. 2024 (arXiv 2401.06066) for shared experts.
