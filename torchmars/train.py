@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def out_of_memory(error: torch.OutOfMemoryError) -> OutOfMemory:
-    """Return in one line that this rank needs more memory than its GPU has, and what to do."""
+    """Return one line: this rank needs more memory than its GPU has, and the remedy."""
     wanted = str(error).partition(" GPU ")[0]
     return OutOfMemory(
         f"rank {process.rank()} on {process.node()} ran out of GPU memory ({wanted}): lower "

@@ -80,7 +80,7 @@ def step_folder(folder: P, step: int) -> P:
 
 
 def step_of(checkpoint: PurePath) -> int:
-    """Return the step of a checkpoint, or of what is left of one, by its name."""
+    """Return the step of a checkpoint, or of its remains, by its name."""
     return int(checkpoint.name.split("-")[1].partition(".")[0])
 
 
@@ -97,7 +97,7 @@ def checkpoints(folder: P) -> list[P]:
 
 
 def leftovers(folder: P) -> list[P]:
-    """Return what crashed saves and deletions left, and what was set aside.
+    """Return leftovers of crashed saves and deletions, and checkpoints that were set aside.
 
     They are folders, files or links.
     """

@@ -87,7 +87,7 @@ def shapes_in(index: dcp.Metadata) -> dict[str, tuple[int, ...]]:
 def index_problem(index: dcp.Metadata, files: Mapping[str, File]) -> str:
     """Return why tensors cannot be read by `index` from the checkpoint's `files`; "" if they can.
 
-    Raises `AttributeError` and `TypeError` for what is no index.
+    Raises `AttributeError` and `TypeError` if it is not an index.
     """
     for name, tensor in tensors_in(index).items():
         if wrong := tensor_problem(tensor):
@@ -96,9 +96,9 @@ def index_problem(index: dcp.Metadata, files: Mapping[str, File]) -> str:
 
 
 def tensor_problem(tensor: TensorStorageMetadata) -> str:
-    """Return what is wrong with the entry of a tensor in an index; "" if nothing is.
+    """Return the fault of a tensor's entry in an index; "" if there is none.
 
-    Raises `AttributeError` and `TypeError` for what is no such entry.
+    Raises `AttributeError` and `TypeError` if it is not an entry.
     """
     shapes = [tensor.size]
     for chunk in tensor.chunks:

@@ -33,7 +33,7 @@ Number = Annotated[int, Range(0, 2**63 - 1)]
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that cannot be trusted. The message names the file and what is wrong with it."""
+    """A checkpoint that cannot be trusted. The message names the file and its fault."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class CheckpointManifest:
     recent_losses: list[Annotated[float, Range(-1e38, 1e38)]] = field(default_factory=list)
     """The losses that the guard against loss spikes compares with."""
     shares: Shares = field(default_factory=Shares)
-    """What deals the samples to the parts of the mixture."""
+    """How samples are assigned to the parts of the mixture."""
     tokenizer_sha256: str | None = None
     """Of the file of the tokenizer; None for one that has a name."""
     files: dict[Annotated[str, Name("file")], File] = field(default_factory=dict)

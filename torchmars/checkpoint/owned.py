@@ -1,4 +1,4 @@
-"""The folders that a run's process owns: the run's, and that of its checkpoints."""
+"""The folders that a run's process owns: the run's, and the folder of its checkpoints."""
 
 from pathlib import PurePath
 
@@ -11,7 +11,7 @@ from torchmars.storage.ownership import FileOwnership, Ownership
 
 
 class OwnedFolders:
-    """What the first rank has taken, which writes for all. The other ranks have nothing."""
+    """The folders that the first rank has taken; it writes for all ranks."""
 
     def __init__(self) -> None:
         self.run: FileOwnership | None = None

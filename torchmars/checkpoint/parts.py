@@ -86,9 +86,9 @@ def parts_of(index: dcp.Metadata, wanted: Mapping[int, Boxes]) -> dict[int, byte
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns in a fork of this process, whose memory ends with it.
+    """Return the result of `work`, run in a fork of this process, whose memory ends with it.
 
-    Raises what `work` raises.
+    Raises the errors of `work`.
     """
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)

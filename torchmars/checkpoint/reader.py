@@ -45,7 +45,7 @@ def read_tensors(folder: PurePath, state: dict[str, Tensor], index: dcp.Metadata
 
 
 def check_tensors(folder: PurePath, index: dcp.Metadata) -> None:
-    """Raise `DamagedCheckpoint` where a chunk of a tensor is not what the index says.
+    """Raise `DamagedCheckpoint` if a chunk of a tensor differs from the index.
 
     The shape and dtype of each are read, and not its numbers.
     """
@@ -60,7 +60,7 @@ def check_tensors(folder: PurePath, index: dcp.Metadata) -> None:
 
 
 def reason(error: CheckpointException) -> str:
-    """Return the first error in one line: that of the disk, if there is one."""
+    """Return the first error in one line: an error of the disk, if there is one."""
     exceptions = [exception for exception, _ in error.failures.values()]
     for exception in exceptions:
         if isinstance(exception, OSError) and exception.strerror:

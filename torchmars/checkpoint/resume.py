@@ -57,7 +57,7 @@ def newest_good(
 def checked(path: P, check: Callable[[P], T]) -> T:
     """Return the `check` of a checkpoint, of one in a store if need be of a second try.
 
-    The network may have spoiled what came first.
+    The network may have spoiled the first answer.
     """
     try:
         return check(path)

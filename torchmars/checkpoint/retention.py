@@ -15,7 +15,7 @@ from torchmars.storage.storage import DAMAGED
 
 
 class Retention:
-    """Deletes what is not to be kept in a run's folder of checkpoints, on the first rank.
+    """Deletes checkpoints that a run does not keep, on the first rank.
 
     `check` raises a `UserError` where this process may not write there. `warn` prints a line.
     """
@@ -31,14 +31,14 @@ class Retention:
         self.undeletable: list[PurePath] = []  # a warning was printed of these
 
     def clear(self) -> None:
-        """Delete what crashed or failed saves and deletions left."""
+        """Delete leftovers of crashed or failed saves and deletions."""
         self.check()
         self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
 
     def tidy(self, step: int) -> None:
         """Delete the checkpoints that need not be kept, now that the one of `step` is durable.
 
-        Those of another version stay: what they are is not known here.
+        Those of another version stay: their contents are not known here.
         """
         try:
             self.check()
@@ -62,7 +62,7 @@ class Retention:
             self.warn(f"warning: cannot tidy {self.folder}: {error}")
 
     def _delete(self, paths: Iterable[PurePath]) -> None:
-        """Delete what can be deleted, and warn once of what cannot."""
+        """Delete them as far as possible, and warn once of the others."""
         paths = [path for path in paths if path not in self.undeletable]
         self.undeletable += delete_all(paths, self.warn)
 

@@ -25,7 +25,7 @@ from torchmars.storage.ownership import LostOwnership
 from torchmars.storage.storage import Storage
 
 # Seconds after which a thread that runs Python gives way to another that wants to, during a save.
-# docs/benchmarks.md has what training loses to a save.
+# docs/benchmarks.md has the time that training loses to a save.
 SWITCH_INTERVAL = 1e-4
 
 
@@ -58,7 +58,7 @@ class Saver:
         deleted: Callable[[int, PurePath], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder` is the run's folder of checkpoints, and `owned` what this process may write in.
+        """`folder` is the run's folder of checkpoints; `owned` names those it may write in.
 
         `record` is `EventLog.add`, for each checkpoint that is complete, and `deleted` is
         `EventLog.deleted`, for a folder that is gone. A thread calls them.

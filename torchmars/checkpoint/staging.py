@@ -26,11 +26,11 @@ class Staging:
 
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream:
-        """What the copies are made on."""
+        """The stream on which the copies are made."""
         return torch.cuda.Stream()
 
     def copy(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """Return copies of `tensors`, and what waits until they are complete."""
+        """Return copies of `tensors`, and a function that waits until they are complete."""
         if not self.on_gpu:
             return self.stager.stage(tensors), lambda: None
         # Memory of a few bytes is not pinned: the host waits for such a copy, and so for those
@@ -41,7 +41,7 @@ class Staging:
         return {name: copies[name] for name in tensors}, copied.synchronize
 
     def fill(self, copies: dict[str, Tensor], tensors: dict[str, Tensor]) -> Callable[[], None]:
-        """Copy `tensors` to `copies` in the host's memory; return what waits until it is done."""
+        """Copy `tensors` to `copies` in the host's memory; return a function that waits for it."""
         if not self.on_gpu:
             for name, tensor in tensors.items():
                 copies[name].copy_(tensor)
@@ -61,7 +61,7 @@ class Staging:
             copied.record()
 
     def before_change(self) -> None:
-        """Let what the device is told to do from here on wait until the copies are made.
+        """Let later work of the device wait until the copies are made.
 
         The host does not wait.
         """

@@ -1,4 +1,4 @@
-"""What is done with the checkpoints that a run has: list, verify and prune them."""
+"""Upkeep of a run's checkpoints: list, verify and prune them."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def checkpoints_of(run: PurePath) -> PurePath:
 
 
 def list_checkpoints(folder: PurePath) -> None:
-    """Print a line for each checkpoint and for what is left of others."""
+    """Print a line for each checkpoint and for the remains of others."""
     rows = [("step", "ranks", "validation loss", "MiB", "state")]
     for path in checkpoints(folder):
         values, state = ("", "", ""), "complete"
@@ -82,8 +82,8 @@ def prune_checkpoints(
     """Delete the checkpoints that neither the run's settings nor `asked` keep.
 
     `asked` has values of [checkpoint], in place of the run's. `damaged` deletes those that are not
-    good, too. `dry_run` only says what would be deleted. Raises `UserError` if no checkpoint is
-    good: then nothing is deleted.
+    good, too. `dry_run` deletes nothing, only prints. Raises `UserError` if no checkpoint is good:
+    then nothing is deleted.
     """
     found = checkpoints(folder)
     good, other = read_all(found)
@@ -126,7 +126,7 @@ def read_all(
 ) -> tuple[dict[PurePath, CheckpointManifest], list[PurePath]]:
     """Return the good ones among checkpoints with their manifests, and those of another version.
 
-    Prints what is wrong with all but the good ones.
+    Prints the faults of all except the good ones.
     """
     good, other = {}, []
     for path in found:
@@ -140,6 +140,6 @@ def read_all(
 
 
 def loss_of(manifest: CheckpointManifest) -> str:
-    """Return a checkpoint's validation loss as text, "-" where there is none."""
+    """Return a checkpoint's validation loss as text, "-" if it has none."""
     loss = manifest.validation_loss
     return "-" if loss is None or math.isnan(loss) else f"{loss:.4f}"

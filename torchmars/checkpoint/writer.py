@@ -97,7 +97,7 @@ class TensorWriter:
 
 
 class _TensorFiles(dcp.FileSystemWriter):
-    """DCP's writer to a storage. It keeps what it is told to write, and raises the disk's errors.
+    """DCP's writer to a storage. It keeps the plan that it is given, and raises the disk's errors.
 
     The index does not name its folder. So it is the same for all checkpoints of a plan.
     """
@@ -146,7 +146,7 @@ class _TensorFiles(dcp.FileSystemWriter):
     def write_again(self, plan: _Plan, tensors: SavePlan, planner: SavePlanner) -> bool:
         """Write this rank's part, and on the first rank the index, by the `plan` of another time.
 
-        Returns False where that plan, or its index, is not that of `tensors`.
+        Returns False if that plan, or its index, does not fit `tensors`.
         """
         if tensors != plan.tensors:
             return False

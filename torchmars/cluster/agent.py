@@ -10,13 +10,13 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 
 class Restarting(Protocol):
-    """What an agent asks, and tells, of the run whose ranks it starts again."""
+    """The interface between an agent and the run whose ranks it restarts."""
 
     def progressed(self) -> bool:
         """Return whether the run got further than at any failure before."""
 
     def tell(self, ended: Mapping[int, ProcessFailure], left: int) -> None:
-        """Say why all ranks start again: `ended` are those of this machine that died, if any.
+        """Say why all ranks restart: `ended` are the ranks of this machine that died, if any.
 
         They may do so `left` more times without progress.
         """

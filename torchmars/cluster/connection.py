@@ -24,17 +24,17 @@ from torchmars.core.errors import (
 from torchmars.core.timers import unless_done_in
 from torchmars.parallel.layout import Layout
 
-# What becomes of a connection whose other end has died.
+# The errors of a connection whose other end has died.
 CLOSED = re.compile("closed by peer|reset by peer|broken pipe|likely closed", re.IGNORECASE)
 NETWORK = re.compile("gloo|nccl|socket|connect|timed out", re.IGNORECASE)
-# What no waiting mends: a wrong interface, or no way to the other machine.
+# Errors that no waiting mends: a wrong interface, or no way to the other machine.
 NO_ROUTE = re.compile("no route|unreachable|unable to find|no socket interface", re.IGNORECASE)
 
 OWN: dict[str, str] = {}  # variables of the network that this process has set for itself
 
 
 def open_store() -> dist.Store:
-    """Open the store of all ranks: a file on one machine, else what rank 0 hosts.
+    """Open the store of all ranks: a file on one machine, otherwise hosted by rank 0.
 
     A process that was started alone has one of its own. Raises `UserError` if the file cannot be
     shared, `LostRank` if rank 0 cannot be reached.
@@ -66,7 +66,7 @@ def open_store() -> dist.Store:
 def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
     """Make the process group of all ranks, and return the layout.
 
-    It checks that the network between the ranks carries data. `store` is what `open_store` gave.
+    It checks that the network between the ranks carries data. `store` comes from `open_store`.
     Raises `UserError` if the degrees do not make the number of ranks.
     """
     size = process.world_size()
@@ -105,7 +105,7 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
 
 
 def keep_within_machine() -> None:
-    """Let what this process listens at be out of other machines' reach.
+    """Keep the ports of this process out of other machines' reach.
 
     A user who names an interface keeps it.
     """
@@ -120,7 +120,7 @@ def _network_check() -> Iterator[None]:
     """End the process with one line where the body fails or hangs.
 
     The body is the first traffic between ranks, which has no time limit of its own. The exit code
-    tells a mistake from what may go well at the next try.
+    tells a mistake from an error that may pass at the next try.
     """
 
     def problem(reason: str) -> str:
@@ -155,7 +155,7 @@ def _network_check() -> Iterator[None]:
 
 
 def stop() -> None:
-    """Leave the process group, if there is one, and what was set for it."""
+    """Leave the process group, if there is one, and undo its settings."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in OWN:  # a program that goes on may submit a job of several machines

@@ -53,7 +53,7 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
 
 
 def named(endpoint: str) -> tuple[str, str]:
-    """Return what a user calls an endpoint, and how another host is chosen.
+    """Return a user's name for an endpoint, and how to choose another host.
 
     It comes from run_train.sh, which found it out for a job, from the variable or from the option.
     """
@@ -101,7 +101,7 @@ def local_address(address: str, port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address; None if there is none."""
+    """Return the name of the network interface with an address; None if no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             return name

@@ -141,7 +141,7 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
 
 
 def split_endpoint(endpoint: str, source: str = "RDZV_ENDPOINT") -> tuple[str, int]:
-    """Return HOST and PORT of what `source` says. Raises `UserError` for a text of another form."""
+    """Return the HOST and PORT in `source`. Raises `UserError` for a text of another form."""
     host, _, port = endpoint.rpartition(":")
     try:
         known = bool(re.fullmatch(r"[\w.:%-]+", host) and host.encode("idna"))
@@ -175,12 +175,12 @@ def check_temporary_folder() -> None:
 
 
 def keep_compiled_in(folder: Path, option: str = "run.folder") -> None:
-    """Let torch and Triton keep in `folder` what they compile: no restart compiles it again.
+    """Let torch and Triton keep compiled code in `folder`: no restart compiles it again.
 
     A variable that is set already says where instead. It is for this process and those that it
     starts, and has to come before torch's compiler is imported, which sets the variable too.
     That import also makes the folder, so `UserError` is raised here where it cannot be made;
-    `option` is what the user sets to have another one.
+    `option` is the setting that names another one.
     """
     name, own = "TORCHINDUCTOR_CACHE_DIR", os.path.abspath(folder)
     place = os.environ.get(name) or own

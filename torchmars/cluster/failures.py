@@ -31,13 +31,13 @@ FALLOUT_MESSAGE = re.compile(
 
 
 class Kind(IntEnum):
-    """What a failure says of its cause. A lower kind says more."""
+    """How much a failure says about its cause. A lower kind says more."""
 
     CAUSE = 0
     SYMPTOM = 1
     """Ranks wait for one that hangs or cannot be reached. It may have died on another machine."""
     FALLOUT = 2
-    """What another rank's failure has done to this one."""
+    """A failure that another rank's failure caused."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The last line of its message: what went wrong, without where."""
+        """The last line of its message: the error without its place."""
         return self.message.rstrip().rpartition("\n")[2].removeprefix("error: ")
 
 

@@ -1,4 +1,4 @@
-"""What ranks that hang leave in files, for the other ranks and for the launcher."""
+"""Files that hanging ranks leave for the other ranks and for the launcher."""
 
 import contextlib
 from pathlib import Path
@@ -36,14 +36,14 @@ def is_blocked(lines: list[str]) -> bool:
 
 
 def hang_report(folder: Path, ranks: int, seconds: float) -> str:
-    """Return where each rank stands, in lines, by what the ranks left in `folder`."""
+    """Return where each rank stands, in lines, from the files in `folder`."""
     head = f"error: no step for guards.hang_seconds = {seconds:g} s; stacks are in {folder}:"
     places = (place_of(folder, rank) or describe_silent(folder, rank) for rank in range(ranks))
     return "\n  ".join([head, *places])
 
 
 def describe_silent(folder: Path, rank: int) -> str:
-    """Return what is known of a rank that did not write where it stands."""
+    """Return the known facts about a rank that did not write where it stands."""
     lines = read_lines(folder, rank)
     innermost = [
         line.strip() for before, line in zip(lines, lines[1:]) if "most recent call first" in before

@@ -58,7 +58,7 @@ BACKEND = "torchmars"  # that of rendezvous.py, which tells us once it is connec
 
 @contextlib.contextmanager
 def refused_by_torchrun() -> Iterator[None]:
-    """Make a `UserError` of what torchrun raises for options that it cannot take."""
+    """Make a `UserError` of torchrun's errors for options that it cannot take."""
     try:
         yield
     except (ValueError, RuntimeError, AssertionError, OSError) as error:
@@ -66,7 +66,7 @@ def refused_by_torchrun() -> Iterator[None]:
 
 
 def torchrun(config: LaunchConfig, command: Any) -> elastic_launch:
-    """Return what starts the ranks. What torch prints here from now on goes to a log."""
+    """Return the agent that starts the ranks. torch's output from now on goes to a log."""
     logs = cast(RankLogs, config.logs_specs)
     keep_apart(logs.folder / f"launcher-{process.node()}.log")
     return elastic_launch(config, command)
@@ -230,7 +230,7 @@ def report_rendezvous(args: argparse.Namespace, reason: str) -> int:
 
 
 def report_refused(args: argparse.Namespace, reason: str) -> int:
-    """Print that the rendezvous holds what is not unpickled. Return the exit code."""
+    """Print that the rendezvous holds data that is not unpickled. Return the exit code."""
     say_error(
         f"what lies at the rendezvous {args.rendezvous} is from no machine of this run ({reason}): "
         "give all machines the same RDZV_TOKEN, and see who else reaches that port"

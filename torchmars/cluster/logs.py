@@ -1,7 +1,7 @@
-"""What ranks print.
+"""The output of ranks.
 
 A file of the run folder for each rank gets all of it, with time, machine and rank before each line.
-The console gets what the ranks print that are shown.
+The console gets the output of the ranks that are shown.
 """
 
 import codecs
@@ -118,7 +118,7 @@ class RankLogs(DefaultLogsSpecs):
 
 
 def keep_apart(file: Path) -> None:
-    """Let what torch prints in this process, a launcher, go to `file` from now on.
+    """Send torch's output in this process, a launcher, to `file` from now on.
 
     These are warnings of its loggers and stacks of C++. This package's own lines still go to the
     console.
@@ -166,7 +166,7 @@ class RankOutput:
             self._line(line)
 
     def _without_tracebacks(self, data: bytes) -> bytes:
-        """Return what of `data` the console gets: the launcher says in a line how a rank failed."""
+        """Return the console's part of `data`: the launcher says in a line how a rank failed."""
         shown = []
         for part in data.splitlines(keepends=True):
             if self.line_ended:
@@ -176,7 +176,7 @@ class RankOutput:
         return b"".join(shown)
 
     def close(self) -> None:
-        """Write what has no end of line yet."""
+        """Write the last line, which has no end yet."""
         if self.rest:
             self._line(self.rest)
             self.rest = b""

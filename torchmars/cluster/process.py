@@ -45,14 +45,14 @@ def alone_on_machine() -> bool:
 
 
 def local_rank() -> int:
-    """Return this process's number among those of its machine; 0 for a process started alone."""
+    """Return this process's number on its machine; 0 for a process started alone."""
     return number("LOCAL_RANK", 0)
 
 
 def number(name: str, alone: int) -> int:
-    """Return a variable that torchrun sets, or what it is for a process that was started `alone`.
+    """Return a variable that torchrun sets, or its value for a process started `alone`.
 
-    Raises `UserError` for one that somebody else has set to what torchrun does not.
+    Raises `UserError` for a value that torchrun would not set.
     """
     given = os.environ.get(name)
     if given is None:
@@ -61,7 +61,7 @@ def number(name: str, alone: int) -> int:
 
 
 def check_variables() -> None:
-    """Raise `UserError` unless the variables of a rank are there, and are what torchrun sets.
+    """Raise `UserError` unless the variables of a rank are set, as torchrun sets them.
 
     Or none is there: the process was started alone.
     """

@@ -1,7 +1,7 @@
 """The rendezvous of the launchers, of which there is one on each machine.
 
-torch unpickles what lies in the store of a rendezvous, and whoever reaches the store can write
-there. So one launcher alone has a store within its own process, and several look at what they read.
+torch unpickles the contents of a rendezvous' store, and whoever reaches the store can write there.
+So one launcher alone has a store within its own process, and several check the data that they read.
 """
 
 import hmac
@@ -38,7 +38,7 @@ ALLOWED = {
 
 
 def join(parameters: RendezvousParameters, secret: str | None) -> RendezvousHandler:
-    """Return what lets this launcher meet the others, if there may be others.
+    """Return the rendezvous at which this launcher meets the others, if there may be others.
 
     `secret` is RDZV_TOKEN. Raises torch's `RendezvousError`.
     """
@@ -106,7 +106,7 @@ class StateUnpickler(pickle.Unpickler):
 
 
 def is_state(found: object) -> bool:
-    """Return whether all parts of what was unpickled have the types that torch expects."""
+    """Return whether all parts of the unpickled data have the types that torch expects."""
     if type(found) is not _RendezvousState or vars(found).keys() != vars(_RendezvousState()).keys():
         return False
     nodes = (found.participants, found.last_heartbeats, found.wait_list, found.redundancy_list)

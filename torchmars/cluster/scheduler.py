@@ -1,4 +1,4 @@
-"""What SLURM's variables say of the job that this process is in.
+"""SLURM's variables on the job of this process.
 
 It is all that ranks and commands know of a scheduler: run_train.sh starts jobs, and
 comparison/slurm.py submits trials.

@@ -16,7 +16,7 @@ from typing import Any
 
 # SLURM sends USR1 before the time limit, where a job asks for it.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# What a rank sends itself when its launcher is gone.
+# The signal that a rank sends itself when its launcher is gone.
 ORPHANED = signal.SIGUSR2
 # A launcher passes on a signal that its ranks were sent as well. That is one request, not two.
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -44,7 +44,7 @@ def be_helper(*unused: Any) -> None:
     rank's connections, too. While it lives, no other rank sees that the rank was killed: data
     workers of torch live on for 5 seconds.
     """
-    # What is garbage of the rank stays: objects of torch wait for threads that no fork has.
+    # The rank's garbage stays: objects of torch wait for threads that no fork has.
     gc.freeze()
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
@@ -58,7 +58,8 @@ def follow_launcher() -> None:
     `StopSignals` takes that for a request to save and end. Outside of it, it ends the process.
     A process that was started alone has no launcher.
     """
-    # A launcher ends its ranks by SIGQUIT. What a script starts in the background ignores it.
+    # A launcher ends its ranks by SIGQUIT. Processes that a script starts in the background ignore
+    # it.
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     launcher = int(os.environ.get(LAUNCHER, os.getppid())) if under_torchrun else None
@@ -88,7 +89,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        """What asked the run to stop first, in words."""
+        """The first request to stop the run, in words."""
         self.received_at = 0.0
         self.previous: dict[signal.Signals, Any] = {}  # handlers, by signal
         self.previous_pipe = -1

@@ -24,7 +24,7 @@ from torchmars.core.words import counted
 LOOK_SECONDS = 10.0  # how long a new file may take to be seen on other machines
 CLOCK_SECONDS = 5.0  # from this difference of clocks on the logs of several machines mislead
 
-# What all ranks must have in common: how a machine differs that has not, and the remedy.
+# Facts that all ranks must share, each with the words for a machine that differs, and the remedy.
 COMMON = {
     "code": ("runs other code of torchmars", "install the same version on all machines"),
     "torch": ("has another torch", "install the same version on all machines"),
@@ -38,7 +38,7 @@ COMMON = {
 
 @dataclass
 class RankReport:
-    """What one rank reports of itself."""
+    """One rank's report on itself."""
 
     node: str
     code: str
@@ -49,7 +49,7 @@ class RankReport:
     clock: float
     """Seconds since 1970."""
     folder: str
-    """What is wrong with the run folder as this machine sees it; empty if nothing is."""
+    """The fault of the run folder as this machine sees it; empty if there is none."""
 
 
 def own_report(config: ResolvedConfig) -> RankReport:
@@ -152,7 +152,7 @@ class Token:
     def __init__(self, folder: Path) -> None:
         self.file = folder / ".shared"
         self.problem = ""
-        """What is wrong with the folder as this machine sees it; empty if nothing is."""
+        """The fault of the folder as this machine sees it; empty if there is none."""
 
     def write(self) -> str:
         """Write the file, and return its text; an empty one where that cannot be done."""
@@ -221,7 +221,7 @@ def data_hash(folders: list[Path]) -> str:
 
 
 def device_name() -> str:
-    """Return the name of what this rank computes on."""
+    """Return the name of this rank's device."""
     return torch.cuda.get_device_name(process.local_rank()) if torch.cuda.is_available() else "cpu"
 
 
@@ -253,7 +253,7 @@ def differences(reports: list[RankReport]) -> list[str]:
 
 
 def describe(reports: list[RankReport]) -> str:
-    """Return the cluster in lines, with what is unusual; nothing for a single machine."""
+    """Return lines on the cluster, with anything unusual; nothing for a single machine."""
     ranks = Counter(report.node for report in reports)
     if len(ranks) == 1:
         return ""

@@ -35,7 +35,7 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, layout: Layout, seconds: float, save_group: str) -> None:
-        """`save_group` names the process group whose collectives are those of the save thread."""
+        """`save_group` names the process group of the save thread's collectives."""
         self.folder, self.layout, self.seconds = folder, layout, seconds
         self.save_group = save_group
         self.on_gpu = layout.device.type == "cuda"
@@ -112,7 +112,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(seconds, exit=True, file=self.stream)
 
     def _report(self) -> None:
-        """Write where this rank stands. The first rank that can prints what all have written."""
+        """Write where this rank stands. The first rank that can prints the reports of all."""
         assert self.stream is not None
         recorded = recorded_collectives(self.on_gpu, self.save_group)
         place = describe_place(sys._current_frames()[self.watched], recorded)
@@ -148,12 +148,12 @@ class Watchdog:
 
 
 def flight_record(on_gpu: bool) -> bytes:
-    """Return what the flight recorder has, for `torchfrtrace`."""
+    """Return the records of the flight recorder, for `torchfrtrace`."""
     return getattr(c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace")()
 
 
 def recorded_collectives(on_gpu: bool, left_out: str) -> list[dict[str, Any]]:
-    """Return the collectives that the flight recorder has, but those of a group, oldest first."""
+    """Return the flight recorder's collectives, except a group's, oldest first."""
     name = "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json"
     record = getattr(c10d, name)(includeCollectives=True, onlyActive=False)
     entries = json.loads(record).get("entries", [])

@@ -1,4 +1,4 @@
-"""What Python code gives for paths and texts, which errors call by the argument's name."""
+"""Paths and texts given by Python code; errors name the argument."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from torchmars.core.files import name_problem
 
 
 def as_path(value: Any, name: str) -> Path:
-    """Return a path that Python code gives. Raises `UserError` for what is none."""
+    """Return a path that Python code gives. Raises `UserError` if it is not a path."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str):
         raise UserError(f"{name} must be a path, got {value!r:.80}")
@@ -19,7 +19,7 @@ def as_path(value: Any, name: str) -> Path:
 
 
 def as_text(value: Any, name: str) -> str:
-    """Return a text. Raises `UserError` for what is none."""
+    """Return a text. Raises `UserError` if it is not a text."""
     try:
         if isinstance(value, str) and value.encode() is not None:
             return value
@@ -29,7 +29,7 @@ def as_text(value: Any, name: str) -> str:
 
 
 def texts_of(values: Any, name: str) -> list[str]:
-    """Return a list of texts. Raises `UserError` for what is none."""
+    """Return a list of texts. Raises `UserError` if it is not one."""
     if not isinstance(values, list | tuple):
         raise UserError(f"{name} must be text, or a list of texts, got {values!r:.80}")
     return [as_text(each, name) for each in values]

@@ -15,10 +15,10 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Bounds:
-    """What a field declares of its value beside its type."""
+    """Bounds that a field declares besides its type."""
 
     def check(self, value: Any) -> Any:
-        """Return `value`. Raises `ValueError`, saying what it must be, for one out of bounds."""
+        """Return `value`. If it is out of bounds, raises `ValueError` with the bounds."""
         raise NotImplementedError
 
     def __get_pydantic_core_schema__(

@@ -56,7 +56,7 @@ def say_if_long(text: str) -> AbstractContextManager[None]:
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
-    """Print a text at once, on stdout or another stream. What cannot be written is dropped.
+    """Print a text at once, on stdout or another stream. Drop it if that fails.
 
     A terminal gets it `harmless`; a file, and a program at the other end of a pipe, as it is.
     """
@@ -72,7 +72,7 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 def finish() -> None:
-    """Write what stdout has kept back, or drop it where nobody reads it any more."""
+    """Flush stdout, or drop its buffer if nobody reads it any more."""
     try:
         if sys.stdout:
             sys.stdout.flush()
@@ -91,7 +91,7 @@ def unread() -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Drop what a stream could not write. It keeps that, and would fail with it for ever."""
+    """Drop the text that a stream could not write. It would otherwise fail with it for ever."""
     descriptor = stream.fileno()
     kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)

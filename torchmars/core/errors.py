@@ -27,11 +27,11 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # that in which torchrun expects a rank'
 class UserError(Exception):
     """A mistake in a config, a file or a command line.
 
-    The message is one line that names the option, file or shard and says what to do.
+    The message is one line that names the option, file or shard and the remedy.
     """
 
     def __str__(self) -> str:
-        """Return the message in one line, also where it has what others say in several."""
+        """Return the message in one line, even if it quotes others in several."""
         return " ".join(super().__str__().split())
 
 
@@ -52,7 +52,7 @@ def missing_package(package: str, purpose: str, extra: str = "data") -> UserErro
 class LostRank(Exception):
     """Another rank is gone, or never came.
 
-    What happened to it is what matters. This says only where to look.
+    Its own error is what matters. This says only where to look.
     """
 
 
@@ -64,7 +64,7 @@ class NoTraffic(Exception):
 
 
 class OutOfMemory(Exception):
-    """A rank needs more memory than its GPU has. The message is one line that says what to do."""
+    """A rank needs more memory than its GPU has. The message is one line with the remedy."""
 
 
 class Ended(SystemExit):
@@ -139,14 +139,14 @@ def say_error(error: object) -> None:
 def report_failure(error: Exception) -> None:
     """Print one line on stderr, and leave it in a file for this rank's launcher.
 
-    The launcher prints last what failed first.
+    The launcher prints the first failure last.
     """
     _leave_for_launcher(error)
     say_error(error)
 
 
 def report_crash(error: BaseException) -> None:
-    """Do what `report_failure` does for an error that is being handled, with its traceback."""
+    """Report an error that is being handled, as `report_failure` does, with its traceback."""
     _leave_for_launcher(error)
     sys.excepthook(type(error), error, error.__traceback__)
 
@@ -174,7 +174,7 @@ def _leave_for_launcher(error: BaseException) -> None:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End the process without what Python and torch do at an end, which may wait for others."""
+    """End the process without the clean-up of Python and torch, which may wait for others."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -13,7 +13,7 @@ from typing import BinaryIO, Literal
 
 from torchmars.core.errors import UserError
 
-PARTIAL = ".partial"  # ends the name of what is not complete yet
+PARTIAL = ".partial"  # ends the name of an incomplete file or folder
 DEEPEST = 200  # folders within each other; Python makes them by as many calls within each other
 LARGEST = 2**30  # bytes of a text file that is read whole
 
@@ -153,7 +153,7 @@ def read_chunks(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a folder with all that is in it, or a link; never what a link points to."""
+    """Delete a file, a folder with its contents, or a link; never the target of a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -42,7 +42,7 @@ class Format:
     version: int
     """The one that is written and read."""
     remedy: str
-    """What to do with a file of another version."""
+    """The remedy for a file of another version."""
 
     def text(self, entries: dict[str, Any]) -> str:
         """Return the text of a file with these entries, its format and its checksum."""
@@ -56,7 +56,7 @@ class Format:
         kind: type[T],
         open: Callable[[PurePath], BinaryIO] = open_file,
     ) -> T:
-        """Return what a file holds as a `kind`, a dataclass.
+        """Return the contents of a file as a `kind`, a dataclass.
 
         Raises `OSError` if it cannot be read, `OtherVersion`, and `ValueError` where it is
         damaged.

@@ -101,7 +101,7 @@ def print_help_if_asked(
 
 
 def sections_of(settings: type | None) -> Iterator[tuple[str, str, type]]:
-    """Yield the name of each section of settings, what to say of it, and its type.
+    """Yield the name, description and type of each section of settings.
 
     A section comes before those within it.
     """
@@ -159,7 +159,7 @@ def documentation(kind: type) -> dict[str, str]:
 
 
 def metavar(hint: Any) -> str:
-    """Return what stands for an option's value, as TOML spells it."""
+    """Return the placeholder of an option's value, as TOML spells it."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         tables = [mark.table for mark in hint.__metadata__ if isinstance(mark, KeyOf)]
@@ -179,7 +179,7 @@ def metavar(hint: Any) -> str:
 
 
 def default_text(option: Option) -> str:
-    """Return a field's default as TOML spells it, or nothing where there is none to speak of."""
+    """Return a field's default as TOML spells it, or nothing if it has no default worth showing."""
     value = option.default
     if option.required or value is None or value == "":
         return ""

@@ -21,7 +21,7 @@ SETTLE_SECONDS = POLL_SECONDS = 0.5
 def lock(
     file: Path, doing: str, patience: float = PATIENCE, from_silent: bool = False
 ) -> int | None:
-    """Keep other processes from what this one is `doing` for as long as it lives.
+    """Keep other processes from doing the same as this one (`doing`) while it lives.
 
     Or until it closes the descriptor that is returned; None where there are no locks.
 
@@ -110,7 +110,7 @@ def is_locked(file: Path, local: bool = False) -> bool | None:
 
 
 def shows_life(state: Callable[[], object], seconds: float) -> bool:
-    """Return whether what `state` returns changes within some seconds. Nothing of it ends that."""
+    """Return whether `state` changes within some seconds; False once it is empty."""
     deadline = time.monotonic() + seconds
     first = now = state()
     while now and now == first and time.monotonic() < deadline:

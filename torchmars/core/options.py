@@ -73,7 +73,7 @@ def read_options(kind: type, args: list[str]) -> tuple[dict[str, Any], list[str]
 
 
 def made(hint: Any, given: Any, name: str) -> Any:
-    """Return what words of the command line give as a type.
+    """Return the words of the command line as a type.
 
     A `Path` is local, a `PurePath` may also be that of a store. Raises `UserError`, also for a path
     that nothing can have.
@@ -97,7 +97,7 @@ def path_of(text: str, name: str, stores: bool) -> PurePath:
 
 
 def words(text: str, option: str) -> list[str]:
-    """Return what stands between commas. Raises `UserError` where there is nothing."""
+    """Return the words between commas. Raises `UserError` if one is empty."""
     found = [word.strip() for word in text.split(",")]
     if "" in found:
         raise UserError(
@@ -116,7 +116,7 @@ def build(kind: type[T], values: dict[str, Any]) -> T:
 
 
 def print_commands(prog: str, description: str, commands: dict[str, str]) -> None:
-    """Print what commands there are, with a line on each."""
+    """Print the commands, with a line on each."""
     say(f"usage: {prog} COMMAND ...\n\n{description}\n")
     for line in table([(f"  {name}", text) for name, text in commands.items()]):
         say(line)
@@ -126,8 +126,8 @@ def print_commands(prog: str, description: str, commands: dict[str, str]) -> Non
 def choose(args: list[str], commands: dict[str, str], prog: str, description: str) -> str:
     """Return the command that the first argument names.
 
-    Without one, and for `--help`, prints what commands there are and exits with 0. Raises
-    `UserError` for a name that is none.
+    Without one, and for `--help`, prints the commands and exits with 0. Raises `UserError` for an
+    unknown name.
     """
     if not args or args[0] in ("-h", "--help"):
         print_commands(prog, description, commands)

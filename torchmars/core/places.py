@@ -14,13 +14,13 @@ NAME = re.compile(
     re.S,
 )
 FILE = re.compile(r"file:(?://(?:localhost)?)?(/[^/].*)", re.S)  # the name of a local file
-# What begins as the name of a store does, well spelled or not.
+# Names that start like the name of a store, well spelled or not.
 MEANT = re.compile(
     r".*://|\s*[a-z][a-z0-9+.-]*\s*:[/\\]"
     r"|\s*(?:s3[an]?|gc?s|az|abfss?|https?|file|arn)\s*(?:[:;]|//)",
     re.IGNORECASE | re.DOTALL,
 )
-# What stores, their clients or URLs take for something else than a letter of a name.
+# Characters with a special meaning to stores, their clients or URLs.
 SPECIAL = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]|::|://|/\.{1,2}(?=/|$)|\s$")
 PATTERN = re.compile(r"[*?#\[\]]")
 LONGEST = 1024  # bytes of the name of an object, in all of these stores
@@ -66,7 +66,7 @@ def place(
 ) -> Path | ObjectPath:
     """Return the path that a name stands for: of an object store, or a local one.
 
-    Raises `UserError`, which calls it `option`, for what `place_problem` tells.
+    Raises `UserError`, which calls it `option`, if `place_problem` finds a fault.
     """
     if wrong := place_problem(name, stores, pattern):
         raise UserError(f"{option} {wrong}")

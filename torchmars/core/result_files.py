@@ -9,7 +9,7 @@ from torchmars.core.files import path_problem, write_durably
 def check_suffix(out: Path, suffixes: tuple[str, ...], else_be: str = "") -> None:
     """Raise `UserError` if the file of `--out` does not end in one of `suffixes`.
 
-    `else_be` is what else it could have been, if anything.
+    `else_be` is another possible meaning, if there is one.
     """
     if out.suffix.lower() not in suffixes:
         also = else_be and f", or be {else_be}"

@@ -1,4 +1,4 @@
-"""Credentials of stores, which nobody may read: how they are taken out of what is printed."""
+"""Credentials of stores, which nobody may read: how they are removed from output."""
 
 import html
 import os
@@ -14,7 +14,7 @@ SHORTEST = 6  # letters of a secret: shorter ones are in every text
 # USER@, USER:PASSWORD@ and USER:PASSWORD, to the end of the word. Azure's names may be
 # abfs://CONTAINER@ACCOUNT.HOST, and addresses have ports.
 CREDENTIALS = (
-    # Nor is what comes after a bucket or a host.
+    # Nor is the text after a bucket or a host.
     rf"(?!/*(?!{KEY})[A-Za-z0-9][A-Za-z0-9._-]*/)"
     r"(?!(?<=abfs://)[\w.-]+@[\w-]+\.[\w.-]+(?:[/\s'\"]|$))"
     r"(?:\S*@\S*|[^\s/:]*:(?![0-9]{1,5}(?:\W|$))\S+)"
@@ -22,7 +22,7 @@ CREDENTIALS = (
 BEGINS = "|".join(rf"(?<={begin})" for begin in ("://", r"\bs3:", r"\bgs:", r"\bgcs:", r"\baz:"))
 IN_NAMES = re.compile(f"(?:{BEGINS}){CREDENTIALS}", re.IGNORECASE)
 KEY_ID = re.compile(rf"\b{KEY}\b")
-# The same in what is hardly a name, and what follows the ? of an address.
+# The same in texts that are hardly names, and in the query of an address.
 PRINTED = [
     IN_NAMES,
     KEY_ID,
@@ -48,7 +48,7 @@ FILES = {
     "BOTO_CONFIG": "~/.boto",
 }
 LARGEST = 2**20  # bytes that are read of such a file
-# What looks like a secret, wherever it is from: a role's credentials are in no file.
+# Texts that look like a secret, from any source: a role's credentials are in no file.
 LOOKS_SECRET = [
     re.compile(r"\beyJ[\w-]{4,}(?:\.[\w-]*)*"),  # a JSON web token
     re.compile(r"\bya29\.[\w-]+"),  # a token of Google's
@@ -72,14 +72,14 @@ def has_credentials(text: str) -> bool:
 
 
 def without_credentials(text: str) -> str:
-    """Return a text to be printed without what looks like credentials in names and addresses."""
+    """Return a text without anything that looks like credentials in names and addresses."""
     for pattern in PRINTED:
         text = pattern.sub(GONE, text)
     return text
 
 
 def without_secrets(text: str) -> str:
-    """Return what a store says without all that is a secret, or looks like one."""
+    """Return a store's message without anything that is a secret, or looks like one."""
     text = without_credentials(text)
     forms = {form for each in secrets() for form in (each, quote(each, safe=""), html.escape(each))}
     for secret in sorted(forms, key=len, reverse=True):

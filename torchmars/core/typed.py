@@ -65,7 +65,7 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def unprintable(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[Path, str]]:
-    """Yield the texts and numbers that files and messages cannot hold, and what they must be."""
+    """Yield the texts and numbers that files and messages cannot hold, and the requirement."""
     if len(path) > LEVELS:
         yield path[:3], f"must not be nested deeper than {LEVELS} levels"
     elif isinstance(value, dict):
@@ -161,7 +161,7 @@ def table_in(hint: Any) -> type | None:
 
 
 def read_words(words: list[str], hint: Any, name: str) -> Any:
-    """Return what the words after a command-line option say, as TOML would have it.
+    """Return the value of the words after a command-line option, as TOML would have it.
 
     `hint` is the option's type. A bool without a word is true. What cannot be read as the type
     stays text, which `make` refuses. Raises `UserError` if another type has no word.
@@ -179,7 +179,7 @@ def read_words(words: list[str], hint: Any, name: str) -> Any:
 
 
 def read_word(word: str, hint: Any) -> Any:
-    """Return a word as the bool or number that `hint` is, or as it is where it is none.
+    """Return a word as the bool or number that `hint` asks for, otherwise unchanged.
 
     Of `Any` it is what it looks like.
     """
@@ -195,7 +195,7 @@ def read_word(word: str, hint: Any) -> Any:
 
 
 def whole_number(text: str) -> int | str:
-    """Return the number that `text` is, or `text` where it is none."""
+    """Return the number in `text`, or `text` if it is not a number."""
     return int(text) if re.fullmatch(r"[+-]?[0-9]{1,4000}", text) else text
 
 
@@ -223,7 +223,7 @@ def is_text(value: Any) -> bool:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """Return a JSON text's object. Raises `ValueError` if there is none."""
+    """Return a JSON text's object. Raises `ValueError` if it has none."""
     try:
         value = json.loads(text)
     except RecursionError:

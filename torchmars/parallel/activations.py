@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks that compute again, in the backward pass, what they threw away.
+"""Activation checkpointing: blocks that recompute dropped activations in the backward pass.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torchmars.config import ActivationCheckpointConfig
 from torchmars.models import Model
 
-# What "selective" keeps: results that are dear to compute for their size. Which operation attention
-# is depends on the device, the dtype and the mask.
+# "selective" keeps these: results that are costly to compute for their size. Which operation
+# attention is depends on the device, the dtype and the mask.
 KEPT_OPERATIONS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -33,7 +33,7 @@ KEPT_OPERATIONS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops.torch_attn._varlen_attn.default,  # private, torch 2.11 to 2.13: that of varlen_attn
-    # Of tensor and context parallelism. Not all-gathers: what they give is as large as all that the
+    # Of tensor and context parallelism. Not all-gathers: their results are as large as all that the
     # ranks have. With those "selective" took more memory than "none", of a Llama of 8B on tp = 8.
     torch.ops._c10d_functional.all_to_all_single.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
@@ -43,7 +43,7 @@ KEPT_OPERATIONS = [
 def checkpoint_blocks(
     model: Model, config: ActivationCheckpointConfig, experts_apart: bool = False
 ) -> None:
-    """Let the blocks of `model` that `config` names compute again what they do not keep, in place.
+    """Let the blocks of `model` that `config` names recompute what they do not keep, in place.
 
     Blocks are counted in the whole model, so that the layout does not change which ones it is.
     Names of parameters stay as they are. A memory budget is for all that is compiled from now on.

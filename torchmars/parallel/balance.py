@@ -1,4 +1,4 @@
-"""What keeps experts equally busy, and does not know the layout.
+"""Keeps experts equally busy, without knowing the layout.
 
 The balance loss of a step takes each expert's share of the choices from the *last* step's global
 batch: exact integers that all ranks know before the step begins, whatever its microbatches, stages
@@ -22,7 +22,7 @@ from torchmars.parallel.part import ModelPart
 
 
 class Balance:
-    """Counts the choices of this rank's routers, and sets what balances them.
+    """Counts the choices of this rank's routers, and sets the losses and biases that balance them.
 
     `whole` is the model, and `parts` are this rank's parts of it. Every rank makes the same calls.
     Without experts nothing is done.
@@ -52,11 +52,11 @@ class Balance:
         self.counts = torch.zeros(size, dtype=torch.int64, device=device)
         """Tokens that chose each expert in the last step: [layers, experts]. 0: no step yet."""
         self.before = torch.zeros_like(self.counts)
-        """The same of the step before that, or what `counts` was then."""
+        """The same of the step before that, or the value of `counts` then."""
         self.found = torch.zeros_like(self.counts)
         """The same of the step under way: first of this rank, then of all."""
         self.work: dist.Work | None = None
-        """What adds them up."""
+        """The work that adds them up."""
         self.counted = False
         """Whether the pass under way is counted."""
         for part in parts.values():
@@ -137,7 +137,7 @@ class Balance:
                 bias.add_(move.to(bias.device))
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the next step needs of this rank's layers, by names in a checkpoint.
+        """Return this rank's counts that the next step needs, by names in a checkpoint.
 
         All ranks of a stage have the same. Loading writes into the tensors.
         """

@@ -90,7 +90,7 @@ class Exchanged:
         return torch.cat(self._exchange(heads).unbind(), dim=2)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Give part r of `parts` [ranks, ...] to rank r; return what the ranks gave."""
+        """Give part r of `parts` [ranks, ...] to rank r; return the parts from all ranks."""
         return all_to_all_single_autograd(parts, None, None, self.group)
 
 

@@ -16,7 +16,7 @@ from torchmars.models.model import TensorParallelCut
 
 
 def cut_sizes(model: Model) -> dict[str, int]:
-    """Return the sizes that the ranks have to divide, by what they are in words."""
+    """Return the sizes that the ranks have to divide, by their names in words."""
     sizes = {}
     for name, module in model.named_modules():
         cut = cut_of(name, model.cuts)
@@ -33,7 +33,7 @@ def cut_of(name: str, cuts: dict[str, TensorParallelCut]) -> TensorParallelCut |
 
 
 def sequence_unit(cp: int, tp: int) -> int:
-    """Return what the length of sequences is a multiple of, so that all ranks have equal parts."""
+    """Return the unit of the length of sequences: its multiples give all ranks equal parts."""
     return tp if cp == 1 else math.lcm(2 * cp, cp * tp)
 
 
@@ -60,7 +60,7 @@ def blocks_of_stages(model: Model, parallelism: ParallelismConfig) -> list[range
 
 
 def head_in_blocks(model: Model) -> float:
-    """Return the FLOPs of the head of a whole model, in those of a block."""
+    """Return the FLOPs of the head of a whole model over the FLOPs of a block."""
     head = 6 * model.vocab_rows * model.width  # for each token
     return head * len(model.blocks) / (model.flops_per_token() - head)
 
@@ -87,7 +87,7 @@ def stage_ranks(parallelism: ParallelismConfig) -> list[int]:
 
 
 def cut_model(model: Model, blocks: range, first: bool, last: bool) -> None:
-    """Take from `model`, in place, what other stages have.
+    """Remove the layers of other stages from `model`, in place.
 
     A token table that is the head too stays in the first and in the last stage.
     """

@@ -15,7 +15,7 @@ from torchmars.config.float8 import Float8Config
 from torchmars.core.errors import UserError
 from torchmars.models import Model
 
-UNIT = 16  # what the two sizes of a matrix must be multiples of, for the GPU's instructions
+UNIT = 16  # both sizes of a matrix must be multiples of it, for the GPU's instructions
 CAPABILITY = (8, 9)  # of GPUs that multiply float8
 
 

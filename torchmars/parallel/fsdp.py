@@ -24,7 +24,7 @@ from torchmars.optim.tensors import local_part
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import ModelPart
 
-# On CPUs a collective keeps the rank waiting: what is no larger is gathered at once.
+# On CPUs a collective keeps the rank waiting: models up to this size are gathered at once.
 ONE_UNIT_BYTES = 32 * 2**20
 # Neighbouring blocks are one unit while what is gathered of them is no larger, by the type of the
 # device. On GPUs a collective of less reaches no full speed, and the hooks of a unit take the host
@@ -174,7 +174,7 @@ def is_one_unit(
 
 
 def set_reduction(part: ModelPart, parallelism: ParallelismConfig, last: bool) -> None:
-    """Set what the next backward pass does with gradients; `last`: of the last microbatch.
+    """Set the next backward pass's handling of gradients; `last`: it is of the last microbatch.
 
     Weights that a forward pass leaves gathered stay so until then.
     """

@@ -1,4 +1,4 @@
-"""What of a model is compiled: its blocks, each by itself or some in one graph."""
+"""The compiled parts of a model: its blocks, each by itself or some in one graph."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def compile_blocks(
     """Let the blocks of `model` be compiled, in place.
 
     On a rank `alone` up to `MOST_BLOCKS` are one graph. Between those of others FSDP has to act.
-    With activation checkpointing a graph is a block: what is computed again must not be so at once.
+    With activation checkpointing a graph is a block: blocks must not be recomputed all at once.
     """
     most = MOST_BLOCKS[layout.device.type]
     if alone and most > 1 and activations.mode == "none":

@@ -48,7 +48,7 @@ class RankGroup:
         dist.send(tensor.contiguous(), group=self.process_group, group_dst=rank)
 
     def receive(self, target: torch.Tensor, rank: int) -> torch.Tensor:
-        """Fill `target` with what rank number `rank` of the group sends, and return it."""
+        """Receive data from rank number `rank` of the group into `target`, and return it."""
         dist.recv(target, group=self.process_group, group_src=rank)
         return target
 

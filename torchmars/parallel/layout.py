@@ -126,7 +126,7 @@ class Layout:
 
         A `UserError` of one rank is raised on every rank. Any other exception is raised again on
         the rank that had it; the other ranks raise a RuntimeError. Where all goes well, the ranks
-        exchange one number: what they exchanged beside it would grow with their number.
+        exchange one number: anything more would grow with their number.
         """
         failure: Exception | None = None
         try:
@@ -182,7 +182,7 @@ class Layout:
         dist.send_object_list([value], dst=rank, group=self.control)
 
     def receive(self, rank: int) -> Any:
-        """Return what a rank sends."""
+        """Return the object that a rank sends."""
         values = [None]
         dist.recv_object_list(values, src=rank, group=self.control)
         return values[0]

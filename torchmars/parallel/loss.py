@@ -48,8 +48,8 @@ def mean_loss(
     of the exponentials of a token's logits (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
     The value is without it, and so can be compared with a validation loss.
 
-    With `compile` what is between the products is compiled: it reads and writes less, and has no
-    memory beside the logits.
+    With `compile` the operations between the products are compiled: they read and write less, and
+    have no memory beside the logits.
     """
     loss: Tensor = _MeanLoss.apply(
         *_local(hidden, weight), targets.flatten(), chunk, z_loss, compile
@@ -131,7 +131,7 @@ class _Sum:
 
 @dataclass
 class _Chunk:
-    """The logits of some tokens, and what follows from them."""
+    """The logits of some tokens, and the losses and gradients from them."""
 
     tokens: slice
     """Which tokens these are."""

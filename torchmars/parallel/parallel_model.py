@@ -88,7 +88,7 @@ class ParallelModel:
         self.weights = self._weights()
         """The weights of which this rank has a part, by name. They are float32."""
         self.copies: Copies | None = None
-        """What a rank alone computes with, where that is not float32."""
+        """The copies that a single rank computes with, unless it computes in float32."""
         if self.alone and training.dtype != "float32":
             with memory or nullcontext():
                 self.copies = Copies(self.parts[0], getattr(torch, training.dtype))
@@ -130,7 +130,7 @@ class ParallelModel:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and buffers: what a checkpoint keeps of the model."""
+        """Weights and buffers: the part of the model that a checkpoint keeps."""
         return {**self.weights, **self.buffers}
 
     def _table(self, stage: int) -> Tensor | None:
@@ -143,10 +143,10 @@ class ParallelModel:
         self.follow_weights()
 
     def follow_weights(self) -> None:
-        """Make again what is made from the weights, after they have changed.
+        """Renew everything derived from the weights, after they have changed.
 
-        These are what a rank alone computes with, the copy of a tied token table, and the scales
-        of weights that travel in float8.
+        These are a single rank's copies, the copy of a tied token table, and the scales of weights
+        that travel in float8.
         """
         if self.copies is not None:
             self.copies.follow()
@@ -172,10 +172,10 @@ class ParallelModel:
         `batch` are this rank's microbatches of windows, [batch, T + 1] each. The mean is over the
         tokens that this rank computes the loss of, and 0 if it computes none. The gradient has
         those of the z-loss and of the routers' losses too, which the mean is without. `enter_phase`
-        is told what begins: "forward", "backward", and "reduce", where the rest of the gradients'
-        reduction is waited for, or a rank alone casts them; in a pipeline "pipeline", all of it.
-        `ahead`: the gradient is exact mode's look-ahead. After any other, and the optimizer's step,
-        call `balance.finish`.
+        is told which phase starts: "forward", "backward", and "reduce", where the rest of the
+        gradients' reduction is waited for, or a rank alone casts them; in a pipeline "pipeline",
+        all of it. `ahead`: the gradient is exact mode's look-ahead. After any other, and the
+        optimizer's step, call `balance.finish`.
         """
         with self.balance.around(len(batch), ahead):
             return self._backward(batch, enter_phase)
@@ -230,7 +230,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits [batch, vocab_rows] of what follows `tokens` [batch, length].
+        """Return the logits [batch, vocab_rows] of the next token after `tokens` [batch, length].
 
         Every rank has them.
         """

@@ -11,8 +11,8 @@ from torchmars.models.documents import document_positions
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.loss import mean_loss, token_losses, token_scores
 
-# What a forward pass with targets is to find: their mean loss, whose gradient can be taken, the
-# loss of each, or the log-likelihood of each and whether it is the likeliest token.
+# The result of a forward pass with targets: their mean loss, whose gradient can be taken, the loss
+# of each, or the log-likelihood of each and whether it is the likeliest token.
 Wanted = Literal["mean loss", "losses", "scores"]
 
 

@@ -33,7 +33,7 @@ class WholeBackwardStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], None]:
-        """Make the backward pass of a microbatch; return the gradients of what the stage got."""
+        """Make the backward pass of a microbatch; return the gradients of the stage's inputs."""
         assert backward_type == "full"
         assert isinstance(self.submod, ModelPart)
         set_reduction(self.submod, self.parallelism, last_backward)
@@ -63,7 +63,7 @@ class Pipeline:
         self.microbatches, self.tokens = microbatches, tokens
         self.rank_of = stage_ranks(config)
         self.hidden = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
-        """What goes from stage to stage, without memory."""
+        """The tensors that pass from stage to stage, without memory."""
         kind = get_schedule_class(config.pp_schedule)
         self.torch_stages = {
             number: self._torch_stage(number, part) for number, part in parts.items()
@@ -116,10 +116,10 @@ class Pipeline:
         return torch.stack([torch.zeros((), device=self.device), *losses]).detach().sum()
 
     def forward(self, tokens: Tensor, hidden_length: int, **options: Any) -> Tensor | None:
-        """Pass one microbatch through all stages; return what the last one gives, where that is.
+        """Pass one microbatch through all stages; on the last one's rank, return its result.
 
         `tokens` is [batch, length], and hidden states between stages are [batch, hidden_length,
-        width]. `options` are those of `ModelPart.forward`.
+        width]. `options` are passed to `ModelPart.forward`.
         """
         x: Tensor | None = tokens
         shape = tokens.shape[0], hidden_length, self.hidden.shape[-1]

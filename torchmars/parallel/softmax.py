@@ -1,6 +1,6 @@
 """The element-wise part of the loss, compiled: it reads logits twice, and writes them once.
 
-Both have no memory beside their arguments and results. Where something watches what torch does,
+Both have no memory beside their arguments and results. Where a mode watches torch's operations,
 they are operations of torch's own kind, so that a plan, which computes nothing, sees that too.
 Elsewhere they are called as they are: torch's way there takes the host as long as they do.
 """
@@ -30,7 +30,7 @@ def softmax_gradient_(logits: Tensor, largest: Tensor, factor: Tensor, target: T
 
 
 def _is_watched() -> bool:
-    """Return whether a mode sees, or replaces, what torch does."""
+    """Return whether a mode observes or replaces torch's operations."""
     return torch._C._len_torch_dispatch_stack() > 0  # private, torch 2.11 to 2.13
 
 

@@ -1,4 +1,4 @@
-"""What an expert would warn of in a plan."""
+"""Warnings of likely mistakes in a plan, each with its remedy."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def advice(plan: Plan) -> Iterator[str]:
 
 
 def of_memory(plan: Plan) -> Iterator[str]:
-    """Yield warnings of what does not fit, or is larger than it need be."""
+    """Yield warnings of memory that does not fit, or is larger than it need be."""
     simulation, gradient = plan.largest, plan.largest.gathered
     microbatch_size, accumulation_steps = plan.microbatches
     if plan.per_node and simulation.peak > MEMORY:

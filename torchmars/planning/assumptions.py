@@ -1,11 +1,11 @@
-"""What plans take a cluster to be: H100s, eight on a machine, and a good network."""
+"""The cluster that plans assume: H100s, eight on a machine, and a good network."""
 
 from torchmars.metrics.gpus import GPUS
 from torchmars.metrics.throughput import GIB
 
 GPU = GPUS["H100"]
 RESERVED = 8 * GIB  # of each GPU: CUDA, NCCL and a fragmented allocator
-MEMORY = GPU.memory_gib * GIB - RESERVED  # what is left of it
+MEMORY = GPU.memory_gib * GIB - RESERVED  # the rest of it
 FLOPS = 400e12  # per second, that the training of large models reaches in bfloat16
 NETWORK = 50e9  # bytes per second of each GPU between machines: 400 Gb/s
 NVLINK = 350e9  # bytes per second of each GPU within a machine, that collectives reach

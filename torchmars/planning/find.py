@@ -28,7 +28,7 @@ PLANNED = 8  # layouts at most
 CAREFUL = 2  # of these, that fit even if the rule of thumb is off by `OFF`
 OFF = 1.25
 SHORTEST = 1024  # tokens of a sequence on a rank, below which kernels are slow
-# The options that are tried, beside what the config says.
+# The options that are tried, besides the config's own.
 TRIED = {
     "parallelism": (
         *("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "pp_schedule", "pp_blocks"),
@@ -42,7 +42,7 @@ HEADINGS = f"{'s/step':>8}  {'GiB':>5}  {'waiting':>7}  {'microbatches':>12}  op
 
 
 class Found(NamedTuple):
-    """What the exact plan of a layout says."""
+    """The figures of a layout's exact plan."""
 
     seconds: float
     peak: int
@@ -173,7 +173,7 @@ def in_memory(layout: ResolvedConfig, rule: RuleOfThumb) -> Iterator[ResolvedCon
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides `number` evenly."""
+    """Return the divisors of `number`."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
@@ -221,7 +221,7 @@ def plan_all(
 
 
 def planned(layout: ResolvedConfig, world_size: int, per_node: int) -> Found | UserError:
-    """Return what the exact plan of a layout says, or why there is none."""
+    """Return the figures of a layout's exact plan, or why there is none."""
     try:
         plan = make_plan(layout, world_size, per_node)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What a rank has in memory: every tensor of a step, counted from its making to its end."""
+"""The memory of a rank: every tensor of a step, counted from its making to its end."""
 
 import weakref
 from collections import Counter
@@ -16,9 +16,9 @@ from torch.distributed.tensor._sharding_prop import (  # private, torch 2.11 to 
 from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
 from torch.utils._pytree import tree_leaves  # private, torch 2.11 to 2.13
 
-# What FSDP2 calls the operations that fill and empty its buffers.
+# FSDP2's name for the operations that fill and empty its buffers.
 BUFFER_NAMESPACE = "fsdp"
-# What DTensors call to try an operation.
+# The function that DTensors call to try an operation.
 TRIAL = "_propagate_tensor_meta_non_cached"
 T = TypeVar("T")
 
@@ -118,9 +118,9 @@ class MemoryCounter(TorchDispatchMode):
 
     @contextmanager
     def effect(self, leaves: str) -> Iterator["Effect"]:
-        """Yield what the body does to the memory: it is known when the body has ended.
+        """Yield the body's effect on the memory: it is known when the body has ended.
 
-        What it makes and leaves is of the kind `leaves`.
+        Memory that it makes and leaves is of the kind `leaves`.
         """
         effect, before, there = Effect(), self.bytes.copy(), set(self._storages.values())
         self._restart()

@@ -26,11 +26,11 @@ EDGE = 2
 
 @dataclass
 class Passes:
-    """What the forward and backward passes of a step take of one rank."""
+    """The memory and traffic of one rank's forward and backward passes in a step."""
 
     traffic: TrafficCounter
     effects: Effects
-    """What they do to its memory. Without a pipeline one effect has all of them."""
+    """Their effects on its memory. Without a pipeline one effect covers all of them."""
     gradients: int
     """Bytes of gradients that they leave."""
 
@@ -130,7 +130,7 @@ def simulate_passes(
     traffic(n) = (n - 1) * traffic(2) - (n - 2) * traffic(1).
     """
     [part] = model.parts.values()
-    # What is there before the second microbatch is the gradient of the first one.
+    # Before the second microbatch there is the gradient of the first one.
     part.register_forward_pre_hook(lambda *_: memory.settle(), prepend=True)
     traffic.begin(PHASE, weight=sum(2 - microbatches for microbatches in rounds))
     # "Ahead" counts no choices of experts: `count_choices` does, once for a step.
@@ -151,8 +151,8 @@ def simulate_stages(
 ) -> Effects:
     """Make passes of this rank's stages, with microbatches of windows `tokens`.
 
-    Return what each does to the memory. The first microbatch, the last one and one for all between
-    them are enough. Nothing comes from other stages: inputs and gradients are made here.
+    Return the effect of each on the memory. The first microbatch, the last one and one for all
+    between them are enough. Nothing comes from other stages: inputs and gradients are made here.
     """
     pipeline = model.pipeline
     assert pipeline is not None
@@ -188,7 +188,7 @@ def simulate_stages(
 
 
 def exchange_table(tied: TiedTable, passes: int, traffic: TrafficCounter) -> None:
-    """Count what `TiedTable` sends in a step. A simulated rank has nobody to send it to."""
+    """Count the traffic of `TiedTable` in a step. A simulated rank has nobody to send it to."""
     if tied.original is None and tied.copy is not None:
         traffic.begin(PHASE, passes)
         traffic.count("send", local_part(tied.copy).nbytes, tied.ranks.process_group)
@@ -200,7 +200,7 @@ def exchange_table(tied: TiedTable, passes: int, traffic: TrafficCounter) -> Non
 
 
 class SimulatedStage:
-    """A stage of a pipeline that runs alone. Its passes return what they do to the memory."""
+    """A stage of a pipeline that runs alone. Its passes return their effects on the memory."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class SimulatedStage:
         self.memory, self.traffic = memory, traffic
         self.tokens, self.targets, self.starts = model.batches.of(windows)
         self.in_flight: list[dict[str, Any]] = []
-        """What torch's stage takes for the backward passes of microbatches, oldest first."""
+        """The inputs of torch's stage for the backward passes of microbatches, oldest first."""
         self.halfway: list[dict[str, Any]] = []
         """The same for the gradients of weights, of microbatches whose inputs have theirs."""
 

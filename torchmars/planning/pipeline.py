@@ -1,4 +1,4 @@
-"""What a pipeline does when, which ranks wait meanwhile, and what each of them has in memory."""
+"""The schedule of a pipeline: its passes, its waits, and the memory of each rank."""
 
 import math
 from collections import Counter
@@ -12,7 +12,8 @@ from torchmars.planning.memory import Effect
 ActionKind = Literal["F", "B", "I", "W"]
 # The work of each, in forward passes.
 COSTS: dict[ActionKind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-# What activation checkpointing adds to a backward pass. "selective" keeps the dear results.
+# The cost that activation checkpointing adds to a backward pass. "selective" keeps the dear
+# results.
 COMPUTED_AGAIN = {"none": 0.0, "full": 1.0, "selective": 0.2, "memory_budget": 0.2}
 
 
@@ -30,7 +31,7 @@ Effects = Mapping[tuple[int, ActionKind, int], Effect]
 
 
 def computed_again(config: ActivationCheckpointConfig) -> float:
-    """Return what activation checkpointing adds to a backward pass, in forward passes."""
+    """Return the cost that activation checkpointing adds to a backward pass, in forward passes."""
     return COMPUTED_AGAIN[config.mode] / config.every
 
 
@@ -89,7 +90,7 @@ def bubble(
 
 
 def _needed(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """Return what must have been done before a pass: of each tuple, one."""
+    """Return the passes that must precede a pass: one of each tuple."""
     kind, stage, microbatch = action
     if kind == "F":
         return [(Action("F", stage - 1, microbatch),)] if stage else []
@@ -101,7 +102,7 @@ def _needed(action: Action, stages: int) -> list[tuple[Action, ...]]:
 
 
 def peak_of(actions: Sequence[Action], effects: Effects) -> Counter[str]:
-    """Return what a rank has at the worst moment of its passes, in bytes by kind."""
+    """Return a rank's memory at the worst moment of its passes, in bytes by kind."""
     level: Counter[str] = Counter()
     worst: Counter[str] = Counter()
     places: dict[tuple[int, bool], list[Action]] = {}

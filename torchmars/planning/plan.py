@@ -1,4 +1,4 @@
-"""What a run will take of each rank: its figures, before the run has a cluster."""
+"""The memory, traffic and time of a run, before it has a cluster."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,7 +109,7 @@ class Plan:
 
     @cached_property
     def rule(self) -> RuleOfThumb:
-        """What a rule of thumb says of the model, without an optimizer's state."""
+        """The figures of a rule of thumb for the model, without an optimizer's state."""
         return RuleOfThumb(self.whole, 0, self.layout.world.size, self.per_node)
 
     @cached_property

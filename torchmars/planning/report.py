@@ -15,7 +15,7 @@ from torchmars.training.summary import summary
 
 
 def report(plan: Plan) -> list[str]:
-    """Return all of a plan: what the run is, what it takes, and what an expert would warn of."""
+    """Return all of a plan: the run, its costs, and warnings."""
     sections = {
         "memory": memory(plan),
         "experts": experts(plan),
@@ -33,7 +33,7 @@ def report(plan: Plan) -> list[str]:
 
 
 def memory(plan: Plan) -> list[str]:
-    """Return what a rank has in memory: in a pipeline, each of its ranks."""
+    """Return the memory of a rank: in a pipeline, of each of its ranks."""
     if len(plan.ranks) == 1:
         [rank] = plan.ranks
         sizes = {
@@ -68,7 +68,7 @@ def of_stages(rank: Simulation) -> tuple[str, str, str]:
 
 
 def experts(plan: Plan) -> list[str]:
-    """Return how experts are dealt out, and what was assumed of them; nothing where ranks have all.
+    """Return the distribution of experts, and its assumptions; nothing if ranks have all.
 
     A rank that has all experts has as many rows, whatever routers choose.
     """
@@ -96,7 +96,7 @@ def pipeline(plan: Plan) -> list[str]:
 
 
 def disk(plan: Plan) -> list[str]:
-    """Return what checkpoints take, on disk and in memory while they are written."""
+    """Return the size of checkpoints, on disk and in memory while they are written."""
     settings = plan.config.checkpoint
     size, kept = plan.checkpoint, settings.keep_last
     total = f"{kept * size / GIB:,.1f} GiB for the {kept} that are kept" if kept else "all are kept"
@@ -114,7 +114,7 @@ def disk(plan: Plan) -> list[str]:
 
 
 def traffic(plan: Plan) -> list[str]:
-    """Return what a rank sends in a step, by kind: in a pipeline, the one that sends most."""
+    """Return the traffic of a rank in a step, by kind; in a pipeline, of the busiest rank."""
     rank = max(plan.ranks, key=lambda each: sum(each.traffic.sent.values()))
     times, sent = rank.traffic.times, rank.traffic.sent
     rows: list[tuple[str, ...]] = [
@@ -146,7 +146,7 @@ def owners(plan: Plan) -> list[str]:
 
 
 def tokens(plan: Plan) -> Iterator[str]:
-    """Return what the run reads and computes."""
+    """Return the tokens and FLOPs of the run."""
     training, missing = plan.config.training, f"{plan.config.data.path} is not prepared yet"
     epochs = [f"{epochs:.2f} epochs of {path}" for path, epochs in plan.epochs.items()]
     read = ", ".join(epochs) or missing

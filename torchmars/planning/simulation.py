@@ -33,7 +33,7 @@ from torchmars.training.optimizer import build_optimizer
 
 @dataclass
 class Simulation:
-    """What a step takes of one rank. Sizes are in bytes."""
+    """The memory and traffic of one rank in a step. Sizes are in bytes."""
 
     model: ParallelModel
     optimizer: MARS
@@ -54,7 +54,7 @@ class Simulation:
     """Weights and gradients of other ranks' shards, and their buffers, at that peak. On a rank
     alone: the copies of weights that it computes with."""
     effects: Effects = field(default_factory=dict)
-    """In a pipeline: what its passes do to its memory. Its stages are numbered from 0."""
+    """In a pipeline: the effects of its passes on its memory. Its stages are numbered from 0."""
 
     @property
     def peak(self) -> int:
@@ -157,7 +157,7 @@ class FewBlocks:
         self.known: dict[object, Passes] = {}
 
     def tell(self, model: ParallelModel) -> bool:
-        """Return whether they tell what the passes of `model` take, and are fewer than its own."""
+        """Return whether they tell the costs of `model`'s passes, and are fewer than its own."""
         counts = [len(part.model.blocks) for part in model.parts.values()]
         # On CPUs small models are one unit of FSDP, and large ones are not.
         alike = self.config.activation_checkpoint.every == 1 and model.layout.device.type == "cuda"

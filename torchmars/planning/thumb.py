@@ -1,4 +1,4 @@
-"""A rule of thumb for layouts: roughly what a rank has in memory, and how long a step takes.
+"""A rule of thumb for layouts: a rough estimate of a rank's memory and of the time of a step.
 
 It chooses which layouts `find.py` plans, and tells the hours of presets: what counts is a plan.
 """
@@ -12,7 +12,7 @@ from torchmars.planning.pipeline import computed_again
 
 
 class RuleOfThumb:
-    """What layouts of a model take on many ranks. A block is the largest one, in bfloat16."""
+    """The costs of a model's layouts on many ranks. A block is the largest one, in bfloat16."""
 
     def __init__(self, model: Model, state: float, world_size: int, per_node: int) -> None:
         self.model, self.world_size, self.per_node = model, world_size, per_node

@@ -1,4 +1,4 @@
-"""What a store of S3 answers, told from the pages of what may stand in its place.
+"""Tells answers of an S3 store from pages of proxies that answer instead.
 
 A proxy that wants a login answers each request with a page and status 200. Read as S3's own, that
 is a folder without objects, and an object that was written.
@@ -7,7 +7,7 @@ is a folder without objects, and an object that was written.
 import re
 from typing import Any
 
-# What the XML of an answer begins with, by operation, and a header that each answer has.
+# The first element of an answer's XML, by operation, and a header that each answer has.
 ROOTS = {
     "ListBuckets": "ListAllMyBucketsResult",
     "ListObjects": "ListBucketResult",
@@ -29,7 +29,7 @@ ROOT = re.compile(
 
 
 def session() -> Any:
-    """Return a session of the client of S3 that asks again where an answer is none of a store.
+    """Return a session of the S3 client that asks again if the answer does not come from a store.
 
     It has the profile that fsspec's own settings name.
     """
@@ -37,13 +37,13 @@ def session() -> Any:
     from fsspec.config import conf
 
     made = AioSession(profile=conf.get("s3", {}).get("profile"))
-    # Before botocore's own, for which what is no XML is a fault of the store's.
+    # Before botocore's own, which takes anything but XML for a fault of the store.
     made.get_component("event_emitter").register_first("before-parse.s3", check_answer)
     return made
 
 
 def check_answer(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
-    """Raise the error after which the client asks again, where an answer is none of a store."""
+    """Raise the error after which the client asks again, if no store sent the answer."""
     from botocore.parsers import ResponseParserError
 
     if wrong := problem(operation_model.name, response_dict):

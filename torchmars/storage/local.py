@@ -93,7 +93,7 @@ class LocalStorage:
     def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
         staged, checkpoint = Path(staged), Path(checkpoint)
         write_durably(staged / MANIFEST, manifest)  # and the names of all files beside it
-        if os.path.lexists(checkpoint):  # what the run could not resume from
+        if os.path.lexists(checkpoint):  # the run could not resume from it
             self.set_aside(checkpoint)
         staged.rename(checkpoint)
         sync_folder(checkpoint.parent)
@@ -128,7 +128,7 @@ class LocalStorage:
         return target
 
     def _free(self, checkpoint: Path, suffix: str) -> Path:
-        """Delete what has a checkpoint's name with a suffix, and return that path.
+        """Delete the folder with a checkpoint's name and a suffix, and return that path.
 
         Return one with a number where it cannot be deleted.
         """

@@ -31,7 +31,7 @@ from torchmars.storage.uploads import ObjectFiles
 
 REQUESTS = 8  # at a time
 LISTINGS = 10  # in which a new object must come up
-CHECKPOINT = re.compile(r"step-\d+")  # what its folder is called
+CHECKPOINT = re.compile(r"step-\d+")  # the name of its folder
 
 
 class ObjectStorage:
@@ -157,7 +157,7 @@ class ObjectStorage:
         """Keep the manifest under another name, beside the checkpoint."""
         files, manifest = self.store.files, str(checkpoint / MANIFEST)
         content = b""
-        with contextlib.suppress(Exception):  # it may be what is damaged
+        with contextlib.suppress(Exception):  # it may be the damaged file
             content = files.cat_file(manifest)
         with writing(checkpoint):
             files.pipe_file(f"{checkpoint}{DAMAGED}", content)
@@ -187,14 +187,14 @@ class ObjectStorage:
         return [name for name in names if name != own]  # some tools make an object of its name
 
     def _has(self, checkpoint: PurePath) -> bool:
-        """Return whether a checkpoint has its manifest. What has not will be deleted."""
+        """Return whether a checkpoint has its manifest. One without will be deleted."""
         with reading(checkpoint):
             there = self.store.files.exists(str(checkpoint / MANIFEST))
             return bool(there) or MANIFEST in self._names(checkpoint)
 
 
 def is_intact(archive: io.BytesIO) -> bool:
-    """Return whether what torch.save wrote has the checksums that it says. Rewinds it."""
+    """Return whether a file of torch.save matches its own checksums. Rewinds it."""
     try:
         with zipfile.ZipFile(archive) as files:
             return files.testzip() is None

@@ -62,7 +62,7 @@ class Ownership:
 
 
 class FileOwnership(Ownership):
-    """That of a folder of this machine's disks: a lock, and the name beside it, the generation.
+    """Ownership of a folder on a disk: a lock, and the name beside it, the generation.
 
     The lock is touched to renew it. One that is silent for `locks.PATIENCE` seconds is taken.
     """
@@ -80,7 +80,7 @@ class FileOwnership(Ownership):
         super().__init__(RENEW_SECONDS)
 
     def check(self) -> None:
-        # Opened each time: so a network file system looks again at what others have written.
+        # Opened each time: so a network file system sees the writes of others.
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if self.mine is None or read_text(self.generation) == self.mine:
                 return

@@ -1,4 +1,4 @@
-"""What is asked of a place for checkpoints."""
+"""The interface of a place for checkpoints."""
 
 import errno
 import hashlib
@@ -31,7 +31,7 @@ class File:
 
 
 class NewFile(io.RawIOBase):
-    """A new file, written from start to end, that counts and hashes what is written."""
+    """A new file, written from start to end, that counts and hashes its bytes."""
 
     def __init__(self, stream: BinaryIO) -> None:
         """Write to `stream`, which is closed with this file."""
@@ -55,7 +55,7 @@ class NewFile(io.RawIOBase):
             self.stream.close()
 
     def describe(self) -> File:
-        """Return the size and checksum of what was written."""
+        """Return the size and checksum of the file."""
         return File(self.size, self.hash.hexdigest())
 
 
@@ -83,13 +83,13 @@ class Storage(Protocol):
     """
 
     def refuse_another(self, folder: PurePath, run: Path) -> None:
-        """Raise `UserError` where another run than that of the folder `run` is seen at work.
+        """Raise `UserError` if a run other than the one in folder `run` is seen at work.
 
         For a start: nothing is written, and whoever goes on must `take` the folder.
         """
 
     def take(self, folder: PurePath, run: Path) -> Ownership | None:
-        """Keep other runs than that of the folder `run` from a folder of checkpoints.
+        """Keep runs other than the one in folder `run` from a folder of checkpoints.
 
         None where the lock in `run` does. Raises `UserError` where another run has the folder.
         """
@@ -103,14 +103,14 @@ class Storage(Protocol):
     def archives(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
         """Yield each of `ranges`, (offset, bytes) in ascending order, as a stream of its own.
 
-        Each is what torch.save wrote at one time.
+        Each is the result of one torch.save.
         """
 
     def stage(self, checkpoint: PurePath) -> PurePath:
         """Return the empty folder for the files of a checkpoint that is not published yet."""
 
     def new_files(self, staged: PurePath, limit: int) -> NewFiles:
-        """Return what adds files to a staged checkpoint.
+        """Return an object that adds files to a staged checkpoint.
 
         `limit` is how many bytes of them may wait on this machine to be durable elsewhere.
         """
@@ -122,14 +122,14 @@ class Storage(Protocol):
         """Rename a damaged checkpoint, durably."""
 
     def delete(self, path: PurePath) -> None:
-        """Delete a checkpoint, or what a crash left. Of a linked one delete the link alone.
+        """Delete a checkpoint, or the remains of one. Of a linked one delete the link alone.
 
-        What no save wrote stays, with an `OSError` that names it.
+        Files that no save wrote stay, with an `OSError` that names them.
         """
 
 
 class Foreign(OSError):
-    """A checkpoint holds what no save wrote: files called `names`, which stay."""
+    """A checkpoint holds files that no save wrote, called `names`, which stay."""
 
     def __init__(self, checkpoint: PurePath, names: Iterable[str]) -> None:
         why = f"it holds {min(names)}, which no save wrote: move that away"

@@ -51,7 +51,7 @@ class StoreOwnership(Ownership):
         super().__init__(RENEW_SECONDS)
 
     def check(self) -> None:
-        # That of another folder takes nothing: somebody has copied that folder over this one.
+        # Another folder's lease takes nothing: somebody has copied that folder over this one.
         found = read_lease(self.store, self.file)
         here = found.get("folder", self.me["folder"]) == self.me["folder"]
         if found.get("token") != self.me["token"] and here:
@@ -86,7 +86,7 @@ class StoreOwnership(Ownership):
             time.sleep(SETTLE_SECONDS)
 
     def _create(self) -> bool:
-        """Write the lease where there is none. Return whether it is this process's then."""
+        """Write the lease if there is none. Return whether it is this process's then."""
         if read_lease(self.store, self.file):
             return False
         created = self._create_only()
@@ -131,7 +131,7 @@ class StoreOwnership(Ownership):
 
 
 def read_lease(store: Store, file: PurePath) -> dict[str, str]:
-    """Return what a lease says: nothing where there is none, "unknown" where it is damaged.
+    """Return the contents of a lease: nothing if there is none, "unknown" if it is damaged.
 
     A damaged one is waited for as another run's is. Else it would keep all runs off for good.
     """
@@ -149,7 +149,7 @@ def read_lease(store: Store, file: PurePath) -> dict[str, str]:
 
 
 def refuse_another(store: Store, folder: PurePath, run: Path) -> None:
-    """Raise `UserError` where another run than that of the folder `run` renews its lease."""
+    """Raise `UserError` if a run other than the one in folder `run` renews its lease."""
     me = {"run": run_id(run), "folder": in_store(folder)}
     refuse_alive(store, folder / NAME, me, LOOK_SECONDS)
 

@@ -21,7 +21,7 @@ from torchmars.core.secrets import without_secrets
 from torchmars.storage import answers
 
 BLOCK = 16 * 2**20  # bytes of a request where a file is read from start to end
-# Extras of this package, and what they install, by the protocols of fsspec that need it.
+# Extras of this package, and the packages they install, by the protocols of fsspec.
 EXTRAS = {
     "s3": ("s3", "s3fs"),
     "gs": ("gs", "gcsfs"),
@@ -51,12 +51,12 @@ REFUSALS |= {"401", "403", "UnauthorizedSSOTokenError", "TokenRetrievalError"}
 # Of credentials that may come at the next try, and of a clock that may be set by then.
 PASSING = {"CredentialRetrievalError", "MetadataRetrievalError", "RequestTimeTooSkewed"}
 REFUSAL = re.compile("forbidden|unauthorized|access denied", re.IGNORECASE)
-# When an object was last written to, in what the stores say of one.
+# The time of an object's last write, by the names that stores use.
 CHANGED = ("LastModified", "mtime", "updated", "last_modified")
 
 
 AZURE_ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"
-# What the stores' clients log is no line of ours, and may have secrets.
+# Log lines of the stores' clients are not ours, and may have secrets.
 CLIENTS = (
     "adlfs",
     "aiobotocore",
@@ -72,7 +72,7 @@ QUIET = logging.NullHandler()
 
 
 class Altered(UserError):
-    """The store's own checksum does not match what has come."""
+    """The store's own checksum does not match the data that came."""
 
 
 class Store:
@@ -264,7 +264,7 @@ def writing(path: PurePath) -> Iterator[None]:
 
 
 def kinds_of(error: BaseException | None) -> Iterator[str]:
-    """Yield what an error is: names of classes, and codes and statuses of a store's answer.
+    """Yield the kinds of an error: names of classes, and codes and statuses of a store's answer.
 
     Each client has its own way to tell them. An error that stands behind it counts too.
     """
@@ -279,5 +279,5 @@ def kinds_of(error: BaseException | None) -> Iterator[str]:
 
 
 def reason(error: Exception) -> str:
-    """Return in one line what a store says is wrong. It never holds credentials."""
+    """Return a store's error in one line. It never holds credentials."""
     return without_secrets(" ".join(str(error).split())) or type(error).__name__

@@ -1,4 +1,4 @@
-"""What all ranks of a run are able to, and the settings that follow from it."""
+"""The abilities that all ranks of a run share, and the settings that follow."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ from torchmars.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Abilities:
-    """What all ranks are able to."""
+    """The abilities that all ranks share."""
 
     native_bfloat16: bool
     """To multiply bfloat16 fast."""

@@ -34,7 +34,7 @@ from torchmars.training.validation import Validation
 
 @dataclass(frozen=True)
 class RunData:
-    """The run's corpora, and what reads them."""
+    """The run's corpora, and their reader."""
 
     mixture: Mixture
     tokenizer: Tokenizer

@@ -40,16 +40,16 @@ class RunState:
     recent_losses: deque[float] = field(default_factory=recent)
     """Losses of the last steps without outliers, oldest first."""
     shares: Shares = field(default_factory=Shares)
-    """What deals the samples to the parts of the mixture."""
+    """How samples are assigned to the parts of the mixture."""
 
 
 @dataclass
 class Resumed:
-    """Where a run resumes, and from what."""
+    """Where a run resumes, and from which file."""
 
     state: RunState
     origin: str | None = None
-    """What the run resumes from, in words; None for a new run."""
+    """The source of the resumed state, in words; None for a new run."""
     folder: PurePath | None = None
     """The checkpoint that was loaded, if one of the run's own was."""
     changes: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Checkpointer:
         )
 
     def _load_copy(self) -> Resumed | None:
-        """Load the newest copy in memory; None where there is none, or a later checkpoint."""
+        """Load the newest copy in memory; None if there is none, or a later checkpoint."""
         if self.memory is None:
             return None
         found = self.layout.on_first(lambda: checkpoints(self.saver.folder))
@@ -146,7 +146,7 @@ class Checkpointer:
         return newest[1] if newest else None
 
     def go_back(self) -> Resumed | None:
-        """Load the run's newest good checkpoint, if there is one, and drop what came later."""
+        """Load the run's newest good checkpoint, if there is one, and drop everything later."""
         if self.memory is not None:
             with self._without_copies_after_errors():
                 self.memory.drop()

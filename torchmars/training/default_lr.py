@@ -10,7 +10,7 @@ NEAR = 2  # a model of about that size has at most this many times more or fewer
 
 
 def default_lr_warnings(config: ResolvedConfig) -> list[str]:
-    """Return what to warn of in a run that leaves optimizer.lr at its default: a line, or none.
+    """Return a warning for a run that leaves optimizer.lr at its default, in lines, or none.
 
     It names the preset of the model's size and rule, where there is one.
     """

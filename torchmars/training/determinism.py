@@ -13,7 +13,7 @@ from torchmars.config import TrainingConfig
 from torchmars.core.errors import UserError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-# What CUDA and NCCL read when they start.
+# Variables that CUDA and NCCL read when they start.
 VARIABLES = {
     CUBLAS: ":4096:8",  # a workspace for each stream, so that products take the same kernels
     "NCCL_ALGO": "allreduce:tree",  # the order follows from the ranks; reduce-scatters are rings
@@ -29,7 +29,7 @@ def apply_determinism(
 ) -> None:
     """Let this process compute as `training.deterministic` says, before CUDA and NCCL start.
 
-    What the environment says already stays: `kept_variables` tells. Raises `UserError` for a value
+    Variables that are set already stay: `kept_variables` names them. Raises `UserError` for a value
     that torch refuses.
     """
     if not training.deterministic:

@@ -31,9 +31,9 @@ class GarbageCollection:
         gc.enable()
 
     def collect(self) -> None:
-        """Free what no one can reach any more.
+        """Free objects that nothing can reach any more.
 
-        What is there the first time lives as long as the run. It is not looked at again.
+        Objects that exist the first time live as long as the run, and are not examined again.
         """
         gc.collect()
         if not self.frozen:

@@ -1,4 +1,4 @@
-"""What watches the loss and the gradients while a run trains."""
+"""Guards that watch the loss and the gradients while a run trains."""
 
 import math
 import statistics

@@ -25,7 +25,7 @@ from torchmars.storage import storage_of
 
 
 def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
-    """Prepare a run of `ranks` ranks on `nodes` machines, and print what data there is.
+    """Prepare a run of `ranks` ranks on `nodes` machines, and print its data.
 
     Raises `UserError` for anything that would end it at its start.
     """
@@ -79,7 +79,7 @@ def evaluation_tasks(config: ResolvedConfig) -> dict[str, list[Question]]:
 def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:
     """Return the run's corpora, whose shards are made first where there are none.
 
-    `level` says what is checked of files of packed windows; by default data.verify does. Raises
+    `level` says how files of packed windows are checked; by default data.verify does. Raises
     `UserError` if the shards do not fit the model or the batch.
     """
     training = config.training

@@ -15,7 +15,7 @@ MOST_EVENTS = 100_000  # of allocating and freeing that a snapshot has, the last
 
 
 class Profiler:
-    """Records on each rank what `config` asks for, in files of `folder`; a context of the training.
+    """Makes the records of `config` on each rank, in files of `folder`; a context of the training.
 
     A file that cannot be written is worth a warning only.
     """
@@ -38,7 +38,7 @@ class Profiler:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self.records_memory:
-            if isinstance(error, torch.OutOfMemoryError):  # what was allocated still is
+            if isinstance(error, torch.OutOfMemoryError):  # its allocations still exist
                 self._write_snapshot("out-of-memory", everywhere=False)
             torch.cuda.memory._record_memory_history(enabled=None)
         self._end_trace()

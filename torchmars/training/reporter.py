@@ -1,4 +1,4 @@
-"""What a run reports of itself: lines on the console, metrics, and events."""
+"""The reports of a run: lines on the console, metrics, and events."""
 
 from pathlib import PurePath
 
@@ -20,8 +20,8 @@ from torchmars.training.checkpointer import Resumed, RunState
 class RunReporter:
     """Reports a run, on the first rank. Every rank makes the same calls.
 
-    `introduction` are the lines that say what the run is about to do. `data` are its corpora, and
-    `epochs` how often it has read each when it starts.
+    `introduction` are the lines that describe the run. `data` are its corpora, and `epochs` how
+    often it has read each when it starts.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RunReporter:
         self.data, self.epochs = data, epochs
 
     def announce(self) -> None:
-        """Print what the run is about to do."""
+        """Print the lines that describe the run."""
         for line in self.introduction:
             self.layout.say(line)
 
@@ -125,7 +125,7 @@ class RunReporter:
         self.events.add("stopped", step, signal=signal)
 
     def report_sample(self, step: int, text: str) -> None:
-        """Report what the model has written after `step`."""
+        """Report the model's sample text after `step`."""
         self.layout.say(f"sample:\n{text}")
         self.events.add("sample", step, text=text)
 
@@ -141,7 +141,7 @@ class RunReporter:
             self.layout.say("\n".join(next_commands(*(["torchmars", *each] for each in commands))))
 
     def report_failure(self, step: int, error: UserError) -> None:
-        """Report what ends the run after `step`. The command prints it."""
+        """Report the error that ends the run after `step`. The command prints it."""
         self.events.add("failed", step, message=str(error))
 
     def _say(self, label: str, text: str) -> None:

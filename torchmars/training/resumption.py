@@ -1,6 +1,7 @@
 """Whether a run can resume from a checkpoint of its own, or start from another one's weights.
 
-It is apart from preparation.py for what it imports: a second that a new run need not wait for.
+It is apart from preparation.py because its imports take a second, which a new run need not wait
+for.
 """
 
 from typing import Literal

@@ -5,7 +5,7 @@ from torchmars.optim import MARS, between, lr_factor
 
 
 class Schedule:
-    """Sets the learning rate and gamma of every group, in proportion to what it began with."""
+    """Sets the learning rate and gamma of every group, in proportion to their first values."""
 
     def __init__(self, config: ResolvedConfig, optimizer: MARS) -> None:
         self.config, self.optimizer = config, optimizer

@@ -1,4 +1,4 @@
-"""What a run is about to do, in lines for the console."""
+"""Lines for the console that describe a run before it starts."""
 
 import re
 from pathlib import PurePath
@@ -109,7 +109,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
 
 
 def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[str]:
-    """Return what the run reads of its data: a line, or one for each part of a mixture."""
+    """Return how much of its data the run reads: a line, or one for each part of a mixture."""
     lines = []
     samples = shares.counts(training.steps * training.global_batch_size)
     for part, count in zip(data.parts, samples):

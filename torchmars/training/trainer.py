@@ -72,7 +72,7 @@ class Trainer:
         )
         self.signals, self.garbage = StopSignals(), GarbageCollection()
         self.flags: FlagExchange
-        """What the ranks tell each other during a step."""
+        """The flags that ranks exchange during a step."""
         self.loss_guard = LossGuard(config.guards)
         self.state, self.without_last_grad = self.resumed.state, self.resumed.without_last_grad
 
@@ -202,7 +202,7 @@ class Trainer:
         return outlier
 
     def exchange_flags(self) -> FlagExchange:
-        """Begin to tell the other ranks what has happened here. The step does not wait for it.
+        """Start to send this rank's flags to the others. The step does not wait for it.
 
         It begins once the step has its data, so that a step on changed data is known for one. What
         happens later is told at the next step.

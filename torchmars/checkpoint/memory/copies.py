@@ -148,14 +148,14 @@ class MemoryCopies:
             self.thread.start()
 
     def _try(self, work: Callable[[], object]) -> None:
-        """Run `work`. What goes wrong is raised at the next call, on all ranks."""
+        """Run `work`. Its errors are raised at the next call, on all ranks."""
         try:
             work()
         except Exception as error:
             self.error = error
 
     def _wait(self) -> None:
-        """Wait until the copy that is under way is complete. Raises what went wrong."""
+        """Wait until the copy under way is complete. Raises its errors."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -204,7 +204,7 @@ class MemoryCopies:
     def _fetch(self, key: Key, holders: Sequence[int]) -> bool:
         """Let each rank have its part of the copy `key`, from the ranks that hold them.
 
-        Return whether this rank's is good. What is not good is dropped, where it lies.
+        Return whether this rank's is good. A bad copy is dropped, on the rank that has it.
         """
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank == holder:

@@ -22,7 +22,7 @@ LOCK = "lock"  # begins the names of the locks of a launcher and its ranks
 def shared_memory() -> Iterator[None]:
     """Have a folder in shared memory in the body, which ranks that are started there find.
 
-    What launchers that crashed have left is deleted first. Without shared memory there is none.
+    Leftovers of crashed launchers are deleted first. Without shared memory there is no folder.
     """
     os.environ.pop(MEMORY, None)
     try:

@@ -44,7 +44,7 @@ class TensorKind:
 
 
 def kinds_of(parts: dict[str, Tensor]) -> list[TensorKind]:
-    """Return what tensors there are, in their order."""
+    """Return the tensors, in their order."""
     return [
         TensorKind(name, str(part.dtype).removeprefix("torch."), list(part.shape))
         for name, part in parts.items()
@@ -73,7 +73,7 @@ def views(memory: Tensor, kinds: list[TensorKind]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Header:
-    """What a copy is of, and the checksum of its bytes."""
+    """The contents of a copy, and the checksum of its bytes."""
 
     step: int
     start: str
@@ -124,7 +124,7 @@ class Slot:
         self.memory = torch.from_file(str(self.data), shared=True, size=size, dtype=torch.uint8)
 
     def header(self) -> Header | None:
-        """Return what the copy is of; None where there is none, or not a whole one."""
+        """Return the header of the copy; None if there is no whole copy."""
         return read_header(self.file)
 
     def crc32(self) -> int:
@@ -143,7 +143,7 @@ class Slot:
 
 
 def read_header(file: Path) -> Header | None:
-    """Return the header in a file; None where there is none, or not a whole one of this name."""
+    """Return the header in a file; None if there is no whole one of this name."""
     try:
         header = COPY_FORMAT.read(file, Header)
     except (OSError, ValueError, UserError):  # it is gone, damaged, or of another version
