@@ -51,7 +51,7 @@ _alone = threading.Lock()  # held while this process trains, plans or measures
 def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) -> Run:
     """Train, or go on with, the run of a config, as `torchmars train` does; return its curves.
 
-    One rank trains in this process, which keeps what the config sets for a process:
+    One rank trains in this process, which keeps the config's settings of a process:
     `training.deterministic`, and the folder of compiled kernels. Several ranks are processes of
     their own, which the launcher starts. They save and end with this process, were it killed.
 
@@ -63,7 +63,7 @@ def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) 
             `training={"steps": 100}, optimizer={"name": "mars-m", "lr": 1e-2}`.
 
     Returns:
-        What the run's folder holds: `run.series["train/loss"]` has `steps` and `values`.
+        The contents of the run's folder: `run.series["train/loss"]` has `steps` and `values`.
 
     Raises:
         UserError: for a mistake in the config or the data, in one line that names the remedy.
@@ -84,7 +84,7 @@ def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run will take of its ranks; `make_plan` makes it. Printed, it is the whole plan."""
+    """The memory, traffic and time of a run, by `make_plan`. Printed, it is the whole plan."""
 
     peak: int
     """Bytes of memory that the fullest rank has at its peak."""
@@ -95,7 +95,7 @@ class Planned:
     seconds: float | None
     """Of a step, estimated; None without GPUs."""
     text: str
-    """What `torchmars plan` prints."""
+    """The output of `torchmars plan`."""
 
     def __str__(self) -> str:
         return self.text
@@ -171,7 +171,7 @@ class LanguageModel:
         top_p: float | None = None,
         seed: int = 0,
     ) -> str | list[str]:
-        """Return what the model continues a prompt with, or each of several, without the prompt.
+        """Return the model's continuation of a prompt, or of each of several, without the prompt.
 
         Args:
             prompt: the text, or texts, to continue.
@@ -215,7 +215,7 @@ class LanguageModel:
             beyond the tokenizer's vocabulary are padding, which training makes unlikely.
 
         Raises:
-            UserError: for more tokens than the model sees, and for what is no token.
+            UserError: for more tokens than the model sees, and for numbers that are not tokens.
         """
         if isinstance(text, Tensor):
             ids = check_tokens(text, self.model.vocab_rows)
@@ -277,7 +277,7 @@ class LanguageModel:
 
 
 def read_config(config: Config, sections: dict[str, Any]) -> ResolvedConfig:
-    """Return the resolved config of files or names, with `sections` in place of what they say."""
+    """Return the resolved config of files or names, overridden by `sections`."""
     if isinstance(config, ResolvedConfig):
         if sections:
             raise UserError("a resolved config takes no other settings: set them where it is made")
@@ -312,7 +312,7 @@ def usable_device(device: Any) -> torch.device:
 
 
 def check_tokens(ids: Tensor, rows: int) -> Tensor:
-    """Return token ids as 64-bit numbers. Raises `UserError` for a tensor that is none of these."""
+    """Return token ids as 64-bit numbers. Raises `UserError` for any other tensor."""
     whole = ids.layout == torch.strided and not (
         ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
     )
@@ -377,5 +377,5 @@ def train_by_launcher(config: ResolvedConfig, ranks: int) -> int:
                 break
             except KeyboardInterrupt:
                 interrupted = True
-    # What a launcher that was interrupted at its start ends with says nothing.
+    # The exit code of a launcher that was interrupted at its start says nothing.
     return EXIT_STOPPED if interrupted and code else code

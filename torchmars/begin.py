@@ -1,4 +1,4 @@
-"""What every command does first, before the seconds in which it imports what it needs."""
+"""The first steps of every command, before it imports modules for seconds."""
 
 # Python 3.8 must be able to read this file, and say that it is too old.
 import os
@@ -24,7 +24,7 @@ MODULES = (  # of the dependencies in pyproject.toml, but W&B: few runs need it
 
 
 def begin() -> None:
-    """Check this Python, and let what is imported say nothing on the console."""
+    """Check this Python, and keep imported modules from printing on the console."""
     # Ctrl-C ends the imports at once. It is an exception later: see `exit_on_user_error`.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -33,7 +33,7 @@ def begin() -> None:
 
 
 def set_defaults(variables: "MutableMapping[str, str]") -> None:
-    """Set what torch reads when it is imported, or starts CUDA, unless the user has set it."""
+    """Set variables that torch and CUDA read at their start, unless the user has set them."""
     # Keeps torch's profiler from printing when it starts and stops.
     variables.setdefault("KINETO_LOG_LEVEL", "99")
     # Memory blocks then grow in place, which avoids fragmentation.
@@ -42,13 +42,13 @@ def set_defaults(variables: "MutableMapping[str, str]") -> None:
 
 
 def is_missing(module: str) -> bool:
-    """Return whether there is no such module. A mere folder is none, such as W&B's `wandb`."""
+    """Return whether there is no such module. A mere folder, such as W&B's `wandb`, is not one."""
     spec = find_spec(module)
     return spec is None or spec.origin is None
 
 
 def check_python() -> None:
-    """End the process with one line and code 2 if this Python lacks what the commands need."""
+    """End the process with one line and code 2 if this Python lacks required packages."""
     python, root = sys.executable, Path(__file__).resolve().parents[1]
     if sys.version_info < OLDEST:
         problem = f"{python} is Python {sys.version_info[0]}.{sys.version_info[1]}"

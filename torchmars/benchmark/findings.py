@@ -1,4 +1,4 @@
-"""What a benchmark found, as tables and as JSON."""
+"""The results of a benchmark, as tables and as JSON."""
 
 import json
 import statistics
@@ -36,7 +36,7 @@ class MeasuredConfig:
     """A config that is measured."""
 
     name: str
-    """What the table calls it; empty where it is the only one."""
+    """Its name in the table; empty if it is the only one."""
     arguments: str
     """The files and options that it is made of."""
     ranks: int
@@ -54,7 +54,7 @@ class MeasuredConfig:
 
 
 def ratios(first: MeasuredConfig, second: MeasuredConfig) -> Spread:
-    """Return the tokens per second of `first` over those of `second` in the same round."""
+    """Return the ratio of `first`'s tokens per second to `second`'s in the same round."""
     pairs = zip(first.rounds, second.rounds)
     return spread([one.tokens_per_second / other.tokens_per_second for one, other in pairs])
 

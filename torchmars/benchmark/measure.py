@@ -30,7 +30,7 @@ class Measurement:
 
     tokens_per_second: float
     mfu: float | None
-    """Model FLOPs of those of the GPUs; None where these are not known."""
+    """Share of the GPUs' peak FLOPs; None if these are not known."""
     step_ms: float
     phases_ms: dict[str, float]
     """The time of a step by phases, see metrics/phases.py."""
@@ -68,7 +68,7 @@ def measure(config: ResolvedConfig, warmup: int, steps: int, ranks: int) -> Meas
     """Train `warmup` steps and then `steps` more, which count; return how fast they were.
 
     The run writes neither checkpoints nor for trackers. Where shards are missing it reads random
-    tokens. Raises `UserError` for what ends the run, and `Ended` with the code of a crash.
+    tokens. Raises `UserError` for an error that ends the run, and `Ended` with the code of a crash.
     """
     with tempfile.TemporaryDirectory(prefix="torchmars-bench-") as scratch:
         folder = Path(scratch)
@@ -143,7 +143,7 @@ def train(file: Path, ranks: int, output: int) -> int:
 
 
 def fail(code: int, printed: str) -> None:
-    """Raise what became of a run that ended with a `code` other than 0."""
+    """Raise the error of a run that ended with a `code` other than 0."""
     if code == EXIT_STOPPED:
         say_error("stopped by a signal before all was measured")
         raise Ended(code)
@@ -156,7 +156,7 @@ def fail(code: int, printed: str) -> None:
 
 
 def read_measurement(file: Path, warmup: int, config: ResolvedConfig) -> Measurement:
-    """Return what the metrics of a run say of the steps after the first `warmup`."""
+    """Return the metrics of a run's steps after the first `warmup`."""
     lines = list(lines_after(file, warmup))
     tokens_per_step = config.training.tokens_per_step
     # Each line is the mean of the steps since the one before.

@@ -1,5 +1,5 @@
 """The commands.
 
-What imports torch is imported in `main`, after the options were read: so `--help` and mistakes are
-said without the seconds that takes.
+Modules that import torch are imported in `main`, after the options were read: so `--help` and
+mistakes are said without the seconds that takes.
 """

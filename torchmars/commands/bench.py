@@ -61,13 +61,13 @@ def main() -> None:
 
 
 def bench(options: Bench, measured: list[MeasuredConfig], configs: list[ResolvedConfig]) -> None:
-    """Measure `configs` in alternation; print and write what was found."""
+    """Measure `configs` in alternation; print and write the results."""
     machine = describe_machine()
     say("\n".join(introduction(options, measured, machine)))
     rounds = options.rounds or (1 if len(measured) == 1 else 3)
     pairs = list(zip(measured, configs))
     for number in range(rounds):
-        # The order turns round, so that what changes with time counts for both.
+        # The order alternates, so that changes over time count for both.
         for one, config in pairs[:: 1 - 2 * (number % 2)]:
             found = measure(config, options.warmup, options.steps, one.ranks)
             one.rounds.append(found)
@@ -83,7 +83,7 @@ def bench(options: Bench, measured: list[MeasuredConfig], configs: list[Resolved
 
 
 def data_of(config: ResolvedConfig) -> str:
-    """Return what a config is measured on, in words."""
+    """Return the data that a config is measured on, in words."""
     if has_shards(config):
         return f"the shards in {config.data.path}"
     return f"random tokens, since {config.data.path} has no shards"
@@ -101,7 +101,7 @@ def against_arguments(text: str) -> list[str]:
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Return what the measurement depends on: devices, cores, and how busy these are."""
+    """Return the conditions of the measurement: devices, cores, and how busy these are."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -116,7 +116,7 @@ def describe_machine() -> dict[str, str | int | float]:
 def introduction(
     options: Bench, measured: list[MeasuredConfig], machine: dict[str, str | int | float]
 ) -> list[str]:
-    """Return what is about to be measured, in lines."""
+    """Return lines on the measurement before it starts."""
     lines = labelled(
         "machine",
         f"{machine['device']}, {machine['cores']} cores, of which {machine['load']} "

@@ -13,7 +13,7 @@ from torchmars.core.options import choose, parse
 
 @dataclass
 class List:
-    """List what checkpoints there are, with the size of every file checked."""
+    """List the checkpoints, with the size of every file checked."""
 
     run: Positional[PurePath]
     """A run's folder."""
@@ -40,14 +40,14 @@ class Prune:
     damaged: bool = False
     """Delete those that are not good, and *.damaged, too."""
     dry_run: bool = False
-    """Only say what would be deleted."""
+    """Delete nothing; print what would be deleted."""
 
 
 OPTIONS: dict[str, Any] = {"list": List, "verify": Verify, "prune": Prune}
 
 
 def main() -> None:
-    """Do with the checkpoints of a run what the command line says."""
+    """List, verify or prune the checkpoints of a run."""
     with exit_on_user_error():
         texts = {name: str(kind.__doc__).partition("\n")[0] for name, kind in OPTIONS.items()}
         prog = "torchmars checkpoint"

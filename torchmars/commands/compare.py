@@ -72,8 +72,8 @@ class Compare:
     betas_grid: str | None = None
     """Betas to try with each of these: "0.9:0.95,0.95:0.99"."""
     baseline: str | None = None
-    """The optimizer that the others are measured against: what they save, and how they differ.
-    Default: adamw, where it takes part. It may change from one call to the next."""
+    """The optimizer that the others are measured against: their savings and differences. Default:
+    adamw, where it takes part. It may change from one call to the next."""
     widen: bool = False
     """Where the best learning rate is the lowest or the highest, try up to four more beyond it."""
     jobs: Annotated[int, Range(1, 1_000)] | None = None
@@ -84,11 +84,11 @@ class Compare:
     folder: Annotated[str, Place()] | None = None
     """Folder of the comparison. Default: comparisons/NAME by the config's run.name."""
     keep_checkpoints: bool = False
-    """Keep the last checkpoints of trials. By default those of a trial that is done are deleted."""
+    """Keep the last checkpoints of trials. By default they are deleted once a trial is done."""
 
 
 def main() -> None:
-    """Run the comparison that the command line asks for, or what is left of it."""
+    """Run the comparison of the command line, or the rest of it."""
     with exit_on_user_error():
         options, config = load_command(Compare, sys.argv[1:], PROG)
         for package in ("scipy", "matplotlib"):
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -> Study:
-    """Return what is to be compared. Raises `UserError`."""
+    """Return the comparison to make. Raises `UserError`."""
     if given := next((each for each in arguments if each.startswith("--optimizer.")), None):
         raise UserError(
             f"{given} has no meaning here: each optimizer of --optimizers has settings of its own; "
@@ -192,7 +192,7 @@ def check_trials(study: Study) -> None:
 
 
 def compare(study: Study, options: Compare) -> bool:
-    """Run the trials that are left, write and print what they tell; return whether all ended."""
+    """Run the trials that are left, write and print the results; return whether all ended."""
     # Here, since they bring torch, and mistakes are said before.
     from torchmars.comparison.execution import Results, run_trials
     from torchmars.comparison.summary import summarise
@@ -224,7 +224,7 @@ def compare(study: Study, options: Compare) -> bool:
 
 
 def make_runner(study: Study, options: Compare) -> "LocalTrials | SlurmTrials":
-    """Return what runs the trials. Raises `UserError` where it cannot."""
+    """Return the runner of the trials. Raises `UserError` if it cannot run them."""
     from torchmars.comparison.local import LocalTrials
     from torchmars.comparison.slurm import SlurmTrials
 
@@ -244,7 +244,7 @@ def folder_of(study: Study) -> Iterator[None]:
 
 
 def introduction(study: Study, how: str) -> list[str]:
-    """Return what is about to be done, in lines."""
+    """Return lines on the comparison before it starts."""
     training = study.base.training
     tokens = training.tokens
     first = [study.tuning(each, study.lrs) for each in study.contenders]

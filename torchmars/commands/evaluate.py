@@ -1,4 +1,4 @@
-"""Measure what a model can do: its accuracy on tasks, and its loss on texts."""
+"""Measure how good a model is: its accuracy on tasks, and its loss on texts."""
 
 import contextlib
 import json
@@ -62,7 +62,7 @@ class Evaluate(PluginOptions):
     batch_size: Positive = 16
     """Texts that a rank scores at once. Lower it where memory is short."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in."""
+    """The dtype in which the model computes."""
     seed: Count = 0
     """Draws the examples."""
     json: Path | None = None
@@ -70,7 +70,7 @@ class Evaluate(PluginOptions):
 
 
 def main() -> None:
-    """Print what was measured, and write it."""
+    """Print the results, and write them."""
     first = os.environ.get("RANK", "0") == "0"
     with exit_on_user_error(quiet=not first):
         options = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
@@ -105,7 +105,7 @@ def check_options(options: Evaluate) -> list[str]:
 
 
 def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
-    """Measure, print and write what is asked for. Called by every rank."""
+    """Measure, print and write the results. Called by every rank."""
     from torchmars.evaluation.results import Evaluation, results_table
     from torchmars.evaluation.scoring import Scorer
     from torchmars.evaluation.texts import measure, texts_table
@@ -148,7 +148,7 @@ def open_texts(options: Evaluate, scorer: "Scorer") -> "dict[str, Sequence[Token
 
 @contextlib.contextmanager
 def progress(what: str, total: int, unit: str, layout: "Layout") -> Iterator[Callable[[int], None]]:
-    """Show a bar of `total` units on the first rank. The body gets what adds to it."""
+    """Show a bar of `total` units on the first rank. The body gets a function that adds to it."""
     if not layout.first:
         yield lambda count: None
         return
@@ -157,7 +157,7 @@ def progress(what: str, total: int, unit: str, layout: "Layout") -> Iterator[Cal
 
 
 def results_json(options: Evaluate, results: "list[Result]", texts: "list[TextResult]") -> str:
-    """Return results as JSON. What is not finite is null."""
+    """Return results as JSON. Numbers that are not finite are null."""
     measured: dict[str, Any] = {
         "model": str(options.model),
         "shots": options.shots,

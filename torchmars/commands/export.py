@@ -35,7 +35,7 @@ class Export(PluginOptions):
     target: Positional[Path]
     """The folder or the .safetensors file to write."""
     to: Literal["hf", "safetensors"] | None = None
-    """What to write. Default: safetensors if the target is named *.safetensors, else hf."""
+    """The format. Default: safetensors if the target is named *.safetensors, else hf."""
     step: Count | None = None
     """Of a run, take the checkpoint of this step."""
     average: Positive = 1
@@ -43,13 +43,13 @@ class Export(PluginOptions):
     ema: bool = False
     """Take the moving average of the weights, of a run with training.ema_decay."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What the weights are written in."""
+    """The dtype of the written weights."""
     force: bool = False
     """Replace a file that is there."""
 
 
 def main() -> None:
-    """Write what the command line names."""
+    """Export the model that the command line names."""
     with exit_on_user_error():
         options = parse(Export, sys.argv[1:], "torchmars export")
         kind = options.to or ("safetensors" if options.target.suffix == ".safetensors" else "hf")

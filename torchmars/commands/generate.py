@@ -40,11 +40,11 @@ class Generate(PluginOptions):
     top_p: Annotated[float, Range(0, 1, open_low=True)] | None = None
     """Sample only from the likeliest tokens, as few as have this probability together."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
-    """Seed of the sampling. With a file of prompts, that of the first one."""
+    """Seed of the sampling. With a file of prompts, the seed of the first one."""
 
 
 def main() -> None:
-    """Print what a model continues prompts with."""
+    """Print a model's continuations of prompts."""
     with exit_on_user_error():
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)

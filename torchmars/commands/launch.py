@@ -2,10 +2,10 @@
 
 `torchmars launch [--prepared] [TORCHRUN OPTIONS] -m torchmars.train CONFIG.toml ...`
 
-First it does what needs no ranks (training/preparation.py), unless that has been done:
+First it makes the preparations that need no ranks (training/preparation.py), unless that was done:
 `--prepared`. torchrun makes 1 of every exit code, and starts ranks again after any but 0. Here the
 run's own code comes out (cluster/launcher.py). All that a rank prints is kept (cluster/logs.py).
-The last message is that of the first rank that failed.
+The last message comes from the first rank that failed.
 
 Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 69 machines or ranks did
 not connect in time: start it again; 70 a rank hung; 75 stopped by SIGTERM, SIGINT, SIGHUP or
@@ -108,7 +108,7 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
 
 
 def prepare(config: ResolvedConfig, sources: list[NamedTables], ranks: int, machines: int) -> None:
-    """Do what needs no ranks, once for all machines. Raises `UserError`.
+    """Make the preparations that need no ranks, once for all machines. Raises `UserError`.
 
     `sources` are the tables of the config.
     """

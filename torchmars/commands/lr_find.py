@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def report(found: "LrRange") -> list[str]:
-    """Return what was found, in lines."""
+    """Return the findings, in lines."""
     every = max(1, len(found.lrs) // ROWS)
     rows = [
         (f"{lr:.2e}", f"{loss:.4f}", f"{smoothed:.4f}")

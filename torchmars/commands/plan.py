@@ -1,4 +1,4 @@
-"""Print what a run will take of each rank, before it has a cluster."""
+"""Print the memory, traffic and time of a run before it has a cluster."""
 
 import sys
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class PlanOptions:
     """Print what a run will take of each rank, before it has a cluster.
 
     Makes one step of the run's own model, sharding and optimizer on one CPU, without ranks and
-    without memory. Prints what each rank holds and sends, how evenly matrices are dealt out, and
-    what an expert would warn of.
+    without memory. Prints the memory and traffic of each rank, how evenly matrices are distributed,
+    and warnings of likely mistakes.
     """
 
     world_size: Annotated[int, Range(1, 100_000)]

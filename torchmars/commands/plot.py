@@ -20,14 +20,15 @@ class Plot:
     """Draw the curves of runs: a PNG and an SVG.
 
     Has a panel for each of: loss, validation, learning rate, gradient norm, clip rate, cosine of
-    successive gradients, tokens per second, time of a step, memory, and what else the runs have
-    measured. Several runs are drawn over one another. Vertical lines are rollbacks and restarts.
+    successive gradients, tokens per second, time of a step, memory, and anything else that the runs
+    have measured. Several runs are drawn over one another. Vertical lines are rollbacks and
+    restarts.
     """
 
     runs: Positional[list[Path]]
     """Folders of runs."""
     x: Along = "tokens"
-    """What the curves are drawn along. Seconds are those of training alone."""
+    """The x axis. Seconds count training alone."""
     out: Path | None = None
     """A folder for plot.png and plot.svg, or one file that ends in .png or .svg. A folder that has
     a dot in its name must exist. Default: the run's folder or, for several runs, this one."""

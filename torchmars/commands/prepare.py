@@ -73,7 +73,7 @@ def long_form(arg: str) -> str:
 
 
 def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int | TaskArray | None]:
-    """Return the number of this task, and how many there are or what array they are.
+    """Return the number of this task, and how many there are or which array they are.
 
     SLURM's `variables` say so where the options do not. Raises `UserError`.
     """
@@ -91,7 +91,7 @@ def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int | 
 
 
 def prepare_corpus(config: ResolvedData, task: int, tasks: int | TaskArray | None) -> bool:
-    """Do this task's part of a corpus, and print what there is.
+    """Do this task's part of a corpus, and print a summary.
 
     Returns whether the shards are complete. Raises `UserError`.
     """

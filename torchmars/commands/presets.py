@@ -22,7 +22,7 @@ class Presets:
     """
 
     name: Positional[str | None] = None
-    """A preset to say everything about: its settings, their source, and what sources disagree on.
+    """A preset to describe in full: its settings, their source, and disagreements of sources.
     Default: a table of all."""
     family: str | None = None
     """Only the presets of this family: gpt2, llama or qwen3."""

@@ -104,7 +104,7 @@ def number(value: float | None, pattern: str) -> str:
 
 
 def results_json(found: dict[PurePath, Overview | UserError]) -> str:
-    """Return the list as JSON: what is known of each run, or what is wrong with it."""
+    """Return the list as JSON: the known facts on each run, or its fault."""
     runs = [
         {"folder": str(folder)}
         | (asdict(each) if isinstance(each, Overview) else {"damaged": str(each)})

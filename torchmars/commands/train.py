@@ -31,7 +31,7 @@ class Train:
     """
 
     prepare: bool = False
-    """Only do what needs no ranks, once for all machines."""
+    """Only make the preparations that need no ranks, once for all machines."""
     prepared: bool = False
     """Skip what --prepare has done."""
     quiet: bool = False

@@ -1,1 +1,1 @@
-"""Optimizers compared fairly: trials, how they are run, and what they tell."""
+"""Optimizers compared fairly: trials, how they are run, and the conclusions."""

@@ -1,11 +1,11 @@
-"""What a comparison has found, in a few sentences: the finding first, then how sure it is."""
+"""The conclusion of a comparison in a few sentences: the finding first, then how sure it is."""
 
 from torchmars.comparison.results import Comparison, ContenderResult, Difference
 from torchmars.comparison.words import interval_text, number, seeds_text, settings_text, share
 
 
 def conclusion(found: Comparison) -> list[str]:
-    """Return the finding in sentences, and what is not known of it."""
+    """Return the finding in sentences, and its uncertainty."""
     pending = any(trial.state == "pending" for trial in found.trials)
     ranked = [each for each in found.contenders if each.mean is not None]
     if not ranked:
@@ -24,7 +24,7 @@ def conclusion(found: Comparison) -> list[str]:
 
 
 def finding_alone(found: Comparison, best: ContenderResult) -> str:
-    """Return what is found where one contender alone has a result."""
+    """Return the finding if only one contender has a result."""
     return f"{named(found, best)} ends at {number(best.mean)}; no other optimizer has a result."
 
 

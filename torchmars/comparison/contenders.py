@@ -1,4 +1,4 @@
-"""Optimizers that compete: the shipped ones by name, and those of a user's own files."""
+"""Optimizers that compete: the shipped ones by name, and a user's own files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
 from torchmars.core.typed import nearest
 
-# What all are measured against where it takes part and --baseline names no other.
+# The baseline if it takes part and --baseline names no other.
 BASELINE = "adamw"
 # It tells whether a gain is due to MARS or to MARS's betas.
 CONTROL = "adamw-mars-betas"
@@ -22,7 +22,7 @@ class Contender:
 
     name: str
     table: Tables
-    """Its [optimizer] section. What is in the grid takes the place of what is said here."""
+    """Its [optimizer] section. Values of the grid override it."""
 
     @property
     def rule(self) -> str:
@@ -37,7 +37,7 @@ def shipped_optimizers() -> dict[str, Path]:
 
 
 def find_contenders(names: list[str]) -> list[Contender]:
-    """Return the contenders of --optimizers. Raises `UserError` for a name that is none."""
+    """Return the contenders of --optimizers. Raises `UserError` for an unknown name."""
     contenders = [find_contender(name) for name in names]
     found = [each.name for each in contenders]
     twice = next((name for name in found if found.count(name) > 1), None)

@@ -15,7 +15,7 @@ POLL_SECONDS = 0.2
 
 
 class Runner(Protocol):
-    """What runs trials: this machine, or a cluster."""
+    """A runner of trials: this machine, or a cluster."""
 
     @property
     def running(self) -> Collection[str]:
@@ -28,7 +28,7 @@ class Runner(Protocol):
         """Return the trials that have ended since, and their exit codes where these are known."""
 
     def stop(self) -> str:
-        """Stop the trials that must not outlive this process; return what happens now."""
+        """Stop the trials that must not outlive this process; return a line on what follows."""
 
 
 class Results:
@@ -78,13 +78,13 @@ def run_trials(
         if left:
             how = runner.stop()
             say(f"stopped by {signals.received}: {how}; the same command resumes", error=True)
-        while runner.running:  # what became of them is read at the next start
+        while runner.running:  # their end is read at the next start
             time.sleep(POLL_SECONDS)
             runner.ended()
     return not left
 
 
 def pending(plans: list[TrialPlan], results: Results) -> list[Trial]:
-    """Return the trials that have not ended: those of the grid before those of other seeds."""
+    """Return the trials that have not ended: first the grid, then other seeds."""
     left = [trial for plan in plans for trial in plan.trials if results(trial).state == "pending"]
     return sorted(left, key=lambda trial: trial.config.run.seed)

@@ -42,9 +42,9 @@ class LocalTrials:
         return f"{self.jobs} at a time, each on {ranks} with {threads} of the CPU"
 
     def prepare(self) -> None:
-        """Make the shards of all trials, and check what would end each of them at its start.
+        """Make the shards of all trials, and check for errors that all of them would have.
 
-        What one of them alone has, such as a checkpoint that is damaged, ends that one.
+        An error of one trial alone, such as a damaged checkpoint, ends that one.
         """
         prepare_run(self.study.base, self.ranks, 1)
 

@@ -26,7 +26,7 @@ NEAR = 1.02  # a smoothed loss this many times the lowest is as good: noise alon
 
 @dataclass(frozen=True)
 class LrRange:
-    """What a range test found, all for the learning rate of the matrices (optimizer.lr)."""
+    """The results of a range test, all for the learning rate of the matrices (optimizer.lr)."""
 
     lrs: list[float]
     losses: list[float]
@@ -53,7 +53,7 @@ class LrRange:
 
 
 def find_lr(config: ResolvedConfig, low: float, high: float, steps: int, ranks: int) -> LrRange:
-    """Train `steps` steps whose optimizer.lr rises from `low` to `high`; return what they tell.
+    """Train `steps` steps whose optimizer.lr rises from `low` to `high`; return the findings.
 
     The learning rates of all groups keep their ratios. Raises `UserError` for what ends the run at
     its start.
@@ -120,7 +120,7 @@ def read_losses(file: Path) -> tuple[list[float], list[float], float | None]:
 
 
 def describe_range(lrs: list[float], losses: list[float], end: float | None = None) -> LrRange:
-    """Return what the losses at rising rates tell. At the rate `end` the loss is not finite."""
+    """Return the findings from losses at rising rates. At the rate `end` the loss is not finite."""
     smoothed = smooth(losses)
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     enough = next(lr for lr, loss in zip(lrs, smoothed) if loss <= NEAR * smoothed[lowest])

@@ -47,12 +47,12 @@ def plane_of(found: Comparison, contender: ContenderResult) -> Plane:
 
 
 def place_of(trial: TrialResult) -> tuple[int, float]:
-    """Return what the trials at one point are sorted by."""
+    """Return the sort key of the trials at one point."""
     return ORDER.get(trial.state, len(ORDER)), trial.loss or 0.0
 
 
 def text_at(trial: TrialResult) -> str:
-    """Return what a picture has at a point: a loss, a cross where none is, or nothing yet."""
+    """Return the mark of a picture at a point: a loss, a cross if there is none, or nothing yet."""
     return {"done": number(trial.loss), "pending": ""}.get(trial.state, "×")
 
 

@@ -1,4 +1,4 @@
-"""What a comparison has found, and its file results.json.
+"""The results of a comparison, and its file results.json.
 
 Whatever has `seconds` in its name depends on the machine and on what else it did. All the rest is
 the same, byte for byte, however often the comparison was stopped and continued.
@@ -47,7 +47,7 @@ class TrialResult:
     name: str
     contender: str
     settings: Settings
-    """What it has of the grid."""
+    """Its values of the grid."""
     seed: int
     state: State
     """pending: it has not ended yet."""
@@ -133,7 +133,7 @@ class Comparison:
     trials: list[TrialResult]
     """In the order of contenders on the command line, settings, seeds."""
     notes: list[str]
-    """What a reader must know of these results, a sentence or two each."""
+    """Notes that a reader must know, a sentence or two each."""
 
     @property
     def tuned(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""comparison.toml: what all trials in a folder have in common, so that they can be compared."""
+"""comparison.toml: settings that all trials in a folder share, so that they can be compared."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def write_settings(study: Study) -> None:
 
 
 def settings_of(study: Study) -> Tables:
-    """Return what trials of a study must have in common, as TOML reads it back."""
+    """Return the settings that trials of a study must share, as TOML reads them back."""
     config = tomli.loads(config_text(study.base))
     initial = {key: value for key, value in config["checkpoint"].items() if "init" in key}
     kept = {name: table for name, table in config.items() if name not in FREE_SECTIONS}

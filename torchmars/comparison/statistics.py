@@ -1,4 +1,4 @@
-"""What trials tell: means and spreads, differences, and what is saved, with 95% intervals."""
+"""Statistics of trials: means and spreads, differences and savings, with 95% intervals."""
 
 import math
 import statistics
@@ -80,7 +80,7 @@ def needed(curve: LossCurve, baseline: LossCurve, axis: Axis) -> float | None:
 
 
 def saved(needed: Sequence[float]) -> Estimate:
-    """Return what is saved where these shares are `needed`, one for each seed.
+    """Return the saving if these shares are `needed`, one for each seed.
 
     It is 1 minus their geometric mean, with Student's interval of their logarithms: an interval of
     the shares themselves could end above 1, and nobody saves more than all.

@@ -1,4 +1,4 @@
-"""What is compared: contenders, grid and seeds, and the trials that follow from them."""
+"""A study: contenders, grid and seeds, and the trials that follow from them."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Trial:
     name: str
     contender: str
     settings: Settings
-    """What it has of the grid."""
+    """Its values of the grid."""
     config: ResolvedConfig
 
     @property
@@ -35,7 +35,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared, and how."""
+    """The contenders, and how they are compared."""
 
     folder: Path
     arguments: list[str]
@@ -44,7 +44,7 @@ class Study:
     """The config that these make. Its [optimizer] is not used."""
     contenders: list[Contender]
     grid: Grid
-    """The values of each setting that is tuned, in ascending order; those of lr first."""
+    """The values of each setting that is tuned, in ascending order; lr first."""
     seeds: list[int]
     """The first one is for tuning."""
     baseline: str | None
@@ -83,8 +83,8 @@ class Study:
     def plan(self, contender: Contender, result: Callable[[Trial], TrialResult]) -> "TrialPlan":
         """Return the trials of a contender, as far as the `result` of each tells.
 
-        First those of the grid, then those beyond it, one learning rate after the other. Once all
-        of them have ended come those of the best settings with the other seeds.
+        First the grid, then beyond it, one learning rate after the other. Once all of them have
+        ended, the best settings follow with the other seeds.
         """
         lrs = self.lrs
         while True:

@@ -1,4 +1,4 @@
-"""From the trials of a comparison to what it has found."""
+"""From the trials of a comparison to its results."""
 
 import itertools
 import statistics
@@ -23,7 +23,7 @@ SAID = {"betas[0]": "the first of betas", "betas[1]": "the second of betas"}
 
 
 def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Comparison:
-    """Return what the trials that have ended tell."""
+    """Return the results of the trials that have ended."""
     plans = {each.name: study.plan(each, result) for each in study.contenders}
     trials = {name: [result(trial) for trial in plan.trials] for name, plan in plans.items()}
     repeats = {name: best_trials(plans[name], trials[name]) for name in plans}
@@ -59,7 +59,7 @@ def contender_result(
     repeats: dict[str, list[TrialResult]],
     baseline: str | None,
 ) -> ContenderResult:
-    """Return what is known of a contender.
+    """Return the results of a contender.
 
     `repeats` are the trials of the best settings that are done, by contender.
     """
@@ -121,7 +121,7 @@ def differences(contenders: list[ContenderResult], baseline: str | None) -> list
 
 
 def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialResult]) -> list[str]:
-    """Return what a reader must know of the results, in sentences."""
+    """Return notes on the results that a reader must know."""
     found = []
     counts = Counter(each.state for each in trials)
     if counts["pending"]:

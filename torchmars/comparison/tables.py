@@ -1,4 +1,4 @@
-"""What a comparison has found as tables: Markdown, CSV, and plain text.
+"""The results of a comparison as tables: Markdown, CSV, and plain text.
 
 Seconds are in columns and tables of their own. See results.py.
 """
@@ -41,7 +41,7 @@ def contender_rows(found: Comparison) -> Rows:
 
 
 def time_rows(found: Comparison) -> Rows:
-    """Return what each contender took, and how much less time it needs than the baseline."""
+    """Return the time of each contender, and how much less it needs than the baseline."""
     rows = [["optimizer", "seconds of a trial", *(["time saved"] if found.baseline else [])]]
     for each in found.contenders:
         seconds = [trial.seconds for trial in found.trials_of(each) if trial.seconds is not None]
@@ -106,7 +106,7 @@ def markdown(found: Comparison) -> str:
 
 
 def introduction(found: Comparison) -> str:
-    """Return what was compared, in words."""
+    """Return the comparison, in words."""
     grid = {name: ", ".join(map(value_text, values)) for name, values in found.grid.items()}
     tuned = "; ".join(f"{name} {grid[name]}" for name in found.tuned)
     same = "".join(f"; {name} {grid[name]} for all" for name in grid if name not in found.tuned)
@@ -119,7 +119,7 @@ def introduction(found: Comparison) -> str:
 
 
 def lines(found: Comparison) -> list[str]:
-    """Return what was found, the tables of contenders, differences and time, and the notes."""
+    """Return the conclusion, the tables of contenders, differences and time, and the notes."""
     parts = [contender_rows(found), difference_rows(found), time_rows(found)]
     shown = [line for rows in parts if len(rows) > 1 for line in ["", *table(rows)]]
     return ["", *labelled("found", *conclusion(found)), *shown, "", *found.notes]

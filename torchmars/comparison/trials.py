@@ -1,4 +1,4 @@
-"""How far a trial is, by the files of its run; and what it leaves behind."""
+"""How far a trial is, by the files of its run; and the files that it leaves."""
 
 import contextlib
 import math
@@ -87,7 +87,7 @@ def is_saved(run: Run) -> bool:
 
 
 def end_trial(trial: Trial, code: int | None) -> TrialResult:
-    """Return the result of a trial whose run has ended, and leave only what is needed of it.
+    """Return the result of a trial whose run has ended, and delete files that are not needed.
 
     `code` is its exit code, None where it is not known.
     """
@@ -110,7 +110,7 @@ def delete_checkpoints(trial: Trial, result: TrialResult) -> None:
 
 
 def last_error(trial: Trial) -> str:
-    """Return what a run printed of its failure, in a line."""
+    """Return a run's own words on its failure, in a line."""
     lines = last_lines(trial.folder / OUTPUT_FILE)
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     said = lines[errors[-1] :] if errors else lines[-1:]

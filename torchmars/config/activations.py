@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass, and what is computed again."""
+"""Which activations the forward pass keeps for the backward pass, and which are recomputed."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -9,8 +9,8 @@ from torchmars.core.bounds import Range
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
-    """What of each block is computed again in the backward pass, instead of kept: less memory, more
-    work, the same gradients."""
+    """Which activations of each block are recomputed in the backward pass, instead of kept: less
+    memory, more work, the same gradients."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
     """none: keep all. full: keep what enters a block only, and compute the rest again. selective:

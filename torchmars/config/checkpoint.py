@@ -1,4 +1,4 @@
-"""When a run is saved, what is kept, and where it starts from."""
+"""When a run is saved, which checkpoints are kept, and where it starts from."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ HF = "hf:"  # begins the name of a folder of transformers in checkpoint.init_fro
 
 @dataclass(frozen=True)
 class Origin(Place):
-    """Bounds of a text that says what a run starts from. Files of weights alone are local."""
+    """Bounds of the place that a run starts from. Files of weights alone are local."""
 
     def check(self, value: str) -> str:
         """Return such a text. Raises `ValueError` for another one."""
@@ -22,7 +22,7 @@ class Origin(Place):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the run is saved and what is kept.
+    """When the run is saved and which checkpoints are kept.
 
     A run continues from its newest good checkpoint.
     """
@@ -53,8 +53,8 @@ class CheckpointConfig:
     keep_best: bool = True
     """Keep the checkpoint of the lowest validation loss."""
     verify: Literal["full", "size", "off"] = "full"
-    """What is checked of a checkpoint before it is loaded. full: size and SHA-256 of every file.
-    size: sizes only. off: nothing."""
+    """How a checkpoint is checked before it is loaded. full: size and SHA-256 of every file. size:
+    sizes only. off: nothing."""
     init_from: Annotated[str, Origin()] | None = None
     """Start from the weights of another run, of one checkpoint, of a .safetensors file made by
     torchmars export, or of a model of Hugging Face's transformers: hf:FOLDER. Has no effect once

@@ -15,9 +15,9 @@ def resolve_compile(
 ) -> ResolvedConfig:
     """Return `config` with `training.compile` resolved.
 
-    Where the config names nothing, it is what it was in `saved`, the config of the checkpoint that
-    the run resumes from. A new run compiles on a GPU, if all ranks are `able` to, and the rest of
-    the config allows it. `tp` is the degree of tensor parallelism.
+    Where the config names nothing, it stays as in `saved`, the config of the checkpoint that the
+    run resumes from. A new run compiles on a GPU, if all ranks are `able` to, and the rest of the
+    config allows it. `tp` is the degree of tensor parallelism.
     """
     compiles = config.training.compile
     if compiles is None and saved is not None:

@@ -50,7 +50,7 @@ class Config:
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def resolve(self) -> "ResolvedConfig":
-        """Return the config with what follows from the rest filled in.
+        """Return the config with derived settings filled in.
 
         Raises `UserError` for settings that do not go together.
         """

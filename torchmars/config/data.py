@@ -23,7 +23,7 @@ class PartConfig:
     weight: Amount
     """Its share of the samples, relative to the other parts."""
     name: Annotated[str, Name("part")] | None = None
-    """What metrics call it. Default: the source."""
+    """Its name in metrics. Default: the source."""
     files: list[Annotated[str, Pattern()]] = field(default_factory=list)
     """As data.files."""
     path: Annotated[str, Place()] | None = None
@@ -31,7 +31,7 @@ class PartConfig:
 
     @property
     def label(self) -> str:
-        """What the part is called."""
+        """The name of the part."""
         return self.name or self.source
 
 
@@ -74,7 +74,7 @@ class DataConfig:
     num_workers: Annotated[int, Range(0, 64)] = 1
     """Processes of each rank that read ahead. 0: the training process reads."""
     verify: Literal["full", "size", "off"] = "full"
-    """What is checked of the shards when a run starts. full: size and SHA-256 of every one. size:
+    """How the shards are checked when a run starts. full: size and SHA-256 of every one. size:
     sizes only. off: nothing."""
 
     def resolve(self) -> "ResolvedData":

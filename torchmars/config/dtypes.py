@@ -1,4 +1,4 @@
-"""What a run computes in: "auto" resolved once, for all ranks and as long as the run lives."""
+"""The dtypes of a run: "auto" resolved once, for all ranks and as long as the run lives."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,9 +19,9 @@ def resolve_dtypes(
 ) -> ResolvedConfig:
     """Return `config` with `training.dtype` and `optimizer.matrix_dtype` resolved.
 
-    "auto" becomes what it was in `saved`, the config of the checkpoint that the run resumes from.
-    In a new run it follows from the kind of `device`, and from whether all ranks multiply
-    bfloat16 natively (`native_bfloat16`).
+    "auto" becomes its value in `saved`, the config of the checkpoint that the run resumes from. In
+    a new run it follows from the kind of `device`, and from whether all ranks multiply bfloat16
+    natively (`native_bfloat16`).
     """
     compute: Any = config.training.dtype
     matrix: Any = config.optimizer.matrix_dtype

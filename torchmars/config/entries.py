@@ -1,4 +1,4 @@
-"""The tables that plugins add to, and what an entry of each must be."""
+"""The tables that plugins add to, and the contract of their entries."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from torchmars.optim.settings import MATRIX_SETTINGS, Setting
 
 TABLES: dict[str, dict[Any, Any]] = {}
 OWN: dict[str, dict[Any, Any]] = {}  # the package's entries of each
-PROBLEMS: dict[str, Callable[[str, Any], str]] = {}  # what is wrong with an entry, "" for nothing
+PROBLEMS: dict[str, Callable[[str, Any], str]] = {}  # the fault of an entry, "" if there is none
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -48,13 +48,13 @@ def check_tables(before: Mapping[str, dict[Any, Any]] = OWN) -> None:
 
 
 def problem_of_model(name: str, entry: Any) -> str:
-    """Return what is wrong with an entry of MODELS; an empty text where nothing is."""
+    """Return the fault of an entry of MODELS; an empty text if there is none."""
     good = isinstance(entry, str) and CLASS.fullmatch(entry)
     return "" if good else f'must be the place of its class, "module.Class", got {entry!r}'
 
 
 def problem_of_rule(name: str, entry: Any) -> str:
-    """Return what is wrong with an entry of RULES; an empty text where nothing is."""
+    """Return the fault of an entry of RULES; an empty text if there is none."""
     if not isinstance(entry, Rule):
         return f"must be an ElementwiseRule or a MatrixRule, made by its class(), got {entry!r}"
     if getattr(entry, "name", None) != name:
@@ -79,7 +79,7 @@ def problem_of_rule(name: str, entry: Any) -> str:
 
 
 def problem_of_kind(name: str, entry: Any) -> str:
-    """Return what is wrong with an entry of KINDS; an empty text where nothing is."""
+    """Return the fault of an entry of KINDS; an empty text if there is none."""
     if not isinstance(entry, SourceKind):
         return f"must be a SourceKind, got {entry!r}"
     if name in NAMES:

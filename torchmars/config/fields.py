@@ -1,4 +1,4 @@
-"""What the fields of all sections share: bounded types, marks, and how a check fails."""
+"""Shared by the fields of all sections: bounded types, marks, and how a check fails."""
 
 import enum
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Clip = Annotated[float, Range(0, float("inf"))]
 
 
 class Mark(enum.Enum):
-    """What a change of a field or a section means for a run that resumes from its checkpoint."""
+    """The meaning of a changed field or section for a run that resumes from its checkpoint."""
 
     IDENTITY = "another value is another run: the checkpoint is refused"
     REPORTED = "a section whose changes are allowed and listed, since they change what is computed"

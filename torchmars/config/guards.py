@@ -1,4 +1,4 @@
-"""What is watched while a run trains."""
+"""Guards of a run while it trains."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -9,10 +9,10 @@ from torchmars.core.bounds import Range
 
 @dataclass(frozen=True)
 class GuardsConfig:
-    """What is watched while a run trains. A gradient that is not finite always skips its step."""
+    """Guards of a run while it trains. A gradient that is not finite always skips its step."""
 
     loss_spike: Literal["off", "skip", "rollback"] = "off"
-    """What to do with a batch whose loss is an outlier. skip: leave its step out. rollback: go back
+    """The reaction to a batch whose loss is an outlier. skip: leave its step out. rollback: go back
     to the newest checkpoint and on with the data after that batch. Both wait for the loss at every
     step."""
     spike_sigmas: Annotated[float, Range(0, 1_000_000, open_low=True)] = 6.0

@@ -12,7 +12,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.typed import table_in
 
-# Each has the one value that makes what is left: it is dropped, and any other is refused.
+# Each has the one value that equals the remaining behaviour: it is dropped, any other is refused.
 GONE = {"optimizer.exact_fraction": 1.0}
 # The old names that a warning has told of. Ranks have it from their launcher.
 TOLD = "TORCHMARS_RENAMED"

@@ -97,7 +97,7 @@ def require_config(args: list[str]) -> None:
 
 
 def config_name(file: str) -> str:
-    """Return what the run of a config file, or of a preset, is called by default."""
+    """Return the default name of a run of a config file or a preset."""
     return Path(file).name.removesuffix(".toml")
 
 
@@ -242,7 +242,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def check_places(config: ResolvedConfig) -> None:
-    """Raise `UserError` if what the config takes for a folder or a file is something else."""
+    """Raise `UserError` if a folder or file of the config is something else."""
     for corpus in config.data.corpora():
         parts = parse_source(corpus.source)
         if parts.of_files or parts.of_tokens or parts.dataset:  # not a plugin's own
@@ -305,7 +305,7 @@ def is_value(arg: str) -> bool:
 
 
 def read_override(path: list[str], words: list[str]) -> Any:
-    """Return what the words after an option say, as TOML would have it."""
+    """Return the value of the words after an option, as TOML would have it."""
     gone = GONE.get(".".join(path))
     try:
         hint = hint_at(Config, renewed_path(path)) if gone is None else type(gone)

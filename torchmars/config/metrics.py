@@ -1,4 +1,4 @@
-"""What is reported, and where."""
+"""The reports of a run, and where they go."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torchmars.config.fields import Positive
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """What is reported. metrics.jsonl in the run folder is always written."""
+    """The reports of a run. metrics.jsonl in the run folder is always written."""
 
     log_interval: Positive = 10
     """Steps between progress lines."""

@@ -69,18 +69,18 @@ class ModelConfig:
     """llama: experts that all tokens use besides, instead of the named size's. They are one MLP of
     width n_expert_shared * n_expert_inner."""
     router: Annotated[Literal["softmax", "sigmoid"] | None, Mark.IDENTITY] = None
-    """llama: what makes scores of a router's logits, instead of the named size's. softmax: over all
-    experts. sigmoid: of each alone, and experts are chosen by score and a bias, as in GLM-4.5."""
+    """llama: how a router's logits become scores, instead of the named size's way. softmax: over
+    all experts. sigmoid: of each alone, and experts are chosen by score and a bias, as in
+    GLM-4.5."""
     norm_topk_prob: Annotated[bool | None, Mark.IDENTITY] = None
     """llama: divide the weights of a token's experts by their sum, as Mixtral does, instead of the
     named size's."""
     routed_scaling: Annotated[Annotated[float, Range(0.001, 1_000)] | None, Mark.IDENTITY] = None
-    """llama: what the outputs of a token's chosen experts are multiplied by, instead of the named
-    size's."""
+    """llama: the factor of the outputs of a token's chosen experts, instead of the named size's."""
     bias: Annotated[bool, Mark.IDENTITY] = False
     """gpt2: biases in layers and norms, as OpenAI's weights have and the MARS runs had not."""
     activation: Annotated[Literal["gelu", "gelu_tanh"], Mark.IDENTITY] = "gelu"
-    """gpt2: what lies between the layers of an MLP. gelu_tanh: the approximation that OpenAI's
+    """gpt2: the function between the layers of an MLP. gelu_tanh: the approximation that OpenAI's
     weights were trained with."""
     scale_attn_by_inverse_layer_idx: Annotated[bool, Mark.IDENTITY] = False
     """gpt2: divide attention logits also by the block's number, counted from 1. The published MARS

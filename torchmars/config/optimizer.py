@@ -51,7 +51,7 @@ def value_type(setting: Setting) -> Any:
 
 
 def setting_text(setting: Setting, with_defaults: bool) -> str:
-    """Return what `--help` says of a setting: which rules have it, what it means, its defaults."""
+    """Return a setting's `--help`: which rules have it, its meaning, its defaults."""
     having = [name for name, rule in RULES.items() if setting.name in rule.defaults]
     text = setting.meaning
     if len(having) < len(RULES):
@@ -91,7 +91,7 @@ def shown_default(value: Any) -> str:
 class GroupConfig:
     """Settings of one group of parameters, in place of the optimizer's.
 
-    What is not set follows from optimizer.name.
+    Settings that are not set follow from optimizer.name.
     """
 
     rule: Rule | None = None
@@ -126,13 +126,13 @@ class OptimizerConfig:
     """mars-*: which gradient corrects. approx: the last step's. exact: this batch's at the last
     weights, which costs a second forward and backward pass."""
     momentum_dtype: Annotated[Literal["float32", "bfloat16"], Mark.IDENTITY] = "float32"
-    """What the momentum is kept in, the first moment of every rule."""
+    """The dtype in which the momentum is kept, the first moment of every rule."""
     last_grad_dtype: Annotated[Literal["float32", "bfloat16"], Mark.IDENTITY] = "float32"
-    """mars-*: what the last gradient is kept in."""
+    """mars-*: the dtype in which the last gradient is kept."""
     matrix_dtype: Literal["auto", "bfloat16", "mixed", "float32"] = "auto"
-    """Matrix rules: what matrices are sent to their owners in, and multiplied in. mixed: they are
-    multiplied in float32; input and direction are sent in bfloat16. auto: bfloat16 where every
-    rank has instructions for it, else mixed. A run keeps what it began with unless this names
+    """Matrix rules: the dtype in which matrices are sent to their owners, and multiplied. mixed:
+    they are multiplied in float32; input and direction are sent in bfloat16. auto: bfloat16 where
+    every rank has instructions for it, else mixed. A run keeps its first choice unless this names
     another."""
     zero_mean_routers: bool | None = None
     """Matrix rules: take the mean over experts out of the momentum of softmax routers. Their
@@ -147,7 +147,7 @@ class OptimizerConfig:
     matrix: GroupConfig = field(default_factory=GroupConfig)
     """Hidden matrices."""
     router: GroupConfig = field(default_factory=GroupConfig)
-    """The matrices that choose experts. By default they get what hidden matrices get by default."""
+    """The matrices that choose experts. By default they get the defaults of hidden matrices."""
     embedding: GroupConfig = field(default_factory=GroupConfig)
     """Token and position embeddings."""
     head: GroupConfig = field(default_factory=GroupConfig)
@@ -236,8 +236,8 @@ def resolve_routers(
 ) -> ResolvedOptimizer:
     """Return the section with `zero_mean_routers` resolved.
 
-    Where the config names nothing, it is what it was in `saved`, the config of the checkpoint that
-    the run resumes from: None if it is older than the setting.
+    Where the config names nothing, it stays as in `saved`, the config of the checkpoint that the
+    run resumes from: None if it is older than the setting.
     """
     value = section.zero_mean_routers
     if value is None:

@@ -73,11 +73,11 @@ class ParallelismConfig:
     also the weights outside of blocks. never. A number: yes, but groups of so many ranks keep them
     together, and gather them among themselves."""
     accumulate: Literal["auto", Accumulation] = "auto"
-    """What the ranks keep of a gradient from one microbatch to the next. sharded: each rank its
-    shard; copies of the model exchange theirs at the last microbatch. reduced: each rank its shard,
-    which copies exchange every time. whole: each rank the whole gradient of the weights that it
-    computes with: most memory, least traffic. auto: sharded, but whole in pipelines that split the
-    backward pass, which cannot do otherwise."""
+    """How ranks keep a gradient from one microbatch to the next. sharded: each rank its shard;
+    copies of the model exchange theirs at the last microbatch. reduced: each rank its shard, which
+    copies exchange every time. whole: each rank the whole gradient of the weights that it computes
+    with: most memory, least traffic. auto: sharded, but whole in pipelines that split the backward
+    pass, which cannot do otherwise."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in the memory of the CPU, where the optimizer
     then computes. The GPU has the weights of a block only while it computes with them."""
@@ -85,7 +85,7 @@ class ParallelismConfig:
     def check(self) -> None:
         """Raise `UserError` for a dp_shard that is neither -1 nor a size, and for odd stages.
 
-        Likewise for what the schedule of a pipeline cannot do.
+        Likewise for settings that the schedule of a pipeline cannot handle.
         """
         require(
             self.dp_shard == -1 or self.dp_shard >= 1,
@@ -132,13 +132,13 @@ class ParallelismConfig:
 
     @property
     def accumulation(self) -> Accumulation:
-        """What `accumulate` says, where it is "auto" too."""
+        """The value of `accumulate`, with "auto" resolved."""
         if self.accumulate != "auto":
             return self.accumulate
         return "whole" if self.splits_backward else "sharded"
 
     def blocks_reshard(self, shards: int) -> bool | int:
-        """Return what `reshard_after_forward` says of blocks, as FSDP2 takes it.
+        """Return `reshard_after_forward` of blocks, as FSDP2 takes it.
 
         Their weights are cut into `shards` shards.
         """

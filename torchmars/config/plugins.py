@@ -1,7 +1,7 @@
 """Plugins: modules of the user's own that register models, update rules and kinds of data.
 
 Importing one runs its code. So only the user names them: in a config that is trained, or by
-`--plugins`. What a checkpoint or another file of a run says of plugins is never imported.
+`--plugins`. Plugins named by a checkpoint or another file of a run are never imported.
 """
 
 import contextlib

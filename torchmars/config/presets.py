@@ -13,7 +13,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
 from torchmars.core.typed import nearest
 
-# The settings of a row are those of [optimizer], but for these.
+# The settings of a row belong to [optimizer], except for these.
 SECTIONS = {"min_lr": "schedule"}
 # Where settings are from: all that matter were published, some of them, or none.
 ORIGINS = ("published", "partly", "ours")
@@ -21,31 +21,31 @@ ORIGINS = ("published", "partly", "ours")
 
 @dataclass(frozen=True)
 class Preset:
-    """A name for a merge of config files, and what is known of it."""
+    """A name for a merge of config files, and its facts."""
 
     name: str
     family: str
     files: tuple[str, ...]
     """The files that are merged, in order."""
     settings: Tables
-    """What the preset sets after them."""
+    """The settings that the preset adds to them."""
     gpus: int
     layout: str
     """Whose layout `gpus` is: "published: ..." or "assumed: ..."."""
     origin: str
     """One of ORIGINS."""
     origin_text: str
-    """Where the settings were published, or what a starting point of ours is taken from."""
+    """Where the settings were published, or the source of our starting point."""
     result: str | None
     """The result to expect; None if none was published."""
     notes: tuple[str, ...]
-    """Where the sources disagree, and what else to know."""
+    """Disagreements of the sources, and other notes."""
     references: tuple[str, ...]
-    """What [1], [2] and so on stand for."""
+    """The meanings of [1], [2] and so on."""
 
     @property
     def layout_published(self) -> bool:
-        """Whether `gpus` is what a published run had."""
+        """Whether `gpus` is the number of a published run."""
         return self.layout.startswith("published")
 
     def sources(self) -> list[NamedTables]:
@@ -90,7 +90,7 @@ def presets_of(family: str, table: Tables) -> list[Preset]:
 
 
 def make_preset(family: str, table: Tables, size: str, rule: str, data: str) -> Preset:
-    """Return the preset of a size, rule and data: what its table says, the most special last."""
+    """Return the preset of a size, rule and data: its tables' settings, the most special last."""
     layout, own = table["sizes"][size], table["rules"][rule]
     base: Tables = table["rules"][own["like"]] if "like" in own else {}
     row: Tables = base.get(size, {}) | own.get(size, {}) | own.get(data, {}).get(size, {})

@@ -1,4 +1,4 @@
-"""What of a run is recorded for a closer look."""
+"""Records of a run for a closer look."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torchmars.config.fields import Count, Positive, require
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """What is recorded for a closer look, in the folder profile of the run.
+    """Records for a closer look, in the folder profile of the run.
 
     Recording slows the run down.
     """

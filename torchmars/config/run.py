@@ -1,4 +1,4 @@
-"""What a run is called, where it lives, and its seed."""
+"""The name of a run, its folder, and its seed."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ Modules = list[Annotated[str, ModuleName()]]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What the run is called and where it lives."""
+    """The name of the run, and its folder."""
 
     name: Annotated[str, Local(), Name("folder")] = "run"
     """Name of the run. Its folder is FOLDER/NAME. A run found there is continued. Default with a

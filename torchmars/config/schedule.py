@@ -11,7 +11,7 @@ class ScheduleConfig:
     """Learning rate as a function of the step."""
 
     name: Literal["cosine", "linear", "constant", "wsd", "range_test"] = "cosine"
-    """What follows the warmup. cosine, linear: decay over the rest of the run. constant. wsd:
+    """The schedule after the warmup. cosine, linear: decay over the rest of the run. constant. wsd:
     constant, then a linear decay over the last decay_steps. range_test: rises from min_lr to
     optimizer.lr by the same factor at each step, as torchmars lr-find has it."""
     warmup_steps: Count = 0

@@ -1,4 +1,4 @@
-"""What `data.source` names: a kind of source, and its parts after colons."""
+"""The value of `data.source`: a kind of source, and its parts after colons."""
 
 import re
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class SourceKind:
-    """What sources of a kind have in common. Readers are in data/reading.py and data/foreign.py."""
+    """A kind of sources. Readers are in data/reading.py and data/foreign.py."""
 
     parts: tuple[str, ...] = ()
-    """What may follow its name. A glob may hold colons where it is the last one."""
+    """The text that may follow its name. A glob may hold colons where it is the last one."""
     suffixes: tuple[str, ...] = ()
     """Of the files that a folder of text gives. A kind without any reads no files of the user's."""
     plain: bool = True
@@ -76,7 +76,7 @@ def reader_of(readers: Mapping[str, R], kind: str) -> R:
 
 
 def parse_source(text: str) -> DataSource:
-    """Return what a `data.source` names. Raises `UserError` for a text of another form."""
+    """Return the source of a `data.source`. Raises `UserError` for a text of another form."""
     name, _, rest = text.partition(":")
     if name in NAMES:
         return parse_source(f"{NAMES[name]}:{rest}" if rest else NAMES[name])

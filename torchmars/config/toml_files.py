@@ -78,7 +78,7 @@ def read_toml(path: Path) -> Tables:
 
 
 def merge(base: Tables, other: Tables) -> Tables:
-    """Return `base` with what `other` has in its place; tables within are merged too."""
+    """Return `base` overridden by `other`; tables within are merged too."""
     merged = dict(base)
     for key, value in other.items():
         both = isinstance(merged.get(key), dict) and isinstance(value, dict)

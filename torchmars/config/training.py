@@ -63,7 +63,7 @@ class TrainingConfig:
     """Matrix products in float8."""
 
     def check(self) -> None:
-        """Raise `UserError` for a batch beyond all that is meant, and what `float8` refuses."""
+        """Raise `UserError` for a batch beyond any sensible size, and for settings of `float8`."""
         self.float8.check()
         require(
             self.tokens_per_step <= 10**11,

@@ -48,7 +48,7 @@ class Input:
     """When the file was last written."""
     begin: int = 0
     end: int | None = None
-    """The range: what begins from byte `begin` on and before byte `end`. None: a whole file."""
+    """The range: documents that begin in bytes `begin` to `end`. None: a whole file."""
     shard: int = 0
     shards: int = 1
     """Which shard of how many of a data set."""
@@ -169,7 +169,7 @@ def load_dataset(source: DataSource) -> Any:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return what an error of another package says, in its first line."""
+    """Return the first line of another package's error."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

@@ -1,4 +1,4 @@
-"""From blocks of raw text to tokens: what the processes that tokenise do.
+"""From blocks of raw text to tokens: the work of the processes that tokenise.
 
 A process imports this file and a tokenizer, and nothing heavy.
 """
@@ -30,7 +30,7 @@ class TextPart:
     first: int
     """Number of the first line or row, from 0, or the offset of the first byte."""
     unit: str = "line"
-    """What `first` counts: line, byte or row."""
+    """The unit of `first`: line, byte or row."""
 
     @property
     def size(self) -> int:
@@ -67,7 +67,7 @@ class TextBlock:
 
 @dataclass
 class Encoded:
-    """What became of a block."""
+    """The result of a block."""
 
     tokens: dict[str, np.ndarray]
     """Of each split, with an end-of-text token after each document."""

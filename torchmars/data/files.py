@@ -1,6 +1,6 @@
 """Which files a path, a folder or a glob names, on disks and in object stores alike.
 
-A folder stands for the files below it that its kind of source reads, a glob for what it matches.
+A folder stands for the files below it that its kind of source reads, a glob for its matches.
 Neither gives what editors, systems, downloads and other programs have left beside a corpus, nor a
 file twice that several links lead to. Both are told.
 """
@@ -29,7 +29,7 @@ LEFTOVER = re.compile(
     r"|_(SUCCESS|metadata|common_metadata|delta_log|spark_metadata|(started|committed)_.*)"
     r"|_te?mp(orary)?([._-].*)?|.*_[.]gstmp"
 )
-# What a hub puts beside data, in their own folder.
+# Files that a hub puts beside data, in their own folder.
 CARD = re.compile(r"(README|LICEN[CS]E)([.](md|txt))?|dataset_(dict|infos?)[.]json")
 
 
@@ -68,7 +68,7 @@ class FoundFiles:
         return list(names.values())
 
     def told(self, say: Callable[[str], object] = say) -> list[PurePath]:
-        """Return the files as `once` does, and say what is left out."""
+        """Return the files as `once` does, and say which are left out."""
         files = self.once()
         if self.leftovers:
             say(
@@ -111,7 +111,7 @@ def matches(pattern: str, kind: str, option: str) -> FoundFiles:
         found = [file for file in found if file.name.endswith(plain + packed)]
     result = FoundFiles()
     result.add(found, fixed, asked)
-    if not result.files:  # the cards alone are what is meant
+    if not result.files:  # only the cards are meant
         result.files = {file for file in result.leftovers if CARD.fullmatch(file.name)}
     if not result.files:
         also = ", also compressed" if packed else ""
@@ -182,7 +182,7 @@ def is_file(path: Path) -> bool:
 
 
 def identity(file: PurePath) -> object:
-    """Return what is the same for all names of a file on a disk; of others the name itself."""
+    """Return a key that all names of a file on a disk share; for other files the name itself."""
     try:
         stat = os.stat(file) if isinstance(file, Path) else None
     except OSError:  # whoever reads it says so
@@ -193,7 +193,7 @@ def identity(file: PurePath) -> object:
 
 
 def looking(pattern: str, option: str) -> str:
-    """Return what to say while the files that a pattern names are looked for."""
+    """Return the line to print while files of a pattern are looked for."""
     path = os.path.expanduser(pattern)
     fixed = path if os.path.isdir(path) else os.path.dirname(re.split(r"[*?[]", path)[0])
     return f"{option}: looking for {pattern!r} in all folders below {os.path.abspath(fixed)}"

@@ -66,7 +66,7 @@ def finish_folder(
 
 
 def rename_folder(partial: Path, folder: Path) -> None:
-    """Give a folder that has its manifest its final name, without what only its making needed."""
+    """Give a folder with a manifest its final name, without files that only its making needed."""
     for pattern in ("piece-*", "damaged-*", "plan.json*"):
         for file in partial.glob(pattern):
             file.unlink()

@@ -94,7 +94,7 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> DataManifest
 
     A large file is several shards of `shard_tokens` tokens, which ranks check side by side.
 
-    Raises `UserError`, naming the file, for one that is not what its format says.
+    Raises `UserError`, naming the file, for one that violates its format.
     """
     source = parse_source(config.source)
     files = find_files(config.source, source.kind, source.glob)
@@ -271,10 +271,10 @@ READERS: dict[str, Callable[[Path], ForeignTokens]] = {
 
 
 def read_index(file: Path, sequences: int, documents: int) -> tuple[np.ndarray, ...]:
-    """Return what follows the header of Megatron's index.
+    """Return the arrays after the header of Megatron's index.
 
     These are the length of each sequence in tokens, its byte offset, and the number of the sequence
-    after each document, with a 0 before. What may follow is of other models.
+    after each document, with a 0 before. Later data is for other models.
     """
     arrays = []
     with file.open("rb") as stream:

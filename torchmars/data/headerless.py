@@ -1,6 +1,6 @@
 """Whether a file without a header has nanoGPT's tokens: uint16, of a tokenizer that is known here.
 
-Nothing in such a file says what it is. Other programs write other numbers under the same names, and
+Nothing in such a file says its format. Other programs write other numbers under the same names, and
 most can be read as uint16 too: they give other tokens, twice as many.
 """
 
@@ -52,7 +52,7 @@ def check_numbers(file: Path, start: bytes, size: int) -> None:
 def check_tokenizer(file: Path, start: bytes, tokenizer: Tokenizer) -> None:
     """Raise `UserError` where uint16 tokens are not of a tokenizer, as far as can be told.
 
-    `meta.pkl` is not read: that would run what it brings.
+    `meta.pkl` is not read: that would run its code.
     """
     if file.with_name(CHARACTERS).exists() and not isinstance(tokenizer, FileTokenizer):
         raise UserError(

@@ -32,7 +32,7 @@ class Sent:
 
     @classmethod
     def received(cls, windows: np.ndarray) -> "Sent":
-        """Return what has come through the pipe."""
+        """Return the bytes that came through the pipe."""
         return cls(torch.from_numpy(windows))
 
     def __reduce__(self) -> tuple[Any, ...]:

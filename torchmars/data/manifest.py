@@ -1,4 +1,4 @@
-"""The on-disk format: shards of tokens, and a JSON manifest that says what they hold.
+"""The on-disk format: shards of tokens, and a JSON manifest of their contents.
 
 A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files such as
 `train-00000-000.bin` of little-endian tokens without a header, uint16 or uint32 as the manifest
@@ -57,7 +57,7 @@ class Shard:
 
 @dataclass
 class Split:
-    """The shards of one split, in order, and what they hold."""
+    """The shards of one split, in order, and their contents."""
 
     tokens: TokenCount = 0
     documents: TokenCount = 0
@@ -67,7 +67,7 @@ class Split:
 
 @dataclass
 class DataManifest:
-    """What a folder of shards holds and what it was made from."""
+    """The contents of a folder of shards, and its sources."""
 
     tokenizer: str
     vocab_size: VocabularySize
@@ -75,7 +75,7 @@ class DataManifest:
     files: list[str]
     splits: dict[str, Split]
     dtype: TokenDtype
-    """What the shards' tokens are."""
+    """The dtype of the shards' tokens."""
     validation_fraction: float
     tokenizer_sha256: str | None
     """Of the file that the tokenizer was read from; None for one that has a name."""

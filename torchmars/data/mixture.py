@@ -68,7 +68,7 @@ class Shares:
 
     @cached_property
     def _shares(self) -> list[Fraction]:
-        """Each part's share of what the parts before it leave."""
+        """Each part's share of the samples that the parts before it leave."""
         exact = _exact(self.weights)
         left = [sum(exact[part:], Fraction(0)) for part in range(len(exact))]
         return [weight / rest if rest else Fraction(0) for weight, rest in zip(exact, left)]
@@ -135,7 +135,7 @@ class Mixture:
 
     @property
     def names(self) -> list[str]:
-        """What to call each part in a report; nothing where there is only one."""
+        """The name of each part in a report; nothing if there is only one."""
         return [part.name for part in self.parts] if len(self.parts) > 1 else []
 
     def bits_per_byte(
@@ -175,7 +175,7 @@ class Mixture:
     def pack(self, seq_len: int, tokenizer: Tokenizer, level: Level) -> None:
         """Pack the shards of all parts, if they are to be packed. Raises `UserError`.
 
-        `level` says how it is checked what has been packed already.
+        `level` says how existing packings are checked.
         """
         if self.packing == PACKED:
             for part in self.parts:

@@ -132,7 +132,7 @@ def whole_size(file: Path, shard: Shard, seq_len: int) -> int:
 
 
 def digest(content: bytes, shard: Shard, seq_len: int, end_of_text: int) -> bytes:
-    """Return the SHA-256 of a packing and of what it was made from."""
+    """Return the SHA-256 of a packing and of its sources."""
     origin = f"{METHOD} {shard.sha256} {shard.tokens} {seq_len} {end_of_text}\n"
     return hashlib.sha256(origin.encode() + content).digest()
 

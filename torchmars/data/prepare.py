@@ -126,7 +126,7 @@ def begin_folder(plan: CorpusPlan, folder: Path) -> None:
 
 
 def remove_rest(partial: Path) -> None:
-    """Delete what is left of a folder that was being made. Raises `UserError` for other files."""
+    """Delete the remains of a folder that was being made. Raises `UserError` for other files."""
     if not partial.is_symlink():
         found = partial.iterdir() if partial.is_dir() else [partial]
         others = sorted(path.name for path in found if path.is_dir() or not MADE.match(path.name))
@@ -141,7 +141,7 @@ def remove_rest(partial: Path) -> None:
 def make_pieces(
     config: ResolvedData, plan: CorpusPlan, folder: Path, task: int, tasks: int, sizes: Sizes
 ) -> None:
-    """Make those of the task's pieces that are not done.
+    """Make the pieces of the task that are not done.
 
     Raises `UserError` for more damaged records than the config allows.
     """
@@ -187,7 +187,7 @@ def make_pieces(
 
 
 def make_encoder(config: ResolvedData, sizes: Sizes) -> Encoder:
-    """Return what parses, splits and tokenises the corpus."""
+    """Return the encoder that parses, splits and tokenises the corpus."""
     source = parse_source(config.source)
     return Encoder(
         source.kind,

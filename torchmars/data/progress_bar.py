@@ -28,7 +28,7 @@ class ProgressBar:
     """A bar with the rate and the time that is left; of a corpus also its documents and tokens."""
 
     def __init__(self, what: str, total: int, done: int, unit: str) -> None:
-        """Show `done` of `total`. `unit` is what is counted, such as B for bytes."""
+        """Show `done` of `total`. `unit` names the counted things, such as B for bytes."""
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self.documents = self.text = self.tokens = 0
         self.bar = tqdm(
@@ -50,7 +50,7 @@ class ProgressBar:
         self.bar.close()
 
     def add(self, amount: int, encoded: Encoded | None = None) -> None:
-        """Show `amount` more, and of a corpus what became of it."""
+        """Show `amount` more, and for a corpus the results so far."""
         if encoded:
             self.documents += sum(encoded.documents.values())
             self.text += sum(encoded.text.values())

@@ -1,7 +1,7 @@
 """From a piece of the corpus to blocks of whole documents.
 
 This runs in one process, so it does no more than it must: it decompresses, and finds where lines
-and documents end. What they hold is left to `documents`.
+and documents end. `documents` handles their contents.
 """
 
 import bz2
@@ -94,7 +94,7 @@ declare(
 
 
 class TextReader:
-    """What is left of a file of text or of lines, or of a range of it.
+    """The unread rest of a file of text or of lines, or of a range of it.
 
     A line belongs to the range that has the newline before it, and a document to the one in which
     the separator before it begins. So ranges need not know of each other.
@@ -107,7 +107,7 @@ class TextReader:
         self.stop = source.end or 2**62
         self.entered = offset > 0 or source.begin == 0
         self.begin = offset if self.entered else source.begin - 1
-        """Where `data` begins in the file, or in what a compressed file holds."""
+        """Where `data` begins in the file, or in the contents of a compressed file."""
         self.data = bytearray()
         self.chunks = (read_plain if self.plain else read_compressed)(file, self.begin)
         self.ended = False
@@ -115,7 +115,7 @@ class TextReader:
         """Why the file cannot be read to its end."""
 
     def parts(self, lines: int, sizes: Sizes) -> Iterator[ReadPart]:
-        """Yield what is left part by part; `lines` lines are before it."""
+        """Yield the rest part by part; `lines` lines are before it."""
         unit = "byte" if self.input.begin else "line"
         of_lines = self.mark == self.next_line
         last = not (self.entered or self.enter())
@@ -245,7 +245,7 @@ def read_plain(file: BinaryIO, offset: int) -> Iterator[bytes]:
 
 
 def read_compressed(file: BinaryIO, offset: int) -> Iterator[bytes]:
-    """Yield what a compressed file holds from an offset on.
+    """Yield the contents of a compressed file from an offset on.
 
     Raises `Damage` where it is damaged or cut short.
     """
@@ -256,7 +256,7 @@ def read_compressed(file: BinaryIO, offset: int) -> Iterator[bytes]:
 
 
 def decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """Yield what a file holds, which may have been compressed in several streams.
+    """Yield the contents of a file, which may have been compressed in several streams.
 
     However much that is, it comes in pieces of about `CHUNK` at most. Raises `Damage`.
     """
@@ -277,12 +277,12 @@ def decompressed(file: BinaryIO) -> Iterator[bytes]:
         raise Damage("it is cut short here")
 
 
-# Yields what bytes of a stream hold. Returns those that it has not given to the stream.
+# Yields the contents of a stream's bytes. Returns bytes that are not part of the stream.
 Contents = Generator[bytes, None, bytes]
 
 
 def decoder_of(name: str) -> tuple[Callable[[], Any], Callable[[Any, bytes], Contents]]:
-    """Return what begins a stream of a file of this name, and its contents. Raises `UserError`."""
+    """Return the magic bytes of a stream by a file's name, and its contents. Raises `UserError`."""
     if name.endswith(".gz"):
         return lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), gzip_contents
     if name.endswith(".xz"):

@@ -102,7 +102,7 @@ def is_null(table: Any, field: str) -> bool:
 
 
 def damage_of(error: Exception) -> Damage:
-    """Return what Arrow says of a file's content; an error of the disk is raised as it is."""
+    """Return Arrow's error on a file's content; an error of the disk is raised as it is."""
     if isinstance(error, OSError) and error.errno is not None:  # of the disk, not the content
         raise error
     reason = next(iter(str(error).splitlines()), type(error).__name__)

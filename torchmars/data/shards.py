@@ -1,4 +1,4 @@
-"""Whether shards are what their manifest says, and fit a run."""
+"""Whether shards match their manifest, and fit a run."""
 
 import hashlib
 import os
@@ -71,7 +71,7 @@ def check_shard(
 
 
 def too_large(path: Path | str, largest: int, split: Split, folder: Path) -> str:
-    """Return what to say of a shard with a token above its split's largest."""
+    """Return the message on a shard with a token above its split's largest."""
     return (
         f"the shard {path} has token id {largest}, its manifest says that {split.max_token} is the "
         f"largest: {REMEDY.format(folder)}"

@@ -34,7 +34,7 @@ class SourceFile:
 
 
 def write(folder: Path, plan: CorpusPlan) -> None:
-    """Write beside the shards in `folder` what they were made from."""
+    """Write the sources of the shards beside them in `folder`."""
     sources: dict[str, SourceFile] = {}
     for each in (each for piece in plan.pieces for each in piece):
         if each.mtime_ns is None:
@@ -52,7 +52,7 @@ def write(folder: Path, plan: CorpusPlan) -> None:
 
 
 def warning(config: ResolvedData) -> str | None:
-    """Return a line on how the corpus differs from what the shards in data.path were made from.
+    """Return a line on how the corpus differs from the sources of the shards in data.path.
 
     None if it does not differ. A difference is no mistake: shards are all that a run needs, and
     a run that has begun must keep them. So the text may also have been removed: None if

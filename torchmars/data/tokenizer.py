@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 LARGEST_VOCABULARY = 10_000_000
 GENERATION = "generation_config.json"
-# The files beside a tokenizer.json that name what ends a text. The first that does counts.
+# The files beside a tokenizer.json that name the end of a text. The first that does counts.
 NAMING_ENDS = (GENERATION, "config.json")
 VocabularySize = Annotated[int, Range(1, LARGEST_VOCABULARY)]
 TokenDtype = Literal["uint16", "uint32"]
 # Vocabulary and end of text of an encoding that needs no BPE files where no text is read.
 KNOWN = {"gpt2": (50257, 50256)}
-# What ends a document in tokenizers that do not say it, likeliest first.
+# Tokens that end a document in tokenizers that name none, likeliest first.
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 # The id of each token that is not special: of two pairs, the lower one is merged first. Then the
@@ -42,7 +42,7 @@ class Unencodable(UserError):
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer offers; the tokenizers themselves inherit from it.
+    """The interface of every tokenizer; tokenizers inherit from it.
 
     Special tokens are never read out of text. `sha256` is that of the file that the tokenizer was
     read from, None for one that has a name.
@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that end what a model writes."""
+        """The ids that end a model's text."""
         return frozenset({self.end_of_text})
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -164,7 +164,7 @@ class TiktokenTokenizer(Tokenizer):
         return KNOWN[self.name][1] if self.name in KNOWN else self._encoding.eot_token
 
     def byte_pairs(self) -> BytePairs:
-        """Return what tiktoken keeps to itself, under the same names since its first version."""
+        """Return private parts of tiktoken, which had the same names since its first version."""
         found = self._encoding
         return found._mergeable_ranks, found._pat_str, found._special_tokens
 
@@ -281,7 +281,7 @@ class FileTokenizer(Tokenizer):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the tokenizer_config.json beside the file says; nothing if there is none.
+        """The contents of the tokenizer_config.json beside the file; nothing if there is none.
 
         Raises `UserError` if it is damaged.
         """
@@ -389,7 +389,7 @@ def smallest_dtype(vocab_size: int) -> TokenDtype:
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer that data.tokenizer names. Raises `UserError` if there is none.
 
-    What it needs is read only when it is asked for.
+    Its files are read only when they are needed.
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()

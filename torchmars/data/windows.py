@@ -1,4 +1,4 @@
-"""The windows of a split: what a sample is, and how it is read."""
+"""The windows of a split: how a sample is defined and read."""
 
 import os
 from bisect import bisect_left, bisect_right
@@ -16,7 +16,7 @@ from torchmars.data.shards import check_shard, count_windows, too_large
 
 
 class ChangedData(UserError):
-    """A shard is not any more what it was when the run began. The message names it."""
+    """A shard has changed since the run began. The message names it."""
 
 
 class Windows(Dataset):

@@ -1,8 +1,8 @@
 """Processes that tokenise.
 
-Each reads blocks from its stdin and writes what becomes of them to its stdout, so it ends when the
-process that started it ends, however that comes. `multiprocessing` would import that one's main
-module again, and torch with it, and would leave its processes behind where that one is killed.
+Each reads blocks from its stdin and writes the results to its stdout, so it ends when the process
+that started it ends, however that comes. `multiprocessing` would import that one's main module
+again, and torch with it, and would leave its processes behind where that one is killed.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ ROOT = Path(__file__).parents[2]  # the folder that torchmars is imported from
 
 
 Submit = Callable[[TextBlock], "Future[Encoded]"]
-"""Takes a block, and says later what became of it."""
+"""Takes a block, and gives the result later."""
 
 
 @contextlib.contextmanager
 def start_workers(encoder: Encoder, count: int) -> Iterator[Submit]:
     """Start `count` processes, which end with the context. One is this process itself.
 
-    What was submitted and not begun by then is dropped.
+    Blocks that were submitted but not started by then are dropped.
     """
     if count == 1:
         yield lambda block: finished(encoder, block)
@@ -60,14 +60,14 @@ def start_workers(encoder: Encoder, count: int) -> Iterator[Submit]:
 
 
 def finished(encoder: Encoder, block: TextBlock) -> "Future[Encoded]":
-    """Return what becomes of a block, tokenised in this process."""
+    """Return the result of a block, tokenised in this process."""
     future: Future[Encoded] = Future()
     future.set_result(encoder.encode(block))
     return future
 
 
 def start_worker(encoder: Encoder) -> subprocess.Popen:
-    """Start a process and give it what it needs."""
+    """Start a process and give it its settings."""
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     found_as_here = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(
@@ -83,7 +83,7 @@ def start_worker(encoder: Encoder) -> subprocess.Popen:
 
 
 def exchange(process: subprocess.Popen, block: TextBlock) -> Encoded:
-    """Return what a process makes of a block. Raises `UserError` if it fails, or is gone."""
+    """Return a process's result of a block. Raises `UserError` if it fails, or is gone."""
     try:
         send(block, process.stdin)
         result: Encoded | UserError = pickle.load(cast(BinaryIO, process.stdout))

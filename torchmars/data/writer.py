@@ -25,7 +25,7 @@ SAVE_SECONDS = 1.0  # at most so often a piece is made durable
 
 @dataclass
 class PieceProgress:
-    """How far a piece has come: what its files hold, and where its input continues."""
+    """How far a piece has come: the contents of its files, and where its input continues."""
 
     position: Position = (0, 0, 0)
     read: int = 0
@@ -81,7 +81,7 @@ class PieceWriter:
             self.cut_files()
 
     def cut_files(self) -> None:
-        """Cut the files to what its progress says of them. Raises `UserError` if they have less."""
+        """Cut the files to the lengths of its progress. Raises `UserError` if they have less."""
         lengths = {
             self.folder / self.shard_name(name, index): count * self.dtype.itemsize
             for name, split in self.progress.splits.items()
@@ -111,7 +111,7 @@ class PieceWriter:
         return [self.shard_tokens] * full + [rest] * (rest > 0)
 
     def add(self, block: TextBlock, encoded: Encoded) -> None:
-        """Append what a block holds. Makes it durable if the last time was a while ago."""
+        """Append the tokens of a block. Makes them durable if the last time was a while ago."""
         progress = self.progress
         for name, tokens in encoded.tokens.items():
             split = progress.splits[name]

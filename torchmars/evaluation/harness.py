@@ -61,7 +61,8 @@ class HarnessModel(LM):
     def windows(self, text: str) -> list[Tokens]:
         """Return the windows of a text.
 
-        What the tokenizer puts before a text counts as a part of it, as with the harness's models.
+        Tokens that the tokenizer puts before a text count as part of it, as with the harness's
+        models.
         """
         tokenizer = self.tokenizer
         tokens = [*tokenizer.before, *tokenizer.encode_batch([text])[0].tolist()]
@@ -72,7 +73,7 @@ class HarnessModel(LM):
         return [self.continuation(*request.args) for request in tqdm(requests)]
 
     def continuation(self, context: str, options: dict[str, Any]) -> str:
-        """Return what the model writes after a context."""
+        """Return the model's text after a context."""
         ends = options.get("until") or []
         ends = [end for end in ([ends] if isinstance(ends, str) else ends) if end]
         temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0

@@ -12,7 +12,7 @@ ANSWER_SECONDS = 10.0
 
 @contextlib.contextmanager
 def hub_or_cache() -> Iterator[str]:
-    """Let the package datasets, in the body, take what is in its cache alone if there is no hub.
+    """Let the package datasets, in the body, use only its cache if there is no hub.
 
     It would ask again and again. The body gets why the hub cannot be reached, "" if it can.
     """

@@ -30,7 +30,7 @@ class Result:
     """Of last words: exp of the mean negative log-likelihood of a word."""
 
     def measures(self) -> dict[str, float]:
-        """Return what was measured, by name."""
+        """Return the measurements, by name."""
         values = {name: value for name, value in asdict(self).items() if name != "task"}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -105,7 +105,7 @@ def accuracy(hits: Sequence[bool]) -> tuple[float, float]:
 
 
 def with_error(value: float | None, stderr: float | None) -> str:
-    """Return a value and its standard error as text; "-" where there is none."""
+    """Return a value and its standard error as text; "-" if there is none."""
     return "-" if value is None else f"{value:.4f} ± {stderr:.4f}"
 
 

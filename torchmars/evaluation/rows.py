@@ -51,7 +51,7 @@ def read_tasks(
 
 
 def label_of(name: str) -> str:
-    """Return what a task is called in results."""
+    """Return a task's name in results."""
     task, _, _ = name.partition("=")
     return task if task in TASKS else Path(name).stem
 
@@ -82,7 +82,7 @@ def read_questions(name: str, shots: int) -> tuple[list[Question], list[Question
 
 
 def ask_all(task: Task, rows: list[Row], source: str) -> list[Question]:
-    """Return the questions of rows. Raises `UserError` for a row that is none of the task's."""
+    """Return the questions of rows. Raises `UserError` for a row that does not fit the task."""
     questions = []
     for number, row in enumerate(rows, start=1):
         try:

@@ -1,4 +1,4 @@
-"""Text by a model: token after token, drawn from what it predicts."""
+"""Text by a model: token after token, drawn from its predictions."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -164,7 +164,7 @@ def continuations(
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the token ids of a prompt; of an empty one, what begins a document."""
+    """Return the token ids of a prompt; for an empty one, the start of a document."""
     tokens: list[int] = tokenizer.encode_batch([prompt])[0].tolist()
     return [*tokenizer.before, *tokens] or [tokenizer.begin]
 

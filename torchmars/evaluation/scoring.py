@@ -19,7 +19,7 @@ Report = Callable[[int], None]  # is told how many more are done
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says of a text after a context."""
+    """A model's scores of a text after a context."""
 
     log_likelihood: float
     """The natural logarithm of its probability."""

@@ -1,4 +1,4 @@
-"""Tasks: what is asked of a model, in the words of EleutherAI's harness.
+"""Tasks: questions to a model, in the words of EleutherAI's harness.
 
 Source: the definitions of the tasks in lm-evaluation-harness 0.4 (Gao et al. 2024,
 10.5281/zenodo.12608602), so that results can be compared with published ones.
@@ -16,13 +16,13 @@ BRACKETS = re.compile(r"\[.*?\]")
 
 @dataclass(frozen=True)
 class Question:
-    """A context, and what may follow it: one of several answers, or the last word of a text.
+    """A context and its continuation: one of several answers, or the last word of a text.
 
-    Raises `ValueError` if the right answer is none of them, or a part is no text.
+    Raises `ValueError` if the right answer is not among them, or a part is not text.
     """
 
     contexts: tuple[str, ...]
-    """What comes before each answer. It is the same for all but in Winogrande."""
+    """The text before each answer. It is the same for all, except in Winogrande."""
     answers: tuple[str, ...]
     """They follow after a blank."""
     right: int

@@ -33,7 +33,7 @@ class TextResult:
     nats: float
     """The negative log-likelihood of all tokens."""
     decoded: bool = False
-    """Whether the bytes are those of what the tokens decode to, since nothing tells the text's."""
+    """Whether bytes are counted from decoded tokens, because the text's own are not known."""
 
     @property
     def loss(self) -> float:
@@ -47,11 +47,11 @@ class TextResult:
 
     @property
     def bits_per_byte(self) -> float:
-        """What does not depend on the tokenizer."""
+        """The measurements that do not depend on the tokenizer."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
     def measures(self) -> dict[str, float]:
-        """Return what was measured, by name."""
+        """Return the measurements, by name."""
         names = ("tokens", "bytes", "loss", "perplexity", "bits_per_byte")
         return {name: getattr(self, name) for name in names}
 
@@ -90,8 +90,8 @@ class ShardWindows(Sequence[Tokens]):
     def own_bytes(self, tokens: int, decoded: int) -> int:
         """Return the bytes of text of so many tokens of the split, which decode to so many.
 
-        A tokenizer of a file may lose text. What it loses of the whole split, all tokens share.
-        Raises `ChangedData`.
+        A tokenizer of a file may lose text. All tokens share the loss of the whole split. Raises
+        `ChangedData`.
         """
         if not self.text_bytes or not isinstance(self.tokenizer, FileTokenizer):
             return decoded

@@ -1,4 +1,4 @@
-"""The model card of an export: what a reader wants to know of a run before using its weights."""
+"""The model card of an export: facts on a run that a reader needs before using its weights."""
 
 from collections.abc import Sequence
 from importlib.metadata import version

@@ -95,7 +95,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
     },
 }
-# What the models are called, by their model_type.
+# The names of the models, by their model_type.
 TITLES = {
     "gpt2": "GPT-2",
     "llama": "Llama",

@@ -88,7 +88,7 @@ def model_of(folder: Path, tables: Tables) -> tuple[ResolvedConfig, Model]:
 
 
 def check_tokenizer(folder: Path, config: ResolvedConfig, model: Model) -> None:
-    """Raise `UserError` for a tokenizer that is none, or that of another model."""
+    """Raise `UserError` if it is not a tokenizer, or belongs to another model."""
     if reason := no_content(folder / TOKENIZER):
         raise UserError(f"its {TOKENIZER} cannot be read: {reason}")
     tokenizer = load_tokenizer(config.data.tokenizer)

@@ -1,4 +1,4 @@
-"""The tokenizer in a folder of transformers: what its model has seen before texts, and after them.
+"""The tokenizer in a folder of transformers: the tokens around texts that its model has seen.
 
 Models that were trained here have seen documents that begin after an end-of-text token. Those of
 other people have seen what the post-processor of their tokenizer.json adds, and they end what they
@@ -19,7 +19,7 @@ class FolderTokenizer(FileTokenizer):
 
     @cached_property
     def before(self) -> list[int]:
-        """What the post-processor puts before a text. What it puts after one is left out."""
+        """The tokens that the post-processor puts before a text. Tokens after one are left out."""
         from tokenizers import Tokenizer, models
 
         # A token of another tokenizer, so that no text and no vocabulary plays a part.
@@ -61,7 +61,7 @@ class FolderTokenizer(FileTokenizer):
         return settings | self.table("special_tokens_map.json")
 
     def table(self, name: str) -> dict[str, Any]:
-        """Return what a file of JSON in the folder says; nothing if there is none.
+        """Return the contents of a file of JSON in the folder; nothing if there is none.
 
         Raises `UserError` if it is damaged.
         """

@@ -228,7 +228,7 @@ def whole_number(config: Mapping[str, Any], name: str, least: int = 1) -> int:
 
 
 def number(config: Mapping[str, Any], name: str) -> float:
-    """Return a setting that is a number. Raises `UserError` if it is none."""
+    """Return a setting that is a number. Raises `UserError` if it is not."""
     value = config[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"its {name} is {value!r}: it must be a number")

@@ -1,4 +1,4 @@
-"""The start of a new run from weights: those of another run's checkpoint, or exported ones."""
+"""The start of a new run from weights: another run's checkpoint, or exported ones."""
 
 import os
 from pathlib import Path, PurePath
@@ -47,8 +47,8 @@ def init_from(
 
     `source` is a checkpoint, a run, whose newest good checkpoint is taken, a .safetensors file, or
     "hf:" and a folder that transformers wrote.
-    Called by every rank. Returns what was taken, in words, and the parameters whose state came
-    without the last gradient that their rule keeps. Raises `UserError`.
+    Called by every rank. Returns the source, in words, and the parameters whose state came without
+    the last gradient that their rule keeps. Raises `UserError`.
     """
     saved_weights = layout.on_first(lambda: weights_of(source, model.whole))
     if saved_weights is not None:

@@ -1,4 +1,4 @@
-"""The tensors of the same models in Hugging Face's transformers: names, and what they hold."""
+"""The tensors of the same models in Hugging Face's transformers: names and contents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama, LlamaArgs
 from torchmars.models.model import Model
 
-# What each part of a name is called there. A dotted name stands for itself before its parts.
+# The name there of each part of a name. A dotted name stands for itself before its parts.
 GPT2_NAMES = {
     "tok_embed": "transformer.wte",
     "pos_embed": "transformer.wpe",
@@ -116,14 +116,14 @@ def mixture_counterparts(model: Llama, fused: bool) -> dict[str, Counterpart]:
 
 
 def mixture_kind(args: LlamaArgs) -> str:
-    """Return what transformers calls the kind of a model with experts."""
+    """Return transformers' name for the kind of a model with experts."""
     if args.router == "sigmoid":
         return "glm4_moe"
     return "qwen3_moe" if args.qk_norm else "mixtral"
 
 
 def base_of(model: Model) -> str:
-    """Return what begins the names there of all tensors but the head.
+    """Return the prefix there of all tensors except the head.
 
     A model that was saved without its head has none of it in its names.
     """
@@ -131,7 +131,7 @@ def base_of(model: Model) -> str:
 
 
 def left_out(model: Model) -> tuple[str, ...]:
-    """Return what names of tensors there begin with that `model` has no use for.
+    """Return prefixes of tensors there that `model` has no use for.
 
     GLM-4.5 is published with one more layer, which predicts the token after the next one.
     """
@@ -151,7 +151,7 @@ def with_their_parameters(model: Model) -> Model:
 
 
 def their_name(name: str, names: Mapping[str, str]) -> str:
-    """Return what a parameter is called there: every part of `name` by the table `names`."""
+    """Return a parameter's name there: every part of `name` by the table `names`."""
     owner, _, last = name.rpartition(".")
     for dotted in (key for key in names if "." in key and owner.endswith(key)):
         owner = owner.removesuffix(dotted) + names[dotted]

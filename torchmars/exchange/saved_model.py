@@ -71,7 +71,7 @@ class SavedModel:
 
 
 def open_model(folder: PurePath, step: int | None = None, average: bool = False) -> SavedModel:
-    """Open the model of a checkpoint, or of a run: its newest good one, or that of `step`.
+    """Open the model of a checkpoint, or of a run: its newest good one, or the one of `step`.
 
     With `average`, its weights are the moving average of the run's. Raises `UserError` if there is
     none, and `DamagedCheckpoint`.
@@ -97,7 +97,7 @@ def open_model(folder: PurePath, step: int | None = None, average: bool = False)
 def open_last(
     folder: PurePath, step: int | None, count: int, average: bool = False
 ) -> list[SavedModel]:
-    """Open the models of the last `count` checkpoints of a run, up to that of `step`, newest first.
+    """Open the models of the last `count` checkpoints of a run, up to `step`, newest first.
 
     `average` is as in `open_model`. Raises `UserError` if there are fewer, and `DamagedCheckpoint`.
     """
@@ -144,7 +144,7 @@ def load_sharded_model(
     """Load a model onto ranks that share its weights by FSDP. Return it and its tokenizer.
 
     `folder` and `step` are as in `open_any`. Called by every rank; each reads its own part only.
-    `dtype` is what the model computes in. Raises `UserError` and `DamagedCheckpoint`, on every
+    `dtype` is the model's dtype of compute. Raises `UserError` and `DamagedCheckpoint`, on every
     rank.
     """
     found = layout.on_first(lambda: without_index(open_any(folder, step)))
@@ -183,7 +183,7 @@ def tokenizer_in(folder: PurePath, found: SavedModel | FolderModel) -> Tokenizer
 
 
 def tokenizer_of(found: SavedModel) -> Tokenizer:
-    """Return the tokenizer of a run's model: that in its folder, or else that of its config.
+    """Return the tokenizer of a run's model: from its folder, or else from its config.
 
     Raises `UserError` if neither is the one that it was trained with.
     """

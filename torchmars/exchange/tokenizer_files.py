@@ -72,7 +72,7 @@ def ends_of(tokenizer: Tokenizer) -> list[int]:
 
 
 def loading_problem(tokenizer: Tokenizer, model_type: str) -> str:
-    """Return what AutoTokenizer makes of the files for a type of model, and the remedy; "" if same.
+    """Return how AutoTokenizer differs on the files for a type of model, with the remedy, or "".
 
     A tokenizer that was written by the class itself is the same.
     """

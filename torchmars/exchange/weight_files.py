@@ -70,7 +70,7 @@ def weights_of_file(file: Path) -> dict[str, SavedWeight]:
 
 
 def no_content(file: Path) -> str:
-    """Return why what should be in a file is not there at all; "" if it may be."""
+    """Return why the contents of a file are missing; "" if they may be there."""
     try:
         with open_file(file) as stream:
             begin = stream.read(len(POINTER))
@@ -166,7 +166,7 @@ def write_weights(
 
 
 def header(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """Return what a .safetensors file begins with: names, dtypes, shapes and places of tensors.
+    """Return the header of a .safetensors file: names, dtypes, shapes and places of tensors.
 
     Source: the format's definition in the README of huggingface/safetensors.
     """

@@ -41,7 +41,7 @@ from torchmars.models.gpt2 import GPT2
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 ADAPTER = "adapter_config.json"
 TABLE, HEAD = "tok_embed.weight", "lm_head.weight"  # our name of the token table, their head
-HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # what a model on the hub is called
+HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # names of models on the hub
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 VARIANT = re.compile(r"model\.[\w-]+(\.index\.json|(-\d+-of-\d+)?\.safetensors)")
 FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
@@ -158,7 +158,7 @@ def has_other_head(folder: Path, model: Model) -> bool:
 
 
 def missing(name: str, files: Mapping[str, SavedWeight], folder: Path) -> str:
-    """Return what is wrong with a folder without the tensor `name`."""
+    """Return the fault of a folder without the tensor `name`."""
     known = next((each for each in files if each.endswith(f".{name}")), None)
     if known is None:
         return f"it has no {name}, which its {CONFIG} asks for{class_of(folder)}"
@@ -200,7 +200,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def other_weights(folder: Path) -> str:
-    """Return what weights there are in place of those that are looked for, and what to do."""
+    """Return which other weights there are instead of the expected ones, and the remedy."""
     names = sorted(path.name for path in folder.iterdir())
     for name in names:
         if SHARD.fullmatch(name):

@@ -1,4 +1,4 @@
-"""events.jsonl: what happened to a run, a line each; unlike metrics.jsonl it is never rewound."""
+"""events.jsonl: the events of a run, a line each; unlike metrics.jsonl it is never rewound."""
 
 import contextlib
 import json
@@ -15,21 +15,16 @@ from torchmars.metrics.lines import Lines, Row, check_types, read_lines
 
 EVENTS_FILE = "events.jsonl"
 
-# What happens to a run, and the facts that each event has beside its step:
-#   started   ranks, machines, origin (None for a new run), changes of the config
-#   saved     checkpoint, seconds, mib
-#   spike     loss, action (skip or rollback)
-#   rollback  from_step, checkpoint
-#   sample    text
-#   stopped   signal
-#   complete
-#   failed    message, whose last line says what; of a crash also rank, machine, code
-#   deleted   what: a file or folder of the run that was deleted while the run went on
-# A run whose processes were all killed has no event of its end, and starts again.
+# The events of a run, and the facts that each has besides its step: started ranks, machines, origin
+# (None for a new run), changes of the config saved checkpoint, seconds, mib spike loss, action
+# (skip or rollback) rollback from_step, checkpoint sample text stopped signal complete failed
+# message, whose last line says what; of a crash also rank, machine, code deleted what: a file or
+# folder of the run that was deleted while the run went on A run whose processes were all killed has
+# no event of its end, and starts again.
 Kind = Literal[
     "started", "saved", "spike", "rollback", "sample", "stopped", "complete", "failed", "deleted"
 ]
-# The types of what events have. What a later version adds is shown as it is.
+# The types of events' facts. Facts that a later version adds are shown as they are.
 NUMBER: tuple[type, ...] = (float, int)
 FACTS: dict[str, tuple[type, ...]] = {
     "time": NUMBER,
@@ -59,19 +54,19 @@ class Event:
     time: float
     """When, in seconds since 1970."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What belongs to this kind, by name."""
+    """The facts of this kind, by name."""
 
 
 class EventLog:
     """Adds to the events of a run. Nothing that goes wrong with its file disturbs the run."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is that of the run; None on all ranks but the first, which alone writes."""
+        """`folder` is the run's; None on all ranks except the first, which alone writes."""
         self.file = folder and folder / EVENTS_FILE
         self.began = self.file is not None and self.file.exists()
 
     def add(self, kind: Kind, step: int, **facts: Any) -> None:
-        """Add an event of now, after `step`. What the disk refuses is left out."""
+        """Add an event of now, after `step`. If the disk refuses it, it is left out."""
         if self.file is None:
             return
         if self.began and is_gone(self.file):

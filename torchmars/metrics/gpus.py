@@ -1,11 +1,11 @@
-"""What the makers' data sheets say of GPUs."""
+"""Figures of GPUs from the makers' data sheets."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the maker's data sheet says of a GPU."""
+    """A GPU's figures from the maker's data sheet."""
 
     peak_flops: float
     """Dense bfloat16 FLOP/s."""

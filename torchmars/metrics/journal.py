@@ -75,11 +75,11 @@ class Journal:
         self._flush()
 
     def sync(self) -> None:
-        """Make what is written durable."""
+        """Make the lines so far durable."""
         self._flush(durably=True)
 
     def close(self) -> None:
-        """Write what is pending, and close the file."""
+        """Write pending lines, and close the file."""
         self._flush()
         if self.descriptor is not None:
             os.close(self.descriptor)

@@ -25,14 +25,14 @@ LARGEST_FLOAT = 1e150  # larger ones overflow where they are added up or drawn
 
 
 class Lines(list[T]):
-    """What the lines of a file say, in their order."""
+    """The contents of a file's lines, in their order."""
 
     damaged = 0
     """How many lines were left out."""
 
 
 def read_lines(file: Path, read: Callable[[Row], T]) -> Lines[T]:
-    """Return what `read` makes of each line of a file; nothing where there is none.
+    """Return the results of `read` for each line of a file; nothing if there is no file.
 
     `read` raises `ValueError` for a line of other than the declared types. Raises `UserError` if
     the file cannot be read.

@@ -1,4 +1,4 @@
-"""What a run reports: the console's progress lines, metrics.jsonl, TensorBoard, W&B."""
+"""The reports of a run: the console's progress lines, metrics.jsonl, TensorBoard, W&B."""
 
 import math
 from collections.abc import Callable
@@ -82,7 +82,7 @@ class Metrics:
         self.throughput.restart(step)
 
     def data(self, step: int, values: dict[str, float]) -> None:
-        """Report what has been read of each part of a mixture by step number `step`."""
+        """Report how much of each part of a mixture was read by step number `step`."""
         self._write(step, "data", values)
 
     def validation(self, step: int, loss: float, bits: float, of_parts: dict[str, float]) -> None:
@@ -109,7 +109,7 @@ class Metrics:
             self.journal.sync()
 
     def close(self) -> None:
-        """Write what is kept back, and close all files."""
+        """Write pending lines, and close all files."""
         if self.journal is not None:
             self.journal.close()
         for tracker in self.trackers:
@@ -147,7 +147,7 @@ def open_metrics(
     check: Callable[[], None],
     write: bool = True,
 ) -> Metrics:
-    """Open what a run reports to, to continue after `step`. Called by every rank.
+    """Open the targets of a run's reports, to continue after `step`. Called by every rank.
 
     The lines of later steps are dropped, and of a validation after `step` unless it was
     `validated`. `events` are told if metrics.jsonl is deleted. `check` is `OwnedFolders.check_run`.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# The time of what is not training: validation, evaluation, saves.
+# Time besides training: validation, evaluation, saves.
 PAUSED = "paused"
 # The time between the other phases: agreement of the ranks, reports.
 OTHER = "other"
@@ -43,7 +43,7 @@ class PhaseClock:
     def milliseconds(self, steps: int) -> dict[str, float]:
         """Return the mean time of each phase, but for pauses, over `steps` steps, by name.
 
-        On a GPU they are those of the work that is done by now.
+        On a GPU they cover the work that is done by now.
         """
         self.enter(self.entered[-1][0])
         return {

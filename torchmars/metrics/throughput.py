@@ -1,4 +1,4 @@
-"""How fast a run trains, and what its devices can do: tokens per second, MFU, memory."""
+"""How fast a run trains, and how well it uses its devices: tokens per second, MFU, memory."""
 
 import contextlib
 import resource
@@ -24,7 +24,7 @@ def peak_flops(device: torch.device) -> float | None:
 def peak_memory(device: torch.device) -> float:
     """Return the most memory that this rank has had so far, in GiB.
 
-    That is memory of the GPU, or on CPU that of the process. psutil does not know peaks on Linux.
+    That is memory of the GPU, or on a CPU of the process. psutil does not know peaks on Linux.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB

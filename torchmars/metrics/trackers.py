@@ -29,13 +29,13 @@ NETRC = (Path("~/.netrc"), Path("~/_netrc"))
 
 
 class Tracker(Protocol):
-    """What every tracker offers."""
+    """The interface of every tracker."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Add the measurements of a step."""
 
     def close(self) -> None:
-        """Write what is kept back, and end."""
+        """Write pending numbers, and end."""
 
 
 class Service(Tracker, Protocol):
@@ -87,7 +87,7 @@ class WeightsAndBiases:
         self.run.finish()
 
     def abandon(self) -> None:
-        """Take back what W&B would do, and say, when the process ends."""
+        """Undo W&B's work and messages at the end of the process."""
         import wandb
 
         wandb.teardown(exit_code=1)
@@ -97,7 +97,7 @@ class Guarded:
     """A tracker that ends no run: a failure of it is told once, and then it gets nothing more."""
 
     def __init__(self, option: str, open: Callable[[], Service]) -> None:
-        """`open` what the config asks for by `option`."""
+        """`open` the tracker that the config asks for by `option`."""
         self.option = option
         self.tracker: Service | None = None
         try:
@@ -170,7 +170,7 @@ def check_trackers(config: MetricsConfig) -> None:
 
 
 def wandb_settings() -> dict[str, str]:
-    """Return what W&B's files of settings say, and its variables, which win."""
+    """Return the values of W&B's files of settings, and of its variables, which win."""
     home = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
     folder = Path(os.environ.get("WANDB_DIR") or ".")
     files = configparser.ConfigParser(interpolation=None)

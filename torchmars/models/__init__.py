@@ -58,7 +58,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
 
 
 def title(config: ModelConfig) -> str:
-    """Return what a model is called: family and size, and what is changed of the size's shape."""
+    """Return a model's name: family and size, and changes of the size's shape."""
     size = family(config.name).sizes[config.size]
     changed = [
         name for name in config.changed() if name in size and getattr(config, name) != size[name]

@@ -1,4 +1,4 @@
-"""Causal attention: the one place where a token's hidden state depends on those of other tokens.
+"""Causal attention: the one place where a token's hidden state depends on other tokens.
 
 `CausalAttention.mix` alone makes masks and calls kernels. How keys and values get there is another
 matter, its `reach`: context parallelism and the cache of a sampler replace that.
@@ -62,14 +62,14 @@ class Sight(NamedTuple):
         return cls((earlier & real)[:, None].to(device))
 
     def mask_of(self, queries: int, keys: int) -> Tensor | None:
-        """Return what the last `queries` of the first `keys` tokens see of these."""
+        """Return which of the first `keys` tokens the last `queries` of them see."""
         if self.mask is None:
             return None
         first = self.mask.shape[3] - self.mask.shape[2]
         return self.mask[:, :, keys - queries - first : keys - first, :keys]
 
     def bounds_of(self, first: int, count: int) -> Tensor:
-        """Return the `bounds` of documents, without making again what all blocks share."""
+        """Return the `bounds` of documents, which all blocks share and make once."""
         assert self.starts is not None
         if self.whole is not None and count == self.length:
             return self.whole
@@ -131,7 +131,7 @@ class CausalAttention(nn.Module):
 
 
 def here(q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
-    """Mix what is here, all of it: `CausalAttention.reach` on one rank."""
+    """Mix all tokens, which are here: `CausalAttention.reach` on one rank."""
     return mix(q, k, v)
 
 

@@ -23,7 +23,7 @@ class Cache:
         model.let_reach(lambda: Kept(self))
 
     def start(self, contexts: list[list[int]]) -> Tensor:
-        """Forget what was seen, and see `contexts`; return the logits [batch, rows] after each."""
+        """Forget all tokens, and see `contexts`; return the logits [batch, rows] after each."""
         longest = max(map(len, contexts))
         assert longest <= self.capacity
         self.seen = 0

@@ -145,7 +145,7 @@ class GPT2(Model):
         return x
 
     def _logit_divisors(self, device: torch.device) -> list[Tensor] | list[None]:
-        """What each of the blocks that are here divides its attention logits by."""
+        """The divisors of attention logits, one for each block that is here."""
         if not self.args.scale_attn_by_inverse_layer_idx:
             return [None] * len(self.blocks)
         # Tensors, so that compiled blocks share one graph; integers, which mixed precision leaves

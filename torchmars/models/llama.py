@@ -43,7 +43,7 @@ def qwen3(n_layer: int, n_head: int, n_embd: int, n_inner: int, **more: Any) -> 
 
 
 def experts(number: int, used: int, inner: int) -> dict[str, Any]:
-    """Return the part of a published size that says what experts there are."""
+    """Return the part of a published size that describes its experts."""
     return {
         "n_expert": number,
         "n_expert_used": used,
@@ -127,10 +127,10 @@ class LlamaArgs:
     n_expert_shared: int = 0
     """Experts that all tokens use besides: one MLP, as wide as they are together."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of a router's logits."""
+    """How a router's logits become scores."""
     norm_topk_prob: bool = True
     routed_scaling: float = 1.0
-    """What the outputs of the chosen experts are multiplied by."""
+    """The factor of the chosen experts' outputs."""
 
     @property
     def head_width(self) -> int:
@@ -241,7 +241,7 @@ class MLP(nn.Module):
 
 
 def make_mlp(args: LlamaArgs, number: int) -> MLP | MoE:
-    """Return what block `number` has behind its attention: an MLP, or experts."""
+    """Return the second half of block `number`: an MLP, or experts."""
     if not args.n_expert or number < args.n_dense:
         return MLP(args.n_embd, args.n_inner)
     inner, shared = args.expert_width, args.n_expert_shared
@@ -346,8 +346,8 @@ def rotation(
     """Return cosines and sines of the angles of `positions` [length] or [batch, length], float32.
 
     Both are [1 or batch, 1, length, width / 2], where `width` of each head is rotated. Pair i turns
-    by theta^(-2i / width) for each position (Su et al. 2021, arXiv 2104.09864, equation 15), or by
-    what `scaling_factor` makes of it.
+    by theta^(-2i / width) for each position (Su et al. 2021, arXiv 2104.09864, equation 15), or as
+    `scaling_factor` changes that.
     """
     dims = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32)
     frequencies = 1.0 / theta ** (dims / width)

@@ -1,4 +1,4 @@
-"""What the rest of the package may ask of a model, whatever its family."""
+"""The interface of a model of any family."""
 
 import math
 from abc import ABC, abstractmethod
@@ -74,7 +74,7 @@ class Model(nn.Module, ABC):
     (`parallel/balance.py`), and may add to a gradient by an autograd function, whose backward pass
     some schedules make twice."""
     norm: nn.Module
-    """What makes the last hidden states of the last block's output."""
+    """The norm between the last block and the head."""
     output: Head | None
     """The head's weights; None if the token table is the head too."""
     n_layer: int
@@ -122,7 +122,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return what the first block gets, [batch, length, width]."""
+        """Return the first block's input, [batch, length, width]."""
 
     @abstractmethod
     def transform(self, x: Tensor, positions: Tensor, sight: Sight | None) -> Tensor:

@@ -42,7 +42,7 @@ def at_home(experts: "Experts", rows: Tensor, counts: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token: those of the largest scores.
+    """Chooses each token's experts, by the largest scores.
 
     Scores are probabilities, by a softmax over all experts. Or each is a sigmoid, and a bias is
     added to choose by, not to weigh by: whoever moves it balances the experts' load.
@@ -54,7 +54,7 @@ class Router(nn.Module):
     pressure: Tensor | None = None
     z_loss = 0.0
     bias: Tensor | None
-    """What is added to sigmoids [experts], float32: no parameter, since no gradient moves it."""
+    """Added to sigmoids [experts], float32: not a parameter, since no gradient moves it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and numbers of the experts that tokens `x` [tokens, width] use.
 
-        Both are [tokens, used], what is chosen first in front.
+        Both are [tokens, used], the first choice in front.
         """
         logits = F.linear(x.float(), self.local(self.weight).float())
         scores = logits.softmax(dim=-1) if self.bias is None else logits.sigmoid()
@@ -170,7 +170,7 @@ class MoE(nn.Module):
 
 
 def with_losses(scores: Tensor, logits: Tensor, pressure: Tensor | None, z_loss: float) -> Tensor:
-    """Return `scores`, whose gradient has that of a router's own losses too.
+    """Return `scores`, whose gradient includes a router's own losses.
 
     `scores` and `logits` are [tokens, experts], float32. The losses are the product of `pressure`
     [experts] with the mean probability of each expert, and `z_loss` times the mean square of the

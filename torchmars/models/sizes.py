@@ -19,7 +19,7 @@ def make_args(
     vocab_size: int,
     seq_len: int,
 ) -> T:
-    """Return the shape of a model, the dataclass `kind`: its named size, and what is set instead.
+    """Return the shape of a model, the dataclass `kind`: its named size, with overrides.
 
     `vocab_size` is the tokenizer's. Raises `UserError` for a field that `kind` does not have.
     """

@@ -1,4 +1,4 @@
-"""The MARS optimizers and what belongs to them.
+"""The MARS optimizers, their rules and groups.
 
 This package needs torch only, and is usable without the rest of torchmars. It imports torch when
 one of its names is first used: the config reads what rules declare (`optim.rules`) without.

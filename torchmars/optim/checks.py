@@ -1,4 +1,4 @@
-"""Checks of what an optimizer is given: hyperparameters and parameters."""
+"""Checks of an optimizer's arguments: hyperparameters and parameters."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -51,7 +51,8 @@ def check_flags(exact: Any, overlap: Any, compile: Any, norm_group: Any) -> None
 def checked_params(params: Any) -> Any:
     """Return parameters, or groups of them, to be read more than once.
 
-    Raises `TypeError` for what is neither. What torch refuses, or takes as it is, stays so.
+    Raises `TypeError` for anything else. Arguments that torch refuses, or takes as they are, stay
+    so.
     """
     if isinstance(params, nn.Module) or not isinstance(params, Iterable):
         raise TypeError(
@@ -109,7 +110,7 @@ def check_parameters(group: dict[str, Any], number: int) -> None:
 
 
 def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
-    """Return what messages call a parameter: its place in the groups, and its name if any."""
+    """Return a parameter's name in messages: its place in the groups, and its name if any."""
     names = group.get("param_names")
     where = f"{place} of group {group_number}"
     return f"parameter {names[place]!r} ({where})" if names else f"parameter {where}"

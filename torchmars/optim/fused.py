@@ -1,6 +1,6 @@
 """Matrices that are stored as one, in models of transformers, timm and torch, and how they are cut.
 
-What each layer computes with its output says where one matrix ends and the next begins: the code of
+A layer's use of its output shows where one matrix ends and the next begins: the code of
 transformers 5.24. Others are known by names that say it.
 """
 
@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.13: the one base of
 
 from torchmars.optim.settings import Settings
 
-# What a layer's own attributes, or its config's, say of the rows of each matrix.
+# The rows of each matrix, by a layer's own attributes or its config's.
 Rows = Callable[[Any], int | tuple[int, ...]]
 
 
@@ -120,7 +120,7 @@ _THIRDS = re.compile("qkv")
 # Modules that wrap another one, whose names come between its own and that of its layer.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "module"}
 _GATES_OF = {"LSTM": 4, "GRU": 3}  # each is a matrix of torch's own layers
-# Names of what may be several matrices.
+# Names of weights that may be several matrices.
 _LOOKS_FUSED = re.compile(
     "(.*_)?(w?qkvz?|query_key_value|c_attn|in_proj_weight|gate_up|w12|w13|to_kv)(_.*)?"
     "|up_gate(_proj)?|att_proj|(queries_)?keys_values|key_value|kv|qk|W_pack|gate_and_up|w1w3",
@@ -186,7 +186,7 @@ def softmax_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def is_one(module: nn.Module, kind: re.Pattern[str]) -> bool:
-    """Return whether a module is of a class of that name, also by what it inherits from.
+    """Return whether a module's class, or one that it inherits from, has that name.
 
     FSDP2 makes a class of its own of each that it shards.
     """

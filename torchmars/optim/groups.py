@@ -259,9 +259,9 @@ def warn_of_slips(
     signature: inspect.Signature,
     stacklevel: int,
 ) -> None:
-    """Warn of what a user of `MARS` hardly means.
+    """Warn of arguments of `MARS` that a user hardly means.
 
-    `given` is what the user gave for each of the optimizer's `groups`, and `passed` are the
+    `given` are the user's values for each of the optimizer's `groups`, and `passed` are the
     settings passed for all of them. Those that have the default of `MARS`'s `signature` are no
     slips.
     """
@@ -294,7 +294,7 @@ def _warn_of_unreached(
 def _has_meaning(key: str, rule: Any) -> bool:
     """Return whether a group of `rule` has a use for a setting."""
     found = RULES.get(rule)
-    # What is no rule, or no rule's setting, is refused elsewhere.
+    # Unknown rules and settings are refused elsewhere.
     return found is None or key not in group_settings() or key in found.defaults
 
 
@@ -303,7 +303,7 @@ def _warn_of_unsorted(
 ) -> None:
     """Warn where `groups` that nobody sorted may leave embeddings and heads to a matrix rule.
 
-    `given` is what the user passed for each group. Groups that name a rule or a role were sorted.
+    `given` are the user's values for each group. Groups that name a rule or a role were sorted.
     """
     for group, each in zip(groups, given):
         if isinstance(each, dict) and {"rule", "role"} & set(each):

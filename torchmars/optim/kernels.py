@@ -38,7 +38,7 @@ Tensors = Sequence[tuple[Tensor, ...]]
 
 
 class Calls(NamedTuple):
-    """What goes into a compiled call on a type of device."""
+    """The inputs of a compiled call on a type of device."""
 
     min_elements: int
     """Of a tensor. On a CPU a kernel of its own does not pay for a smaller one. A GPU launches a
@@ -114,7 +114,7 @@ def pays_to_compile(tensors: Iterable[Tensor], device: torch.device) -> bool:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Return whether torch.compile has what it needs.
+    """Return whether torch.compile can work here.
 
     It needs a compiler and the headers of Python: for its own code on a CPU, and for Triton's
     driver on a GPU, which must be one that Triton supports.

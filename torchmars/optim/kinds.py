@@ -1,4 +1,4 @@
-"""The parameters of a step by kind, and what their rules make of their settings."""
+"""The parameters of a step by kind, and their rules' factors from settings."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -46,7 +46,7 @@ class LookAhead:
         self.taken = True
 
     def swap(self, state: Mapping[Tensor, State]) -> None:
-        """Make what was taken the last gradients of `state`, whose memory is then free again."""
+        """Make the taken gradients the last gradients of `state`, and free their memory."""
         for parameter, ahead in self.last_grads.items():
             self.last_grads[parameter] = state[parameter]["last_grad"]
             state[parameter]["last_grad"] = ahead

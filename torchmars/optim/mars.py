@@ -167,7 +167,7 @@ class MARS(torch.optim.Optimizer):
             new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype
         )
         name = matrix_dtype_name(matrix_dtype)
-        # Whichever "auto" becomes, what travels is the same.
+        # Whichever "auto" becomes, the same dtype travels.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(name, native_bfloat16=True))
         self.plans = Plans(MeshGroups(), norm_group, name, momentum_dtype)
         self.ahead = LookAhead()  # empty but in exact mode
@@ -215,7 +215,7 @@ class MARS(torch.optim.Optimizer):
             self.ahead.add(state)
 
     def _settle(self) -> None:
-        """Choose what depends on the device and the size of the parameters."""
+        """Choose kernels by the device and the size of the parameters."""
         locals, device = map(local_part, self.plans.parameters), self.plans.device
         # Whether the host sees the verdict on a step, and leaves out a skipped update: on CPUs,
         # where it need not wait. Elsewhere each write of a kernel is conditional.
@@ -262,7 +262,7 @@ class MARS(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or the state of torch's AdamW.
+        """Load the result of `state_dict`, or the state of torch's AdamW.
 
         That goes into the rule "adamw", with its hyperparameters, and into "mars-adamw", which
         keeps its own and makes its first step without correction (`skip_next_correction`). All or
@@ -280,7 +280,7 @@ class MARS(torch.optim.Optimizer):
             state = dict(zip(numbers, found[0].state.values()))
             return saved | {"param_groups": found[0].groups, "state": state}
 
-        # After the hooks of others, which may change what is loaded.
+        # After the hooks of others, which may change the state.
         checking = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)
@@ -335,7 +335,7 @@ class MARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Return what `closure` returned.
+        """Update every parameter that has a gradient. Return the result of `closure`.
 
         Gradients stay as they are, but for those of plain adamw groups, which the global clip
         scales in place where there are no kernels by Triton.
@@ -384,7 +384,7 @@ class MARS(torch.optim.Optimizer):
         return True
 
     def _groups(self) -> list[GroupTensors]:
-        """Return the tensors of a step. Refuse, before anything is written, what it cannot take."""
+        """Return the tensors of a step. Refuse invalid ones before anything is written."""
         self._follow()
         if self.plans.device.type == "meta":
             raise ValueError(
@@ -399,12 +399,12 @@ class MARS(torch.optim.Optimizer):
         return self.plans.kinds.gather(self.param_groups, self.state, self._wire)
 
     def _finish(self, skipped: Tensor, telemetry: Sequence[GroupTelemetry] = ()) -> None:
-        """Keep what a step leaves, and in exact mode make the look-ahead the last gradient."""
+        """Keep the results of a step, and in exact mode make the look-ahead the last gradient."""
         self.ahead.swap(self.state)
         self.skipped, self._telemetry = skipped, list(telemetry)
 
     def telemetry(self) -> dict[str, float]:
-        """Return what the reductions of the last step say, as numbers. Waits for the device once.
+        """Return the results of the last step's reductions, as numbers. Waits for the device once.
 
         Collective where parameters are sharded, and where there is a `norm_group`: call it on all
         ranks. "grad_norm" is before the clip. "skipped_steps" is

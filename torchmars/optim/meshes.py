@@ -30,7 +30,7 @@ def shard_axes(parameter: Tensor) -> MeshAxes | None:
 
 
 def layout_key(parameter: Tensor) -> MeshAxes | None:
-    """Return what is equal for parameters that lie alike on the same mesh; None for plain ones."""
+    """Return a key of parameters that lie alike on the same mesh; None for plain ones."""
     if not isinstance(parameter, DTensor):
         return None
     return parameter.device_mesh, (shard_axes(parameter) or (None, ()))[1]

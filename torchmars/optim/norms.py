@@ -1,4 +1,4 @@
-"""Norms of what lies on many ranks: of a tensor in shards, and of a model in parts and copies."""
+"""Norms over many ranks: of a tensor in shards, and of a model in parts and copies."""
 
 import contextlib
 import functools

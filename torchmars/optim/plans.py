@@ -1,4 +1,4 @@
-"""What is planned once for an optimizer's parameters.
+"""Plans that are made once for an optimizer's parameters.
 
 That is their order in the step's reductions, the owners of their matrices, and how their state is
 rounded.
@@ -48,7 +48,7 @@ class Plans:
         self.known: Known = []
         """The parameters of each group, and their layouts."""
         self.fixed: list[dict[str, Any]] = []
-        """What each group had of the settings `FIXED`."""
+        """Each group's values of the settings `FIXED`."""
         self.kinds = Kinds()
 
     def without_groups(self) -> "Plans":

@@ -21,7 +21,7 @@ from torchmars.optim.step import GroupTensors, StepFactors
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduced sums of a step, in float64, and what follows from them. The same on all ranks."""
+    """The reduced sums of a step, in float64, and their results. The same on all ranks."""
 
     norm: Tensor
     """The global norm of all gradients before the clip, 0-d."""
@@ -36,7 +36,7 @@ class Reduction:
     stack <h, h> is of the entries where g is not 0."""
 
     def factors(self, group: GroupTensors, exact: bool, compile: bool) -> StepFactors:
-        """Return what the sums make of `group`. `exact` and `compile` are those of `MARS`."""
+        """Return the factors of `group` by the sums. `exact` and `compile`: see `MARS`."""
         steps_made = torch.stack(group.steps).double()
         products = _of(group, self.products)
         corrections, apart = None, False

@@ -1,4 +1,4 @@
-"""Every rule in a few lines, on one whole tensor: what `MARS` computes, without its machinery.
+"""Every rule in a few lines, on one whole tensor: the results of `MARS` without its machinery.
 
 Sources: MARS, Yuan et al., arXiv 2411.10438; MARS-M, Liu et al., arXiv 2510.21800; AdamW,
 Loshchilov & Hutter, arXiv 1711.05101; Lion, Chen et al., arXiv 2302.06675; Muon in Moonlight's

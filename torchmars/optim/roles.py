@@ -1,4 +1,4 @@
-"""Roles of a model's parameters: what each parameter is, whatever its rule.
+"""Roles of a model's parameters: the kind of each parameter, whatever its rule.
 
 Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
 2411.10438, 2510.21800). Names are those of torchvision, timm and transformers.
@@ -30,7 +30,7 @@ _EMBEDDING_PARTS = {
     "wpe",
 }
 _NORM_NAME = re.compile(r"(.*_)?(norm|layernorm|layer_norm|ln)(_?\w)?", re.IGNORECASE)
-_GATES = {"gate", "gates", "gating", "wg"}  # what may choose experts, beside them
+_GATES = {"gate", "gates", "gating", "wg"}  # names that may choose experts, beside them
 _VECTOR_NAME = re.compile(r"(.*_)?bias(es)?|A_log")  # A_log: decay rates of Mamba
 _HEAD_NAME = re.compile(r"head|lm_head|classifier")
 # These are hidden matrices where they are repeated, as q_head in each block of Funnel Transformers.
@@ -125,7 +125,7 @@ def _chooses_experts(
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Return whether a module has what is named as experts."""
+    """Return whether a module has members named as experts."""
     names = [name for name, _ in module.named_children()]
     names += [name for name, _ in module.named_parameters(recurse=False)]
     return any("expert" in name for name in names)

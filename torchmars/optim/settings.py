@@ -1,4 +1,4 @@
-"""What a setting of an optimizer is, and the settings that several rules share.
+"""The types of an optimizer's settings, and the settings that several rules share.
 
 A rule declares its settings. What follows from them: which settings a parameter group may have, the
 checks, the defaults of `MARS`, the section of the config and its `--help`. Needs no torch.
@@ -29,7 +29,7 @@ class Setting:
         return replace(self, default=default)
 
     def judge(self, value: Any) -> tuple[bool, str]:
-        """Return whether a value is good, and what it must be. May raise for another type."""
+        """Return whether a value is good, and the requirement. May raise for another type."""
         raise NotImplementedError
 
     def check(self, value: Any, suffix: str = "") -> None:

@@ -217,10 +217,10 @@ def _lie_alike(one: Tensor, other: Tensor) -> bool:
 
 @dataclass
 class Loaded:
-    """A saved state that fits: what the optimizer's groups and state become by loading it."""
+    """A saved state that fits: the optimizer's groups and state after loading it."""
 
     groups: list[dict[str, Any]]
-    """The saved param_groups. What they do not say is as in the optimizer's own."""
+    """The saved param_groups. Settings that they lack are as in the optimizer's own."""
     state: dict[Tensor, State]
     without_last_grad: list[Tensor]
     """Parameters whose rule keeps a last gradient, which the saved state has not."""
@@ -229,7 +229,7 @@ class Loaded:
 def check_loaded(
     saved: dict[str, Any], groups: Sequence[dict[str, Any]], new_state: NewState
 ) -> Loaded:
-    """Return what loading `saved`, a `state_dict`, makes of an optimizer with `groups`.
+    """Return the result of loading `saved`, a `state_dict`, into an optimizer with `groups`.
 
     The state of torch's AdamW, whose groups name no rule, is that of the rule "adamw". It and that
     rule's fit "mars-adamw" too, which then keeps its own hyperparameters. Raises `ValueError`
@@ -264,7 +264,7 @@ def check_loaded(
             name = parameter_name(ours, number, place)
             entries = saved["state"].get(key, {})
             fresh = loaded.state[parameter] = new_state(parameter, ours)
-            # torch's AdamW has no state for what had no gradient yet.
+            # torch's AdamW has no state for parameters without a gradient so far.
             if entries or "rule" in theirs:
                 current = _checked_state(entries, theirs, ours["rule"], fresh, name)
                 if "last_grad" in fresh.keys() - current.keys():

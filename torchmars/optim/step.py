@@ -1,4 +1,4 @@
-"""The tensors of one step, group by group, and what its reduced sums make of them."""
+"""The tensors of one step, group by group, and the factors from its reduced sums."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class GroupTensors:
 
 @dataclass(frozen=True)
 class StepFactors:
-    """What the reduced sums of a step make of one group. Factors are in its computation's dtype."""
+    """The factors of one group from a step's reduced sums, in its computation's dtype."""
 
     applied: Tensor
     """Whether the step is applied: the condition of each write. Where it is false nothing changes.

@@ -1,4 +1,4 @@
-"""What a step leaves for telemetry, and the numbers that are made of it."""
+"""The data that a step leaves for telemetry, and its numbers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from torchmars.optim.tensors import flat_parts
 
 
 class GroupTelemetry(NamedTuple):
-    """What a group's update leaves for telemetry: small tensors, so that gradients can be freed."""
+    """A group's data for telemetry: small tensors, so that gradients can be freed."""
 
     role: str
     """The role of the group, or its rule where it has none."""
@@ -34,7 +34,7 @@ class GroupTelemetry(NamedTuple):
 
     @staticmethod
     def of(group: GroupTensors, step: StepFactors) -> "GroupTelemetry":
-        """Return what a step leaves of a group."""
+        """Return a step's data of a group."""
         corrections = step.corrections
         kappa, clip = (corrections.kappa, corrections.clip) if corrections else (None, None)
         return GroupTelemetry(group.role, group.parameters, step.scale, step.products, kappa, clip)
@@ -42,7 +42,7 @@ class GroupTelemetry(NamedTuple):
     def sums(
         self, memories: Mapping[Tensor, Tensor], deviations: Mapping[Tensor, Tensor]
     ) -> Tensor:
-        """Return what telemetry adds up over tensors, [11] in float64.
+        """Return the sums of telemetry over tensors, [11] in float64.
 
         `memories` are those of `squared_memories`, `deviations` those of `deviations_of`. The sums
         are <g, g>, s^2 <g, g> and the squared memory; of tensors with a last gradient s^2 <g, g>,
@@ -69,7 +69,7 @@ class GroupTelemetry(NamedTuple):
 def squared_memories(
     param_groups: Sequence[Settings], state: Mapping[Tensor, State], plans: Plans
 ) -> dict[Tensor, Tensor]:
-    """Return the squared size of what earlier gradients left in each parameter's state.
+    """Return the squared size of earlier gradients in each parameter's state.
 
     Collective over the ranks that share a parameter.
     """
@@ -83,7 +83,7 @@ def squared_memories(
 
 
 def _squared_memories(group: Settings, states: Sequence[State]) -> list[Tensor]:
-    """Return the squared size of what a rank's shards of a group remember, 0-d in float64.
+    """Return the squared size of earlier gradients in a rank's shards of a group, 0-d in float64.
 
     It is the sum of the second moment, or without one the squared norm of the momentum as an
     average: times `Rule.momentum_scale`.
@@ -119,7 +119,7 @@ def report(
     memories: Mapping[Tensor, Tensor],
     plans: Plans,
 ) -> dict[str, float]:
-    """Return what `MARS.telemetry` returns. Waits for the device once.
+    """Return the result of `MARS.telemetry`. Waits for the device once.
 
     `memories` are those of `squared_memories`.
     """

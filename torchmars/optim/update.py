@@ -50,7 +50,7 @@ def update_groups(
 
 
 class MatrixUpdate:
-    """The update of one group's matrices in one step: what an exchange reads and writes."""
+    """The update of one group's matrices in one step, as an exchange reads and writes it."""
 
     def __init__(self, rule: MatrixRule, group: GroupTensors, step: StepFactors) -> None:
         self.rule, self.group, self.step = rule, group, step
@@ -71,7 +71,7 @@ class MatrixUpdate:
         self.step.keep_gradients(self.group)
 
     def read(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
-        """Write to the values of each tile what is to be orthogonalised, or the mean squares."""
+        """Write the matrices to orthogonalise, or the mean squares, to the values of each tile."""
         values = [tile.values for tile in tiles]
         momenta = _of_tiles(self._squares if of_rows else self.group.momenta, tiles)
         if of_rows or self.lean is None:

@@ -1,1 +1,1 @@
-"""What a run has left in its folder: config, curves, events, checkpoints."""
+"""The files of a run: config, curves, events, checkpoints."""

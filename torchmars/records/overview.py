@@ -34,7 +34,7 @@ class Overview:
     written: float
     """When it wrote last, in seconds since 1970."""
     damaged_lines: int
-    """How many lines were left out of what was read."""
+    """How many lines were left out."""
 
 
 def overview(folder: Path) -> Overview:
@@ -89,7 +89,7 @@ def find_runs(folder: Path) -> list[Path]:
     runs: list[Path] = []
     for level in range(4):  # the last as comparisons/NAME/trials/RUN
         for file in sorted(folder.glob("*/" * level + CONFIG_FILE)):
-            # What lies within a run is no run of its own.
+            # A folder within a run is not a run of its own.
             if not any(other in file.parent.parents for other in runs):
                 runs.append(file.parent)
     return sorted(runs)

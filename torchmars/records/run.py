@@ -19,12 +19,12 @@ from torchmars.metrics.events import EVENTS_FILE, Event, read_events
 from torchmars.metrics.journal import METRICS_FILE, measurements
 from torchmars.metrics.lines import Lines, Row, read_lines, warn_of_damage
 
-# What curves can be drawn along.
+# The x axes of curves.
 Along = Literal["tokens", "step", "seconds"]
 
 CONFIG_FILE = "config.toml"
 LINES = "*.jsonl"  # its files of lines, in what is said of them
-LARGEST = 10**15  # what counts steps and tokens of a step is smaller
+LARGEST = 10**15  # counts of steps and of a step's tokens are smaller
 BITS = "validation/bits_per_byte"
 TOKENS, SPEED, SKIPPED = "train/tokens", "train/tokens_per_second", "train/skipped_steps"
 
@@ -39,7 +39,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of a run holds; nothing of it is changed."""
+    """The contents of a run's folder; nothing of it is changed."""
 
     folder: Path
     config: Tables
@@ -57,7 +57,7 @@ class Run:
 
     @cached_property
     def events(self) -> Lines[Event]:
-        """What happened to it, oldest first; never forgotten, also not by a rollback."""
+        """Its events, oldest first; never forgotten, not even by a rollback."""
         return read_events(self.folder / EVENTS_FILE)
 
     def warn_of_damage(self) -> None:
@@ -149,7 +149,7 @@ def interpolated(
 
 
 def read_run(folder: str | Path) -> Run:
-    """Return what the folder of a run holds: its config, curves and events.
+    """Return the contents of a run's folder: its config, curves and events.
 
     Args:
         folder: the run's, FOLDER/NAME of its config.

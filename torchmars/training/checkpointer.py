@@ -146,7 +146,7 @@ class Checkpointer:
         return newest[1] if newest else None
 
     def go_back(self) -> Resumed | None:
-        """Load the run's newest good checkpoint, if there is one, and drop everything later."""
+        """Load the run's newest good checkpoint, if there is one, and drop the copies in memory."""
         if self.memory is not None:
             with self._without_copies_after_errors():
                 self.memory.drop()

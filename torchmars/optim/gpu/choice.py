@@ -1,4 +1,4 @@
-"""Whether steps are made by kernels: where they can be, and what makes them."""
+"""Whether kernels make steps, and the object that makes them."""
 
 import importlib
 import logging
@@ -23,7 +23,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def steps_by_kernels(plans: Plans) -> "KernelStep | None":
-    """Return what makes steps by kernels; None, with a warning, where Triton cannot compile one.
+    """Return the maker of steps by kernels; None, with a warning, if Triton cannot compile one.
 
     It needs a cache that it can write to, CUDA's library and a linker, and says so only when it
     compiles. Here a rank can still do without: others may not.

@@ -23,7 +23,7 @@ from torchmars.optim.tensors import innermost, local_gradient
 
 
 class Outcome(NamedTuple):
-    """What a step leaves on the device."""
+    """The results of a step on the device."""
 
     norm: Tensor
     """The global norm of all gradients before the clip, 0-d."""
@@ -49,7 +49,7 @@ class KernelStep:
         self._fresh = torch.empty(0)
 
     def try_one(self) -> None:
-        """Launch a kernel on nothing. Raises what Triton raises where it cannot."""
+        """Launch a kernel on nothing. Raises Triton's errors."""
         table = torch.zeros(10, 1, dtype=torch.int64, device=self.device)
         numbers = Numbers.empty(1, self.device).values
         launches.launch(programs.sum_pieces, 1, table, numbers, numbers, 1)
@@ -78,7 +78,7 @@ class KernelStep:
         given = Given(table, fresh, numbers)
         after = self._settle(given, skipped)
         self._update(given, groups, overlap)
-        # Autograd does not see what kernels write.
+        # Autograd does not see writes of kernels.
         increment_version([each for group in groups for each in group.parameters])
         scale, products = numbers.values[programs.SCALE.value], numbers.products
         kappa, clip, *_ = numbers.factors.unbind(1)
@@ -155,7 +155,7 @@ class KernelStep:
         gradients: Sequence[Tensor],
         max_grad_norm: float | None,
     ) -> Tensor:
-        """Return what may change in a step, on the device: one copy, or none if nothing changed."""
+        """Return the inputs that may change in a step, on the device, by at most one copy."""
         addresses = [0] * len(self.plans.parameters)
         rows = (row for rows in table.rows_of for row in rows)
         for row, gradient in zip(rows, gradients):

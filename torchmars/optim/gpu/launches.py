@@ -1,4 +1,4 @@
-"""How kernels are launched, and what a GPU tells of itself."""
+"""How kernels are launched, and a GPU's facts."""
 
 from typing import Any
 

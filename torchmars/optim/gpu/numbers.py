@@ -1,4 +1,4 @@
-"""The numbers of a step on the device, and what its kernels are given."""
+"""The numbers of a step on the device, and the arguments of its kernels."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,9 +38,9 @@ class Numbers:
 
 
 class Given(NamedTuple):
-    """What all kernels of a step are given."""
+    """The arguments of all kernels of a step."""
 
     table: AddressTable
     fresh: Tensor
-    """What may change in a step: the gradients' addresses, and the groups' settings."""
+    """Inputs that may change in a step: the gradients' addresses, and the groups' settings."""
     numbers: Numbers

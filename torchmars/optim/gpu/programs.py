@@ -1,4 +1,4 @@
-"""What runs on the GPU: Triton kernels over a table of all tensors, in the order of a step.
+"""The GPU's programs: Triton kernels over a table of all tensors, in the order of a step.
 
 The two passes have a program for each piece of a tensor. Between them the sums are settled, and all
 that follows from them for each tensor. The arithmetic is that of the functions on tensors in
@@ -26,7 +26,7 @@ LOG1, LOG2, KAPPA, CLIP, LARGEST = (tl.constexpr(slot) for slot in range(5, 10))
 CAUTIOUS, MIX, OUT, KEEP, ADD, EXTRA = (tl.constexpr(slot) for slot in range(10, 16))
 SLOTS = tl.constexpr(16)
 
-# The numbers of a step, float64: these, the products of each row, and what follows for each row.
+# The numbers of a step, float64: these, the products of each row, and results for each row.
 TOTAL, STRAIN, NORM, SCALE, APPLIED = (tl.constexpr(number) for number in range(5))
 HEADER, PRODUCTS = tl.constexpr(8), tl.constexpr(3)
 OF_KAPPA, OF_CLIP, UNUSABLE, UNBIAS1, UNBIAS2 = (tl.constexpr(column) for column in range(5))
@@ -161,7 +161,7 @@ def sum_pieces(table, partial, numbers, count):
 
 @triton.jit(do_not_specialize=["count"])
 def total(table, fresh, numbers, count):
-    """Write the sum of all <g, g>, and the largest norm over what can be computed with."""
+    """Write the sum of all <g, g>, and the largest ratio of a norm to its limit."""
     sums, strains = tl.zeros([ROWS], tl.float64), tl.zeros([ROWS], tl.float64)
     for first in range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)

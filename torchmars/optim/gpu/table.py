@@ -29,7 +29,7 @@ KINDS: dict[type[Rule], str] = {
 
 
 class Form(NamedTuple):
-    """What makes one kernel of the second pass differ from another: the `form` of `update`."""
+    """How kernels of the second pass differ: the `form` of `update`."""
 
     kind: str
     """One of `KINDS`, with "lean " before it where a lean momentum is kept."""

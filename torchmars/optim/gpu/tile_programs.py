@@ -45,7 +45,7 @@ def _tile(pieces, packed, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["packed", "count"])
 def pack(table, fresh, pieces, numbers, packed, count, form: tl.constexpr):
-    """Write what is orthogonalised to the packed values: the momentum, or a lean one's direction.
+    """Write the matrices to orthogonalise to the packed values: the momentum, or a lean direction.
 
     `form` has the dtypes of the momentum, of the gradient (None: of a momentum), and of the values.
     """

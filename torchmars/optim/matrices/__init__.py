@@ -1,1 +1,1 @@
-"""What is of matrices alone: how shards of them meet on their owners, and become directions."""
+"""Matrices: how shards of them meet on their owners, and become directions."""

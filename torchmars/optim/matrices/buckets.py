@@ -1,4 +1,4 @@
-"""What a rank sends, receives and computes under the plan of `owners.py`."""
+"""A rank's part of the plan of `owners.py`: what it sends, receives and computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Packing(NamedTuple):
 
 @dataclass
 class Bucket:
-    """What this rank does for one bucket."""
+    """This rank's work for one bucket."""
 
     home: bool
     """Whether all matrices lie whole on the shards of their owners: only replicas send anything."""
@@ -34,7 +34,7 @@ class Bucket:
     """The tiles of the units that this rank owns."""
     owned: list[Units]
     of_rows: bool
-    """Whether it is of what travels for each row of a matrix."""
+    """Whether it carries numbers for the rows of matrices."""
     rows: "Bucket | None" = None
     """The same bucket `of_rows`, if anything does."""
 
@@ -55,8 +55,8 @@ def rank_bucket(
     """Return the work of the rank at `place` for a bucket: on its matrices or, with `of_rows`, on
     their row statistics.
 
-    `blocks` has what each shard has of each parameter. The time is linear in the bucket's units,
-    and in the rank's own units times the ranks.
+    `blocks` has each shard's part of each parameter. The time is linear in the bucket's units, and
+    in the rank's own units times the ranks.
     """
 
     def cut(units: Units, block: Block) -> Tile | None:

@@ -1,4 +1,4 @@
-"""What an owner makes of whole momenta: the directions of a step.
+"""From whole momenta to the directions of a step, on their owner.
 
 Sources: NorMuon, Li et al., arXiv 2510.05491; rows of one norm, arXiv 2603.28254; the norm of an
 orthogonal matrix, arXiv 2602.21545.

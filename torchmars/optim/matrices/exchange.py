@@ -28,7 +28,7 @@ class Exchange:
         self._first: list[Transfer] = []
 
     def start(self) -> None:
-        """Send the first bucket of what travels, and compute what does not."""
+        """Send the first bucket, and compute the matrices that do not travel."""
         if self.jobs:
             self._first = self._send(0)
         for traffic, bucket in self.here:

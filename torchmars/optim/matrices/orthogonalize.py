@@ -16,12 +16,12 @@ Polynomial = tuple[float, float, float]  # a, b, c of a x + b x^3 + c x^5
 GRAM_PAYS = 1.5
 # The step of the iteration before which the Gram form starts anew from the matrix. The product of
 # a matrix with itself has the squares of its singular values: small ones are lost in rounding, and
-# each step multiplies what is lost by up to a^2.
+# each step multiplies the loss by up to a^2.
 GRAM_RESTART = 2
 
 
 class Orthogonalizer(ABC):
-    """A method, and what it costs."""
+    """A method, and its cost."""
 
     @abstractmethod
     def __call__(
@@ -111,7 +111,7 @@ def in_gram_form(rows: int, cols: int, dtype: torch.dtype, form: str) -> bool:
 
 
 def polynomial_of_gram(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
-    """Return the matrix Q for which Q x is what the `polynomials` make of x, one by one.
+    """Return the matrix Q for which Q x is the result of the `polynomials` on x, one by one.
 
     `x` [n, short, long]. R = x x^T, Z = b R + c R^2: Q <- Q Z + a Q, R <- (a + Z) R (a + Z). All
     these matrices are symmetric and commute.

@@ -40,7 +40,7 @@ def plan_buckets(
 ) -> list[PlannedBucket]:
     """Return units with their owners, bucket by bucket.
 
-    `blocks` has what each shard has of each parameter, and `ranks` are the shards of the first
+    `blocks` has each shard's part of each parameter, and `ranks` are the shards of the first
     replica, then of the others. Units at home go to the ranks that have their shard, one in each
     replica, and those that are cut to all ranks: each unit to the rank with the least work so far,
     the most costly first ("longest processing time", Graham 1969). Those at home come first, since
@@ -62,7 +62,7 @@ def plan_buckets(
         for heap in heaps:
             heapq.heapify(heap)
         numbers = [number for number, parts in enumerate(at_home) if (parts is not None) == home]
-        # What is at home stays on its shard: a bucket may be as large for each of them.
+        # Matrices at home stay on their shard: a bucket may be as large for each of them.
         limit = BUCKET_ELEMENTS * (shards if home else 1)
         for bucket in _fill(numbers, shapes, units, flops, limit, len(ranks)):
             parts = [  # with the place of their owners among the heaps

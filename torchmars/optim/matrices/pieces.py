@@ -13,7 +13,7 @@ from torchmars.optim.matrices.tiles import Tile
 
 
 class Pieces:
-    """What `arrived` of a bucket's owned units: tiles that come one after the other."""
+    """The tiles that `arrived` of a bucket's owned units, one after the other."""
 
     def __init__(self, bucket: Bucket, arrived: Tensor) -> None:
         self.arrived = arrived
@@ -37,12 +37,12 @@ class Pieces:
         return whole
 
     def take_apart(self) -> None:
-        """Write the units back: what arrived has been read, and its memory takes the result."""
+        """Write the units back: their input has been read, and its memory takes the result."""
         torch._foreach_copy_([each for _, each in self._pairs], [each for each, _ in self._pairs])
 
 
 def tiles_of(kind: Bucket, tiles: Sequence[Tile]) -> Sequence[Tile]:
-    """Return tiles of matrices, or what a bucket of rows has for them."""
+    """Return tiles of matrices, or their rows in a bucket of rows."""
     return [tile.of_rows for tile in tiles] if kind.of_rows else tiles
 
 

@@ -34,7 +34,7 @@ def matrix_dtype_name(value: str | torch.dtype) -> str:
 
 
 def resolve_matrix_dtype(name: str, native_bfloat16: bool) -> str:
-    """Return `name`, or for "auto" what suits devices that multiply bfloat16 natively, or not."""
+    """Return `name`, or for "auto" the choice by whether devices have native bfloat16."""
     return name if name != "auto" else "bfloat16" if native_bfloat16 else "mixed"
 
 

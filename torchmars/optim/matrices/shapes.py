@@ -114,7 +114,7 @@ class MatrixShape:
     def block(
         self, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
     ) -> Block:
-        """Return what the rank at `coordinate` of the mesh has, within [batch, rows, cols].
+        """Return the part of the rank at `coordinate` of the mesh, within [batch, rows, cols].
 
         Raises `ValueError` if a flattened matrix is sharded over one of its later dims.
         """

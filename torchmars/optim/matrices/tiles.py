@@ -73,7 +73,7 @@ def tile_of(units: Units, block: Block) -> Tile | None:
 def blocks_of_shards(
     shapes: Sequence[MatrixShape], placements: Sequence[Sequence[Placement]], place: MeshPlace
 ) -> list[Blocks]:
-    """Return for each parameter what each shard has of it: a model has few kinds of them."""
+    """Return each shard's part of each parameter: a model has few kinds of them."""
     known: dict[tuple[MatrixShape, tuple[Placement, ...]], Blocks] = {}
     for kind in zip(shapes, map(tuple, placements)):
         if kind not in known:

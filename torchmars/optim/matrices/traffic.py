@@ -62,7 +62,7 @@ class Matrices(Protocol):
     """Those that have a gradient."""
 
     def read(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
-        """Write what is to be orthogonalised to the values of each tile.
+        """Write the input of the orthogonalisation to the values of each tile.
 
         Tiles `of_rows` get the mean squares of the rows, one column.
         """
@@ -94,7 +94,7 @@ class MatrixTraffic:
     """The matrix parameters that lie alike on one mesh: their plan and their traffic.
 
     They are sharded over the same axes. Creating an object is collective over the ranks of the
-    mesh. `matrix_dtype` is what was asked for: "auto" is resolved here, the same on every rank.
+    mesh. `matrix_dtype` is the setting: "auto" is resolved here, the same on every rank.
     `momentum_dtype` is that of `MARS`.
     """
 
@@ -157,7 +157,7 @@ class MatrixTraffic:
                 self._apply(kind, tiles_of(kind, tiles), values, places)
 
     def send(self, bucket: Bucket, places: Places) -> list[Transfer]:
-        """Send this rank's tiles of what is orthogonalised to their owners; nothing, at home.
+        """Send this rank's tiles to orthogonalise to their owners; nothing, at home.
 
         After it come the mean squares of their rows, where directions need them.
         """
@@ -248,7 +248,7 @@ class MatrixTraffic:
         return BATCH_OF_CPU_THREAD * torch.get_num_threads() if on_cpu else BATCH_ELEMENTS
 
     def _read(self, kind: Bucket, tiles: Sequence[Tile], places: Places) -> Tensor:
-        """Return what `Matrices.read` writes for tiles: zeros where a matrix has no gradient."""
+        """Return the output of `Matrices.read` for tiles: zeros where a matrix has no gradient."""
         elements, dtype = (
             sum(tile.numel for tile in tiles),
             self.wide if kind.of_rows else self.wire,

@@ -110,7 +110,7 @@ class MarsAdamW(AdamW):
 
 
 class MomentFactors(NamedTuple):
-    """What updates weights by moments: 0-d tensors in the computation's dtype, or [n]."""
+    """Factors of an update by moments: 0-d tensors in the computation's dtype, or [n]."""
 
     scale: Tensor
     """The factor of the global clip."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Corrections(NamedTuple):
-    """What makes corrected gradients, in the computation's dtype.
+    """Factors of corrected gradients, in the computation's dtype.
 
     Of the tensors of a group: [n] where nothing else is said. Or of one tensor, 0-d.
     """

@@ -1,4 +1,4 @@
-"""The factors of a kernel: what it takes beside its tensors.
+"""The factors of a kernel: its arguments besides tensors.
 
 They are a tuple. In it, a tensor of one dim has a number for each of the kernel's tensors. A 0-d
 tensor, or what is no tensor, is the same for all of them.
@@ -21,7 +21,7 @@ def factors_of_each(factors: Factors, count: int) -> list[Factors]:
 
 
 def _cut(factors: Any, cut: Callable[[Any], Sequence[Any]], count: int) -> list[Any]:
-    """Return `count` tuples like `factors`, each with one part of what is not the same for all."""
+    """Return `count` tuples like `factors`, each with one part of the factors that differ."""
     if isinstance(factors, tuple):
         columns = [_cut(each, cut, count) for each in factors]
         make = getattr(factors, "_make", tuple)

@@ -1,6 +1,6 @@
-"""What an update rule declares.
+"""The interface of an update rule.
 
-The files of this folder import no torch, so that the config can read what rules declare. Their
+The files of this folder import no torch, so that the config can read rules' declarations. Their
 arithmetic uses the methods of the tensors that it is given.
 """
 
@@ -44,7 +44,7 @@ class Rule(ABC):
         """
 
     def momentum_scale(self, settings: Settings) -> float:
-        """Return what makes the momentum an average of gradients: 1, but where it is their sum."""
+        """Return the factor from momentum to an average of gradients: 1, unless it is a sum."""
         return 1.0
 
     def settings_by_role(self, main: Settings, settings: Settings) -> dict[str, Settings]:
@@ -92,7 +92,7 @@ class MatrixRule(Rule):
 
     @abstractmethod
     def scale(self, rows: int, cols: int) -> float:
-        """Return what an orthogonalised [rows, cols] matrix is multiplied by."""
+        """Return the factor of an orthogonalised [rows, cols] matrix."""
 
     @abstractmethod
     def lean_form(self, settings: Settings) -> LeanForm:
