@@ -49,7 +49,7 @@ _alone = threading.Lock()  # held while this process trains, plans or measures
 
 
 def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) -> Run:
-    """Train, or go on with, the run of a config, as `torchmars train` does; return its curves.
+    """Train or resume the run of a config, as `torchmars train` does; return its curves.
 
     One rank trains in this process, which keeps the config's settings of a process:
     `training.deterministic`, and the folder of compiled kernels. Several ranks are processes of

@@ -223,7 +223,9 @@ def test_a_manifest_of_another_version_is_named(tables, tmp_path, version, check
     with pytest.raises(OtherVersion, match=message):
         manifests.read(folder)
     for said in run_ranks(listen_here, 2, run):
-        assert re.search(f"error: .*{message}go on with the version of torchmars that wrote", said)
+        assert re.search(
+            f"error: .*{message}continue with the version of torchmars that wrote", said
+        )
         assert "warning" not in said and "falling back" not in said
     assert contents(run_folder_of(run)) == before
 

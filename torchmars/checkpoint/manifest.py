@@ -20,7 +20,7 @@ from torchmars.storage.storage import MANIFEST, File
 FORMAT = Format(
     "torchmars-checkpoint",
     4,
-    "go on with the version of torchmars that wrote it, or choose another run.name",
+    "continue with the version of torchmars that wrote it, or choose another run.name",
 )
 # Keys of the config that loading needs.
 NEEDED = (

@@ -37,7 +37,7 @@ class OwnedFolders:
             raise
 
     def check_run(self) -> None:
-        """Raise `LostOwnership` if another process goes on with the run.
+        """Raise `LostOwnership` if another process has taken over the run.
 
         This one stood still meanwhile.
         """

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def member_of(kind: Any, name: Any) -> Enum:
-    """Return a member of an enum: in place of the `getattr` that a pickle asks for.
+    """Return a member of an enum: instead of the `getattr` that a pickle asks for.
 
     Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickle members that way.
     """

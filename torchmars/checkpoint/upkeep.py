@@ -81,7 +81,7 @@ def prune_checkpoints(
 ) -> None:
     """Delete the checkpoints that neither the run's settings nor `asked` keep.
 
-    `asked` has values of [checkpoint], in place of the run's. `damaged` deletes those that are not
+    `asked` has values of [checkpoint], instead of the run's. `damaged` deletes those that are not
     good, too. `dry_run` deletes nothing, only prints. Raises `UserError` if no checkpoint is good:
     then nothing is deleted.
     """

@@ -23,7 +23,7 @@ class Restarting(Protocol):
 
 
 class Agent(LocalElasticAgent):
-    """An agent whose count of restarts begins anew whenever the run has made progress.
+    """An agent whose count of restarts starts again whenever the run has made progress.
 
     A run of a month may lose many machines. One that dies at the same step each time may not start
     again without end. Overrides private methods of torch 2.11 to 2.13.

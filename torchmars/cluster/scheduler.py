@@ -11,7 +11,7 @@ from typing import Annotated
 from torchmars.core.bounds import Range
 from torchmars.core.typed import whole_number
 
-# The variables of a job, in place of one of run_train.sh's that is not set.
+# The variables of a job, instead of one of run_train.sh's that is not set.
 VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
 # That of run_train.sh with the endpoint of a job for which nobody has set one.
 JOB_ENDPOINT = "TORCHMARS_JOB_ENDPOINT"

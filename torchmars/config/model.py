@@ -93,6 +93,6 @@ class ModelConfig:
     VALUE."""
 
     def changed(self) -> list[str]:
-        """Return the fields that are set in place of the named size's."""
+        """Return the fields that are set instead of the named size's."""
         others = (each for each in fields(self) if each.name not in ("name", "size", "extra"))
         return [each.name for each in others if getattr(self, each.name) != each.default]

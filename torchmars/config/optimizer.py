@@ -89,7 +89,7 @@ def shown_default(value: Any) -> str:
 @dataclass(frozen=True)
 @with_settings("both")
 class GroupConfig:
-    """Settings of one group of parameters, in place of the optimizer's.
+    """Settings of one group of parameters, instead of the optimizer's.
 
     Settings that are not set follow from optimizer.name.
     """
@@ -136,7 +136,7 @@ class OptimizerConfig:
     another."""
     zero_mean_routers: bool | None = None
     """Matrix rules: take the mean over experts out of the momentum of softmax routers. Their
-    gradient has none but for rounding, of which orthogonalisation would make a step. By default
+    gradient has none except rounding, of which orthogonalisation would make a step. By default
     new runs do unless training.router_z_loss is set, whose gradient has one. A run keeps what it
     began with unless this says otherwise."""
     overlap: bool = True

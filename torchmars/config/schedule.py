@@ -42,7 +42,7 @@ class ScheduleConfig:
         )
 
     def resolve(self, steps: int) -> "ScheduleConfig":
-        """Return the section for a run of `steps` steps; decay_steps is None but for wsd."""
+        """Return the section for a run of `steps` steps; decay_steps is None except for wsd."""
         if self.name == "wsd" and self.decay_steps is None:
             return replace(self, decay_steps=steps // 5)
         return self

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from torchmars.core.timers import unless_done_in
 
-# Characters that steer a terminal in place of being shown: control characters but for the end of a
+# Characters that steer a terminal instead of being shown: control characters except the end of a
 # line and tabs, the separators of lines and paragraphs, those that change a text's direction, and
 # halves of pairs of UTF-16, which stand for bytes of names that are no UTF-8.
 STEERING = re.compile(

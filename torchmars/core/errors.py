@@ -73,7 +73,7 @@ class Ended(SystemExit):
 
 @contextlib.contextmanager
 def no_exit(kind: type[Exception] = UserError) -> Iterator[None]:
-    """Raise a `kind` of error in place of a `SystemExit` that is not `Ended`.
+    """Raise a `kind` of error instead of a `SystemExit` that is not `Ended`.
 
     Code of others, such as a plugin's, has raised it. The process would end in the middle of its
     work, and with the code of success if that is 0.

@@ -118,7 +118,7 @@ def sections_of(settings: type | None) -> Iterator[tuple[str, str, type]]:
 
 
 def add_fields(group: "argparse._ActionsContainer", kind: type, prefix: str = "") -> None:
-    """Add the fields of a dataclass to a parser, but for sections and arrays of tables."""
+    """Add the fields of a dataclass to a parser, except sections and arrays of tables."""
     texts = documentation(kind)
     for each in options_of(kind):
         if table_in(each.hint) is not None:

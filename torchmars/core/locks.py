@@ -49,7 +49,7 @@ def lock(
                     raise UserError(f"another process is {doing}: stop it first ({owner})")
                 if (taken := _replace(file)) is not None:
                     say(
-                        f"warning: {owner} is silent, and this process goes on with {doing}",
+                        f"warning: {owner} is silent, and this process continues with {doing}",
                         error=True,
                     )
                     return taken

@@ -25,7 +25,7 @@ SPECIAL = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]|::|://|/\.{1,2}(?=/|$)|\s$
 PATTERN = re.compile(r"[*?#\[\]]")
 LONGEST = 1024  # bytes of the name of an object, in all of these stores
 STORE_NAME = (
-    f"s3://BUCKET/FOLDER, or {', '.join(f'{each}://' for each in STORES[1:])} in place of s3://, "
+    f"s3://BUCKET/FOLDER, or {', '.join(f'{each}://' for each in STORES[1:])} instead of s3://, "
     "with letters, digits and . - _ alone in BUCKET, and no credentials: a store's own variables "
     "and files hold these"
 )

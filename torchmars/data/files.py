@@ -35,7 +35,7 @@ CARD = re.compile(r"(README|LICEN[CS]E)([.](md|txt))?|dataset_(dict|infos?)[.]js
 
 @dataclass
 class FoundFiles:
-    """The files that patterns name, and those that they would name but for what they are."""
+    """The files that patterns name, and those that are left out by their kind."""
 
     files: set[PurePath] = field(default_factory=set)
     leftovers: set[PurePath] = field(default_factory=set)

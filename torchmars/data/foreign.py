@@ -210,13 +210,13 @@ def llmc_tokens(file: Path) -> ForeignTokens:
         known = " or ".join(map(str, LLMC_KINDS))
         raise UserError(
             f"{file} has the magic number {magic}, llm.c's tokens have {known}: "
-            "set another data.source, or make the file anew with today's llm.c"
+            "set another data.source, or make the file again with today's llm.c"
         )
     known_version, dtype = LLMC_KINDS[magic]
     if version != known_version:
         raise UserError(
             f"{file} has version {version}, {known_version} is read: "
-            "make the file anew with today's llm.c"
+            "make the file again with today's llm.c"
         )
     tokens = ForeignTokens(file, LLMC_HEADER, count, dtype)
     if size != tokens.end or count < 1:
@@ -232,7 +232,7 @@ def megatron_tokens(file: Path) -> ForeignTokens:
     index_file = file.with_suffix(".idx")
     size, _ = read_start(file, 0)
     index_size, header = read_start(index_file, MEGATRON_HEADER.size)
-    remedy = "copy it again, or make it anew with Megatron's preprocess_data.py"
+    remedy = "copy it again, or make it again with Megatron's preprocess_data.py"
     if not header.startswith(MEGATRON_MAGIC):
         raise UserError(f"{index_file} does not begin as Megatron's indices do: {remedy}")
     if len(header) < MEGATRON_HEADER.size:

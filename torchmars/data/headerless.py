@@ -71,7 +71,7 @@ def check_tokenizer(file: Path, start: bytes, tokenizer: Tokenizer) -> None:
 
 
 def is_written(start: bytes) -> bool:
-    """Return whether bytes are text: UTF-8 without control characters but for white space."""
+    """Return whether bytes are text: UTF-8 without control characters except white space."""
     with contextlib.suppress(UnicodeDecodeError):
         end = start.rfind(b" ") + 1  # no character is cut there
         text = start[:end].decode()

@@ -153,7 +153,7 @@ def read_manifest(folder: Path) -> DataManifest:
     except ValueError as error:
         raise UserError(
             f"{path} is no manifest of this version ({error}): "
-            f"remove the folder {folder} and prepare it anew"
+            f"remove the folder {folder} and prepare it again"
         ) from None
 
 
@@ -182,7 +182,7 @@ def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> 
             raise UserError(
                 f"{folder} was prepared with data.{key} = {json.dumps(found)}, "
                 f"the config says {json.dumps(wanted)}: set it back, set data.path to another "
-                "folder, or remove this one to prepare it anew"
+                "folder, or remove this one to prepare it again"
             )
 
 
@@ -193,7 +193,7 @@ def check_tokenizer(manifest: DataManifest, config: DataConfig, folder: Path) ->
     """
     tokenizer = load_tokenizer(config.tokenizer)
     remedy = (
-        "put that one back, set data.path to another folder, or remove this one to prepare it anew"
+        "put that one back, set data.path to another folder, or remove this one to prepare it again"
     )
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         raise UserError(

@@ -28,7 +28,7 @@ class Shares:
 
     It needs no table. The first part takes sample i wherever floor((i + 1) p) > floor(i p), p being
     its share (Bresenham's line); the second takes, of the samples that are left, its share of what
-    is left, and so on. So at every i each part has its share but for a few samples. Weights count
+    is left, and so on. So at every i each part has its share up to a few samples. Weights count
     as the decimal fractions that they are written as.
     """
 

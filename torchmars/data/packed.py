@@ -67,7 +67,7 @@ class PackedWindows(Windows):
         if stamp != self.file_stamps[shard] or len(data) != size:
             raise ChangedData(
                 f"the data changed while the run read them: {self.files[shard]} is not what it was "
-                "when the run began: start the run again, which makes it anew if it is damaged"
+                "when the run began: start the run again, which makes it again if it is damaged"
             )
         return np.frombuffer(data, NUMBER)
 

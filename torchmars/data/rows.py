@@ -132,7 +132,7 @@ def check_column(schema: Any, field: str, name: str) -> None:
     if count > 1:
         raise UserError(
             f"data.source: {name} has {count} columns {field!r}, and which one is meant is not "
-            "known: write it anew with one"
+            "known: write it again with one"
         )
     if not count:
         raise UserError(
@@ -167,7 +167,7 @@ def dataset_parts(
     except Exception as error:
         raise UserError(
             f"cannot read shard {shard.shard} of the data set {shard.name} "
-            f"({in_a_line(error)}): start again to go on; what is done is kept"
+            f"({in_a_line(error)}): start again to continue; what is done is kept"
         ) from None
 
 

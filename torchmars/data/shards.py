@@ -14,7 +14,7 @@ from torchmars.core.files import read_chunks
 from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, TokenDtype, numpy_dtype
 
 Level = Literal["full", "size", "off"]
-REMEDY = "restore it, or remove the folder {} to prepare it anew"
+REMEDY = "restore it, or remove the folder {} to prepare it again"
 
 
 def check_shards(
@@ -130,7 +130,7 @@ def check_size(
     if validation < 1:
         raise UserError(
             f"the validation split has {manifest.splits['validation'].tokens} tokens, less than "
-            f"one window of training.seq_len = {seq_len}: prepare {folder} anew with a higher "
+            f"one window of training.seq_len = {seq_len}: prepare {folder} again with a higher "
             "data.validation_fraction"
         )
 

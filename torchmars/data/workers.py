@@ -90,7 +90,7 @@ def exchange(process: subprocess.Popen, block: TextBlock) -> Encoded:
     except (EOFError, OSError, pickle.UnpicklingError):
         code = process.wait()
         raise UserError(
-            f"a process that tokenises has died (exit code {code}): start again to go on; with "
+            f"a process that tokenises has died (exit code {code}): start again to continue; with "
             "less memory, set data.processes lower"
         ) from None
     if isinstance(result, UserError):

@@ -22,7 +22,7 @@ DTYPES = {
     torch.float16: "F16",
     torch.float64: "F64",
 }
-POINTER = b"version https://git-lfs"  # begins what Git leaves in place of a large file
+POINTER = b"version https://git-lfs"  # begins what Git leaves instead of a large file
 
 
 @dataclass(frozen=True)

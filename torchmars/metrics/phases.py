@@ -41,7 +41,7 @@ class PhaseClock:
         self.seconds.clear()
 
     def milliseconds(self, steps: int) -> dict[str, float]:
-        """Return the mean time of each phase, but for pauses, over `steps` steps, by name.
+        """Return the mean time of each phase, except pauses, over `steps` steps, by name.
 
         On a GPU they cover the work that is done by now.
         """

@@ -125,7 +125,7 @@ class Guarded:
             threading.Thread(target=abandon, args=(tracker,), daemon=True).start()
         said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         say(
-            f"warning: {self.option} has failed and gets nothing more of this run, which goes on "
+            f"warning: {self.option} has failed and gets nothing more of this run, which continues "
             f"({said}); metrics.jsonl has all",
             error=True,
         )

@@ -63,7 +63,7 @@ def title(config: ModelConfig) -> str:
     changed = [
         name for name in config.changed() if name in size and getattr(config, name) != size[name]
     ]
-    return f"{config.name} {config.size}" + (f" but for {', '.join(changed)}" if changed else "")
+    return f"{config.name} {config.size}" + (f" except {', '.join(changed)}" if changed else "")
 
 
 def unknown_size(config: ModelConfig) -> UserError:

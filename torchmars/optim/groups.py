@@ -98,7 +98,7 @@ def param_groups(
         by_role: for a role, group settings that replace the optimizer's: rule, lr, betas, eps,
             weight_decay, gamma, clip, split, flatten, transposed, zero_mean.
         by_pattern: pairs (pattern, group settings). A parameter whose name matches a pattern (as a
-            shell's) goes to the first one that it matches, with its role's settings but for those
+            shell's) goes to the first one that it matches, with its role's settings except those
             given.
         split_fused: take apart, for the matrix rules, what is known to be several matrices in one,
             such as fused QKV weights of transformers' models. Warns of a parameter that looks fused

@@ -17,7 +17,7 @@ class Kinds:
     """The parameters of each group that have a gradient, by kind.
 
     Those of a kind have one dtype, gradients of one dtype, and state of the same names, and are
-    stacks of matrices or not. They are sorted anew where other parameters have a gradient.
+    stacks of matrices or not. They are sorted again where other parameters have a gradient.
     """
 
     def __init__(self) -> None:

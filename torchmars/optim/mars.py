@@ -337,7 +337,7 @@ class MARS(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Return the result of `closure`.
 
-        Gradients stay as they are, but for those of plain adamw groups, which the global clip
+        Gradients stay as they are, except those of plain adamw groups, which the global clip
         scales in place where there are no kernels by Triton.
         """
         loss = None

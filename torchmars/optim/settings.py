@@ -134,7 +134,7 @@ TRANSPOSED = Flag(
 ZERO_MEAN = Flag(
     "zero_mean",
     "Take the mean over rows out of a matrix and of its direction: of softmax routers, whose "
-    "gradient has none but for rounding.",
+    "gradient has none except rounding.",
     False,
     scope="group",
 )

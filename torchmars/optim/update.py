@@ -62,7 +62,7 @@ class MatrixUpdate:
         self.keep = 1 - self.lr * group.scalar(group.settings["weight_decay"])
 
     def update_momenta(self) -> None:
-        """Update momenta, but for lean ones: their direction is made of the old buffer."""
+        """Update momenta, except lean ones: their direction is made of the old buffer."""
         if self.lean is not None:
             return
         rate = self.group.scalar(1 - self.group.settings["betas"][0])

@@ -143,7 +143,7 @@ class Run:
 def interpolated(
     steps: NDArray[np.int64], known: NDArray[np.int64], values: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return `values`, which are 0 at step 0, at `steps` in place of `known` ones."""
+    """Return `values`, which are 0 at step 0, at `steps` instead of `known` ones."""
     result = np.interp(steps, np.concatenate([[0], known]), np.concatenate([[0.0], values]))
     return np.asarray(result, dtype=np.float64)
 

@@ -43,7 +43,7 @@ class Ownership:
         self.ended.set()
 
     def release(self) -> None:
-        """Let other processes have the folder, while this one goes on with something else."""
+        """Let other processes have the folder, while this one continues with something else."""
         self.rest()
         self.thread.join()
         self._give_up()

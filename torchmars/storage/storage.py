@@ -85,7 +85,7 @@ class Storage(Protocol):
     def refuse_another(self, folder: PurePath, run: Path) -> None:
         """Raise `UserError` if a run other than the one in folder `run` is seen at work.
 
-        For a start: nothing is written, and whoever goes on must `take` the folder.
+        For a start: nothing is written, and whoever continues must `take` the folder.
         """
 
     def take(self, folder: PurePath, run: Path) -> Ownership | None:

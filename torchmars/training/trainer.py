@@ -37,7 +37,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> "Trainer":
     data = build_data(config, layout)
     model = build_model(config, layout, data)
     events = EventLog(config.run.path if layout.first else None)
-    with ExitStack() as failed:  # a notebook goes on, and must not keep the run's folder then
+    with ExitStack() as failed:  # a notebook continues, and must not keep the run's folder then
         optimizer = resume_optimizer(config, layout, data, model, events, failed)
         reports = build_reports(config, layout, abilities, data, model, optimizer, events)
         trainer = Trainer(config, layout, data, model, optimizer, reports)

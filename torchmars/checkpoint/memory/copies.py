@@ -45,7 +45,7 @@ class MemoryCopies:
     """The copies that this rank makes of its part of a run, and keeps of another rank's.
 
     Every rank makes the same calls. Each raises `UserError` on every rank where a copy cannot be
-    written or read: the run then goes on without copies.
+    written or read: the run then continues without copies.
     """
 
     def __init__(self, layout: Layout, state: dict[str, Tensor]) -> None:
@@ -98,7 +98,7 @@ class MemoryCopies:
                 torch.cuda.cudart().cudaHostRegister(slot.memory.data_ptr(), size, 0)
 
     def _told(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Return `work` with a `UserError` in place of errors of the system and of the network."""
+        """Return `work` with a `UserError` instead of errors of the system and of the network."""
 
         def told() -> T:
             try:

@@ -160,7 +160,7 @@ class KernelStep:
         rows = (row for rows in table.rows_of for row in rows)
         for row, gradient in zip(rows, gradients):
             addresses[row] = gradient.data_ptr()
-        # Those of no group: of parameters without gradient, but for the first number.
+        # Those of no group: of parameters without gradient, except the first number.
         settings = [math.inf if max_grad_norm is None else float(max_grad_norm), *[0.0] * 15]
         settings[programs.LARGEST.value] = math.inf
         for group, form in zip(groups, table.forms):

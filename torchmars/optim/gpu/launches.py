@@ -20,7 +20,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **form: tuple) -> None:
 def sums_in_float64(device: torch.device) -> bool:
     """Return whether a GPU adds up in float64 as fast as it reads.
 
-    Those for data centers do, but for some, such as L40S (8.9) and B300 (10.3). Others have a 32nd
+    Those for data centers do, except some, such as L40S (8.9) and B300 (10.3). Others have a 32nd
     or a 64th of float32's speed.
     """
     fast = (7, 0), (8, 0), (9, 0), (10, 0)

@@ -20,7 +20,7 @@ WEIGHT, FIRST, SECOND, LAST, STEP = (tl.constexpr(column) for column in range(5)
 LENGTH, STACK, GROUP, BEGIN, END = (tl.constexpr(column) for column in range(5, 10))
 
 # The settings of a group, as `kernel_step.group_settings` lists them. The first
-# row of them is of no group: it has the norm to clip to in place of lr.
+# row of them is of no group: it has the norm to clip to instead of lr.
 LR, DECAY, EPS, RATE1, RATE2 = (tl.constexpr(slot) for slot in range(5))
 LOG1, LOG2, KAPPA, CLIP, LARGEST = (tl.constexpr(slot) for slot in range(5, 10))
 CAUTIOUS, MIX, OUT, KEEP, ADD, EXTRA = (tl.constexpr(slot) for slot in range(10, 16))

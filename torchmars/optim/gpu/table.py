@@ -114,7 +114,7 @@ class AddressTable:
 
 
 def _columns(parameter: Tensor, group: GroupTensors, state: State, number: int) -> list[int]:
-    """Return the columns of a parameter's row, but for its pieces: see `programs`.
+    """Return the columns of a parameter's row, except its pieces: see `programs`.
 
     Raises `KeyError` for state that somebody has replaced by what is not as the others.
     """

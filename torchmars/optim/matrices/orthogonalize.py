@@ -14,7 +14,7 @@ Polynomial = tuple[float, float, float]  # a, b, c of a x + b x^3 + c x^5
 
 # Of the long side over the short one: below it the Gram form has more operations.
 GRAM_PAYS = 1.5
-# The step of the iteration before which the Gram form starts anew from the matrix. The product of
+# The step of the iteration before which the Gram form starts again from the matrix. The product of
 # a matrix with itself has the squares of its singular values: small ones are lost in rounding, and
 # each step multiplies the loss by up to a^2.
 GRAM_RESTART = 2
@@ -95,7 +95,7 @@ class Iteration(Orthogonalizer):
         square, steps = 2 * short**3, len(self.polynomials)
         if not gram:
             return steps * (4 * short**2 * long + square)
-        # Of each step: A^2, and to go on three products, but for the first Q and the last A.
+        # Of each step: A^2, and to go on three products, except the first Q and the last A.
         return 2 * (4 * short**2 * long) + square * (steps + 3 * (steps - 2))
 
 
