@@ -252,7 +252,7 @@ class LanguageModel:
             The measures of each task and of the text, by its name.
 
         Raises:
-            UserError: for a task or a text that cannot be read, and where there is none.
+            UserError: for a task or a text that cannot be read, and if there is none.
         """
         names = texts_of([tasks] if isinstance(tasks, str) else tasks, "tasks")
         text = None if text is None else str(as_path(text, "text"))
@@ -331,7 +331,7 @@ def check_tokens(ids: Tensor, rows: int) -> Tensor:
 def own_group() -> Iterator[None]:
     """Leave, at the end, the process group that the body makes.
 
-    Raises `UserError` where this process is in one.
+    Raises `UserError` if this process is in one.
     """
     if not _alone.acquire(blocking=False):
         raise UserError("another thread trains, plans or measures: this process does one at a time")

@@ -100,7 +100,7 @@ def test_the_command_measures_the_same_of_the_run_and_of_its_export(trained, tmp
     byte_pair_tokenizer(*ours[:2], {"<|endoftext|>": 999}).save(str(folder / "tokenizer.json"))
     mistake(folder, *options, message="its tokenizer has 1,000 tokens, its model 320 rows")
     (folder / "tokenizer.json").unlink()
-    mistake(folder, *options, message="has no tokenizer.json: put that of the model there")
+    mistake(folder, *options, message="has no tokenizer.json: put the model's file there")
 
 
 def mistake(*args, message):

@@ -72,7 +72,7 @@ def test_table():
         *("validation", "loss", "2.885")
     ]
     assert llama.split()[:4] == [chosen[1], "8.03B", "15T", "64*"] and "ours" in llama
-    assert "what we assume" in more[0] and "400 TFLOP/s" in more[-1]
+    assert "our assumption" in more[0] and "400 TFLOP/s" in more[-1]
 
 
 def test_page():

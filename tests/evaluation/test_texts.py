@@ -112,4 +112,4 @@ def test_of_tokens_without_a_text_it_is_said_that_they_were_decoded(tmp_path):
     shards(tmp_path, f"nanogpt:{tmp_path}", "bytes")
     found = measured(Fixed(tokenizer), texts.ShardWindows(tmp_path / "shards", Fixed(tokenizer)))
     assert found.decoded and found.bytes == found.tokens
-    assert "bytes of x are those of what its tokens decode to" in texts.texts_table([found])[-1]
+    assert "bytes of x are counted from its decoded tokens" in texts.texts_table([found])[-1]

@@ -30,7 +30,7 @@ ROUTED = LLAMA | {"n_expert": 4, "n_expert_inner": 16}
     "model,training,found",
     [
         ({"n_expert_used": 1}, {}, ["routers have no gradient: set"]),
-        ({"n_expert_used": 1}, {"balance_loss": 0.01}, ["but that of training.balance_loss"]),
+        ({"n_expert_used": 1}, {"balance_loss": 0.01}, ["except from training.balance_loss"]),
         ({"n_expert_used": 1, "router": "sigmoid"}, {}, ["routers have no gradient"]),
         ({"n_expert": 1, "n_expert_used": 1, "norm_topk_prob": False}, {}, ["routers have no"]),
         ({"n_expert": 1, "n_expert_used": 1, "norm_topk_prob": False, "router": "sigmoid"}, {}, []),

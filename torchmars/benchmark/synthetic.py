@@ -17,8 +17,9 @@ MOST_TOKENS = 20_000_000  # of a split; a run that needs more reads them again
 def write_random_shards(data: ResolvedData, tokens: int, folder: Path) -> ResolvedData:
     """Write shards of `tokens` random tokens to `folder`; return the section that reads them.
 
-    They are whole documents, and at most `MOST_TOKENS`. The vocabulary is that of `data.tokenizer`,
-    each token as likely as another. Raises `UserError` if there is no such tokenizer.
+    They are whole documents, and at most `MOST_TOKENS`. The vocabulary is the one of
+    `data.tokenizer`, each token as likely as another. Raises `UserError` if there is no such
+    tokenizer.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     dtype = smallest_dtype(tokenizer.vocab_size)

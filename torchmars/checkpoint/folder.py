@@ -53,13 +53,13 @@ def tell_once(config: Path, folder: PurePath) -> None:
 
 
 def check_path(folder: PurePath, option: str) -> None:
-    """Raise `UserError` where a disk cannot have a folder that `option` names."""
+    """Raise `UserError` if a disk cannot have a folder that `option` names."""
     if isinstance(folder, Path) and (wrong := path_problem(folder, "folder")):
         raise UserError(f"{option} cannot be a folder ({wrong}): name another one")
 
 
 def check_place(folder: PurePath, run: Path) -> None:
-    """Raise `UserError` where the run of the folder `run` must not have its checkpoints."""
+    """Raise `UserError` if the run of the folder `run` must not have its checkpoints."""
     check_path(folder, "checkpoint.folder")
     whole = folder.resolve() if isinstance(folder, Path) else folder
     wrong = ""

@@ -17,7 +17,7 @@ from torchmars.storage.storage import DAMAGED
 class Retention:
     """Deletes checkpoints that a run does not keep, on the first rank.
 
-    `check` raises a `UserError` where this process may not write there. `warn` prints a line.
+    `check` raises a `UserError` if this process may not write there. `warn` prints a line.
     """
 
     def __init__(

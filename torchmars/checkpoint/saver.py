@@ -66,8 +66,8 @@ class Saver:
         self.config, self.folder, self.owned = config, folder, owned
         self.record, self.deleted = record, deleted
         self.had_some = layout.on_first(self._has_some)
-        # The collectives of a save run beside those of the training. They need a group of their
-        # own: in one group the ranks would mix them up.
+        # A save's collectives run beside the training's. They need a group of their own: in one
+        # group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
         self.tensors = TensorWriter(self.layout, config.staging_mib * 2**20)
         self.retention = Retention(config, folder, owned.check, self.layout.say)

@@ -82,7 +82,7 @@ def named_parameters(optimizer: MARS) -> dict[str, Tensor]:
 def rng_state(rank: int) -> dict[str, Tensor]:
     """Return the state of this process's default generators as bytes.
 
-    They are those of the CPU and, if there is one, of the GPU.
+    They belong to the CPU and, if there is one, to the GPU.
     """
     gpu = {f"rng.cuda.{rank}": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {f"rng.cpu.{rank}": torch.get_rng_state()} | gpu

@@ -41,7 +41,7 @@ class _Plan:
     tensors: SavePlan
     """The chunks that this rank has."""
     mine: SavePlan
-    """Those of them that it writes, and to which file."""
+    """The ones that it writes, and to which file."""
     places: list[WriteResult]
     """Where in the file each lies."""
     index: bytes

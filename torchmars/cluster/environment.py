@@ -164,7 +164,7 @@ def check_shown(shown: list[int], ranks: int, source: str = "LOG_RANK") -> None:
 
 
 def check_temporary_folder() -> None:
-    """Raise `UserError` where no temporary file can be made, as torch and its launcher do."""
+    """Raise `UserError` if no temporary file can be made, as torch and its launcher do."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

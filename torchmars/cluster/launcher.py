@@ -53,7 +53,7 @@ from torchmars.core.errors import (
 )
 from torchmars.core.timers import unless_done_in
 
-BACKEND = "torchmars"  # that of rendezvous.py, which tells us once it is connected
+BACKEND = "torchmars"  # rendezvous.py's, which tells us once it is connected
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ def allow_open_files() -> None:
 def check_devices(local_ranks: int | None = None) -> None:
     """Raise `UserError` if this machine has GPUs, but fewer than ranks.
 
-    `local_ranks` is the number of ranks on it, by default that of torchrun.
+    `local_ranks` is the number of ranks on it, by default torchrun's.
     """
     local_ranks = local_ranks or number("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()

@@ -13,7 +13,7 @@ from torchmars.core.typed import whole_number
 
 # The variables of a job, instead of one of run_train.sh's that is not set.
 VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
-# That of run_train.sh with the endpoint of a job for which nobody has set one.
+# run_train.sh's variable with the endpoint of a job for which nobody has set one.
 JOB_ENDPOINT = "TORCHMARS_JOB_ENDPOINT"
 CORES, JOB, NODE = "SLURM_CPUS_ON_NODE", "SLURM_JOB_ID", "SLURMD_NODENAME"
 
@@ -45,7 +45,7 @@ class TaskArray:
 def task_of_array(variables: Mapping[str, str]) -> tuple[int, TaskArray | None] | None:
     """Return the number of this task of an array, and the array; None for another process.
 
-    The array is None where its numbers do not follow each other: SLURM tells only the lowest, the
+    The array is None if its numbers do not follow each other: SLURM tells only the lowest, the
     highest, and how many there are.
     """
     count = number_of(variables, "SLURM_ARRAY_TASK_COUNT", 0)

@@ -233,7 +233,7 @@ def make_runner(study: Study, options: Compare) -> "LocalTrials | SlurmTrials":
 
 @contextlib.contextmanager
 def folder_of(study: Study) -> Iterator[None]:
-    """Make the folder of a comparison. Raises `UserError` where it, or a file in it, cannot be."""
+    """Make the folder of a comparison. Raises `UserError` if it, or a file in it, cannot be."""
     try:
         study.folder.mkdir(parents=True, exist_ok=True)
         yield

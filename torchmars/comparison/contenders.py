@@ -47,7 +47,7 @@ def find_contenders(names: list[str]) -> list[Contender]:
 
 
 def find_baseline(name: str | None, contenders: list[Contender]) -> str | None:
-    """Return the name of the contender of --baseline; None where none is named, nor the usual one.
+    """Return the name of the contender of --baseline; None if none is named, nor the usual one.
 
     Raises `UserError` for one that does not take part.
     """

@@ -22,7 +22,7 @@ class Runner(Protocol):
         """The names of the trials that run."""
 
     def start(self, trials: list[Trial]) -> None:
-        """Start those of the trials left to do that there is room for, in order."""
+        """Start as many of the remaining trials as there is room for, in order."""
 
     def ended(self) -> list[tuple[Trial, int | None]]:
         """Return the trials that have ended since, and their exit codes where these are known."""
@@ -47,7 +47,7 @@ class Results:
         return self.known[trial.name]
 
     def end(self, trial: Trial, code: int | None) -> None:
-        """Take in that the run of a trial has ended with an exit code, None where not known."""
+        """Take in that the run of a trial has ended with an exit code, None if not known."""
         self.known[trial.name] = end_trial(trial, code)
 
     def plans(self) -> list[TrialPlan]:

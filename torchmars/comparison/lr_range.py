@@ -105,7 +105,7 @@ def with_lr(section: ResolvedOptimizer, lr: float) -> ResolvedOptimizer:
 def read_losses(file: Path) -> tuple[list[float], list[float], float | None]:
     """Return learning rates and losses of a run's metrics, up to the first that is not finite.
 
-    The third is the rate of that one, None where all are finite.
+    The third is the rate of that one, None if all are finite.
     """
     lrs: list[float] = []
     losses: list[float] = []

@@ -20,7 +20,7 @@ class Plane:
 
     contender: ContenderResult
     betas: list[str]
-    """The values of the rows; one that is empty where betas are not in the grid."""
+    """The values of the rows; one that is empty if betas are not in the grid."""
     gammas: list[str]
     """The values of the columns; one that is empty for a rule without gamma."""
     points: dict[tuple[str, str], TrialResult]

@@ -33,7 +33,7 @@ class LossCurve:
     seconds: list[float]
     """Seconds of training until then, without validations and saves."""
     losses: list[float | None]
-    """Loss in nats per token, None where it was not finite."""
+    """Loss in nats per token, None if it was not finite."""
 
     def along(self, axis: Axis) -> list[float]:
         """Return where its losses are on an axis."""
@@ -64,7 +64,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its 95% interval. The ends are None where one seed alone is known."""
+    """A mean over seeds with its 95% interval. The ends are None if one seed alone is known."""
 
     mean: float
     low: float | None
@@ -79,7 +79,7 @@ class ContenderResult:
     rule: str
     """Its optimizer.name."""
     best: Settings | None
-    """The settings of the lowest loss with the first seed; None where no trial is done."""
+    """The settings of the lowest loss with the first seed; None if no trial is done."""
     edges: Edges
     """The settings whose best value is the outermost of three or more, or of two of lr, and at
     which end; of betas betas[0] and betas[1]."""
@@ -91,7 +91,7 @@ class ContenderResult:
     """Standard deviation of `losses` over the seeds; None for fewer than two."""
     tokens_saved: Estimate | None
     """Share of the baseline's tokens that it does not need for the baseline's final loss: 0.2 means
-    20% fewer tokens, a negative number more. None where it is not known."""
+    20% fewer tokens, a negative number more. None if it is not known."""
     seconds_saved: Estimate | None
     """The same for the seconds of training."""
     remark: str

@@ -25,7 +25,7 @@ class SlurmTrials:
     """
 
     def __init__(self, study: Study) -> None:
-        """Raises `UserError` where jobs cannot be submitted."""
+        """Raises `UserError` if jobs cannot be submitted."""
         self.study = study
         for program in ("sbatch", "squeue"):
             if shutil.which(program) is None:

@@ -42,7 +42,7 @@ def difference(
 
 
 def estimate(mean: float, test: Any) -> Estimate:
-    """Return a mean with the interval of scipy's `test`; None where nothing varies."""
+    """Return a mean with the interval of scipy's `test`; None if nothing varies."""
     if test is None:
         return Estimate(mean, mean, mean)
     interval = test.confidence_interval(CONFIDENCE)

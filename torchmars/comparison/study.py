@@ -105,7 +105,7 @@ class Study:
     def wider(
         self, contender: Contender, lrs: list[float], edge: Literal["lowest", "highest"] | None
     ) -> list[float] | None:
-        """Return learning rates with one more at an edge; None where there is none to add."""
+        """Return learning rates with one more at an edge; None if there is none to add."""
         below = lrs.index(self.lrs[0])
         above = len(lrs) - below - len(self.lrs)
         if edge == "highest" and above < MOST_WIDENINGS:
@@ -130,13 +130,13 @@ class TrialPlan:
     tuned: bool
     """Whether all trials with the first seed have ended."""
     best: Settings | None
-    """The best settings, once it is tuned; None where no trial is done."""
+    """The best settings, once it is tuned; None if no trial is done."""
     edges: Edges
     """The best settings that are the outermost ones tried."""
 
 
 def best_of(results: list[TrialResult]) -> TrialResult | None:
-    """Return the result of the lowest loss, of equal ones the first; None where none is done."""
+    """Return the result of the lowest loss, of equal ones the first; None if none is done."""
     done = [each for each in results if each.state == "done"]
     return min(done, key=lambda each: each.loss or 0.0, default=None)
 

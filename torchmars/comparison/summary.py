@@ -89,8 +89,8 @@ def savings(
 ) -> tuple[Estimate | None, Estimate | None, str]:
     """Return the shares of tokens and of seconds saved, and why they are not known.
 
-    Trials with the same seed read the same data, so each is compared with that of the baseline,
-    which is called `name`, of its own seed.
+    Trials with the same seed read the same data, so each is compared with the baseline's, which is
+    called `name`, of its own seed.
     """
     of_seed = {each.seed: each.curve for each in baseline}
     pairs = [(each.curve, of_seed[each.seed]) for each in repeats if each.seed in of_seed]

@@ -89,7 +89,7 @@ def is_saved(run: Run) -> bool:
 def end_trial(trial: Trial, code: int | None) -> TrialResult:
     """Return the result of a trial whose run has ended, and delete files that are not needed.
 
-    `code` is its exit code, None where it is not known.
+    `code` is its exit code, None if it is not known.
     """
     result = read_trial(trial)
     if result.state == "pending":

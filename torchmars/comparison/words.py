@@ -7,7 +7,7 @@ from torchmars.core.words import counted
 
 
 def settings_text(settings: Settings | None, names: Collection[str] | None = None) -> str:
-    """Return the settings, or those that are in `names`; nothing where there are none."""
+    """Return the settings, or those that are in `names`; nothing if there are none."""
     chosen = (settings or {}).items()
     return ", ".join(
         f"{name} {value_text(value)}" for name, value in chosen if names is None or name in names
@@ -25,13 +25,13 @@ def number(value: float | None) -> str:
 
 
 def interval_text(difference: Estimate) -> str:
-    """Return the interval of a difference with signs; nothing where it is not known."""
+    """Return the interval of a difference with signs; nothing if it is not known."""
     low, high = difference.low, difference.high
     return "" if low is None else f"{low:+.4f} to {high:+.4f}"
 
 
 def share(value: Estimate | None) -> str:
-    """Return a share saved with its interval; nothing where it is not known."""
+    """Return a share saved with its interval; nothing if it is not known."""
     if value is None:
         return ""
     interval = "" if value.low is None else f" ({value.low:.1%} to {value.high:.1%})"

@@ -115,7 +115,7 @@ class ResolvedData(DataConfig):
     path: str
 
     def corpora(self) -> "list[ResolvedData]":
-        """Return the section of each part of the mixture; this one where there is none."""
+        """Return the section of each part of the mixture; this one if there is none."""
         if not self.mixture:
             return [self]
         corpora = [

@@ -18,10 +18,9 @@ class ModelConfig:
     """Model family. llama: also Qwen2, Qwen3, Qwen3-MoE, Mixtral and GLM-4.5."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
     """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
-    llama: nano (3M, for CPUs), 160m, those of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3
-    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b); mixtures of experts are moe-nano and
-    glm-nano (for CPUs), qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, mixtral-8x22b, glm-4.5-air
-    and glm-4.5."""
+    llama: nano (3M, for CPUs), 160m, the sizes of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3
+    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b); mixtures of experts are moe-nano and glm-nano (for
+    CPUs), qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, mixtral-8x22b, glm-4.5-air and glm-4.5."""
     n_layer: Annotated[Annotated[int, Range(1, 1_000)] | None, Mark.IDENTITY] = None
     """Number of blocks, instead of the named size's."""
     n_head: Annotated[Annotated[int, Range(1, 10_000)] | None, Mark.IDENTITY] = None

@@ -55,7 +55,7 @@ class Preset:
 
 
 def find_sources(name: str) -> list[NamedTables]:
-    """Return the tables that a name on a command line stands for: those of a file or a preset.
+    """Return the tables of a name on a command line: a file or a preset.
 
     A file of that name comes first. Raises `UserError`.
     """

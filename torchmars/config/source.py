@@ -65,7 +65,7 @@ class DataSource:
 
 
 def reader_of(readers: Mapping[str, R], kind: str) -> R:
-    """Return the reader of a kind of source. Raises `UserError` where a plugin has none."""
+    """Return the reader of a kind of source. Raises `UserError` if a plugin has none."""
     reader = readers.get(kind)
     if not callable(reader):
         raise UserError(

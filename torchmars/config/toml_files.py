@@ -28,7 +28,7 @@ def find_config(name: str) -> Path:
 
 
 def read_sources(name: str) -> list[NamedTables]:
-    """Return the tables of a config file, after those of the files that it extends.
+    """Return the tables of a config file, after the files that it extends.
 
     A file that is extended several times counts where it comes last, since it wins there. Raises
     `UserError`.
@@ -39,7 +39,7 @@ def read_sources(name: str) -> list[NamedTables]:
 def read_files(
     name: str, extending: tuple[str, ...], read: dict[str, dict[str, Tables]]
 ) -> dict[str, Tables]:
-    """Return the tables of a config file, after those of the files that it extends, by file.
+    """Return the tables of a config file, after the files that it extends, by file.
 
     `extending` are the files that lead to this one. `read` caches the tables of files read so far.
     """

@@ -27,7 +27,7 @@ def name_problem(path: PurePath | str) -> str:
     except OSError as error:
         return os.strerror(error.errno) if error.errno == errno.ENAMETOOLONG else ""
     except ValueError:  # a NUL character, or half of one that UTF-16 has in two
-        return "its characters cannot be those of a path"
+        return "it has characters that no path can have"
     return ""
 
 
@@ -52,7 +52,7 @@ def path_problem(path: PurePath | str, kind: Literal["file", "folder"]) -> str:
 
 
 def check_writable(folder: Path, option: str = "run.folder") -> None:
-    """Raise `UserError` where nothing can be written in a folder that `option` decides on.
+    """Raise `UserError` if nothing can be written in a folder that `option` decides on.
 
     It need not exist: then it is tried where it would be made. Nothing is left behind.
     """
@@ -102,7 +102,7 @@ class DurableFile(io.BufferedWriter):
         super().__init__(io.FileIO(path, "w"))
 
     def close(self) -> None:
-        """Close the file. Raises `OSError` where its bytes cannot be written."""
+        """Close the file. Raises `OSError` if its bytes cannot be written."""
         try:
             if not self.closed:
                 self.flush()

@@ -58,7 +58,7 @@ class Format:
     ) -> T:
         """Return the contents of a file as a `kind`, a dataclass.
 
-        Raises `OSError` if it cannot be read, `OtherVersion`, and `ValueError` where it is
+        Raises `OSError` if it cannot be read, `OtherVersion`, and `ValueError` if it is
         damaged.
         """
         content = read_bytes(path, open)

@@ -23,7 +23,7 @@ def lock(
 ) -> int | None:
     """Keep other processes from doing the same as this one (`doing`) while it lives.
 
-    Or until it closes the descriptor that is returned; None where there are no locks.
+    Or until it closes the descriptor that is returned; None if there are no locks.
 
     It waits `patience` seconds for one that is about to end. Raises `UserError` if that one does
     not. With `from_silent` it takes the lock from one that has not touched the file since. The file
@@ -74,7 +74,7 @@ def _take(descriptor: int) -> bool:
 def _replace(file: Path) -> int | None:
     """Put a file that this process has locked in the place of `file`.
 
-    Return None where another process does so at the same time.
+    Return None if another process does so at the same time.
     """
     new = file.with_name(f"{file.name}-{secrets.token_hex(4)}")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT)
@@ -90,7 +90,7 @@ def _replace(file: Path) -> int | None:
 def is_locked(file: Path, local: bool = False) -> bool | None:
     """Return whether another process holds the `lock` of a file, which is left as it is.
 
-    None where this machine cannot know: locks may not reach from the machine that the file names to
+    None if this machine cannot know: locks may not reach from the machine that the file names to
     this one. They do where the file is `local`. A process must not ask for a lock of its own: that
     gives it up.
     """

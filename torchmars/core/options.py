@@ -75,8 +75,8 @@ def read_options(kind: type, args: list[str]) -> tuple[dict[str, Any], list[str]
 def made(hint: Any, given: Any, name: str) -> Any:
     """Return the words of the command line as a type.
 
-    A `Path` is local, a `PurePath` may also be that of a store. Raises `UserError`, also for a path
-    that nothing can have.
+    A `Path` is local, a `PurePath` may also be in a store. Raises `UserError`, also for a path that
+    nothing can have.
     """
     kind = without_none(hint)
     many = typing.get_origin(kind) is list

@@ -115,7 +115,7 @@ def entries(text: str) -> Iterator[str]:
 
 
 def read(file: str) -> str:
-    """Return the start of a file's text; "" where it cannot be read."""
+    """Return the start of a file's text; "" if it cannot be read."""
     path = Path(os.path.expanduser(file)) if file else None
     try:
         if path is None or not path.is_file():

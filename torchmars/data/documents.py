@@ -97,7 +97,7 @@ class Encoder:
         return load_tokenizer(self.tokenizer_name)
 
     def encode(self, block: TextBlock) -> Encoded:
-        """Return the tokens of a block. Raises `UserError` where the tokenizer cannot be had."""
+        """Return the tokens of a block. Raises `UserError` if the tokenizer cannot be had."""
         end = np.array([self.tokenizer.end_of_text], self.dtype)
         tokens = {split: [np.empty(0, self.dtype)] for split in ("train", "validation")}
         done = Encoded({}, dict.fromkeys(tokens, 0), [], dict.fromkeys(tokens, 0))

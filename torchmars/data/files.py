@@ -88,7 +88,7 @@ class FoundFiles:
 def matches(pattern: str, kind: str, option: str) -> FoundFiles:
     """Return the files of text that a path, a folder or a glob names. Raises `UserError` for none.
 
-    Of a folder these are the files whose names end as those of the kind of source do.
+    Of a folder these are the files whose names end as the kind of source requires.
     """
     path = place(os.path.expanduser(pattern), option, pattern=True)
     plain = KINDS[kind].suffixes

@@ -359,7 +359,7 @@ def read_start(file: Path, count: int) -> tuple[int, bytes]:
 
 @contextlib.contextmanager
 def must_be_read(file: Path) -> Iterator[None]:
-    """Raise `UserError` where the body cannot read a file."""
+    """Raise `UserError` if the body cannot read a file."""
     try:
         yield
     except OSError as error:

@@ -27,7 +27,7 @@ CHARACTERS = "meta.pkl"  # nanoGPT's characters and their numbers, beside tokens
 
 
 def check_numbers(file: Path, start: bytes, size: int) -> None:
-    """Raise `UserError` where a file of `size` bytes that begins with `start` has no uint16 tokens.
+    """Raise `UserError` if a file of `size` bytes that begins with `start` has no uint16 tokens.
 
     The line says what it has, and the command that makes it readable.
     """
@@ -50,7 +50,7 @@ def check_numbers(file: Path, start: bytes, size: int) -> None:
 
 
 def check_tokenizer(file: Path, start: bytes, tokenizer: Tokenizer) -> None:
-    """Raise `UserError` where uint16 tokens are not of a tokenizer, as far as can be told.
+    """Raise `UserError` if uint16 tokens are not of a tokenizer, as far as can be told.
 
     `meta.pkl` is not read: that would run its code.
     """
@@ -82,7 +82,7 @@ def is_written(start: bytes) -> bool:
 
 
 def wide_numbers(start: bytes) -> str:
-    """Return NumPy's name of the dtype of numbers of more than 16 bits; "" where they are uint16.
+    """Return NumPy's name of the dtype of numbers of more than 16 bits; "" if they are uint16.
 
     What looks like low and high halves is uint16 all the same where the high ones are not smaller.
     """

@@ -122,7 +122,7 @@ class Loader:
             samples = rank_samples(
                 self.position, self.global_batch_size, self.microbatch_size, self.rank, self.ranks
             )
-            # A generator of its own: a start of the loader must not draw from that of dropout.
+            # A generator of its own: a start of the loader must not draw from dropout's.
             self._batches = iter(
                 DataLoader(
                     Samples(self.windows, self.shares, self.seed),

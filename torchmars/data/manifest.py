@@ -108,7 +108,7 @@ def make_manifest(
     """Return the manifest of shards that were made for `config`.
 
     `validation_seed` is the key of the hash that documents were split by; None if by none.
-    `text_bytes` are those of each split, where they were counted.
+    `text_bytes` are counted for each split, if at all.
     """
     return DataManifest(
         tokenizer.name,

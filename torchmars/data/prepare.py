@@ -43,7 +43,7 @@ Submitted = tuple[PieceWriter, TextBlock | None, "Future[Encoded] | None"]
 
 
 def prepare_shards(config: ResolvedData) -> DataManifest:
-    """Return the manifest of the shards in data.path, which are made first where there are none.
+    """Return the manifest of the shards in data.path, which are made first if there are none.
 
     Raises `UserError` if they were made from something else than `config` asks for. Their bytes
     are left to `check_shards`.
@@ -62,7 +62,7 @@ def prepare_task(
     """Make the shards of pieces `task`, `task + tasks`, ... of the corpus.
 
     Or `task` is a number in an array of tasks (`place_in_array`). Whoever finds that all pieces are
-    done makes the folder complete. Returns its manifest, or None where other tasks are not done
+    done makes the folder complete. Returns its manifest, or None if other tasks are not done
     yet. Raises `UserError`.
     """
     folder = Path(config.path)

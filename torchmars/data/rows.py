@@ -119,7 +119,7 @@ def check_columns(files: Sequence[str], field: str) -> None:
         with contextlib.suppress(Damage), open_table(name) as table:
             check_column(table.schema_arrow, field, name)
 
-    with ThreadPoolExecutor(READERS) as threads:  # those of a store answer late
+    with ThreadPoolExecutor(READERS) as threads:  # reads of a store answer late
         for _ in threads.map(check, files):
             pass
 

@@ -44,8 +44,8 @@ class Unencodable(UserError):
 class Tokenizer(Protocol):
     """The interface of every tokenizer; tokenizers inherit from it.
 
-    Special tokens are never read out of text. `sha256` is that of the file that the tokenizer was
-    read from, None for one that has a name.
+    Special tokens are never read out of text. `sha256` is the checksum of the file that the
+    tokenizer was read from, None for one that has a name.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
 
     @property
     def begin(self) -> int:
-        """The id that a text comes after where there is nothing before it."""
+        """The id that a text comes after if there is nothing before it."""
         return self.end_of_text
 
     @property
@@ -300,7 +300,7 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """That of documents here, and those of the model that a run has trained on from."""
+        """The end token of documents here, and the end tokens of the model a run started from."""
         return frozenset({self.end_of_text, *self.ends_of_model})
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The questions of tasks from their rows: those of the hub, or of files of JSON lines."""
+"""The questions of tasks from their rows, on the hub or in files of JSON lines."""
 
 import json
 from collections.abc import Sequence

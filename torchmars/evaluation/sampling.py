@@ -170,7 +170,7 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def following(tokenizer: Tokenizer, context: list[int], new: Sequence[int]) -> str:
-    """Return what the text of `context` and of the tokens after it has more than that of `context`.
+    """Return the text that the tokens after `context` add to the text of `context`.
 
     A token's text depends on those before: many decoders drop the blank that a text begins with. A
     token at the end that ends a document has none.

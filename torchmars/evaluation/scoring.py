@@ -29,12 +29,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text after a context: token ids, of which the last `count` are those of the text."""
+    """A text after a context: token ids, of which the last `count` are the text."""
 
     ids: list[int]
     count: int
     size: int | None = field(default=None, compare=False)
-    """Bytes of the text in UTF-8; None where there are only tokens."""
+    """Bytes of the text in UTF-8; None if there are only tokens."""
 
 
 class Scorer:

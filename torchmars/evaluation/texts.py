@@ -191,7 +191,7 @@ def texts_table(results: Sequence[TextResult]) -> list[str]:
         for each in results
     ]
     notes = [
-        f"bytes of {each.text} are those of what its tokens decode to: it has no text"
+        f"bytes of {each.text} are counted from its decoded tokens: it has no text"
         for each in results
         if each.decoded
     ]

@@ -180,7 +180,7 @@ def experts_of(config: Mapping[str, Any], number: str, inner: str) -> dict[str, 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_theta`, `partial_rotary_factor` and the scaling's `factor` of rotary positions.
 
-    The factor is that of Llama 3.1's scaling, 1 where there is none. transformers 5 writes all as
+    The factor is that of Llama 3.1's scaling, 1 if there is none. transformers 5 writes all as
     `rope_parameters`, older versions as `rope_theta`, `partial_rotary_factor` and `rope_scaling`.
     Raises `UserError` for another scaling.
     """

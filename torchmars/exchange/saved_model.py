@@ -212,5 +212,5 @@ def open_any(folder: PurePath, step: int | None = None) -> SavedModel | FolderMo
         return open_model(folder, step)
     found = open_folder(Path(folder))
     if "data" not in found.tables:
-        raise UserError(f"{folder} has no {TOKENIZER}: put that of the model there")
+        raise UserError(f"{folder} has no {TOKENIZER}: put the model's file there")
     return found

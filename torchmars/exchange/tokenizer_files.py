@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 # The class that AutoTokenizer of transformers 5 takes for every model of a type, whatever its files
-# name. Such a class cuts texts by its own rules, not by those of tokenizer.json.
+# name. Such a class cuts texts by its own rules, not by tokenizer.json's.
 FORCED = {"qwen2": "Qwen2Tokenizer"}
 
 
@@ -19,7 +19,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     """Return the texts of the files that AutoTokenizer loads, by name.
 
     `seq_len` is the length of the model's sequences. Settings beside a tokenizer.json are kept, but
-    not those that name code or a token that there is not. Raises `UserError` where the package that
+    not those that name code or a token that there is not. Raises `UserError` if the package that
     writes the files is missing.
     """
     kept: dict[str, Any] = {}

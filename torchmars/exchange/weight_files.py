@@ -141,7 +141,7 @@ def write_weights(
     `entries` are dtype and shape by name. `values` are the tensors in the same order. They are
     asked for one by one, and converted in chunks: a file needs no more memory than its largest
     tensor and a chunk. The library writes a file from all of its tensors at once. Raises `OSError`,
-    and `UserError` where another file has the name of an incomplete one.
+    and `UserError` if another file has the name of an incomplete one.
     """
     partial, begin, rest = file.with_name(file.name + PARTIAL), header(entries), iter(values)
     if os.path.lexists(partial):

@@ -74,7 +74,7 @@ def check_folder(folder: Path) -> None:
         raise UserError(f"there is no folder {name}{fetch if HUB.fullmatch(name) else ''}")
     if os.path.lexists(folder / ADAPTER):
         raise UserError(
-            f"its {ADAPTER} is that of an adapter of PEFT: load it there, and save what "
+            f"its {ADAPTER} belongs to an adapter of PEFT: load it there, and save what "
             "merge_and_unload() returns"
         )
 

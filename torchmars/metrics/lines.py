@@ -57,7 +57,7 @@ def warn_of_damage(path: Path, lines: int) -> None:
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[BinaryIO]:
-    """Open a regular file to read it; where there is none, as if it were empty.
+    """Open a regular file to read it; if there is none, as if it were empty.
 
     Raises `UserError` if it cannot be read.
     """

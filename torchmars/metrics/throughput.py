@@ -42,7 +42,7 @@ class Throughput:
         device: torch.device,
         ranks: int,
     ) -> None:
-        """Begin to measure after `step`. `flops_per_token` are those of a forward and backward."""
+        """Begin to measure after `step`. `flops_per_token` are for a forward and backward pass."""
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         peak = peak_flops(device)

@@ -17,7 +17,7 @@ __all__ = ["Model", "build_meta_model", "build_model", "family", "title"]
 
 
 def family(name: str) -> type[Model]:
-    """Return the class of the models called `name`. Raises `UserError` where a plugin has none."""
+    """Return the class of the models called `name`. Raises `UserError` if a plugin has none."""
     module, _, kind = MODELS[name].rpartition(".")
     try:
         with no_exit():

@@ -28,7 +28,7 @@ class Sight(NamedTuple):
 
     mask: Tensor | None = None
     """What the last tokens see of all, [batch, 1, last tokens, all tokens]: bools, or what is added
-    to logits, 0 or -inf. None: all of them or, with `starts`, those of the own document."""
+    to logits, 0 or -inf. None: all of them or, with `starts`, the own document."""
     starts: Tensor | None = None
     """Where documents begin, as `document_starts` returns it, for a kernel that takes `bounds`."""
     length: int = 0
@@ -102,7 +102,7 @@ class CausalAttention(nn.Module):
         return self.reach(q, k, v, partial(self.mix, sight=sight, dropout=dropout))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight | None, dropout: float) -> Tensor:
-        """Return the mixed values of queries, which are those of the last of the tokens."""
+        """Return the mixed values of queries, which belong to the last of the tokens."""
         queries, keys, own, width = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
         scale, grouped = self.scale, k.shape[1] != q.shape[1]
         if width != own:

@@ -191,7 +191,7 @@ class Model(nn.Module, ABC):
 
     @property
     def active_count(self) -> int:
-        """How many parameters one token uses: of many experts, those of its choice."""
+        """How many parameters one token uses: of many experts, the chosen ones."""
         return sum(self.used_parameters(name, each) for name, each in self.named_parameters())
 
     @property

@@ -95,7 +95,7 @@ def check_state_dtypes(
 
 
 def _computes(dtype: Any) -> bool:
-    """Return whether torch computes with `dtype`, as it does not with those of 8 bits."""
+    """Return whether torch computes with `dtype`, as it does not with 8 bits."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 

@@ -117,7 +117,7 @@ _LAYERS: list[tuple[str, str, Rows]] = [
 # In any model: the first half of the rows, or of the columns, is the gate.
 _HALVES = re.compile("gate_up_proj|up_gate_proj")
 _THIRDS = re.compile("qkv")
-# Modules that wrap another one, whose names come between its own and that of its layer.
+# Modules that wrap another one, whose names come between its own and its layer's.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "module"}
 _GATES_OF = {"LSTM": 4, "GRU": 3}  # each is a matrix of torch's own layers
 # Names of weights that may be several matrices.
@@ -139,7 +139,7 @@ _SOFTMAX_ROUTER = re.compile(
 def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Settings:
     """Return the settings `split`, `transposed` and `flatten` that take a parameter apart.
 
-    `modules` are those of the model by name. Empty where it is one matrix, or is not known.
+    `modules` are those of the model by name. Empty if it is one matrix, or is not known.
     """
     path, layer, holder = _place(name, modules)
     owner = modules[path]

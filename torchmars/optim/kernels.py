@@ -156,8 +156,8 @@ def inner_products_of_stacks(tensors: Tensors, factors: None) -> Tensor:
 def _partial_sums(values: Tensor) -> Tensor:
     """Return sums of parts of `values`, of which there are as many whatever its length.
 
-    A GPU adds up those of all tensors in one kernel, and has one more for each tensor, which gives
-    work to all of it.
+    A GPU adds up all tensors in one kernel, and has one more for each tensor, which gives work to
+    all of it.
     """
     if values.is_cpu:
         return values.sum()[None]

@@ -16,14 +16,14 @@ from torchmars.optim.step import GroupTensors, State
 class Kinds:
     """The parameters of each group that have a gradient, by kind.
 
-    Those of a kind have one dtype, gradients of one dtype, and state of the same names, and are
-    stacks of matrices or not. They are sorted again where other parameters have a gradient.
+    Parameters of a kind have one dtype, gradients of one dtype, and state of the same names, and
+    are stacks of matrices or not. They are sorted again where other parameters have a gradient.
     """
 
     def __init__(self) -> None:
         self._dtypes: list[torch.dtype | None] | None = None  # of the gradients
         self.sorted: list[tuple[int, list[Tensor]]] = []
-        """Those of a kind with the number of their group: another list where it changed."""
+        """The parameters of a kind with the number of their group: another list if it changed."""
 
     def gather(
         self,
@@ -33,7 +33,7 @@ class Kinds:
     ) -> list[GroupTensors]:
         """Return the tensors of a step. `wire` is the dtype in which matrices travel.
 
-        Raises `ValueError` where the per-tensor clip was switched on after the state was made
+        Raises `ValueError` if the per-tensor clip was switched on after the state was made
         without a last gradient.
         """
         dtypes = [

@@ -28,7 +28,7 @@ class LookAhead:
                 self.last_grads[parameter] = torch.zeros_like(each["last_grad"])
 
     def take(self, groups: Sequence[GroupTensors], reduction: Reduction) -> None:
-        """Take the gradients of `groups` after the global clip; zeros where there is none."""
+        """Take the gradients of `groups` after the global clip; zeros if there is none."""
         gradients = {
             parameter: gradient
             for group in groups

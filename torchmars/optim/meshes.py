@@ -37,7 +37,7 @@ def layout_key(parameter: Tensor) -> MeshAxes | None:
 
 
 def ranks_along(ranks: Tensor, axes: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of a mesh in rows: those of a row differ along `axes` only.
+    """Return the ranks of a mesh in rows: the ranks of a row differ along `axes` only.
 
     `ranks` is the mesh as a tensor with a dim for each axis, as `DeviceMesh.mesh`.
     """
@@ -81,9 +81,9 @@ class MeshPlace:
     replica: int
     shard: int
     shard_group: dist.ProcessGroup | None
-    """The ranks of this replica; None where that is this rank alone."""
+    """The ranks of this replica; None if that is this rank alone."""
     replica_group: dist.ProcessGroup | None
-    """The ranks that have the same shards; None where that is this rank alone."""
+    """The ranks that have the same shards; None if that is this rank alone."""
 
     @property
     def shards(self) -> int:

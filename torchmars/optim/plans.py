@@ -26,7 +26,7 @@ class Plans:
     """Plans for the groups that `add` was called with. All follows from shapes and layouts.
 
     `mesh_groups` keeps the process groups, also from plans to later ones. `norm_group` and
-    the dtypes are those of `MARS`.
+    for the dtypes see `MARS`.
     """
 
     def __init__(
@@ -94,5 +94,5 @@ class Plans:
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters; the CPU where there are none."""
+        """The device of the parameters; the CPU if there are none."""
         return local_part(self.parameters[0]).device if self.parameters else torch.device("cpu")

@@ -1,7 +1,7 @@
 """Roles of a model's parameters: the kind of each parameter, whatever its rule.
 
 Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
-2411.10438, 2510.21800). Names are those of torchvision, timm and transformers.
+2411.10438, 2510.21800). Names are from torchvision, timm and transformers.
 """
 
 import re

@@ -45,7 +45,7 @@ class ParameterLayout(NamedTuple):
         )
 
     def fits(self, parameter: Tensor) -> bool:
-        """Return whether it is that of `parameter`: a step asks it of each."""
+        """Return whether it belongs to `parameter`: a step asks it of each."""
         return (
             parameter.shape == self.shape
             and parameter.dtype == self.dtype
@@ -80,7 +80,7 @@ def new_state(
 ) -> State:
     """Return the state of a parameter of `group` before the first step.
 
-    `exact` and the dtypes are those of `MARS`.
+    For `exact` and the dtypes see `MARS`.
     """
     # The count lies beside the parameter: kernels read it there, and the host never needs it.
     device = local_part(parameter).device
@@ -143,7 +143,7 @@ def carried_state(
     """Return the state of the parameters of `groups`, which were `known` before.
 
     A parameter whose layout changed gets a state of its new layout with the same values. Raises
-    `ValueError` where a parameter was replaced by one of another shape. Changes nothing.
+    `ValueError` if a parameter was replaced by one of another shape. Changes nothing.
     """
     before = {parameter: layout for group in known for parameter, layout in group}
     former = _predecessors(groups, known)

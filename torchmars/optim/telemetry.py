@@ -99,7 +99,7 @@ def _squared_memories(group: Settings, states: Sequence[State]) -> list[Tensor]:
 def deviations_of(traffic: Sequence[MatrixTraffic]) -> dict[Tensor, Tensor]:
     """Return of each matrix parameter the sum of its squared deviations, and its matrices, [2].
 
-    Empty where the last step was not measured. Collective over the ranks that share the work.
+    Empty if the last step was not measured. Collective over the ranks that share the work.
     """
     found: dict[Tensor, Tensor] = {}
     for each in traffic:

@@ -29,7 +29,7 @@ def update_groups(
 ) -> None:
     """Update weights and state of all groups in place. Collective where matrices are sharded.
 
-    `overlap` is that of `MARS`.
+    `overlap`: see `MARS`.
     """
     matrices = [
         MatrixUpdate(rule, group, factors)

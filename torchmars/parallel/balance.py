@@ -73,9 +73,9 @@ class Balance:
     def around(self, microbatches: int, ahead: bool) -> Iterator[None]:
         """Set up the routers for the forward and backward passes over a global batch.
 
-        `microbatches` are those of this rank. `ahead`: it is the look-ahead of exact mode, which
-        is not counted. It and the step that the batch belongs to take the same shares: those that
-        are known when it is made. Otherwise the correction would have the change of the shares.
+        `microbatches` are this rank's. `ahead`: it is the look-ahead of exact mode, which is not
+        counted. It and the step that the batch belongs to take the same shares: those that are
+        known when it is made. Otherwise the correction would have the change of the shares.
         """
         if not self.layers:
             yield
@@ -98,7 +98,7 @@ class Balance:
     def _set_losses(self, counts: Tensor, parts: int) -> None:
         """Set the routers' losses by `counts`. A rank's mean over tokens is one of `parts` of it.
 
-        Gradients are averaged over all ranks but those of tp, which have parts of a sum.
+        Gradients are averaged over all ranks except along tp, where ranks have parts of a sum.
         """
         loss, z_loss = self.training.balance_loss, self.training.router_z_loss
         if not loss and not z_loss:

@@ -64,7 +64,7 @@ class Batches:
         return tokens, targets, self.starts(*(windows[:, :-1] for windows in batch))
 
     def starts(self, *tokens: Tensor) -> Tensor | None:
-        """Return where the documents of `tokens` begin; None where they are not kept apart."""
+        """Return where the documents of `tokens` begin; None if they are not kept apart."""
         if self.find_starts is None:
             return None
         starts = self.find_starts(torch.cat(tokens))

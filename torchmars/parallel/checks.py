@@ -31,7 +31,7 @@ def untrained(config: Config, model: Model) -> Iterator[str]:
     """Yield a line for each setting that leaves weights of `model` without a gradient."""
     training = config.training
     if any(each.router.always_weighs_the_same for each in model.routed().values()):
-        only = " but that of training.balance_loss" if training.balance_loss else ""
+        only = " except from training.balance_loss" if training.balance_loss else ""
         yield (
             "model.n_expert_used = 1: the one weight of a token is 1 whatever its router says, so "
             f"routers have no gradient{only}: set model.norm_topk_prob = false, or use more of "
@@ -162,7 +162,7 @@ def check_float8(config: Config, degrees: Degrees, model: Model) -> None:
 
 
 def check_balance(config: Config, model: Model) -> None:
-    """Raise `UserError` for losses of routers where there are none."""
+    """Raise `UserError` for losses of routers if there are none."""
     training = config.training
     losses = {"balance_loss": training.balance_loss, "router_z_loss": training.router_z_loss}
     for name, coefficient in losses.items():

@@ -31,7 +31,7 @@ class Copies:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Add the gradients of a backward pass to those of the weights, and drop them."""
+        """Add the gradients of a backward pass to the weights' gradients, and drop them."""
         added: tuple[list[Tensor], list[Tensor]] = [], []
         first: tuple[list[Tensor], list[Tensor]] = [], []
         for weight, copy in zip(self.weights, self.copies, strict=True):

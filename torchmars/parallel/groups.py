@@ -88,7 +88,7 @@ def make_groups(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> dict[str, R
 
 
 def rows_along(ranks: torch.Tensor, axes: tuple[str, ...]) -> list[list[int]]:
-    """Return the ranks in rows; those of one row differ along `axes` only.
+    """Return the ranks in rows; the ranks of one row differ along `axes` only.
 
     `ranks` has a dim for each of `AXES`.
     """

@@ -46,7 +46,7 @@ class Layout:
     weight_mesh: DeviceMesh
     """All ranks, with the axes `WEIGHT_AXES`."""
     expert_mesh: DeviceMesh | None
-    """All ranks, with the axes `EXPERT_MESH_AXES`; None where ep = 1."""
+    """All ranks, with the axes `EXPERT_MESH_AXES`; None if ep = 1."""
     groups: dict[str, RankGroup]
     """By the name of an axis, of a set of axes in `JOINT_AXES`, or "ep"."""
     control: dist.ProcessGroup
@@ -67,7 +67,7 @@ class Layout:
 
         Their collectives, torch's fake ones, return at once and change nothing. The mesh is one of
         CPUs; `device` is only what the layout calls itself. Call it once in a process. Raises
-        `UserError` where the degrees do not make `world_size`.
+        `UserError` if the degrees do not make `world_size`.
         """
         degrees = config.degrees(world_size)
         dist.init_process_group("fake", rank=rank, world_size=world_size)

@@ -137,7 +137,7 @@ def exchange_parts(x: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
 
 
 class PositionParallel(ParallelStyle):
-    """Keeps a table of positions whole, and looks up those of this rank's part of the sequences."""
+    """Keeps a table of positions whole, and looks up this rank's part of the sequences."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(_: nn.Module, inputs: tuple[Tensor]) -> DTensor:

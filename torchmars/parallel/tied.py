@@ -1,6 +1,6 @@
 """A token table that is the head too, in a pipeline: the first and the last stage each have one.
 
-That of the first stage is the weight of the model: optimizer and checkpoints know no other. The
+The first stage's table is the weight of the model: optimizer and checkpoints know no other. The
 last stage has a copy, whose gradient it gives to the first, and gets the new weights back.
 """
 
@@ -17,7 +17,7 @@ class TiedTable:
     def __init__(
         self, original: Tensor | None, copy: Tensor | None, ranks: RankGroup, last_rank: int
     ) -> None:
-        """`ranks` are those of the pipeline: the first has the original, `last_rank` the copy."""
+        """`ranks` are the pipeline's: the first has the original, `last_rank` the copy."""
         self.original, self.copy = original, copy
         self.ranks, self.last_rank = ranks, last_rank
 

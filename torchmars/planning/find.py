@@ -194,7 +194,7 @@ def options_of(layout: ResolvedConfig, config: ResolvedConfig) -> str:
 
 
 def why_whole(layout: ResolvedConfig, rule: RuleOfThumb) -> list[str]:
-    """Return why ranks have all experts in a layout, by the rule; nothing where they do not."""
+    """Return why ranks have all experts in a layout, by the rule; nothing if they do not."""
     if layout.parallelism.ep > 1 or not rule.model.experts:
         return []
     for ep in expert_degrees(rule.model, min(rule.per_node, rule.world_size))[1:]:

@@ -35,9 +35,9 @@ class Passes:
     """Bytes of gradients that they leave."""
 
     def grown(self, more: "Passes", blocks: Sequence[int]) -> "Passes":
-        """Return those of a rank that has, in each of its parts, so many `blocks` more.
+        """Return the passes of a rank that has, in each of its parts, so many `blocks` more.
 
-        `more` are those of a rank that has one more.
+        `more` are the passes of a rank that has one more.
         """
         traffic, times = TrafficCounter(), sum(blocks) / len(blocks)
         traffic.times = grown(self.traffic.times, more.traffic.times, times)
@@ -65,7 +65,7 @@ def make_passes(
 ) -> Passes:
     """Make the passes of a step on `model`, whose weights `fake` has made.
 
-    `rounds` are those of `rounds_of`.
+    `rounds` come from `rounds_of`.
     """
     size, _ = training.microbatches(model.layout.data.size, model.parallelism.stages)
     tokens = torch.zeros(size, training.seq_len + 1, dtype=torch.int64)

@@ -54,7 +54,7 @@ def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int 
 
 @dataclass
 class Plan:
-    """The figures of a run. They are those of one rank; rank 0 has the largest shards."""
+    """The figures of a run, for one rank: rank 0 has the largest shards."""
 
     config: ResolvedConfig
     layout: Layout

@@ -57,7 +57,7 @@ def preset_table(presets: Iterable[Preset]) -> list[str]:
     """Return presets in lines, one for each."""
     return [
         *table([HEADINGS, *map(row, presets)], RIGHT),
-        "* GPUs: what we assume; the others are those of the published runs",
+        "* GPUs: our assumption; the others are from the published runs",
         "settings: published in all that matters, or partly; ours are a starting point that the "
         "authors of the rule or model have not run",
         HOURS,

@@ -1,6 +1,6 @@
 """One step of one rank of a run, made without its ranks and without memory.
 
-The model, its sharding and the optimizer are those of the run. The tensors are torch's fake ones,
+The model, its sharding and the optimizer are the run's own. The tensors are torch's fake ones,
 which have a shape and no values; so are the collectives.
 """
 
@@ -283,7 +283,7 @@ def received(model: ParallelModel) -> int:
 
 
 def whole_bytes(state: dict[str, Tensor], *, generators: bool) -> int:
-    """Return the bytes of the whole tensors of `state`, or those of its generators."""
+    """Return the bytes of the whole tensors of `state`, or of its generators."""
     return sum(
         tensor.numel() * tensor.itemsize
         for name, tensor in state.items()

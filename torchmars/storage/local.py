@@ -145,7 +145,7 @@ class LocalStorage:
 def is_folder(entry: "os.DirEntry[str]") -> bool:
     """Return whether an entry of a folder of checkpoints is a folder.
 
-    A link may lead where nobody can look. Raises `UserError` where it may be a checkpoint.
+    A link may lead where nobody can look. Raises `UserError` if it may be a checkpoint.
     """
     try:
         return entry.is_dir()

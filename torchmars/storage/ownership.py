@@ -71,7 +71,7 @@ class FileOwnership(Ownership):
         """Take the lock `file`. Raises `UserError` if another process has it and is not silent."""
         self.file, self.generation = file, file.with_name("generation")
         self.mine: str | None = None
-        """The generation of this process; None where it cannot be written."""
+        """The generation of this process; None if it cannot be written."""
         self.descriptor = locks.lock(file, doing, from_silent=True)
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported later
             name = secrets.token_hex(8)

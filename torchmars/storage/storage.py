@@ -49,7 +49,7 @@ class NewFile(io.RawIOBase):
         return self.size
 
     def close(self) -> None:
-        """Close the file. Raises `OSError` where its bytes cannot be written."""
+        """Close the file. Raises `OSError` if its bytes cannot be written."""
         if not self.closed:
             super().close()
             self.stream.close()
@@ -91,7 +91,7 @@ class Storage(Protocol):
     def take(self, folder: PurePath, run: Path) -> Ownership | None:
         """Keep runs other than the one in folder `run` from a folder of checkpoints.
 
-        None where the lock in `run` does. Raises `UserError` where another run has the folder.
+        None if the lock in `run` does. Raises `UserError` if another run has the folder.
         """
 
     def list(self, folder: PurePath) -> dict[str, bool]:

@@ -1,7 +1,7 @@
 """Who may write in a folder of an object store: the run whose lease lies there.
 
 A store has no locks. So an object beside the checkpoints names the process that has the folder. It
-is created only where there is none, and written again every RENEW_SECONDS. A lease unchanged for
+is created only if there is none, and written again every RENEW_SECONDS. A lease unchanged for
 LAPSE_SECONDS may be taken. If its former holder wakes up, it sees the new name and publishes
 nothing. No clocks are compared.
 """
@@ -24,7 +24,7 @@ from torchmars.storage.stores import Altered, Store, reading, writing
 NAME = "lease.json"
 RENEW_SECONDS, LAPSE_SECONDS, SETTLE_SECONDS = 20.0, 60.0, 0.5
 LOOK_SECONDS = 30.0  # in which a process that works renews its lease
-# Answers to a request to create an object only where there is none: there is one, or it is just
+# Answers to a request to create an object only if there is none: there is one, or it is just
 # being made; such a request is not known.
 THERE, UNKNOWN = (409, 412), (400, 405, 501)
 
@@ -36,7 +36,7 @@ class StoreOwnership(Ownership):
         """Take the lease of `folder` for the run whose own folder is `run`.
 
         The process of the same run that had it before is over, by the lock of that folder. One of
-        another run is waited for. Raises `UserError` where that goes on, and `Unreachable`.
+        another run is waited for. Raises `UserError` if that goes on, and `Unreachable`.
         """
         self.store, self.file = store, folder / NAME
         self.me = {
@@ -104,7 +104,7 @@ class StoreOwnership(Ownership):
         return read_lease(self.store, self.file).get("token") == self.me["token"]
 
     def _create_only(self) -> bool | None:
-        """Ask the store to create the lease. False where there is one, None where it cannot ask."""
+        """Ask the store to create the lease. False where there is one, None if it cannot ask."""
         try:
             self.store.files.pipe_file(str(self.file), self._text(), mode="create")
         except FileExistsError:

@@ -79,7 +79,7 @@ class Store:
     """An object store. Every process has its own connection: a fork cannot use another's."""
 
     def __init__(self, protocol: str) -> None:
-        """`protocol` is one of EXTRAS. Raises `UserError` where its package is missing."""
+        """`protocol` is one of EXTRAS. Raises `UserError` if its package is missing."""
         self.protocol = protocol
         # By process. A forked child keeps the parent's connection alive: closing it there would
         # unregister the epoll that both share.
@@ -124,7 +124,7 @@ class Store:
         return found["size"], int(max(times, default=0) * 1e9)
 
     def fetch(self, file: PurePath, begin: int, end: int) -> bytes:
-        """Return bytes [begin, end) of an object. Raises `OSError` where it has fewer."""
+        """Return bytes [begin, end) of an object. Raises `OSError` if it has fewer."""
         for attempt in range(ATTEMPTS):
             try:
                 with reading(file):

@@ -77,7 +77,7 @@ def evaluation_tasks(config: ResolvedConfig) -> dict[str, list[Question]]:
 
 
 def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:
-    """Return the run's corpora, whose shards are made first where there are none.
+    """Return the run's corpora, whose shards are made first if there are none.
 
     `level` says how files of packed windows are checked; by default data.verify does. Raises
     `UserError` if the shards do not fit the model or the batch.

@@ -72,7 +72,7 @@ class MemoryCopies:
     def _reserve(self, size: int, other: int) -> None:
         """Take the memory for copies of `size` bytes of this rank, and of `other` of its partner.
 
-        Raises `UserError` where there is too little.
+        Raises `UserError` if there is too little.
         """
         folder = memory_of_launcher()
         if folder is None:
@@ -278,7 +278,7 @@ def choose(offers: list[list[tuple[Key, int]]], least: int) -> tuple[Key, list[i
 
 
 def oldest(slots: Sequence[Slot]) -> Slot:
-    """Return the slot whose copy may be given up: it has none, or that of the lower step."""
+    """Return the slot whose copy may be given up: an empty one, or the lower step's."""
     headers = [(slot, slot.header()) for slot in slots]
     return min(headers, key=lambda each: -1 if each[1] is None else each[1].step)[0]
 

@@ -55,6 +55,6 @@ def clean() -> None:
 
 
 def memory_of_launcher() -> Path | None:
-    """Return the folder of this rank's launcher; None where it has none."""
+    """Return the folder of this rank's launcher; None if it has none."""
     folder = os.environ.get(MEMORY)
     return None if folder is None else Path(folder)

@@ -101,7 +101,7 @@ class Header:
 
 
 def header_of(content: bytes) -> Header:
-    """Return the header in the bytes of its file. Raises `ValueError` where it is damaged."""
+    """Return the header in the bytes of its file. Raises `ValueError` if it is damaged."""
     return COPY_FORMAT.read(PurePath("header"), Header, lambda _: io.BytesIO(content))
 
 
@@ -109,7 +109,7 @@ class Slot:
     """The two files of a copy. The header comes last: without one there is no copy."""
 
     def __init__(self, folder: Path, rank: int, number: int, size: int) -> None:
-        """Take `size` bytes of memory. Raises `OSError` where there are not as many."""
+        """Take `size` bytes of memory. Raises `OSError` if there are not as many."""
         self.data = folder / f"rank-{rank:05d}-{number}"
         self.file = self.data.with_suffix(".json")
         if not self.data.exists() or self.data.stat().st_size != size:

@@ -19,7 +19,7 @@ from torchmars.optim.update import MatrixUpdate
 
 
 class KernelMatrices(MatrixUpdate):
-    """The matrices of group `number` of a step. Their momenta are updated with those of all."""
+    """The matrices of group `number` of a step. Their momenta are updated with all others."""
 
     def __init__(self, given: Given, number: int, group: GroupTensors) -> None:
         rule = RULES[group.rule]

@@ -64,7 +64,7 @@ class KernelStep:
     ) -> Outcome | None:
         """Make a step. None, and nothing done, where there are no kernels for it.
 
-        `skipped` and `overlap` are those of `MARS`. Collective as a step without kernels.
+        `skipped` and `overlap`: see `MARS`. Collective as a step without kernels.
         """
         if _on_gpu(groups, max_grad_norm) or launches.is_capturing(self.device):
             return None

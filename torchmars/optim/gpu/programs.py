@@ -239,7 +239,7 @@ def _settle_rows(table, fresh, numbers, count, row, scale, applied):
 
 @triton.jit
 def _settings(table, fresh, row, count):
-    """Return where the settings of rows are; of rows without a gradient those of no group."""
+    """Return where the settings of rows are; without a gradient, the settings of no group."""
     group = tl.load(table + GROUP * count + row, mask=row < count, other=0)
     return fresh + count + group * SLOTS
 

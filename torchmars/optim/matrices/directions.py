@@ -34,7 +34,7 @@ class Directions:
 
     @classmethod
     def of(cls, settings: Settings) -> "Directions":
-        """Return those of a group with these `settings`."""
+        """Return the directions of a group with these `settings`."""
         return cls(**{name: settings[name] for name in cls.__dataclass_fields__})
 
     def flops(self, rows: int, cols: int, product: torch.dtype) -> int:

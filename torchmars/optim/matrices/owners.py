@@ -148,7 +148,7 @@ def _fill(
 def _deal(units: Units, cost: int, heap: Heap) -> Iterator[tuple[Units, int]]:
     """Yield parts of `units` with their owners: each unit goes to the one with the least work.
 
-    Those of an owner follow each other: it has them in one piece.
+    The units of an owner follow each other: it has them in one piece.
     """
     if len(heap) == 1:  # by far the most, in a large mixture of experts
         (load, owner) = heap[0]

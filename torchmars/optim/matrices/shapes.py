@@ -181,7 +181,7 @@ class Units(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of each matrix."""
+        """The shape of each matrix."""
         return self.rows, self.cols
 
     def part(self, first: int, length: int) -> "Units":

@@ -95,7 +95,7 @@ class MatrixTraffic:
 
     They are sharded over the same axes. Creating an object is collective over the ranks of the
     mesh. `matrix_dtype` is the setting: "auto" is resolved here, the same on every rank.
-    `momentum_dtype` is that of `MARS`.
+    `momentum_dtype`: see `MARS`.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class LeanForm(NamedTuple):
 def mars_lean_form(settings: Settings) -> LeanForm:
     """Return the lean form of MARS in approximate mode, without a per-tensor clip.
 
-    `settings` are those of a group.
+    `settings` belong to a group.
 
     The momentum m_t = b m_{t-1} + (1 - b) g_t + gamma_t b (g_t - g_{t-1}) has g_{t-1} drop out
     exactly if u_t = m_t - gamma_{t+1} g_t. So a schedule of gamma needs the next step's value. It
@@ -85,7 +85,7 @@ def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> Lean
 
 
 class DirectionFactors(NamedTuple):
-    """The factors of `lean_direction_`: those of `LeanFactors` for each tile."""
+    """The factors of `lean_direction_`: `LeanFactors` for each tile."""
 
     scale: Tensor
     applied: Tensor
