@@ -22,6 +22,7 @@ from torchmars.checkpoint.memory.copies import MemoryCopies, choose
 from torchmars.checkpoint.memory.shared_memory import MEMORY
 from torchmars.checkpoint.memory.slots import Key
 from torchmars.config import Degrees
+from torchmars.core import locks
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
 
@@ -190,6 +191,32 @@ def test_what_a_launcher_that_crashed_has_left_is_deleted_and_nothing_else(tmp_p
         assert {*tmp_path.iterdir()} == {own, other, begun}
     lives.communicate("\n")
     assert {*tmp_path.iterdir()} == {begun}
+
+
+def test_a_lock_is_held_when_others_see_it(tmp_path, monkeypatch):
+    """Two launchers start at once: neither takes the other's folder for one that was left."""
+    monkeypatch.setattr(shared_memory, "PLACE", tmp_path)
+    take, seen = locks._take, []
+
+    def watched(descriptor):
+        seen.append(list(tmp_path.glob(f"*/{shared_memory.LOCK}*")))
+        return take(descriptor)
+
+    monkeypatch.setattr(locks, "_take", watched)
+    with shared_memory.shared_memory():
+        assert seen == [[]]
+        assert (shared_memory.memory_of_launcher() / shared_memory.LOCK).exists()
+        subprocess.run([sys.executable, "-c", CLEANS, str(tmp_path)], check=True)
+        assert shared_memory.memory_of_launcher().exists()
+
+
+CLEANS = """
+import sys
+from pathlib import Path
+from torchmars.checkpoint.memory import shared_memory
+shared_memory.PLACE = Path(sys.argv[1])
+shared_memory.clean()
+"""
 
 
 def test_a_place_without_shared_memory_has_no_copies(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.measurements import host_step
-from torchmars.optim.matrices.shapes import traffic
+from torchmars.optim.matrices import traffic
 from torchmars.parallel import fsdp
 
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.gpu.models import Loop, ours, plain
 from torchmars.config import ModelConfig, ParallelismConfig
 from torchmars.optim import mars
-from torchmars.optim.matrices.shapes import owners, traffic
+from torchmars.optim.matrices import owners, traffic
 from torchmars.parallel import fsdp, graphs
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel

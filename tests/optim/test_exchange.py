@@ -12,7 +12,7 @@ from tests.optim.test_sharded_rules import SHAPES, starts, steps, whole
 from tests.support.ranks import run_ranks
 from tests.support.tiny import set_bfloat16
 from torchmars.optim import MARS
-from torchmars.optim.matrices.shapes import owners
+from torchmars.optim.matrices import owners
 
 
 def counted(shape, placements, rule, matrix_dtype):

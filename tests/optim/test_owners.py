@@ -8,10 +8,11 @@ import pytest
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from torchmars.optim.matrices import owners
 from torchmars.optim.matrices.buckets import rank_bucket
 from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.matrices.owners import plan_buckets
-from torchmars.optim.matrices.shapes import MatrixShape, owners
+from torchmars.optim.matrices.shapes import MatrixShape
 from torchmars.optim.matrices.tiles import blocks_of_shards
 from torchmars.optim.matrices.traffic import batches
 from torchmars.optim.meshes import MeshPlace

@@ -17,7 +17,7 @@ from tests.optim.reference import gradients
 from tests.support.full import full_but
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS
-from torchmars.optim.matrices.shapes import shapes
+from torchmars.optim.matrices import shapes
 
 ELEMENTWISE = ("mars-adamw", "mars-lion", "adamw", "lion")
 MATRIX = ("mars-shampoo", "mars-m", "muon")

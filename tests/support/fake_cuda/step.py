@@ -31,7 +31,7 @@ from torchmars.models import build_meta_model
 from torchmars.optim import mars
 from torchmars.optim.gpu import launches
 from torchmars.optim.kernels import has_triton
-from torchmars.optim.matrices.shapes import traffic
+from torchmars.optim.matrices import traffic
 from torchmars.parallel.groups import make_groups, make_meshes
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel

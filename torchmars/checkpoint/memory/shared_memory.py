@@ -33,7 +33,10 @@ def shared_memory() -> Iterator[None]:
         return
     os.environ[MEMORY] = str(folder)
     try:
-        with locked(folder / LOCK, "using it"):
+        with locked(folder / "starting", "using it"):
+            with contextlib.suppress(OSError):  # where there are no locks
+                # Others look for LOCK: it must be locked as soon as they can see it.
+                (folder / "starting").rename(folder / LOCK)
             yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
