@@ -32,8 +32,7 @@ class OwnedFolders:
                 lambda: storage_of(checkpoints).take(checkpoints, run.path)
             )
         except UserError:  # a program may go on
-            if self.run is not None:
-                self.run.release()
+            self.release()
             raise
 
     def check_run(self) -> None:

@@ -72,13 +72,16 @@ def page(
     data = {"figures": figures, "axes": axes, "colors": COLORS}
     files = resources.files("torchmars.reports")
     text = environment.get_template("page.html").render(
+        title=title,
+        subtitle=subtitle,
+        sections=sections,
+        axes=axes,
         css=Markup((files / "page.css").read_text(encoding="utf-8")),
         script=Markup((files / "page.js").read_text(encoding="utf-8")),
         plotly=plotly(),
         data=packed(json.dumps(data, allow_nan=False)),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         colors=COLORS,
-        **{"title": title, "subtitle": subtitle, "sections": sections, "axes": axes},
         renewed_every=renewed_every,
     )
     # Names of files and texts of events may have what no UTF-8 file can: half of a pair of UTF-16.

@@ -249,10 +249,8 @@ class MatrixTraffic:
 
     def _read(self, kind: Bucket, tiles: Sequence[Tile], places: Places) -> Tensor:
         """Return the output of `Matrices.read` for tiles: zeros where a matrix has no gradient."""
-        elements, dtype = (
-            sum(tile.numel for tile in tiles),
-            self.wide if kind.of_rows else self.wire,
-        )
+        elements = sum(tile.numel for tile in tiles)
+        dtype = self.wide if kind.of_rows else self.wire
         packed = torch.empty(elements, dtype=dtype, device=self.device)
         groups, without_gradient = self._by_group(tiles, packed, places)
         for matrices, of_group in groups.items():
