@@ -13,7 +13,7 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.comparison.settings import written as written_settings
 from torchmars.config import Config, GroupConfig, OptimizerConfig, ResolvedConfig, TrainingConfig
 from torchmars.config import optimizer as config_optimizer
-from torchmars.config.fields import Was
+from torchmars.config.fields import Was, with_settings
 from torchmars.config.history import TOLD, names_of
 from torchmars.config.load import config_from_tables, is_set, load_config, sources_of
 from torchmars.core.errors import UserError
@@ -25,8 +25,8 @@ def renamed(monkeypatch):
     """Fields and a section that had other names: TrainingConfig.steps was called length."""
 
     def rename(kind, name, old):
-        hint = kind.__annotations__[name]
-        monkeypatch.setitem(kind.__annotations__, name, Annotated[hint, Was(old)])
+        annotations = next(a for each in kind.__mro__ if name in (a := each.__annotations__))
+        monkeypatch.setitem(annotations, name, Annotated[annotations[name], Was(old)])
 
     rename(TrainingConfig, "steps", "length")
     rename(GroupConfig, "split", "parts")
@@ -107,7 +107,7 @@ def test_a_comparison_with_old_names_is_continued(renamed, tmp_path):
 
 
 def test_a_setting_of_rules_says_its_old_name_itself(monkeypatch):
-    @dataclass
+    @dataclass(frozen=True)
     class Plain:
         rule: str = ""
 
@@ -115,7 +115,7 @@ def test_a_setting_of_rules_says_its_old_name_itself(monkeypatch):
     settings = [replace(each, was="rate") if each.name == "lr" else each for each in adamw.settings]
     monkeypatch.setattr(adamw, "settings", tuple(settings))
     monkeypatch.setattr(config_optimizer, "RULES", {"adamw": adamw()})
-    names = names_of(dataclass(config_optimizer.with_settings("both")(Plain)))
+    names = names_of(with_settings(Plain, config_optimizer.fields_of_rules("both")))
     assert names["lr"] == ("rate", None) and names["betas"] == ("", None)
 
 

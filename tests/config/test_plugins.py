@@ -168,15 +168,17 @@ def test_arguments_and_folder_are_the_users(plugin, tmp_path, monkeypatch):
     "text,said",
     [
         ("", "cannot be had"),
-        ("Mine = None", "must derive from Model"),
-        ("Mine = dict", "must derive from Model"),
+        ("Mine = None", "must have settings, a class that derives from ModelArgs .*got None"),
+        ("class Mine: settings = GPT2.settings", "must derive from Model"),
         ("Mine = Mine()", "cannot be had"),
-        ("class Mine(Model): pass", "must define describe, embed, from_config, transform"),
-        ("Mine.sizes = {}", "must have named sizes"),
-        ("Mine.sizes = None", "must have named sizes"),
-        ("Mine.extra = 'scale'", "must have extra, a tuple"),
-        ("Mine.from_config = lambda *a: None", "must return a Model, got None"),
-        ("Mine.from_config = lambda *a: object.__new__(Mine)", "must return a Model that has "),
+        ("class Mine(Model): settings = GPT2.settings", "must define describe, embed, transform"),
+        ("class Args(Mine.settings): sizes = {}\nMine.settings = Args", "with named sizes"),
+        ("class Args(Mine.settings): sizes = 3\nMine.settings = Args", "with named sizes"),
+        ("Mine.settings = 'scale'", "must have settings, a class that derives from ModelArgs"),
+        (
+            "Mine.__init__ = lambda self, args: Model.__init__(self, args)",
+            "must have tok_embed, blocks, ",
+        ),
         ("import sys; sys.exit(0)", "calls sys.exit"),
     ],
 )
@@ -184,9 +186,9 @@ def test_a_class_that_is_no_model(plugin, text, said):
     name = plugin(MODEL.replace("class Mine(GPT2):\n    pass\n", "") if not text else MODEL + text)
     MODELS["mine"] = f"{name}.Mine"
     sys.path.append(os.getcwd())
-    config = config_from_tables({"model": {"name": "mine"}}, "in a test").model
     with pytest.raises(UserError, match=said) as found:
-        build_meta_model(config, 257, 32)
+        config = config_from_tables({"model": {"name": "mine"}}, "in a test")
+        build_meta_model(config.model, 257, 32)
     assert "\n" not in str(found.value)
 
 
@@ -205,9 +207,7 @@ def test_a_command_with_one_that_exits_is_no_success(plugin, call):
 
 
 def test_a_command_whose_hook_exits_is_no_success(plugin, call):
-    text = (
-        "import sys\nMine.from_config = lambda *a: sys.exit(0)\nMODELS['mine'] = 'my_plugin.Mine'"
-    )
+    text = "import sys\nMine.__init__ = lambda *a: sys.exit(0)\nMODELS['mine'] = 'my_plugin.Mine'"
     name = plugin(f"{MODEL}{text}")
     code, _, err = call("plan", "--world-size", "1", "--plugins", name, "--model.name", "mine")
     assert code == 2 and err.count("\n") == 1

@@ -78,22 +78,29 @@ def test_settings_of_its_own_reach_the_plugin(place):
     folder, _ = place
     words = "plan quickstart.toml --world-size 1 --plugins my_model,my_rule".split()
     words += "--model.name parallel --optimizer.name signum".split()
-    words += ["--optimizer.extra.threshold", "0.5"]
-    assert run(folder, *words, "--model.extra.mlp_scale", "0.5")[0] == 0
+    words += ["--optimizer.threshold", "0.5"]
+    assert run(folder, *words, "--model.mlp_scale", "0.5")[0] == 0
     words[0] = "train"
     assert words[2:4] == ["--world-size", "1"]
     del words[2:4]
     words += ["--run.name", "parallel"]  # which had no such setting
-    code, _, err = run(folder, *words, "--model.extra.mlp_scale", "0.5")
-    assert code == 2 and "was made with model.extra.mlp_scale = None" in err
-    code, _, err = run(folder, *words, "--model.extra.mlp_scale.deeper", "0.5")
-    assert code == 2 and "was made with model.extra.mlp_scale.deeper = None" in err
-    code, _, err = run(folder, *words, "--model.extra.scale", "1")
-    assert code == 2 and 'error: model.extra.scale means nothing to "parallel": remove it' in err
-    code, _, err = run(folder, *words, "--optimizer.extra.treshold", "1")
-    assert code == 2 and 'optimizer.extra.treshold has no meaning for "signum": remove it' in err
-    code, _, err = run(folder, *words, "--optimizer.extra.lr", "1")
-    assert code == 2 and "optimizer.extra.lr is a setting of all rules: set optimizer.lr" in err
+    for option in ("--model.mlp_scale", "--model.extra.mlp_scale"):
+        code, _, err = run(folder, *words, option, "0.5")
+        assert code == 2 and "was made with model.mlp_scale = 1.0, the config says 0.5" in err
+    warning = "warning   model.extra is called model now: rename it (on the command line)"
+    assert err.splitlines()[0] == warning
+    for wrong, said in {
+        "--model.mlp_scale.deeper 1": "model.mlp_scale must be a number",
+        "--model.mlp_scal 1": "unknown key model.mlp_scal on the command line: did you mean "
+        "model.mlp_scale?",
+        "--optimizer.treshold 1": "unknown key optimizer.treshold on the command line: did you "
+        "mean optimizer.threshold?",
+        "--optimizer.threshold -1": "optimizer.threshold must be at least 0",
+        "--optimizer.lr 1 --optimizer.extra.lr 1": "optimizer.extra.lr is called optimizer.lr now, "
+        "and both are set",
+    }.items():
+        code, _, err = run(folder, *words, *wrong.split())
+        assert code == 2 and f"error: {said}" in err, err
 
 
 def test_layouts_of_a_plugins_model_are_planned(place):

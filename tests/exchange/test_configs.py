@@ -10,13 +10,14 @@ from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_llama import VARIANTS
 from tests.models.test_moe import VARIANTS as MIXTURES
 from torchmars.config import ModelConfig
+from torchmars.config.gpt2 import GPT2Args
 from torchmars.core.errors import UserError
 from torchmars.exchange.families import DEFAULTS, TITLES
 from torchmars.exchange.from_config import from_config
 from torchmars.exchange.names import counterparts
 from torchmars.exchange.to_config import to_config
 from torchmars.models import build_model
-from torchmars.models.gpt2 import GPT2, GPT2Args
+from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
 
 GPT2_SHAPE = GPT2Args(n_layer=3, n_head=4, n_embd=32, vocab_size=64, seq_len=24)

@@ -16,34 +16,23 @@ from tests.models.test_moe import GLM
 from tests.support.commands import run_command
 from tests.support.mistakes import fuzz, mistake, sizes
 from tests.support.tiny import tiny_config, write_text
+from torchmars.config.gpt2 import GPT2Args
+from torchmars.config.llama import LlamaArgs
 from torchmars.exchange.folder import TOKENIZER, open_folder
 from torchmars.exchange.names import counterparts
 from torchmars.exchange.saved_model import open_any
 from torchmars.exchange.to_config import to_config
 from torchmars.exchange.weights import CONFIG, INDEX, WEIGHTS
-from torchmars.models.gpt2 import GPT2, GPT2Args
-from torchmars.models.llama import Llama, LlamaArgs
+from torchmars.models.gpt2 import GPT2
+from torchmars.models.llama import Llama
 from torchmars.training.preparation import prepare_run
 
 KEY = "model.norm.weight"
+SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 260, "seq_len": 16}
 MODELS = {
-    "llama": Llama(
-        LlamaArgs(1, 2, 1, 8, n_inner=8, vocab_size=260, seq_len=16, rope_scaling_factor=8.0)
-    ),
-    "gpt2": GPT2(GPT2Args(1, 2, 8, vocab_size=260, seq_len=16, bias=True)),
-    "glm": Llama(
-        LlamaArgs(
-            2,
-            2,
-            1,
-            8,
-            n_inner=8,
-            vocab_size=260,
-            seq_len=16,
-            **GLM,
-            n_expert=3,
-        )
-    ),
+    "llama": Llama(LlamaArgs(**SHAPE, n_kv_head=1, n_inner=8, rope_scaling_factor=8.0)),
+    "gpt2": GPT2(GPT2Args(**SHAPE, bias=True)),
+    "glm": Llama(LlamaArgs(**SHAPE | GLM | {"n_layer": 2}, n_kv_head=1, n_inner=8, n_expert=3)),
 }
 
 

@@ -1,8 +1,13 @@
 """A user's plugin: a model and an update rule, each with a setting that only it has."""
 
+from dataclasses import dataclass
+from typing import Annotated
+
 from torch import nn
 
+from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.model import MODELS
+from torchmars.core.bounds import Range
 from torchmars.models.gpt2 import GPT2, MLP, Attention
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import Number
@@ -21,17 +26,23 @@ class ParallelBlock(nn.Module):
         return x + self.attn(y, logit_divisor, documents) + self.mlp_scale * self.mlp(y)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParallelArgs(GPT2Args):
+    """What such a model is made from."""
+
+    mlp_scale: Annotated[float, Range(0, 100)] = 1.0
+    """The factor of the MLP's output."""
+
+
 class ParallelGPT(GPT2):
     """GPT-2 of parallel blocks."""
 
-    extra = ("mlp_scale",)
+    settings = ParallelArgs
 
-    @classmethod
-    def from_config(cls, config, vocab_size, seq_len):
-        model = super().from_config(config, vocab_size, seq_len)
-        for number in model.blocks:
-            model.blocks[number] = ParallelBlock(model.args, config.extra["mlp_scale"])
-        return model
+    def __init__(self, args):
+        super().__init__(args)
+        for number in self.blocks:
+            self.blocks[number] = ParallelBlock(args, args.mlp_scale)
 
 
 class ShrinkingMars(type(RULES["mars-adamw"])):

@@ -14,7 +14,7 @@ from tests.measurements.optimizer_step import (
     mars_traffic,
     model_with_gradients,
 )
-from torchmars.models.gpt2 import GPT2Args
+from torchmars.config.gpt2 import GPT2Args
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES, MatrixRule
 

@@ -9,7 +9,8 @@ from tests.gpu import optimizers
 from tests.gpu.device import DEVICE, ON_GPU, sized, without_waiting
 from torchmars.cluster import connection
 from torchmars.config import ParallelismConfig
-from torchmars.models.gpt2 import GPT2, GPT2Args
+from torchmars.config.gpt2 import GPT2Args
+from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups
 

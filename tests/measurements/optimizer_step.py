@@ -30,7 +30,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.ranks import run_ranks
-from torchmars.models.gpt2 import GPT2, GPT2Args
+from torchmars.config.gpt2 import GPT2Args
+from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups
 

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchmars.config.gpt2 import GPT2Args
 from torchmars.data.corpus import _stdlib_files
-from torchmars.models.gpt2 import GPT2, GPT2Args
+from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, lr_factor, param_groups
 

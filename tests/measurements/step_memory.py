@@ -16,7 +16,8 @@ import torch
 
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
-from torchmars.models.gpt2 import GPT2, GPT2Args
+from torchmars.config.gpt2 import GPT2Args
+from torchmars.models.gpt2 import GPT2
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
+from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.load import config_from_tables
 from torchmars.core.tables import table
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_meta_model
-from torchmars.models.gpt2 import SIZES
 
 LOG_INTERVAL, BATCH, LENGTH, ROWS = 5, 8, 256, 8192
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TRAINING = {"global_batch_size": BATCH, "seq_len": LENGTH, "dtype": "float32"}
 QUICKSTART = {
-    "model": {"name": "gpt2", **SIZES["nano"], "vocab_size": 320},
+    "model": {"name": "gpt2", **GPT2Args.sizes["nano"], "vocab_size": 320},
     "training": TRAINING | {"seq_len": 128},
 }
 # What each part of the benchmark compares: the ranks and the tables of a run of ours, or the name

@@ -8,11 +8,12 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from tests.models.test_documents import END, attention_apart
+from torchmars.config.llama import LlamaArgs
 from torchmars.models import document_kernel
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.cache import Cache
 from torchmars.models.documents import document_starts
-from torchmars.models.llama import Llama, LlamaArgs
+from torchmars.models.llama import Llama
 
 
 class Calls(TorchFunctionMode):
@@ -83,7 +84,8 @@ def test_each_case_has_its_call(device, dtype, queries, keys, heads, sight, drop
 
 
 def test_a_cache_calls_with_the_mask_of_its_queries_alone():
-    model = Llama(LlamaArgs(1, 4, 2, 32, 48, vocab_size=64, seq_len=24)).eval()
+    shape = {"n_layer": 1, "n_head": 4, "n_embd": 32, "vocab_size": 64, "seq_len": 24}
+    model = Llama(LlamaArgs(**shape, n_kv_head=2, n_inner=48)).eval()
     cache = Cache(model, 24)
     with Calls() as calls:
         cache.start([[5, 9, 2]])

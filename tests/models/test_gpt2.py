@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from torchmars.config import ModelConfig
+from torchmars.config.gpt2 import GPT2Args
 from torchmars.models import build_meta_model
-from torchmars.models.gpt2 import GPT2, GPT2Args
+from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 
 ARGS = GPT2Args(n_layer=3, n_head=4, n_embd=32, vocab_size=64, seq_len=24)

@@ -13,10 +13,11 @@ from torchmars.config import (
     ParallelismConfig,
     TrainingConfig,
 )
+from torchmars.config.llama import SIZES, LlamaArgs
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
-from torchmars.models.llama import SIZES, Llama, LlamaArgs, rotate, rotation
+from torchmars.models.llama import Llama, rotate, rotation
 from torchmars.optim.roles import roles
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.layout import Layout

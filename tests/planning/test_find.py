@@ -1,7 +1,7 @@
 """torchmars plan --find: the layouts that a rule of thumb proposes, and the rows of their plans."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -216,7 +216,7 @@ def test_a_layout_that_cannot_be_planned_ends_no_table(tmp_path, monkeypatch):
     _, refused, row, best, _ = find_layouts(large(tmp_path), WORLD_SIZE, PER_NODE, 80 * GIB)
     assert refused.endswith("# does not go together")
     assert best == "the fastest that fits: " + " ".join(row.split()[4:])
-    not_divided = find.planned(large(tmp_path, global_batch_size=7), WORLD_SIZE, PER_NODE)
+    not_divided = find.planned(asdict(large(tmp_path, global_batch_size=7)), WORLD_SIZE, PER_NODE)
     assert isinstance(not_divided, UserError)
 
 

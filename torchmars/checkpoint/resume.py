@@ -12,8 +12,9 @@ from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
-from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
+from torchmars.config import ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.compile import COMPILE
+from torchmars.config.config import kind_of
 from torchmars.config.dtypes import COMPUTE, MATRIX
 from torchmars.config.history import check_gone
 from torchmars.config.optimizer import ROUTERS
@@ -127,7 +128,8 @@ def check_same_run(
     Returns the changes that are allowed, a line each.
     """
     # A setting that the checkpoint's config does not have came later, and had its default.
-    was, now = (flattened(json.loads(json.dumps(asdict(each)))) for each in (Config(), config))
+    kind = kind_of(config.model.name)
+    was, now = (flattened(json.loads(json.dumps(asdict(each)))) for each in (kind(), config))
     was |= flattened(manifest.config)
     check_gone(manifest.config, lambda _: f"in {folder}")
     for name in (COMPUTE, MATRIX, COMPILE, ROUTERS):
@@ -141,9 +143,9 @@ def check_same_run(
                 "now: put that one back, or choose another run.name"
             )
         was[TOKENIZER] = now[TOKENIZER]
-    fields = identity_fields()
+    fields = identity_fields(kind)
     for name in now | was:
-        # Below a field are the values of a table, such as model.extra.
+        # Below a field are the values of a table.
         same_run = any(f"{name}.".startswith(f"{field}.") for field in fields)
         if same_run and was.get(name) != now.get(name):
             raise UserError(

@@ -2,7 +2,8 @@
 
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, make_dataclass
+from functools import cache
 from pathlib import PurePath
 from typing import Annotated, Any
 
@@ -13,8 +14,8 @@ from torchmars.config.evaluation import EvaluationConfig
 from torchmars.config.fields import Mark, require
 from torchmars.config.guards import GuardsConfig
 from torchmars.config.metrics import MetricsConfig
-from torchmars.config.model import ModelConfig
-from torchmars.config.optimizer import OptimizerConfig, ResolvedOptimizer
+from torchmars.config.model import ModelConfig, model_section
+from torchmars.config.optimizer import OptimizerConfig, ResolvedOptimizer, with_plugins
 from torchmars.config.parallelism import ParallelismConfig
 from torchmars.config.profiler import ProfilerConfig
 from torchmars.config.run import RunConfig
@@ -101,9 +102,35 @@ class ResolvedConfig(Config):
     optimizer: ResolvedOptimizer
 
 
-def identity_fields() -> list[str]:
+def kind_of(model: Any) -> type[Config]:
+    """Return the config of the model called `model`, with what plugins' model and rules declare.
+
+    Raises `UserError` for a plugin whose model declares nothing that can be used.
+    """
+    sections: list[Any] = [model_section(model), with_plugins(OptimizerConfig)]
+    return config_with(*sections)
+
+
+@cache
+def config_with(model: type[Any], optimizer: type[Any]) -> type[Config]:
+    """Return the config that has these sections."""
+    if (model, optimizer) == (ModelConfig, OptimizerConfig):
+        return Config
+    sections = {"model": model, "optimizer": optimizer}.items()
+    return make_dataclass(
+        "Config",
+        [
+            (name, Annotated[kind, Mark.REPORTED], field(default_factory=kind))
+            for name, kind in sections
+        ],
+        bases=(Config,),
+        frozen=True,
+    )
+
+
+def identity_fields(kind: type[Config] = Config) -> list[str]:
     """Return the fields that make a run the same run, as "section.field"."""
-    return list(marked(Config, Mark.IDENTITY))
+    return list(marked(kind, Mark.IDENTITY))
 
 
 def reported_sections() -> list[str]:

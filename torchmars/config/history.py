@@ -14,6 +14,8 @@ from torchmars.core.typed import table_in
 
 # Each has the one value that equals the remaining behaviour: it is dropped, any other is refused.
 GONE = {"optimizer.exact_fraction": 1.0}
+# Sections whose tables `extra` held the settings of plugins, which stand in the sections now.
+LIFTED = ("model", "optimizer")
 # The old names that a warning has told of. Ranks have it from their launcher.
 TOLD = "TORCHMARS_RENAMED"
 
@@ -27,9 +29,30 @@ def renewed(tables: Tables, source: str = "") -> Tables:
     return without_dropped(renamed(tables, source))
 
 
+def lifted(tables: Tables, source: str) -> Tables:
+    """Return a config's tables with what is in a section's `extra` in the section itself.
+
+    `source` and errors: as `renewed`.
+    """
+    found = dict(tables)
+    for section in LIFTED:
+        table = found.get(section)
+        if isinstance(table, dict) and isinstance(extra := table.get("extra"), dict):
+            own = {name: value for name, value in table.items() if name != "extra"}
+            if both := [name for name in extra if name in own]:
+                raise UserError(
+                    f"{section}.extra.{both[0]} is called {section}.{both[0]} now, and both are "
+                    f"set ({source}): remove {section}.extra.{both[0]}"
+                )
+            if source and extra:
+                warn_of_old_name(f"{section}.extra", section, source)
+            found[section] = own | extra
+    return found
+
+
 def renamed(tables: Tables, source: str, kind: type = Config, above: str = "") -> Tables:
     """Return a config's tables with the names of today. `source` and errors: as `renewed`."""
-    found = dict(tables)
+    found = dict(tables) if above else lifted(tables, source)
     for name, (old, inner) in names_of(kind).items():
         if old in found:
             if name in found:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 
 from torchmars.config.checkpoint import HF
-from torchmars.config.config import Config, ResolvedConfig
+from torchmars.config.config import Config, ResolvedConfig, kind_of
 from torchmars.config.entries import check_tables
 from torchmars.config.history import GONE, check_gone, renamed, renewed_path, without_dropped
 from torchmars.config.plugins import load_plugins, not_loaded
@@ -157,7 +157,13 @@ def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
     sources = renamed_sources(sources)
     tables = without_dropped(merged(sources))
     check_gone(tables, source_of)
-    return make(Config, tables, source_of).resolve()
+    return make(kind_for(tables), tables, source_of).resolve()
+
+
+def kind_for(tables: Tables) -> type[Config]:
+    """Return the config that tables are read as. Raises `UserError`."""
+    model = tables.get("model")
+    return kind_of(model.get("name") if isinstance(model, dict) else None)
 
 
 def merged(sources: list[NamedTables]) -> Tables:
@@ -196,8 +202,6 @@ def without_other_rule(base: Tables, later: Tables) -> Tables:
         return base
     foreign = {name for each in RULES.values() for name in each.defaults} - set(rule.defaults)
     kept = {key: value for key, value in optimizer.items() if key not in foreign}
-    if isinstance(extra := kept.pop("extra", None), dict):
-        kept["extra"] = {key: value for key, value in extra.items() if key in rule.defaults}
     return base | {"optimizer": kept}
 
 
@@ -309,8 +313,8 @@ def read_override(path: list[str], words: list[str]) -> Any:
     gone = GONE.get(".".join(path))
     try:
         hint = hint_at(Config, renewed_path(path)) if gone is None else type(gone)
-    except KeyError:  # `make` says which name was meant
-        return words
+    except KeyError:  # a plugin's, or none: `make` says which name was meant
+        hint = Any
     return read_words(words, hint, ".".join(path))
 
 

@@ -3,42 +3,37 @@
 The settings of rules are those that the rules declare (`optim.rules`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
-from torchmars.config.fields import Amount, Clip, Mark, Positive, Was, require
+from torchmars.config.fields import Amount, Clip, Mark, Positive, Was, require, with_settings
 from torchmars.core.bounds import KeyOf, Range
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES, variance_reduced
 from torchmars.optim.settings import Betas, Choice, Flag, Number, Setting
 
+T = TypeVar("T")
 Rule = Annotated[str, KeyOf(RULES)]
 ROUTERS = "optimizer.zero_mean_routers"
 GROUPS = ("matrix", "router", "embedding", "head", "vector")
 
 
-def with_settings(*scopes: str) -> Callable[[type], type]:
-    """Return a decorator: it adds the rules' settings of `scopes` to a class, as optional fields.
-
-    They come after its first field.
-    """
-
-    def add(kind: type) -> type:
-        settings = {each.name: each for rule in RULES.values() for each in rule.settings}
-        settings = {name: each for name, each in settings.items() if each.scope in scopes}
-        for name, setting in settings.items():
-            text = setting_text(setting, with_defaults="optimizer" in scopes)
-            setattr(kind, name, field(default=None, metadata={"help": text}))
-        first, own = next(iter(kind.__annotations__)), kind.__annotations__
-        types = {
-            name: Annotated[value_type(setting) | None, Was(setting.was)]
-            for name, setting in settings.items()
-        }
-        kind.__annotations__ = {first: own[first]} | types | own
-        return kind
-
-    return add
+def fields_of_rules(*scopes: str) -> dict[str, tuple[Any, Any, str]]:
+    """Return the fields that the rules' settings of `scopes` become: type, default and `--help`."""
+    of_optimizer = "optimizer" in scopes
+    more_than_0 = Annotated[float, Range(0, 1_000_000, open_low=True)]
+    types = {"lr": more_than_0} if of_optimizer else {}  # a group's may be 0
+    settings = {each.name: each for rule in RULES.values() for each in rule.settings}
+    return {
+        name: (
+            Annotated[types.get(name, value_type(each)) | None, Was(each.was)],
+            None,
+            setting_text(each, with_defaults=of_optimizer),
+        )
+        for name, each in settings.items()
+        if each.scope in scopes
+    }
 
 
 def value_type(setting: Setting) -> Any:
@@ -47,7 +42,7 @@ def value_type(setting: Setting) -> Any:
     if isinstance(setting, Choice):
         return Literal[setting.names]
     off = isinstance(setting, Number) and setting.positive and setting.optional
-    return Clip if off else types[type(setting)]
+    return Clip if off else types.get(type(setting), Any)
 
 
 def setting_text(setting: Setting, with_defaults: bool) -> str:
@@ -55,7 +50,7 @@ def setting_text(setting: Setting, with_defaults: bool) -> str:
     having = [name for name, rule in RULES.items() if setting.name in rule.defaults]
     text = setting.meaning
     if len(having) < len(RULES):
-        text = f"{listed(having)}: {text[0].lower()}{text[1:]}"
+        text = f"{listed(having)}: {text[:1].lower()}{text[1:]}"
     if not with_defaults:
         return text
     rules_of: dict[str, list[str]] = {}
@@ -86,16 +81,22 @@ def shown_default(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
+@partial(with_settings, settings=fields_of_rules("both"))
 @dataclass(frozen=True)
-@with_settings("both")
-class GroupConfig:
+class GroupRule:
+    """The rule of one group of parameters, and its settings."""
+
+    rule: Rule | None = None
+    """Update rule."""
+
+
+@dataclass(frozen=True)
+class GroupConfig(GroupRule):
     """Settings of one group of parameters, instead of the optimizer's.
 
     Settings that are not set follow from optimizer.name.
     """
 
-    rule: Rule | None = None
-    """Update rule."""
     split: Positive | None = None
     """Matrix rules: parts that a matrix is cut into by rows before it is orthogonalised. 3 for a
     fused QKV."""
@@ -109,19 +110,24 @@ class PatternConfig(GroupConfig):
     """Pattern of parameter names, as a shell's: "blocks.*.attn.qkv.weight"."""
 
 
+@partial(with_settings, settings=fields_of_rules("both", "optimizer"))
 @dataclass(frozen=True)
-@with_settings("both", "optimizer")
-class OptimizerConfig:
-    """Which update rule, with which settings.
-
-    Defaults are the published ones for GPT-2 small, where there are any.
-    """
+class NamedRule:
+    """A rule and its settings."""
 
     name: Annotated[Rule, Mark.IDENTITY] = "mars-adamw"
     """mars-adamw, mars-lion, mars-shampoo, mars-m: variance-reduced AdamW, Lion, Shampoo and Muon.
     adamw, lion, muon: the same without the reduction. A run prints at its start what embeddings
     and vectors get."""
-    lr: Annotated[float, Range(0, 1_000_000, open_low=True)] | None = None  # a group's may be 0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(NamedRule):
+    """Which update rule, with which settings.
+
+    Defaults are the published ones for GPT-2 small, where there are any.
+    """
+
     mode: Annotated[Literal["approx", "exact"], Mark.IDENTITY] = "approx"
     """mars-*: which gradient corrects. approx: the last step's. exact: this batch's at the last
     weights, which costs a second forward and backward pass."""
@@ -141,9 +147,6 @@ class OptimizerConfig:
     began with unless this says otherwise."""
     overlap: bool = True
     """Matrix rules: let the transfers of matrices overlap with the work on others."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """[optimizer.extra]: settings that only a plugin's rule has, by the names that it declares:
-    --optimizer.extra.NAME VALUE."""
     matrix: GroupConfig = field(default_factory=GroupConfig)
     """Hidden matrices."""
     router: GroupConfig = field(default_factory=GroupConfig)
@@ -181,7 +184,7 @@ class OptimizerConfig:
     def rule_settings(self) -> dict[str, Any]:
         """Return the settings of the rule that are set."""
         known = {name for rule in RULES.values() for name in rule.defaults}
-        return {key: value for key, value in set_fields(self).items() if key in known} | self.extra
+        return {key: value for key, value in set_fields(self).items() if key in known}
 
     def resolve(self) -> "ResolvedOptimizer":
         """Return the section with the rule's defaults filled in.
@@ -195,20 +198,13 @@ class OptimizerConfig:
             variance_reduced(self.name) or self.mode == "approx",
             f'optimizer.mode has no meaning for optimizer.name = "{self.name}"',
         )
-        for key in self.extra:
-            require(
-                key not in OptimizerConfig.__dataclass_fields__,
-                f"optimizer.extra.{key} is a setting of all rules: set optimizer.{key}",
-            )
         try:
             settings = complete_settings(self.name, **self.rule_settings())
-            own = {key: value for key, value in settings.items() if key not in vars(self)}
-            known = {key: value for key, value in settings.items() if key in vars(self)}
-            resolved = ResolvedOptimizer(**vars(self) | known | {"extra": own})
+            kind: type[ResolvedOptimizer] = with_plugins(ResolvedOptimizer)
+            resolved = kind(**vars(self) | settings)
             check_groups(**resolved.settings())
         except ValueError as error:
-            of_plugin = str(error).partition(" ")[0] in self.extra
-            raise UserError(f"optimizer.{'extra.' if of_plugin else ''}{error}") from None
+            raise UserError(f"optimizer.{error}") from None
         return resolved
 
 
@@ -223,6 +219,24 @@ class ResolvedOptimizer(OptimizerConfig):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+
+
+def with_plugins(kind: type[T]) -> type[T]:
+    """Return the section `kind`, one of the optimizer's, with the settings of plugins' rules."""
+    extended: type[T] = with_rules(cast(Any, kind), (*RULES.values(),))
+    return extended
+
+
+@cache
+def with_rules(kind: Any, rules: tuple[Any, ...]) -> Any:
+    """Return the section `kind` with the settings of `rules`, which are those of `RULES`."""
+    known = {each.name for each in fields(kind)}
+    more = {
+        name: each
+        for name, each in fields_of_rules("both", "optimizer").items()
+        if name not in known
+    }
+    return with_settings(kind, more) if more else kind
 
 
 def set_fields(section: GroupConfig | OptimizerConfig) -> dict[str, Any]:

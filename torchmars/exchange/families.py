@@ -95,6 +95,50 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
     },
 }
+# The keys there of our settings, in the order of config.json, by its model_type.
+_SHAPE = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+_MIXTURE = _SHAPE | {
+    "n_expert_used": "num_experts_per_tok",
+    "n_expert_inner": "moe_intermediate_size",
+    "norm_topk_prob": "norm_topk_prob",
+}
+KEYS: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_embd": "n_embd",
+        "seq_len": "n_positions",
+        "vocab_size": "vocab_size",
+    },
+    "llama": _SHAPE,
+    "qwen2": _SHAPE,
+    "qwen3": _SHAPE,
+    "qwen3_moe": _MIXTURE | {"n_expert": "num_experts"},
+    "mixtral": _SHAPE
+    | {
+        "n_expert_used": "num_experts_per_tok",
+        "n_expert": "num_local_experts",
+        "n_expert_inner": "intermediate_size",
+    },
+    "glm4_moe": _MIXTURE
+    | {
+        "n_expert": "n_routed_experts",
+        "n_expert_shared": "n_shared_experts",
+        "routed_scaling": "routed_scaling_factor",
+        "n_dense": "first_k_dense_replace",
+        "qkv_bias": "attention_bias",
+    },
+}
 # The names of the models, by their model_type.
 TITLES = {
     "gpt2": "GPT-2",

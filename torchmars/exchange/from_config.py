@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchmars.core.errors import UserError
-from torchmars.exchange.families import ALIASES, DEFAULTS
+from torchmars.exchange.families import ALIASES, DEFAULTS, KEYS
 from torchmars.exchange.to_config import GPT2_ACTIVATIONS, rope_scaling
 
 
@@ -14,8 +14,6 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     A key that is not there has the default of the model's class. Raises `UserError` for a model
     that our families do not cover.
     """
-    readers = {"gpt2": from_gpt2, "qwen3_moe": from_mixture, "mixtral": from_mixture}
-    readers |= {"glm4_moe": from_glm}
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise UserError(
@@ -38,7 +36,7 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
             "leave the key out"
         )
     try:
-        return readers.get(kind, from_llama)(with_defaults(kind, config))
+        return READERS.get(kind, from_llama)(with_defaults(kind, config))
     except KeyError as error:
         raise UserError(f"its config.json lacks {error}") from None
 
@@ -80,16 +78,11 @@ def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
         scale_attn_by_inverse_layer_idx=[False, True],
         add_cross_attention=[False],
     )
-    return {
+    return shape_of(config) | {
         "name": "gpt2",
-        "n_layer": whole_number(config, "n_layer"),
-        "n_head": whole_number(config, "n_head"),
-        "n_embd": width,
-        "vocab_size": whole_number(config, "vocab_size"),
         "bias": True,
         "activation": activations[config["activation_function"]],
         "scale_attn_by_inverse_layer_idx": config["scale_attn_by_inverse_layer_idx"],
-        "seq_len": whole_number(config, "n_positions"),
     }
 
 
@@ -109,40 +102,30 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     heads, width = (whole_number(config, name) for name in ("num_attention_heads", "hidden_size"))
     # Where these are null, they follow from the others.
     given = {"num_key_value_heads": heads, "head_dim": width // heads}
-    given |= {name: whole_number(config, name) for name in given if config[name] is not None}
+    given = {name: value for name, value in given.items() if config[name] is None}
     return {
         "name": "llama",
-        "n_layer": whole_number(config, "num_hidden_layers"),
-        "n_head": heads,
-        "n_kv_head": given["num_key_value_heads"],
-        "head_dim": given["head_dim"],
-        "n_embd": width,
-        "n_inner": whole_number(config, "intermediate_size"),
-        "vocab_size": whole_number(config, "vocab_size"),
         "rope_theta": number(rope, "rope_theta"),
         "rope_scaling_factor": number(rope, "factor"),
-        "norm_eps": number(config, "rms_norm_eps"),
         "qk_norm": config["model_type"] in ("qwen3", "qwen3_moe"),
         "qkv_bias": config["model_type"] == "qwen2",
         "tied": config["tie_word_embeddings"],
-        "seq_len": whole_number(config, "max_position_embeddings"),
-    }
+    } | shape_of({**config, **given})
 
 
-def from_mixture(config: Mapping[str, Any]) -> dict[str, Any]:
-    mixtral = config["model_type"] == "mixtral"
-    if mixtral:
-        require_all(config, sliding_window=[None])
-    else:
-        require_all(
-            config,
-            decoder_sparse_step=[1],
-            mlp_only_layers=[None, []],
-            norm_topk_prob=[False, True],
-        )
-    inner = "intermediate_size" if mixtral else "moe_intermediate_size"
-    own = experts_of(config, "num_local_experts", inner)
-    return from_llama(config) | own | {"norm_topk_prob": mixtral or config["norm_topk_prob"]}
+def from_qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    require_all(
+        config,
+        decoder_sparse_step=[1],
+        mlp_only_layers=[None, []],
+        norm_topk_prob=[False, True],
+    )
+    return from_llama(config)
+
+
+def from_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+    require_all(config, sliding_window=[None])
+    return from_llama(config) | {"norm_topk_prob": True}
 
 
 def from_glm(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,28 +136,34 @@ def from_glm(config: Mapping[str, Any]) -> dict[str, Any]:
         use_qk_norm=[False, True],
         norm_topk_prob=[False, True],
     )
-    own = {
-        "rotary_fraction": number(rope_of(config), "partial_rotary_factor"),
-        "qk_norm": config["use_qk_norm"],
-        "qkv_bias": config["attention_bias"],
+    return from_llama(config) | {
         "router": "sigmoid",
-        "n_expert_shared": whole_number(config, "n_shared_experts"),
-        "n_dense": whole_number(config, "first_k_dense_replace", least=0),
-        "norm_topk_prob": config["norm_topk_prob"],
-        "routed_scaling": number(config, "routed_scaling_factor"),
+        "qk_norm": config["use_qk_norm"],
+        "rotary_fraction": number(rope_of(config), "partial_rotary_factor"),
     }
-    return (
-        from_llama(config) | experts_of(config, "n_routed_experts", "moe_intermediate_size") | own
-    )
 
 
-def experts_of(config: Mapping[str, Any], number: str, inner: str) -> dict[str, int]:
-    """Return the number of experts and their width, which are there called so, and of a token."""
-    return {
-        "n_expert": whole_number(config, number),
-        "n_expert_used": whole_number(config, "num_experts_per_tok"),
-        "n_expert_inner": whole_number(config, inner),
-    }
+READERS = {
+    "gpt2": from_gpt2,
+    "qwen3_moe": from_qwen3_moe,
+    "mixtral": from_mixtral,
+    "glm4_moe": from_glm,
+}
+
+
+def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that have a key there. Those that are true or false are checked."""
+    kind, found = config["model_type"], {}
+    for ours, name in KEYS[kind].items():
+        theirs = ALIASES.get(kind, {}).get(name, name)
+        default = DEFAULTS[kind][theirs]
+        if isinstance(default, bool):
+            found[ours] = config[theirs]
+        elif isinstance(default, float):
+            found[ours] = number(config, theirs)
+        else:
+            found[ours] = whole_number(config, theirs, least=0 if ours == "n_dense" else 1)
+    return found
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from torchmars.config.llama import LlamaArgs
 from torchmars.models.gpt2 import GPT2
-from torchmars.models.llama import Llama, LlamaArgs
+from torchmars.models.llama import Llama
 from torchmars.models.model import Model
 
 # The name there of each part of a name. A dotted name stands for itself before its parts.

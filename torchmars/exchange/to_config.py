@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from torchmars.config.gpt2 import GPT2Args
+from torchmars.config.llama import LlamaArgs
 from torchmars.core.errors import UserError
+from torchmars.exchange.families import KEYS
 from torchmars.exchange.names import mixture_kind
 from torchmars.models.gpt2 import GPT2
-from torchmars.models.llama import HIGH, LOW, ORIGINAL_CONTEXT, Llama, LlamaArgs
+from torchmars.models.llama import HIGH, LOW, ORIGINAL_CONTEXT, Llama
 from torchmars.models.model import Model
 
 # What all models with such a router have there.
@@ -38,11 +41,7 @@ def gpt2_config(model: GPT2) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": args.n_layer,
-        "n_head": args.n_head,
-        "n_embd": args.n_embd,
-        "n_positions": args.seq_len,
-        "vocab_size": args.vocab_size,
+        **keys_of("gpt2", args),
         "activation_function": GPT2_ACTIVATIONS[args.activation],
         "scale_attn_by_inverse_layer_idx": args.scale_attn_by_inverse_layer_idx,
         "layer_norm_epsilon": model.norm.eps,
@@ -70,15 +69,7 @@ def llama_config(args: LlamaArgs) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [f"{family}ForCausalLM"],
         "model_type": family.lower(),
-        "num_hidden_layers": args.n_layer,
-        "num_attention_heads": args.n_head,
-        "num_key_value_heads": args.n_kv_head,
-        "head_dim": args.head_width,
-        "hidden_size": args.n_embd,
-        "intermediate_size": args.n_inner,
-        "vocab_size": args.vocab_size,
-        "max_position_embeddings": args.seq_len,
-        "rms_norm_eps": args.norm_eps,
+        **keys_of(family.lower(), args),
         "rope_theta": args.rope_theta,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -116,38 +107,31 @@ def check_mixture(args: LlamaArgs) -> None:
 def mixture_config(args: LlamaArgs) -> dict[str, Any]:
     """Return what config.json has otherwise where there are experts."""
     kind = mixture_kind(args)
-    config = {"model_type": kind, "num_experts_per_tok": args.n_expert_used}
+    config = {"model_type": kind, **keys_of(kind, args)}
     if kind == "mixtral":
-        return config | {
-            "architectures": ["MixtralForCausalLM"],
-            "num_local_experts": args.n_expert,
-            "intermediate_size": args.expert_width,
-            "sliding_window": None,
-        }
-    config |= {
-        "moe_intermediate_size": args.expert_width,
-        "norm_topk_prob": args.norm_topk_prob,
-    }
+        return config | {"architectures": ["MixtralForCausalLM"], "sliding_window": None}
     if kind == "qwen3_moe":
         return config | {
             "architectures": ["Qwen3MoeForCausalLM"],
-            "num_experts": args.n_expert,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
     return config | {
         "architectures": ["Glm4MoeForCausalLM"],
-        "n_routed_experts": args.n_expert,
-        "n_shared_experts": args.n_expert_shared,
-        "routed_scaling_factor": args.routed_scaling,
-        "first_k_dense_replace": args.n_dense,
         "n_group": 1,
         "topk_group": 1,
-        "attention_bias": args.qkv_bias,
         "use_qk_norm": args.qk_norm,
         "partial_rotary_factor": args.rotary_fraction,
         "num_nextn_predict_layers": 0,
     }
+
+
+def keys_of(kind: str, args: GPT2Args | LlamaArgs) -> dict[str, Any]:
+    """Return the settings that have a key there, by it."""
+    ours = vars(args)
+    if isinstance(args, LlamaArgs):
+        ours = ours | {"head_dim": args.head_width, "n_expert_inner": args.expert_width}
+    return {theirs: ours[name] for name, theirs in KEYS[kind].items()}
 
 
 def rope_scaling(factor: float) -> dict[str, Any]:

@@ -1,15 +1,13 @@
 """Models: plain modules that know no parallelism, by the name of their family."""
 
 import contextlib
-import importlib
-from collections.abc import Mapping
 
 import torch
 
 from torchmars.config import ModelConfig
 from torchmars.config.fields import require
-from torchmars.config.model import MODELS
-from torchmars.core.errors import UserError, no_exit
+from torchmars.config.model import MODELS, family_settings, model_class
+from torchmars.core.errors import UserError
 from torchmars.core.typed import nearest
 from torchmars.models.model import Model
 
@@ -18,20 +16,14 @@ __all__ = ["Model", "build_meta_model", "build_model", "family", "title"]
 
 def family(name: str) -> type[Model]:
     """Return the class of the models called `name`. Raises `UserError` if a plugin has none."""
-    module, _, kind = MODELS[name].rpartition(".")
-    try:
-        with no_exit():
-            found: type[Model] = getattr(importlib.import_module(module), kind)
-    except Exception as error:  # whatever the code of a plugin raises
-        raise UserError(f"model.name: the class {MODELS[name]} cannot be had: {error}") from None
+    found: type[Model] = model_class(name)
     wanted = f"model.name: the class {MODELS[name]} must"
     require(isinstance(found, type) and issubclass(found, Model), f"{wanted} derive from Model")
     undefined = ", ".join(sorted(found.__abstractmethods__))
     require(not undefined, f"{wanted} define {undefined}")
-    for field in ("sizes", "inputs", "cuts"):
+    for field in ("inputs", "cuts"):
         require(hasattr(found, field), f"{wanted} have {field}")
-    require(isinstance(found.sizes, Mapping) and bool(found.sizes), f"{wanted} have named sizes")
-    require(isinstance(found.extra, tuple), f"{wanted} have extra, a tuple, got {found.extra!r}")
+    family_settings(found, MODELS[name])
     return found
 
 
@@ -41,25 +33,19 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
     `vocab_size` is the tokenizer's. Raises `UserError` for a shape that cannot be built.
     """
     kind = family(config.name)
-    if config.size not in kind.sizes:
+    if config.size not in kind.settings.sizes:
         raise unknown_size(config)
-    for name in config.extra:
-        require(
-            name in kind.extra, f'model.extra.{name} means nothing to "{config.name}": remove it'
-        )
-    model = kind.from_config(config, vocab_size, seq_len)
+    args = config.args(kind.settings, vocab_size, seq_len)
+    args.check()
+    model = kind(args)
     missing = [field for field in Model.__annotations__ if not hasattr(model, field)]
-    require(
-        isinstance(model, Model) and not missing,
-        f"model.name: {MODELS[config.name]}.from_config must return a Model"
-        + (f" that has {', '.join(missing)}" if isinstance(model, Model) else f", got {model!r}"),
-    )
+    require(not missing, f"model.name: {MODELS[config.name]} must have {', '.join(missing)}")
     return model
 
 
 def title(config: ModelConfig) -> str:
     """Return a model's name: family and size, and changes of the size's shape."""
-    size = family(config.name).sizes[config.size]
+    size = family(config.name).settings.sizes[config.size]
     changed = [
         name for name in config.changed() if name in size and getattr(config, name) != size[name]
     ]
@@ -68,11 +54,11 @@ def title(config: ModelConfig) -> str:
 
 def unknown_size(config: ModelConfig) -> UserError:
     """Return the error of a size that the family does not have."""
-    size, sizes = config.size, family(config.name).sizes
+    size, sizes = config.size, family(config.name).settings.sizes
     others = []
     for name in MODELS:
         with contextlib.suppress(UserError):  # a plugin's, which cannot be had
-            others += [name] if size in family(name).sizes else []
+            others += [name] if size in family(name).settings.sizes else []
     meant = (
         f"it is a size of {others[0]}: --model.name {others[0]}."
         if others

@@ -8,45 +8,16 @@
 Sources: Radford et al. 2019 for the architecture; Yuan et al. (arXiv 2411.10438) for the settings.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchmars.config import ModelConfig
-from torchmars.core.errors import UserError
+from torchmars.config.gpt2 import GPT2Args
 from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.model import Model, Table, TensorParallelCut
-from torchmars.models.sizes import make_args
-
-SIZES: dict[str, dict[str, int]] = {
-    "nano": {"n_layer": 4, "n_head": 4, "n_embd": 256},
-    "small": {"n_layer": 12, "n_head": 12, "n_embd": 768},
-    "medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
-    "large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
-    "xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
-}
-
-
-@dataclass(frozen=True)
-class GPT2Args:
-    """Shape of a GPT-2: `n_layer` blocks of `n_head` heads and width `n_embd`."""
-
-    n_layer: int
-    n_head: int
-    n_embd: int
-    vocab_size: int
-    """Rows of the token table."""
-    seq_len: int
-    """Rows of the position table."""
-    bias: bool = False
-    activation: str = "gelu"
-    """"gelu", or "gelu_tanh" for its approximation."""
-    scale_attn_by_inverse_layer_idx: bool = False
-    dropout: float = 0.0
 
 
 class Attention(nn.Module):
@@ -103,7 +74,7 @@ class Block(nn.Module):
 class GPT2(Model):
     """GPT-2. The token table is also the head."""
 
-    sizes = SIZES
+    settings = GPT2Args
     inputs: ClassVar[tuple[str, ...]] = ("tok_embed", "pos_embed")
     cuts: ClassVar[dict[str, TensorParallelCut]] = {
         "tok_embed": "tokens",
@@ -115,25 +86,18 @@ class GPT2(Model):
     }
 
     def __init__(self, args: GPT2Args) -> None:
-        super().__init__()
-        self.args, self.n_layer, self.head_width = args, args.n_layer, args.n_embd // args.n_head
-        self.seq_len, self.width, self.vocab_rows = args.seq_len, args.n_embd, args.vocab_size
+        super().__init__(args)
+        self.n_layer, self.width, self.head_width = (
+            args.n_layer,
+            args.n_embd,
+            args.n_embd // args.n_head,
+        )
         self.heads, self.dropout = (args.n_head, args.n_head), args.dropout
         self.tok_embed = Table(args.vocab_size, args.n_embd)
         self.pos_embed = Table(args.seq_len, args.n_embd)
         self.blocks = nn.ModuleDict({str(number): Block(args) for number in range(args.n_layer)})
         self.norm = nn.LayerNorm(args.n_embd, bias=args.bias)
         self.output = None
-
-    @classmethod
-    def from_config(cls, config: ModelConfig, vocab_size: int, seq_len: int) -> Self:
-        args = make_args(config, GPT2Args, cls.sizes[config.size], vocab_size, seq_len)
-        if args.n_embd % args.n_head:
-            raise UserError(
-                f"model.n_embd = {args.n_embd} does not divide into model.n_head = {args.n_head} "
-                f"heads: choose a multiple of {args.n_head}"
-            )
-        return cls(args)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.tok_embed(tokens) + self.pos_embed(positions)

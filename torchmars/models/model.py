@@ -2,13 +2,13 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from torchmars.config import ModelConfig
+from torchmars.config.model_args import ModelArgs
 from torchmars.core.errors import UserError
 from torchmars.models.attention import CausalAttention, Reach, Sight
 from torchmars.models.documents import document_positions
@@ -53,15 +53,12 @@ class Model(nn.Module, ABC):
     a pipeline may have some of them only, and a loss may take the logits in chunks.
     """
 
-    sizes: ClassVar[Mapping[str, Mapping[str, Any]]]
-    """The shapes that have names, which a config's fields may change."""
+    settings: ClassVar[type[ModelArgs]]
+    """What it is made from: its settings in [model], and its named sizes."""
     inputs: ClassVar[tuple[str, ...]]
     """The modules that only `embed` uses."""
     cuts: ClassVar[dict[str, TensorParallelCut]]
     """How tensor parallelism cuts each layer, by the end of its name. Norms stay whole."""
-
-    extra: ClassVar[tuple[str, ...]] = ()
-    """The names in [model.extra] that `from_config` reads."""
 
     tok_embed: nn.Embedding
     """The token table [vocab_rows, width]."""
@@ -93,13 +90,10 @@ class Model(nn.Module, ABC):
     dropout: float = 0.0
     """Probability of dropout in training."""
 
-    @classmethod
-    @abstractmethod
-    def from_config(cls, config: ModelConfig, vocab_size: int, seq_len: int) -> Self:
-        """Make the model that `config` asks for, for a tokenizer of `vocab_size` tokens.
-
-        Its weights are not initialised. Raises `UserError` for a shape that cannot be built.
-        """
+    def __init__(self, args: Any) -> None:
+        """Make the model of `args`, an instance of `settings`. Weights are not initialised."""
+        super().__init__()
+        self.args, self.seq_len, self.vocab_rows = args, args.seq_len, args.vocab_size
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, starts: Tensor | None = None

@@ -6,14 +6,16 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple
 
 from torchmars.config import ActivationCheckpointConfig, ResolvedConfig
+from torchmars.config.load import config_from_tables
 from torchmars.config.parallelism import PipelineSchedule
 from torchmars.config.plugins import load_plugins
+from torchmars.config.toml_files import Tables
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.metrics.throughput import GIB
@@ -217,13 +219,13 @@ def plan_all(
     with ProcessPoolExecutor(
         workers, server, load_plugins, (plugins,), max_tasks_per_child=1
     ) as pool:
-        yield from pool.map(work, layouts)
+        yield from pool.map(work, map(asdict, layouts))
 
 
-def planned(layout: ResolvedConfig, world_size: int, per_node: int) -> Found | UserError:
-    """Return the figures of a layout's exact plan, or why there is none."""
+def planned(layout: Tables, world_size: int, per_node: int) -> Found | UserError:
+    """Return the figures of the exact plan of a layout's config, or why there is none."""
     try:
-        plan = make_plan(layout, world_size, per_node)
+        plan = make_plan(config_from_tables(layout, "a layout"), world_size, per_node)
     except UserError as error:
         return error
     assert plan.seconds is not None

@@ -6,6 +6,7 @@ which have a shape and no values; so are the collectives.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -178,8 +179,9 @@ class FewBlocks:
             parallelism, stages = model.parallelism, model.parallelism.stages
             if parallelism.pp > 1:
                 parallelism = replace(parallelism, pp_blocks=(blocks,) * stages)
-            shape = replace(self.config.model, n_layer=blocks * stages)
-            whole = build_meta_model(shape, self.whole.vocab_rows, self.whole.seq_len)
+            shape: dict[str, Any] = {"n_layer": blocks * stages}
+            smaller = replace(self.config.model, **shape)
+            whole = build_meta_model(smaller, self.whole.vocab_rows, self.whole.seq_len)
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             small = fake_model(self.config, parallelism, whole, model.layout, fake)
             self.known[ends, blocks] = make_passes(small, self.config.training, rounds, fake)
