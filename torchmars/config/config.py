@@ -102,7 +102,7 @@ class ResolvedConfig(Config):
     optimizer: ResolvedOptimizer
 
 
-def kind_of(model: Any) -> type[Config]:
+def kind_of(model: str) -> type[Config]:
     """Return the config of the model called `model`, with what plugins' model and rules declare.
 
     Raises `UserError` for a plugin whose model declares nothing that can be used.
@@ -125,6 +125,7 @@ def config_with(model: type[Any], optimizer: type[Any]) -> type[Config]:
         ],
         bases=(Config,),
         frozen=True,
+        namespace={"__module__": Config.__module__, "__doc__": Config.__doc__},
     )
 
 

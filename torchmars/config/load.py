@@ -1,5 +1,6 @@
 """From TOML files and `--section.key value` overrides to a resolved config, and back to a file."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from itertools import takewhile
@@ -12,6 +13,7 @@ from torchmars.config.checkpoint import HF
 from torchmars.config.config import Config, ResolvedConfig, kind_of
 from torchmars.config.entries import check_tables
 from torchmars.config.history import GONE, check_gone, renamed, renewed_path, without_dropped
+from torchmars.config.model import ModelConfig
 from torchmars.config.plugins import load_plugins, not_loaded
 from torchmars.config.presets import find_sources
 from torchmars.config.run import Modules
@@ -19,7 +21,7 @@ from torchmars.config.source import parse_source
 from torchmars.config.toml_files import NamedTables, Tables, flattened, merge
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
-from torchmars.core.help import print_help_if_asked
+from torchmars.core.help import HELP, print_help_if_asked
 from torchmars.core.options import take_options
 from torchmars.core.places import place
 from torchmars.core.secrets import has_credentials
@@ -49,7 +51,7 @@ def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, Resolved
     `--help` prints both with their defaults and exits. Raises `UserError` for anything the user
     got wrong.
     """
-    print_help_if_asked(args, f"{prog} [CONFIG.toml ...]", kind, settings=Config, more=DESCRIPTION)
+    print_help(args, prog, kind)
     options, rest = take_options(kind, args)
     return options, load_config(rest, prog)
 
@@ -68,8 +70,34 @@ def load_sources(args: list[str], prog: str, *options: type) -> list[NamedTables
 
     `--help` tells of the command's own `options` too. Raises `UserError`.
     """
-    usage = f"{prog} [CONFIG.toml ...]"
-    print_help_if_asked(args, usage, *options, settings=Config, more=DESCRIPTION)
+    print_help(args, prog, *options)
+    return sources_in(args)
+
+
+def print_help(args: list[str], prog: str, *options: type) -> None:
+    """Print the help of a command that has settings, where `args` ask for it, and exit.
+
+    It has the settings of the plugins that `args` name too, where these can be read.
+    """
+    kind: type[Config] = Config
+    rest = [each for each in args if each not in HELP]
+    if len(rest) < len(args):
+        with contextlib.suppress(UserError):
+            for each in options:
+                _, rest = take_options(each, rest)
+            sources = sources_in(rest)
+            load_named_plugins(sources)
+            kind = kind_for(merged(renamed_sources(sources)))
+    print_help_if_asked(
+        args, f"{prog} [CONFIG.toml ...]", *options, settings=kind, more=DESCRIPTION
+    )
+
+
+def sources_in(args: list[str]) -> list[NamedTables]:
+    """Return the tables of the files and of the overrides in `args`, and where each is from.
+
+    Raises `UserError`.
+    """
     files = list(takewhile(lambda arg: not arg.startswith("--"), args))
     return [*sources_of(files), (COMMAND_LINE, parse_overrides(args[len(files) :]))]
 
@@ -163,7 +191,7 @@ def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
 def kind_for(tables: Tables) -> type[Config]:
     """Return the config that tables are read as. Raises `UserError`."""
     model = tables.get("model")
-    return kind_of(model.get("name") if isinstance(model, dict) else None)
+    return kind_of(str(model.get("name")) if isinstance(model, dict) else ModelConfig.name)
 
 
 def merged(sources: list[NamedTables]) -> Tables:

@@ -84,7 +84,7 @@ class ModelConfig:
         return kind(**{"vocab_size": padded, "seq_len": seq_len} | dict(size) | changed)
 
 
-def model_section(name: Any) -> type[ModelConfig]:
+def model_section(name: str) -> type[ModelConfig]:
     """Return the section [model] of the model called `name`, with a plugin's own settings.
 
     Raises `UserError` for a plugin whose model has none.

@@ -19,6 +19,7 @@ from torchmars.core.errors import Ended
 from torchmars.core.typed import table_in, without_none
 
 T = TypeVar("T")
+HELP = {"-h", "--help"}
 LONGEST_VALUE = 50  # columns of an option's value; a longer list of choices is part of the text
 
 
@@ -80,7 +81,7 @@ def print_help_if_asked(
     those of `options` as `--batch-size`, and those of the sections that are the fields of
     `settings` as `--section.batch_size`, spelled as in a TOML file.
     """
-    if not {"-h", "--help"} & set(args):
+    if not HELP & set(args):
         return
     documented = next(kind for kind in (*options, settings) if kind is not None)
     places = [each.usage for kind in options for each in options_of(kind) if each.positional]

@@ -1,0 +1,57 @@
+"""A third family, a plugin of one file: its own setting, layouts, export and import."""
+
+import shutil
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+
+from tests.support import own_family
+from tests.support.commands import finish_run, run_command
+from tests.support.tiny import metrics, tiny_tables, write_text
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A config of a run of a plugin's family, beside the plugin."""
+    shutil.copy(own_family.__file__, tmp_path)
+    write_text(tmp_path)
+    tables = tiny_tables(
+        tmp_path,
+        training={"dtype": "float32", "steps": 6},
+        optimizer={"name": "mars-m", "matrix_dtype": "float32"},
+    )
+    del tables["run"]["name"]
+    tables["model"] = {"name": "plain", "size": "tiny", "mlp_ratio": 3}
+    (tmp_path / "plain.toml").write_text(tomli_w.dumps(tables))
+    return tmp_path / "plain.toml"
+
+
+def train(file, name, *options, ranks):
+    """Train on so many ranks; return the losses by step."""
+    options = ("--plugins", "own_family", "--run.name", name, *options)
+    code, out, err = finish_run(file, *options, ranks=ranks, NGPU=str(ranks))
+    assert code == 0 and "2 layers, width 32, MLPs 3 times that" in out, err
+    return metrics({"run": {"name": name, "folder": str(file.parent / "runs")}})
+
+
+def test_a_family_of_a_plugin_trains_on_layouts_and_comes_back_from_an_export(file):
+    alone = train(file, "alone", ranks=1)
+    assert alone[6] < alone[1]
+    for layout in ("dp_shard", "tp"):
+        losses = train(file, layout, f"--parallelism.{layout}", "2", ranks=2)
+        assert losses == pytest.approx(alone, rel=1e-5)
+    exported = file.parent / "weights.safetensors"
+    words = ["runs/tp", str(exported), "--plugins", "own_family"]
+    code, _, err = run_command("export", words, file.parent)
+    assert code == 0, err
+    assert load_file(exported)["blocks.1.mlp.up.weight"].shape == (96, 32)
+    options = ("--checkpoint.init_from", str(exported), "--training.steps", "1")
+    again = train(file, "again", *options, "--optimizer.lr", "1e-9", ranks=1)
+    words[:2] = ["runs/again", "again.safetensors"]
+    assert run_command("export", words, file.parent)[0] == 0
+    first, second = load_file(exported), load_file(file.parent / "again.safetensors")
+    for name in first:
+        torch.testing.assert_close(second[name], first[name], atol=1e-7, rtol=0)
+    assert again[1] < alone[6]
