@@ -12,6 +12,7 @@ ARGUMENTS = [
     *([name, "--help"] for name in commands() if name not in ("launch", "checkpoint")),
     *(["checkpoint", name, "--help"] for name in ("list", "verify", "prune")),
     ["checkpoint", "--help"],
+    ["train", "--help", "all"],
     ["--help"],
     ["--version"],
     [],
@@ -51,3 +52,17 @@ def test_help_is_plain_text_that_needs_no_torch():
         assert not [each for each in options if "_" in each], args
         for paragraph in re.split(r"\n(?=  --)", text)[1:]:
             assert paragraph.count("Default: ") <= 1, paragraph
+
+
+def test_help_of_a_command_with_settings_fits_on_a_screen(call):
+    code, out, err = call("train", "--help")
+    assert code == 0 and not err and len(out.splitlines()) <= 50
+    assert "  [training.float8]       Matrix products in float8." in out.splitlines()
+
+
+def test_help_has_a_section_and_those_within_it(call):
+    code, out, err = call("plan", "--help", "training")
+    assert code == 0 and not err and out.startswith("[training]:\n")
+    assert "  --training.float8.recipe {" in out and "--optimizer.lr" not in out
+    code, out, err = call("train", "--help", "trainig")
+    assert code == 2 and "no such section: did you mean training? They are run, model, " in err

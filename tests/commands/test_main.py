@@ -14,6 +14,7 @@ NAMES = {
     "bench",
     "checkpoint",
     "compare",
+    "config",
     "evaluate",
     "export",
     "generate",
@@ -50,6 +51,23 @@ def test_an_unknown_command_is_named(monkeypatch, capsys):
     code, out, err = main(monkeypatch, capsys, "tran")
     assert (code, out) == (2, "")
     assert err == "error: unknown command 'tran': did you mean torchmars train?\n"
+
+
+@pytest.mark.parametrize(
+    "word,remedy",
+    [
+        ("sample", "did you mean torchmars generate?"),
+        ("eval", "did you mean torchmars evaluate?"),
+        ("compere", "did you mean torchmars compare?"),
+        ("xyz", "torchmars --help lists them"),
+    ],
+)
+def test_a_word_of_other_programs_and_one_like_none(monkeypatch, capsys, word, remedy):
+    assert main(monkeypatch, capsys, word) == (
+        2,
+        "",
+        f"error: unknown command '{word}': {remedy}\n",
+    )
 
 
 def test_a_command_gets_the_other_arguments(monkeypatch, capsys):

@@ -101,7 +101,7 @@ def test_resolved_config_reads_back_the_same(tmp_path):
 
 def test_help_documents_every_field(capsys):
     with pytest.raises(SystemExit) as ended:
-        load_config(["--help"], "test")
+        load_config(["--help", "all"], "test")
     assert ended.value.code == 0
     text = capsys.readouterr().out
     names = list(leaves(Config))
@@ -167,6 +167,12 @@ def test_groups_of_the_optimizer(tmp_path):
         (["--lr", "3"], "cannot read the argument '--lr': did you mean --optimizer.lr?"),
         (["--seq-len=3"], "cannot read the argument '--seq-len': did you mean --training.seq_len?"),
         (["--no", "3"], "'--no': overrides look like --section.key value, see --help"),
+        (["--resume"], "'--resume': the same command again goes on where the run stopped"),
+        (["--max-iters", "3"], "'--max-iters': did you mean --training.steps?"),
+        (["--batch_size", "3"], "'--batch_size': did you mean --training.global_batch_size?"),
+        (["--training.block_size", "3"], "did you mean training.seq_len?"),
+        (["--training.qwxz", "3"], "unknown key training.qwxz .*: it may be one of steps, global"),
+        (["--training.dtype", "bf16"], "got 'bf16': did you mean bfloat16?"),
         (["--trainig.steps", "3"], "unknown section trainig .* did you mean training?"),
         (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),
         (["--training.steps", "1.5"], "training.steps must be a whole number"),

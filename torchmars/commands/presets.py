@@ -9,7 +9,7 @@ from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.places import local_place
-from torchmars.core.typed import nearest
+from torchmars.core.typed import meant
 
 
 @dataclass
@@ -37,8 +37,8 @@ def main() -> None:
         families = list(dict.fromkeys(preset.family for preset in presets.values()))
         if options.name is not None and options.name not in presets:
             raise UserError(
-                f"there is no preset {options.name}: did you mean "
-                f"{nearest(options.name, list(presets))}?"
+                f"there is no preset {options.name}: "
+                f"{meant(options.name, list(presets))}torchmars presets lists them"
             )
         if options.family is not None and options.family not in families:
             raise UserError(f"--family must be one of {', '.join(families)}, got {options.family}")

@@ -8,7 +8,7 @@ from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.toml_files import SHIPPED, Tables, read_toml
 from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
-from torchmars.core.typed import nearest
+from torchmars.core.typed import meant
 
 # The baseline if it takes part and --baseline names no other.
 BASELINE = "adamw"
@@ -67,8 +67,8 @@ def find_contender(name: str) -> Contender:
         return Contender(name, read_toml(shipped[name])["optimizer"])
     if not name.endswith(".toml"):
         raise UserError(
-            f"--optimizers: there is no {name!r}: did you mean {nearest(name, list(shipped))}? "
-            "Or name a TOML file with an [optimizer] section"
+            f"--optimizers: there is no {name!r}: {meant(name, list(shipped))}"
+            f"It may be {', '.join(shipped)}, or a TOML file with an [optimizer] section"
         )
     tables = read_toml(Path(name))
     table = tables.pop("optimizer", None)

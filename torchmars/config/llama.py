@@ -24,7 +24,7 @@ def qwen3(n_layer: int, n_head: int, n_embd: int, n_inner: int, **more: Any) -> 
     return llama(n_layer, n_head, n_embd, n_inner) | own | more
 
 
-def experts(number: int, used: int, inner: int) -> dict[str, Any]:
+def routed(number: int, used: int, inner: int) -> dict[str, Any]:
     """Return the part of a published size that describes its experts."""
     return {
         "n_expert": number,
@@ -56,17 +56,17 @@ SIZES = {
     "qwen3-14b": qwen3(40, 40, 5120, 17408),
     "qwen3-32b": qwen3(64, 64, 5120, 25600),
     "moe-nano": qwen3(4, 4, 192, 512, n_kv_head=2, head_dim=48, rope_theta=10_000.0, tied=True)
-    | experts(8, 2, 256),
-    "qwen3-30b-a3b": qwen3(48, 32, 2048, 6144, n_kv_head=4) | experts(128, 8, 768),
-    "qwen3-235b-a22b": qwen3(94, 64, 4096, 12288, n_kv_head=4) | experts(128, 8, 1536),
-    "mixtral-8x7b": llama(32, 32, 4096, 14336, rope_theta=1e6) | experts(8, 2, 14336),
-    "mixtral-8x22b": llama(56, 48, 6144, 16384, rope_theta=1e6) | experts(8, 2, 16384),
+    | routed(8, 2, 256),
+    "qwen3-30b-a3b": qwen3(48, 32, 2048, 6144, n_kv_head=4) | routed(128, 8, 768),
+    "qwen3-235b-a22b": qwen3(94, 64, 4096, 12288, n_kv_head=4) | routed(128, 8, 1536),
+    "mixtral-8x7b": llama(32, 32, 4096, 14336, rope_theta=1e6) | routed(8, 2, 14336),
+    "mixtral-8x22b": llama(56, 48, 6144, 16384, rope_theta=1e6) | routed(8, 2, 16384),
     "glm-nano": glm(4, 4, 192, 512, n_kv_head=2, head_dim=48, rope_theta=10_000.0, tied=True)
-    | experts(8, 2, 256)
+    | routed(8, 2, 256)
     | {"n_dense": 1},
-    "glm-4.5-air": glm(46, 96, 4096, 10944) | experts(128, 8, 1408) | {"n_dense": 1},
+    "glm-4.5-air": glm(46, 96, 4096, 10944) | routed(128, 8, 1408) | {"n_dense": 1},
     "glm-4.5": glm(92, 96, 5120, 12288, qk_norm=True)
-    | experts(160, 8, 1536)
+    | routed(160, 8, 1536)
     | {"n_dense": 3, "routed_scaling": 2.5},
 }
 
@@ -89,6 +89,7 @@ class LlamaArgs(ModelArgs):
     """Width."""
     n_inner: Annotated[int, Range(1, 10_000_000)]
     """Width within the MLP."""
+
     rope_theta: Annotated[float, Range(1, 1e12)] = 10_000.0
     """Base of the wavelengths of rotary positions."""
     rope_scaling_factor: Annotated[float, Range(1, 1_000)] = 1.0
@@ -96,6 +97,7 @@ class LlamaArgs(ModelArgs):
     them."""
     rotary_fraction: Annotated[float, Range(0.01, 1)] = 1.0
     """The part of each head, from its first dim, that rotary positions turn. 0.5 in GLM-4.5."""
+
     norm_eps: Annotated[float, Range(0, 1)] = 1e-5
     """Added to the mean square in RMSNorm."""
     qk_norm: bool = False
@@ -104,6 +106,7 @@ class LlamaArgs(ModelArgs):
     """Biases of queries, keys and values, as in Qwen2."""
     tied: bool = False
     """Let the token table be the head too."""
+
     n_expert: Annotated[int, Range(0, 10_000)] = 0
     """Experts of each block. 0: one MLP for all tokens."""
     n_dense: Annotated[int, Range(0, 1_000)] = 0

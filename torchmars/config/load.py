@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -31,6 +32,13 @@ from torchmars.optim.rules import RULES
 COMMAND_LINE = "on the command line"
 # Other commands, which have no config, have this option too.
 SHORT = {"--plugins": "--run.plugins"}
+OVERRIDES = "overrides look like --section.key value, see --help"
+# For options that other programs have.
+REMEDIES = {
+    "--resume": "the same command again goes on where the run stopped",
+    "--dry-run": "torchmars plan says what a run would take",
+    "--print-config": "torchmars config prints the resolved config",
+}
 DESCRIPTION = (
     "Settings come from the TOML files; of two files the later one wins. The name of a preset "
     "stands for several files: torchmars presets lists them. --section.key value "
@@ -115,7 +123,7 @@ def sources_of(files: list[str]) -> list[NamedTables]:
 
 def is_set(sources: list[NamedTables], setting: str) -> bool:
     """Return whether tables set a field, as "section.field"."""
-    return any(has(tables, setting) for _, tables in renamed_sources(sources))
+    return source_of(renamed_sources(sources), setting) != ""
 
 
 def require_config(args: list[str]) -> None:
@@ -177,15 +185,16 @@ def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
 
     Raises `UserError`.
     """
-
-    def source_of(key: str) -> str:
-        return next((name for name, tables in reversed(sources) if has(tables, key)), "")
-
     check_tables()
     sources = renamed_sources(sources)
-    tables = without_dropped(merged(sources))
-    check_gone(tables, source_of)
-    return make(kind_for(tables), tables, source_of).resolve()
+    tables, where = without_dropped(merged(sources)), partial(source_of, sources)
+    check_gone(tables, where)
+    return make(kind_for(tables), tables, where).resolve()
+
+
+def source_of(sources: list[NamedTables], setting: str) -> str:
+    """Return where a setting is from, the last that has it; "" where none has."""
+    return next((name for name, tables in reversed(sources) if has(tables, setting)), "")
 
 
 def kind_for(tables: Tables) -> type[Config]:
@@ -309,11 +318,7 @@ def parse_overrides(args: list[str]) -> Tables:
         *path, key = option.removeprefix("--").replace("-", "_").split(".")
         if not (option.startswith("--") and path and key):
             meant = settings_called(Config, key) if option.startswith("--") else []
-            remedy = (
-                f"did you mean --{meant[0]}?"
-                if meant
-                else "overrides look like --section.key value, see --help"
-            )
+            remedy = f"did you mean --{meant[0]}?" if meant else REMEDIES.get(option, OVERRIDES)
             raise UserError(f"cannot read the argument {option!r}: {remedy}")
         following = [] if equals else list(takewhile(is_value, args[1:]))
         args = args[1 + len(following) :]

@@ -11,7 +11,7 @@ from functools import cache
 from torchmars.config.toml_files import SHIPPED, NamedTables, Tables, read_sources, read_toml
 from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
-from torchmars.core.typed import nearest
+from torchmars.core.typed import meant
 
 # The settings of a row belong to [optimizer], except for these.
 SECTIONS = {"min_lr": "schedule"}
@@ -66,8 +66,8 @@ def find_sources(name: str) -> list[NamedTables]:
     if name in read_presets():
         return read_presets()[name].sources()
     raise UserError(
-        f"cannot read the config {name}: there is no such file or preset: did you mean "
-        f"{nearest(name, list(read_presets()))}? See torchmars presets"
+        f"cannot read the config {name}: there is no such file or preset: "
+        f"{meant(name, list(read_presets()))}See torchmars presets"
     )
 
 

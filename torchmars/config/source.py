@@ -85,7 +85,8 @@ def parse_source(text: str) -> DataSource:
         shown = "" if place_problem(text) else f" = {text!r}"
         raise UserError(
             f"data.source{shown} is of no known kind: it must begin with one of "
-            f"{', '.join(known)}, or a plugin's (--plugins); did you mean {nearest(name, known)}?"
+            f"{', '.join(known)}, or a plugin's (--plugins)"
+            + (f"; did you mean {near}?" if (near := nearest(name, known)) else "")
         )
     parts = KINDS[name].parts
     store = STORE.match(rest)

@@ -15,8 +15,8 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, TypeVar
 
 from torchmars.core.bounds import KeyOf
-from torchmars.core.errors import Ended
-from torchmars.core.typed import table_in, without_none
+from torchmars.core.errors import Ended, UserError
+from torchmars.core.typed import meant, table_in, without_none
 
 T = TypeVar("T")
 HELP = {"-h", "--help"}
@@ -77,12 +77,19 @@ def print_help_if_asked(
 ) -> None:
     """Where `args` ask for help, print it and exit with 0.
 
-    It has the docstring of the first of the dataclasses, `more` after it, and all their fields:
-    those of `options` as `--batch-size`, and those of the sections that are the fields of
-    `settings` as `--section.batch_size`, spelled as in a TOML file.
+    It has the docstring of the first of the dataclasses, `more` after it, and all fields of
+    `options`, as `--batch-size`. The sections that are the fields of `settings` have a line each,
+    and after `--help` the name of one, or "all", asks for its fields: `--section.batch_size`,
+    spelled as in a TOML file. Raises `UserError` for a section that is not there.
     """
     if not HELP & set(args):
         return
+    sections = [*sections_of(settings)]
+    after = args[next(place for place, arg in enumerate(args) if arg in HELP) + 1 :]
+    named = after[0] if sections and after and not after[0].startswith("-") else ""
+    if named not in ("", "all"):
+        print_sections(named, sections)
+        raise Ended(0)
     documented = next(kind for kind in (*options, settings) if kind is not None)
     places = [each.usage for kind in options for each in options_of(kind) if each.positional]
     usage = [prog, *places, "[OPTION ...]", *([] if settings is None else ["[SETTING ...]"])]
@@ -95,10 +102,33 @@ def print_help_if_asked(
     for kind in options:
         add_fields(parser, kind)
     parser.add_argument("-h", "--help", action="store_true", help="Print this and exit.")
-    for name, text, section in sections_of(settings):
-        add_fields(parser.add_argument_group(f"[{name}]", text), section, f"{name}.")
+    if named:
+        add_sections(parser, sections)
     parser.print_help()
+    if sections and not named:
+        print("\nsections of settings (--help SECTION prints one, --help all prints all):")
+        for name, text, _ in sections:
+            print(f"  {f'[{name}]':<24}{textwrap.shorten(text, 74, placeholder=' ...')}")
     raise Ended(0)
+
+
+def print_sections(named: str, sections: list[tuple[str, str, type]]) -> None:
+    """Print the settings of the section `named` and of those within it. Raises `UserError`."""
+    known = [name for name, *_ in sections]
+    if named not in known:
+        raise UserError(
+            f"--help {named}: there is no such section: {meant(named, known)}"
+            f"They are {', '.join(known)}"
+        )
+    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    add_sections(parser, [each for each in sections if f"{each[0]}.".startswith(f"{named}.")])
+    parser.print_help()
+
+
+def add_sections(parser: argparse.ArgumentParser, sections: list[tuple[str, str, type]]) -> None:
+    """Add the fields of sections, each a name, a description and a type, to a parser."""
+    for name, text, section in sections:
+        add_fields(parser.add_argument_group(f"[{name}]", text), section, f"{name}.")
 
 
 def sections_of(settings: type | None) -> Iterator[tuple[str, str, type]]:

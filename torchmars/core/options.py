@@ -10,7 +10,7 @@ from torchmars.core.files import name_problem
 from torchmars.core.help import options_of, print_help_if_asked
 from torchmars.core.places import place
 from torchmars.core.tables import table
-from torchmars.core.typed import describe, make, nearest, read_words, without_none
+from torchmars.core.typed import describe, make, meant, nearest, read_words, without_none
 
 T = TypeVar("T")
 
@@ -28,10 +28,8 @@ def parse(kind: type[T], args: list[str], prog: str) -> T:
     for arg in rest:
         if arg.startswith("--"):
             known = [each.spelled for each in options if not each.positional]
-            meant = (
-                f"did you mean {nearest(arg.partition('=')[0], known)}?" if known else "see --help"
-            )
-            raise UserError(f"unknown option {arg.partition('=')[0]}: {meant}")
+            name = arg.partition("=")[0]
+            raise UserError(f"unknown option {name}: {meant(name, known) or 'see --help'}".strip())
     places = [each for each in options if each.positional]
     taken = 0
     for index, each in enumerate(places[: len(rest)]):
@@ -134,6 +132,6 @@ def choose(args: list[str], commands: dict[str, str], prog: str, description: st
         raise Ended(0)
     if args[0] in commands:
         return args[0]
-    raise UserError(
-        f"unknown command {args[0]!r}: did you mean {prog} {nearest(args[0], list(commands))}?"
-    )
+    near = nearest(args[0], list(commands))
+    remedy = f"did you mean {prog} {near}?" if near else f"{prog} --help lists them"
+    raise UserError(f"unknown command {args[0]!r}: {remedy}")

@@ -24,6 +24,29 @@ T = TypeVar("T")
 Path = Sequence[int | str]  # the keys and indices that lead to a value
 # Tables within tables. Our files have fewer levels; thousands would exhaust Python's stack.
 LEVELS = 16
+LIKENESS = 0.55  # of a misspelt name, from 0 to 1; below it a hint misleads
+# Names of other programs for ours.
+SYNONYMS = {
+    "sample": "generate",
+    "eval": "evaluate",
+    "tokenize": "prepare",
+    "convert": "export",
+    "benchmark": "bench",
+    "resume": "train",
+    "finetune": "train",
+    "dry-run": "plan",
+    "batch_size": "global_batch_size",
+    "micro_batch_size": "microbatch_size",
+    "block_size": "seq_len",
+    "context_length": "seq_len",
+    "max_steps": "steps",
+    "max_iters": "steps",
+    "warmup": "warmup_steps",
+    "warmup_iters": "warmup_steps",
+    "out_dir": "folder",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+}
 LARGEST = 10**1000  # Python refuses to print whole numbers of some thousand digits
 
 
@@ -54,8 +77,10 @@ def make(kind: type[T], value: Any, source: Callable[[str], str] | str = "", nam
         raise mistake(path, str(first["ctx"]["error"]), source, name)
     path = path[:-1] if first["type"] == "missing" else path
     got = functools.reduce(lambda owner, step: owner[step], path, value)
-    hint = hint_at(kind, path)
-    raise mistake(path, f"must be {describe(hint)}, got {got!r}", source, name)
+    hint = without_none(hint_at(kind, path))
+    choices = [*map(str, typing.get_args(hint))] if typing.get_origin(hint) is Literal else []
+    near = f": {question}".rstrip() if (question := meant(str(got), choices)) else ""
+    raise mistake(path, f"must be {describe(hint)}, got {got!r}{near}", source, name)
 
 
 @functools.cache
@@ -99,30 +124,43 @@ def unknown_key(kind: Any, path: Path, source: Callable[[str], str] | str) -> Us
     full = ".".join([*owner, str(key)])
     elsewhere = settings_called(kind, str(key))
     initials = "".join(word[:1] for word in str(key).split("_"))  # of learning_rate: lr
-    meant = initials if initials in known else nearest(str(key), known)
-    near = elsewhere[0] if elsewhere else ".".join([*owner, meant])
+    near = initials if initials in known else nearest(str(key), known)
+    near = elsewhere[0] if elsewhere else near and ".".join([*owner, near])
     where = source if isinstance(source, str) else source(full)
     return UserError(
         f"unknown {'key' if owner else 'section'} {full}{where and f' {where}'}: "
-        f"did you mean {near}?"
+        + (f"did you mean {near}?" if near else f"it may be one of {', '.join(known)}")
     )
 
 
 def settings_called(kind: Any, name: str) -> list[str]:
-    """Return the dotted names of the fields called `name`, of a dataclass and those within it."""
+    """Return the dotted names of the fields called `name`, of a dataclass and those within it.
+
+    A name that others use for a field finds it too.
+    """
     found = []
     for field, hint in typing.get_type_hints(kind).items():
         inner = without_none(hint)
-        if field == name:
-            found.append(name)
+        if field in (name, SYNONYMS.get(name)):
+            found.append(field)
         elif dataclasses.is_dataclass(inner):
             found += [f"{field}.{each}" for each in settings_called(inner, name)]
     return found
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the name among those `known` that looks most like `name`."""
-    return difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+    """Return the name among those `known` that `name` was meant to be; "" if none is like it."""
+    bare = {each.strip("-"): each for each in known}
+    name = name.strip("-")
+    if SYNONYMS.get(name) in bare:
+        return bare[SYNONYMS[name]]
+    return next((bare[each] for each in difflib.get_close_matches(name, bare, 1, LIKENESS)), "")
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """Return the question whether another name was meant, and a space; "" if none is like it."""
+    near = nearest(name, known)
+    return f"did you mean {near}? " if near else ""
 
 
 def hint_at(kind: Any, path: Path) -> Any:
@@ -173,6 +211,8 @@ def read_words(words: list[str], hint: Any, name: str) -> Any:
         raise UserError(f"{name} needs a value: it must be {describe(hint)}")
     if typing.get_origin(hint) in (list, tuple):
         element = typing.get_args(hint)[0]
+        if without_none(element) in (int, float):  # commas between numbers do too
+            words = [each for word in words for each in word.split(",")]
         return [read_word(word, element) for word in words]
     values = [read_word(word, hint) for word in words or ["true"]]
     return values[0] if len(values) == 1 else values

@@ -14,7 +14,7 @@ import numpy as np
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import read_bytes, read_text, write_durably
-from torchmars.core.typed import is_text, nearest, parse_json
+from torchmars.core.typed import is_text, meant, parse_json
 
 if TYPE_CHECKING:
     import tiktoken
@@ -405,6 +405,6 @@ def load_tokenizer(name: str) -> Tokenizer:
     if os.path.exists(name):
         return FileTokenizer(name)
     raise UserError(
-        f"data.tokenizer: there is none called {name!r}: did you mean {nearest(name, known)}? "
+        f"data.tokenizer: there is none called {name!r}: {meant(name, known)}"
         f"It is one of {', '.join(known)}, or the path of a tokenizer.json"
     )

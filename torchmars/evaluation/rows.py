@@ -7,7 +7,7 @@ from pathlib import Path
 from torchmars.core.errors import UserError, missing_package
 from torchmars.core.files import read_text
 from torchmars.core.places import local_place
-from torchmars.core.typed import nearest, parse_json
+from torchmars.core.typed import meant, parse_json
 from torchmars.data.corpus import in_a_line
 from torchmars.evaluation.hub import hub_or_cache
 from torchmars.evaluation.tasks import (
@@ -72,8 +72,8 @@ def read_questions(name: str, shots: int) -> tuple[list[Question], list[Question
         task = Task(last_word if "text" in rows[0] else multiple_choice, name, None, "", None)
     else:
         raise UserError(
-            f"there is no task {task_name!r}: did you mean {nearest(task_name, list(TASKS))}? "
-            f"A file of questions is named *{SUFFIXES[0]}"
+            f"there is no task {task_name!r}: {meant(task_name, list(TASKS))}"
+            f"They are {', '.join(TASKS)}. A file of questions is named *{SUFFIXES[0]}"
         )
     questions = examples = ask_all(task, rows, source)
     if shots and task.examples and not equals:

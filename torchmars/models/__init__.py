@@ -62,7 +62,7 @@ def unknown_size(config: ModelConfig) -> UserError:
     meant = (
         f"it is a size of {others[0]}: --model.name {others[0]}."
         if others
-        else f'did you mean "{nearest(size, list(sizes))}"?'
+        else (f'did you mean "{near}"?' if (near := nearest(size, list(sizes))) else "")
     )
     return UserError(
         f'model.size = "{size}" is no size of model.name = "{config.name}": {meant} '

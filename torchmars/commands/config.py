@@ -1,0 +1,83 @@
+"""Print the resolved config of files and options, each value with where it comes from."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from torchmars.config import ResolvedConfig
+from torchmars.config.config import kind_of
+from torchmars.config.load import (
+    config_from_tables,
+    config_of,
+    load_sources,
+    renamed_sources,
+    source_of,
+    without_none,
+)
+from torchmars.config.toml_files import NamedTables, flattened
+from torchmars.core.console import say
+from torchmars.core.errors import exit_on_user_error
+from torchmars.core.options import take_options
+from torchmars.core.tables import table
+from torchmars.records.run import read_run
+
+
+@dataclass
+class ShowConfig:
+    """Print the resolved config of files and options, each value with where it comes from.
+
+    A config file may hold what is printed. A value that is neither set nor a default follows from
+    others.
+    """
+
+    diff: Path | None = None
+    """Print only what differs from the config of the run in this folder, the run's value first."""
+
+
+def main() -> None:
+    """Print the config that the command line names."""
+    with exit_on_user_error():
+        options, rest = take_options(ShowConfig, sys.argv[1:])
+        sources = load_sources(rest, "torchmars config", ShowConfig)
+        config = config_of(sources)
+        if options.diff is None:
+            rows = [*values_with_sources(config, renamed_sources(sources))]
+        else:
+            rows = [*other_values(options.diff, config)] or [("nothing differs", "")]
+        for line in table(rows):
+            say(line)
+
+
+def values_with_sources(
+    config: ResolvedConfig, sources: list[NamedTables]
+) -> Iterator[tuple[str, str]]:
+    """Yield each value as TOML, and where it is from."""
+    defaults = flattened(asdict(kind_of(config.model.name)()))
+    for name, value in set_values(config).items():
+        from_default = "default" if defaults.get(name) == value else "follows from others"
+        yield f"{name} = {toml(value)}", f"# {source_of(sources, name) or from_default}"
+
+
+def other_values(run: Path, config: ResolvedConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings that a run has otherwise, with its value and that of `config`."""
+    theirs = set_values(config_from_tables(read_run(run).config, f"in {run}"))
+    ours = set_values(config)
+    for name in dict.fromkeys([*theirs, *ours]):
+        values = [toml(values[name]) if name in values else "none" for values in (theirs, ours)]
+        if values[0] != values[1]:
+            yield name, " -> ".join(values)
+
+
+def set_values(config: ResolvedConfig) -> dict[str, Any]:
+    """Return the settings that have a value, by dotted names."""
+    return flattened(without_none(asdict(config)))
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML, on one line."""
+    lines = tomli_w.dumps({"x": value}).removeprefix("x = ").splitlines()
+    return " ".join(line.strip() for line in lines)
