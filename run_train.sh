@@ -48,14 +48,23 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     export RDZV_TOKEN=${RDZV_TOKEN-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 fi
 trap 'exit 130' INT  # also where Python is about to end well
-python=$(python -c 'import sys; print(sys.executable); import torchmars' 2>/dev/null) || {
-    problem="there is no python on the PATH: install one"
-    if [ -n "$python" ]; then
-        problem="$python lacks torchmars: $python -m pip install -e $(cd "$root" && pwd)"
+has='import sys, torchmars; from importlib.util import find_spec; sys.exit(not find_spec("torch"))'
+for python in python python3 "$root/.venv/bin/python" ""; do
+    if [ -n "$python" ] && "$python" -c "$has" 2>/dev/null; then
+        break
     fi
+done
+if [ -z "$python" ]; then
+    problem="there is no python on the PATH: install one"
+    if command -v python || command -v python3; then
+        root=$(cd "$root" && pwd)
+        problem="no Python here has torchmars: python3 -m venv $root/.venv &&"
+        problem+=" $root/.venv/bin/pip install -e $root makes one that this script finds"
+    fi > /dev/null
     echo "error: $problem, or activate the environment that has torchmars" >&2
     exit 2
-}
+fi
+export TORCHMARS_PYTHON=$python  # the steps of a job have it too
 trap - INT
 files=("${CONFIG_FILE-$root/train_configs/quickstart.toml}")
 if [ ! -e "${files[0]}" ]; then  # several names, unless it is one with spaces
@@ -65,20 +74,20 @@ if [ ! -e "${files[0]}" ]; then  # several names, unless it is one with spaces
 fi
 set -- "${files[@]:-}" "$@"
 if [ "$batch" = false ]; then
-    exec python -m torchmars train "$@"
+    exec "$python" -m torchmars train "$@"
 fi
 
 # Data and checkpoints are checked once. Then there is one launcher on each node of the job, and its
 # ranks on all CPUs that the job has there. All of them get the arguments of this script.
-python -m torchmars train --prepare "$@"
+"$python" -m torchmars train --prepare "$@"
 if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ]; then  # this is the first node
-    port=$(python -c "from torchmars.cluster.ports import job_port; print(job_port($SLURM_JOB_ID))")
+    port=$("$python" -c "from torchmars.cluster.ports import job_port; print(job_port($SLURM_JOB_ID))")
     RDZV_ENDPOINT=${RDZV_ENDPOINT%:*}:$port
     TORCHMARS_JOB_ENDPOINT=$RDZV_ENDPOINT
 fi
 srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=none \
     --kill-on-bad-exit=0 \
-    bash -c 'NODE_RANK=$SLURM_NODEID exec python -m torchmars train --prepared "$@"' - "$@" &
+    bash -c 'NODE_RANK=$SLURM_NODEID exec "$TORCHMARS_PYTHON" -m torchmars train --prepared "$@"' - "$@" &
 step=$!
 SECONDS=0
 trap 'kill -USR1 "$step" || true' USR1 TERM

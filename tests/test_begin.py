@@ -73,15 +73,16 @@ def test_the_installed_command_says_so_too(bare, tmp_path):
 
 
 def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
-    script, python = str(ROOT / "run_train.sh"), os.path.realpath(sys.executable)
+    script = str(ROOT / "run_train.sh")
     ended = bare(script)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        f"error: {python} lacks torchmars: {python} -m pip install -e {ROOT}, "
+        f"error: no Python here has torchmars: python3 -m venv {ROOT}/.venv && "
+        f"{ROOT}/.venv/bin/pip install -e {ROOT} makes one that this script finds, "
         "or activate the environment that has torchmars\n"
     )
     ended = bare(script, folder=ROOT)  # where Python finds it, but not what it needs
-    assert ended.returncode == 2 and ended.stderr.startswith(f"error: {python} lacks torch, ")
+    assert ended.returncode == 2 and ended.stderr.startswith("error: no Python here has torchmars")
     (tmp_path / "bin" / "python").unlink()
     for name in ("bash", "dirname"):
         (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
@@ -115,3 +116,21 @@ with profile():
 def test_a_command_makes_imports_and_the_profiler_silent():
     ended = subprocess.run([sys.executable, "-c", PROFILE], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("place", ["bin/python3", ".venv/bin/python"])
+def test_the_script_finds_a_python_of_another_name(bare, tmp_path, place):
+    """As on Debian, which has no `python`; and an environment that nobody has activated."""
+    (tmp_path / "bin" / "python").unlink()
+    for name in ("bash", "dirname"):
+        (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
+    (tmp_path / "run_train.sh").write_text((ROOT / "run_train.sh").read_text())
+    (tmp_path / "run_train.sh").chmod(0o755)
+    python = tmp_path / place
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    config = {"CONFIG_FILE": str(ROOT / "train_configs" / "quickstart.toml")}
+    script = str(tmp_path / "run_train.sh")
+    ended = bare(script, "--a.b", "1", PATH=str(tmp_path / "bin"), **config)
+    assert ended.returncode == 2 and "unknown section a" in ended.stderr, ended.stderr

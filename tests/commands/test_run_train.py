@@ -142,5 +142,5 @@ def test_a_log_on_a_full_disk_does_not_end_a_run(config, tmp_path):
 
 
 def test_help(config):
-    code, out, _ = finish(config, "--help")
+    code, out, _ = finish(config, "--help", "optimizer")
     assert code == 0 and "--optimizer.gamma" in out
