@@ -33,7 +33,7 @@ from torchmars.evaluation.sampling import Draw, continuations, encode, predict_w
 from torchmars.evaluation.scoring import Scorer
 from torchmars.evaluation.texts import measure, windows_of_files
 from torchmars.exchange.saved_model import load_model, load_sharded_model
-from torchmars.models import Model
+from torchmars.models import Model, title
 from torchmars.planning import plan as plans
 from torchmars.planning.report import report
 from torchmars.records.run import Run, read_run
@@ -149,7 +149,7 @@ def load(folder: str | PurePath, device: str | torch.device | None = None) -> "L
     return LanguageModel(path, model.to(device).eval(), tokenizer, config)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LanguageModel:
     """A trained model and its tokenizer; `load` makes it."""
 
@@ -161,6 +161,10 @@ class LanguageModel:
     tokenizer: Tokenizer
     config: ResolvedConfig
     """Of the run that trained it."""
+
+    def __repr__(self) -> str:
+        model = f"{title(self.config.model)}, {self.model.counts_in_words}"
+        return f"LanguageModel({str(self.folder)!r}: {model})"
 
     def generate(
         self,

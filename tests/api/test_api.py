@@ -231,6 +231,12 @@ def test_curves_are_those_of_the_file(run):
     assert list(zip(found.steps.tolist(), found.values.tolist())) == expected
 
 
+def test_what_is_printed_of_a_run_and_of_a_model_is_one_line(run, model):
+    assert repr(torchmars.read_run(run.folder)) == repr(run)
+    assert repr(run) == f"Run({str(run.folder)!r}: {run.last_step} of {run.steps} steps)"
+    assert repr(model).startswith(f"LanguageModel({str(model.folder)!r}: gpt2 nano except n_layer")
+
+
 def test_greedy_text_follows_from_the_logits(model):
     ids = list(b"It was")
     for _ in range(6):

@@ -99,6 +99,8 @@ def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, c
     assert file.read_text() == "mine"
     code, out, _ = command(run, file, "--force")
     assert code == 0 and "36,000 weights" in out and len(load_file(file)) == 15
+    assert f"of {checkpoint}, step 2\n" in out
+    assert f'Python: safetensors.torch.load_file("{file}")' in out
     again = run / "checkpoints" / "again.safetensors"
     code, _, _ = command(checkpoint, again)
     assert code == 0 and again.read_bytes() == file.read_bytes()

@@ -176,6 +176,10 @@ def test_command_line(tmp_path, capsys, monkeypatch):
         )
         == text
     )
+    words = (run, "--prompt", "The ", "--max_tokens", 20)
+    alone = [command(*words, "--seed", seed) for seed in (4, 5, 6)]
+    together = command(*words, "--seed", 4, "--samples", 3)
+    assert together == f"{'-' * 15}\n".join(alone) and len({*alone}) == 3
     for args, message in [
         ((tmp_path / "nothing",), "neither a checkpoint nor a run"),
         ((run, "--max_tokens", 0), "--max_tokens must be"),

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from torchmars.exchange.saved_model import SavedModel
 
 
+LOADING = {
+    "hf": 'transformers.AutoModelForCausalLM.from_pretrained("{target}")',
+    "safetensors": 'safetensors.torch.load_file("{target}")',
+}
+
+
 @dataclass
 class Export(PluginOptions):
     """Write the weights of a checkpoint for other programs.
@@ -67,8 +73,13 @@ def main() -> None:
             raise UserError(f"cannot write {options.target}: {error.strerror or error}") from None
         parameters = [parameter.numel() for parameter in models[0].model.parameters()]
         say(f"{options.target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")
+        newest = models[0]
+        loss = newest.manifest.validation_loss
+        measured = "" if loss is None else f", validation loss {loss:.4f}"
+        say(f"of {newest.folder}, step {newest.step:,}{measured}")
         if kind == "hf" and (problem := tokenizer_problem(models[0])):
             say(f"warning: {problem}")
+        say(f"Python: {LOADING[kind].format(target=str(options.target))}")
         following = after_folder if kind == "hf" else after_file
         if lines := next_commands(*following(options.target, models[0])):
             say("\n".join(lines))

@@ -15,6 +15,8 @@ from torchmars.core.files import read_text
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 
+SEPARATOR = "-" * 15
+
 
 @dataclass
 class Generate(PluginOptions):
@@ -31,6 +33,8 @@ class Generate(PluginOptions):
     prompts: Path | None = None
     """Instead of a prompt: a file with one in each line. All are continued together. Each is
     printed as a line of JSON, {"prompt": ..., "text": ...}."""
+    samples: Positive = 1
+    """Continuations of each prompt, each with the next seed. Lines of dashes part them."""
     max_tokens: Positive = 200
     """Tokens to sample at most."""
     temperature: Amount = 0.8
@@ -48,6 +52,7 @@ def main() -> None:
     with exit_on_user_error():
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+        prompts = [prompt for prompt in prompts for _ in range(options.samples)]
         import torch
 
         from torchmars.evaluation.sampling import (
@@ -71,14 +76,17 @@ def main() -> None:
         longest = max(len(encode(tokenizer, prompt)) for prompt in prompts)
         predict = predict_with_cache(model, min(model.seq_len, longest + options.max_tokens))
         draw = Draw(options.temperature, options.top_k, options.top_p, options.seed)
-        if options.prompts is None:
+        if options.prompts is None and options.samples == 1:
             for piece in stream_text(predict, tokenizer, options.prompt, options.max_tokens, draw):
                 write(piece)
             say("")
             return
         texts = continuations(predict, tokenizer, prompts, options.max_tokens, draw)
-        for prompt, text in zip(prompts, texts):
-            write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        for number, (prompt, text) in enumerate(zip(prompts, texts)):
+            if options.prompts is None:
+                write(f"{SEPARATOR}\n" * (number > 0) + f"{prompt}{text}\n")
+            else:
+                write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
 def read_prompts(file: Path) -> list[str]:

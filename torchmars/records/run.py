@@ -37,13 +37,16 @@ class Series:
     values: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """The contents of a run's folder; nothing of it is changed."""
 
     folder: Path
     config: Tables
     """The tables of its config.toml."""
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}: {self.last_step} of {self.steps} steps)"
 
     @property
     def name(self) -> str:
