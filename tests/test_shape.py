@@ -1,6 +1,7 @@
 """What a reader may count on: one name for one thing, and functions that fit on a screen."""
 
 import ast
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "torchmars"
 OF_EACH_MODEL_FAMILY = {"Attention", "MLP", "Block"}
 
 LINES, PARAMETERS = 60, 8
-IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 82, 53
+IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 78, 53
 OURS = {"torchmars", *sys.stdlib_module_names}
 
 
@@ -126,6 +127,37 @@ def test_every_file_stands_in_the_map():
     files = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")}
     files = {file for file in files if not file.endswith("__init__.py")}
     assert sorted(files ^ places) == []
+
+
+# What a maker calls its own. Everything else asks core/device.py, or torch for the device's type.
+NAMES_OF_A_MAKER = re.compile("cuda|nccl", re.IGNORECASE)
+NAMED_BY = {
+    "core/device.py": "the place for them",
+    "begin.py": "a variable that is set before torch is imported",
+    "cluster/watchdog.py": "torch's private calls for NCCL's records",
+    "optim/kernels.py": "optim imports torch alone; whether Triton knows the GPU",
+    "optim/matrices/precision.py": "optim imports torch alone; what multiplies bfloat16",
+    "optim/gpu/choice.py": "for which GPUs the Triton kernels are",
+    "optim/gpu/launches.py": "how they are launched",
+}
+
+
+def test_few_files_name_a_maker_of_gpus():
+    """In code: names, attributes, imports and words. Texts of several words are for readers."""
+
+    def words(tree):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value if len(node.value.split()) == 1 else ""
+            for name in ("id", "attr", "arg", "name", "module", "asname"):
+                yield getattr(node, name, None) or ""
+
+    named = {
+        str(file.relative_to(PACKAGE))
+        for _, file, tree in modules()
+        if any(NAMES_OF_A_MAKER.search(word) for word in words(tree) if isinstance(word, str))
+    }
+    assert sorted(named ^ NAMED_BY.keys()) == [] and len(NAMED_BY) <= 12
 
 
 def imports_of(tree, names):

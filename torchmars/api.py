@@ -23,6 +23,7 @@ from torchmars.config.fields import Count, Positive
 from torchmars.config.load import config_of, config_text, sources_of
 from torchmars.core.arguments import as_path, as_text, texts_of
 from torchmars.core.bounds import Range
+from torchmars.core.device import gpu_type
 from torchmars.core.errors import EXIT_STOPPED, UserError, no_exit
 from torchmars.core.places import place
 from torchmars.core.typed import make
@@ -303,7 +304,7 @@ def usable_device(device: Any) -> torch.device:
     """
     wanted = device
     if device is None:
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = gpu_type() or "cpu"
     try:
         allowed = isinstance(wanted, str | int | torch.device) and not isinstance(wanted, bool)
         found = torch.device(wanted if allowed else "meta")

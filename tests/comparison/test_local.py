@@ -9,6 +9,7 @@ from tests.support.tiny import tiny_config
 from torchmars.commands.compare import Compare, make_study
 from torchmars.comparison.local import LocalTrials, start_process
 from torchmars.comparison.trials import OUTPUT_FILE
+from torchmars.core import device
 from torchmars.core.errors import UserError
 
 
@@ -29,6 +30,7 @@ def test_cores_are_shared(study, monkeypatch):
 
 
 def test_gpus_are_shared(study, monkeypatch):
+    monkeypatch.setattr(device, "built_for", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     trials = LocalTrials(study, 2)
     assert trials.places == ["0,1", "2,3"] and trials.ranks == 2

@@ -53,9 +53,9 @@ def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
     if degrees.dp_shard > 0:
         return product * degrees.dp_shard
     # Here, since that takes seconds, and --help and mistakes are said before.
-    import torch
+    from torchmars.core.device import gpu_count
 
-    devices = devices or torch.cuda.device_count() or 2
+    devices = devices or gpu_count() or 2
     return product * max(1, devices // product)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
 
-import torch
 from torch import Tensor
 
 from torchmars.checkpoint.folder import checkpoints, leftovers, step_folder
@@ -18,6 +17,7 @@ from torchmars.checkpoint.retention import Retention
 from torchmars.checkpoint.staging import Staging
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import CheckpointConfig
+from torchmars.core.device import use
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.parallel.layout import Layout
 from torchmars.storage import storage_of
@@ -71,7 +71,6 @@ class Saver:
         self.layout = layout.with_own_control_group()
         self.tensors = TensorWriter(self.layout, config.staging_mib * 2**20)
         self.retention = Retention(config, folder, owned.check, self.layout.say)
-        self.on_gpu = layout.device.type == "cuda"
         self.staging = Staging(layout.device)
         self.thread: threading.Thread | None = None
         self.error: str | None = None
@@ -181,8 +180,7 @@ class Saver:
         """
         began, folder = time.perf_counter(), step_folder(self.folder, manifest.step)
         self.error = None
-        if self.on_gpu:
-            torch.cuda.set_device(self.layout.device)  # a thread begins with the first GPU
+        use(self.layout.device)
         try:
             complete()
             written = self._write(manifest, state, folder)

@@ -10,6 +10,8 @@ from torch import Tensor
 # Private, torch 2.11 to 2.13: in 2.11 the public DefaultStager works once only.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
+from torchmars.core.device import is_gpu
+
 
 class Staging:
     """Copies tensors to the host's memory, and keeps that to be filled again.
@@ -19,15 +21,16 @@ class Staging:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+        self.on_gpu = is_gpu(device.type)
+        self.device_module = torch.get_device_module(device)
         self.stager = StateDictStager(pin_memory=self.on_gpu)
-        self.copied: torch.cuda.Event | None = None
+        self.copied: torch.Event | None = None
         """When the device has made the copies that it was told to make last."""
 
     @functools.cached_property
-    def stream(self) -> torch.cuda.Stream:
+    def stream(self) -> torch.Stream:
         """The stream on which the copies are made."""
-        return torch.cuda.Stream()
+        return self.device_module.Stream()
 
     def copy(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
         """Return copies of `tensors`, and a function that waits until they are complete."""
@@ -52,11 +55,11 @@ class Staging:
         return copied.synchronize
 
     @contextlib.contextmanager
-    def _beside_training(self) -> Iterator[torch.cuda.Event]:
+    def _beside_training(self) -> Iterator[torch.Event]:
         """Let the device do the body on a stream of its own. The event is when it has done so."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        self.copied = copied = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(self.device_module.current_stream())
+        self.copied = copied = self.device_module.Event(blocking=True)
+        with self.device_module.stream(self.stream):
             yield copied
             copied.record()
 
@@ -66,5 +69,5 @@ class Staging:
         The host does not wait.
         """
         if self.copied is not None:
-            torch.cuda.current_stream().wait_event(self.copied)
+            self.device_module.current_stream().wait_event(self.copied)
             self.copied = None

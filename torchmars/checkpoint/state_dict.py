@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
+from torchmars.core.device import gpu_type
 from torchmars.optim import MARS
 from torchmars.optim.tensors import local_part, unwrapped
 from torchmars.parallel.layout import Layout
@@ -84,14 +85,17 @@ def rng_state(rank: int) -> dict[str, Tensor]:
 
     They belong to the CPU and, if there is one, to the GPU.
     """
-    gpu = {f"rng.cuda.{rank}": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {f"rng.cpu.{rank}": torch.get_rng_state()} | gpu
+    states = {"cpu": torch.get_rng_state()}
+    if gpu := gpu_type():
+        states[gpu] = torch.get_device_module(gpu).get_rng_state()
+    return {f"rng.{place}.{rank}": state for place, state in states.items()}
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
     """Restore the states that `rng_state` returned, or some of them."""
     for name, value in state.items():
-        (torch.cuda if ".cuda." in name else torch).set_rng_state(value)
+        _, place, _ = name.split(".")
+        (torch if place == "cpu" else torch.get_device_module(place)).set_rng_state(value)
 
 
 def seed_rng(*what: int) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchmars.cluster import process
 from torchmars.cluster.endpoint import interface_of
 from torchmars.config import ParallelismConfig
+from torchmars.core.device import COLLECTIVES, MAKERS, backend_of, gpu_type, use
 from torchmars.core.errors import (
     EXIT_MISTAKE,
     EXIT_UNCONNECTED,
@@ -26,7 +27,7 @@ from torchmars.parallel.layout import Layout
 
 # The errors of a connection whose other end has died.
 CLOSED = re.compile("closed by peer|reset by peer|broken pipe|likely closed", re.IGNORECASE)
-NETWORK = re.compile("gloo|nccl|socket|connect|timed out", re.IGNORECASE)
+NETWORK = re.compile(rf"{COLLECTIVES}|socket|connect|timed out", re.IGNORECASE)
 # Errors that no waiting mends: a wrong interface, or no way to the other machine.
 NO_ROUTE = re.compile("no route|unreachable|unable to find|no socket interface", re.IGNORECASE)
 
@@ -74,14 +75,14 @@ def start(config: ParallelismConfig, store: dist.Store | None = None) -> Layout:
     process.allow_open_files()
     if process.alone_on_machine():
         keep_within_machine()
-    if torch.cuda.is_available():
-        device, backend = torch.device("cuda", process.local_rank()), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
+    device, backend = torch.device("cpu"), "gloo"
+    if gpu := gpu_type():
+        device = torch.device(gpu, process.local_rank())
+        backend = f"cpu:gloo,{gpu}:{backend_of(gpu)}"
+        use(device)
         # Of every group gloo would connect all ranks with each other, and NCCL carries the data.
         # Where gloo carries them, the death of a rank shows at once on connections that are there.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    else:
-        device, backend = torch.device("cpu"), "gloo"
     # Collectives that torch's flight recorder keeps, for the watchdog to name.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if dist.is_initialized():
@@ -110,7 +111,9 @@ def keep_within_machine() -> None:
     A user who names an interface keeps it.
     """
     if loopback := interface_of("127.0.0.1"):
-        named = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}  # no prefix
+        named = {"GLOO_SOCKET_IFNAME": loopback}
+        for maker in MAKERS.values():
+            named |= {name: value.format(loopback) for name, value in maker.interface.items()}
         OWN.update({name: value for name, value in named.items() if name not in os.environ})
         os.environ.update(OWN)
 

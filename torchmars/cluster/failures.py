@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchmars.cluster import process
 from torchmars.cluster.logs import RankLogs
+from torchmars.core.device import COLLECTIVES
 from torchmars.core.errors import EXIT_HUNG
 from torchmars.core.files import write_durably
 
@@ -23,7 +24,7 @@ from torchmars.core.files import write_durably
 WAIT_SECONDS = 35.0
 FALLOUT_MESSAGE = re.compile(
     r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|broken pipe|"
-    r"gloo|NCCL|timed out|SIGTERM|"
+    rf"{COLLECTIVES}|timed out|SIGTERM|"
     r"SIGABRT|"  # so NCCL ends a rank that waits for a dead one
     r"RuntimeError: rank \d+: ",  # an error that another rank has raised, see `Layout.on_all`
     re.IGNORECASE,

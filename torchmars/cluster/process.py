@@ -10,11 +10,10 @@ import socket
 from datetime import timedelta
 from typing import Annotated
 
-import torch
-
 from torchmars.cluster.environment import read_variable, start_seconds
 from torchmars.cluster.scheduler import NODE
 from torchmars.core.bounds import Range
+from torchmars.core.device import gpu_count
 from torchmars.core.errors import UserError
 from torchmars.core.typed import make, whole_number
 
@@ -111,7 +110,7 @@ def check_devices(local_ranks: int | None = None) -> None:
     `local_ranks` is the number of ranks on it, by default torchrun's.
     """
     local_ranks = local_ranks or number("LOCAL_WORLD_SIZE", 1)
-    gpus = torch.cuda.device_count()
+    gpus = gpu_count()
     if 0 < gpus < local_ranks:
         raise UserError(
             f"{local_ranks} ranks need as many GPUs, {node()} has {gpus}: "

@@ -18,6 +18,7 @@ from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.console import labelled
+from torchmars.core.device import gpu_name
 from torchmars.core.errors import LostRank, UserError, say_error
 from torchmars.core.words import counted
 
@@ -62,7 +63,7 @@ def own_report(config: ResolvedConfig) -> RankReport:
         torch.__version__,
         digest(config_text(config).encode()),
         data_hash(folders),
-        device_name(),
+        gpu_name(process.local_rank()),
         clock,
         "",
     )
@@ -218,11 +219,6 @@ def data_hash(folders: list[Path]) -> str:
     manifests = [folder / "manifest.json" for folder in folders]
     contents = [file.read_bytes() for file in manifests if file.exists()]
     return digest(b"".join(contents)) if contents else ""
-
-
-def device_name() -> str:
-    """Return the name of this rank's device."""
-    return torch.cuda.get_device_name(process.local_rank()) if torch.cuda.is_available() else "cpu"
 
 
 def digest(content: bytes) -> str:

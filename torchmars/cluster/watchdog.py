@@ -16,6 +16,7 @@ import torch._C._distributed_c10d as c10d
 from torchmars.cluster import process
 from torchmars.cluster.hangs import hang_report, place_of, report_file
 from torchmars.core.console import say
+from torchmars.core.device import is_gpu
 from torchmars.core.errors import EXIT_HUNG, UserError
 from torchmars.parallel.layout import Layout
 
@@ -38,7 +39,7 @@ class Watchdog:
         """`save_group` names the process group of the save thread's collectives."""
         self.folder, self.layout, self.seconds = folder, layout, seconds
         self.save_group = save_group
-        self.on_gpu = layout.device.type == "cuda"
+        self.on_gpu = is_gpu(layout.device.type)
         self.file = report_file(folder, layout.world.rank)
         self.stream: TextIO | None = None  # of `file`, while it watches
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -104,9 +104,10 @@ def describe_machine() -> dict[str, str | int | float]:
     """Return the conditions of the measurement: devices, cores, and how busy these are."""
     import torch
 
-    gpu = torch.cuda.is_available()
+    from torchmars.core.device import gpu_name
+
     return {
-        "device": torch.cuda.get_device_name(0) if gpu else "cpu",
+        "device": gpu_name(0),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,

@@ -55,6 +55,7 @@ def main() -> None:
         prompts = [prompt for prompt in prompts for _ in range(options.samples)]
         import torch
 
+        from torchmars.core.device import gpu_type
         from torchmars.evaluation.sampling import (
             Draw,
             continuations,
@@ -65,9 +66,9 @@ def main() -> None:
         from torchmars.exchange.saved_model import load_model
 
         model, tokenizer, _ = load_model(options.folder)
-        if torch.cuda.is_available():
+        if gpu := gpu_type():
             try:
-                model.cuda()
+                model.to(gpu)
             except torch.OutOfMemoryError:
                 raise UserError(
                     f"the GPU has no room for the model in {options.folder}: name another one in "

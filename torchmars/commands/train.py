@@ -67,6 +67,6 @@ def main() -> None:
 
 def default_ranks() -> int:
     """Return a rank for each GPU of this machine; 2 on a machine without."""
-    import torch
+    from torchmars.core.device import gpu_count
 
-    return torch.cuda.device_count() or 2
+    return gpu_count() or 2

@@ -5,13 +5,12 @@ import signal
 import subprocess
 from pathlib import Path
 
-import torch
-
 from torchmars.benchmark.measure import ranks_of
 from torchmars.cluster.callers import start_launcher
 from torchmars.cluster.environment import cores_of, read_environment
 from torchmars.comparison.study import Study, Trial
 from torchmars.comparison.trials import OUTPUT_FILE, write_trial
+from torchmars.core.device import limited_to, visible_gpus
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.words import counted
 from torchmars.training.preparation import prepare_run
@@ -61,9 +60,8 @@ class LocalTrials:
 
     def variables(self, place: str) -> dict[str, str]:
         """Return the environment of a trial on the GPUs of a place."""
-        gpus = {"CUDA_VISIBLE_DEVICES": place} if place else {}
         own = {"NGPU": str(self.ranks), "NNODES": "1", "OMP_NUM_THREADS": str(self.threads)}
-        return dict(os.environ) | own | gpus
+        return dict(os.environ) | own | limited_to(place)
 
     def ended(self) -> list[tuple[Trial, int | None]]:
         """Return the trials that have ended since, and their exit codes; not those stopped."""
@@ -92,10 +90,3 @@ def start_process(file: Path, variables: dict[str, str]) -> subprocess.Popen[byt
             stdout=output,
             stderr=output,
         )
-
-
-def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (named.split(",") if named else [str(number) for number in range(count)])[:count]

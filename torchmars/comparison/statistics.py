@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from scipy import stats
+
 from torchmars.comparison.results import Axis, Difference, Estimate, LossCurve
 
 CONFIDENCE = 0.95
@@ -12,8 +14,6 @@ CONFIDENCE = 0.95
 
 def mean_with_interval(values: Sequence[float]) -> Estimate:
     """Return the mean of values, one for each seed, with Student's interval."""
-    from scipy import stats
-
     if len(values) < 2:
         return Estimate(statistics.fmean(values), None, None)
     test = stats.ttest_1samp(values, 0.0) if statistics.variance(values) else None
@@ -28,8 +28,6 @@ def difference(
     Source: Welch 1947, "The generalization of 'Student's' problem when several different population
     variances are involved".
     """
-    from scipy import stats
-
     mean = statistics.fmean(losses) - statistics.fmean(others)
     if min(len(losses), len(others)) < 2:
         return Difference(first, second, Estimate(mean, None, None), None)

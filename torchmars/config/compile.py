@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from torchmars.config import Config, ResolvedConfig
+from torchmars.core.device import is_gpu
 
 COMPILE = "training.compile"
 
@@ -23,7 +24,7 @@ def resolve_compile(
     if compiles is None and saved is not None:
         compiles = bool(saved["training"]["compile"])
     if compiles is None:
-        fits = device.type == "cuda" and able and compile_problem(config, tp) is None
+        fits = is_gpu(device.type) and able and compile_problem(config, tp) is None
         compiles = fits or needs_compile(config)
     return replace(config, training=replace(config.training, compile=compiles))
 
@@ -58,7 +59,7 @@ def eager_note(config: ResolvedConfig, device: torch.device, able: bool, tp: int
 
     `config` has `training.compile` resolved.
     """
-    if config.training.compile or device.type != "cuda":
+    if config.training.compile or not is_gpu(device.type):
         return None
     if not able:
         return "blocks are not compiled: a rank has no C compiler, or a GPU too old for Triton"

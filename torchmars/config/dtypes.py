@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 
 from torchmars.config import ResolvedConfig
+from torchmars.core.device import is_gpu
 from torchmars.optim.matrices.precision import resolve_matrix_dtype
 
 COMPUTE, MATRIX = "training.dtype", "optimizer.matrix_dtype"
@@ -39,7 +40,7 @@ def resolve_dtypes(
 
 def default_dtype(device: torch.device) -> Literal["float32", "bfloat16"]:
     """Return the compute dtype of a kind of device."""
-    return "bfloat16" if device.type == "cuda" else "float32"
+    return "bfloat16" if is_gpu(device.type) else "float32"
 
 
 def slow_warning(config: ResolvedConfig, matrices: bool) -> str | None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from torchmars.core.device import is_gpu
+
 # Time besides training: validation, evaluation, saves.
 PAUSED = "paused"
 # The time between the other phases: agreement of the ranks, reports.
@@ -20,7 +22,8 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+        self.on_gpu = is_gpu(device.type)
+        self.device_module = torch.get_device_module(device)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         # The phases that are not yet counted, and when they began. The last one has not ended.
         self.entered: deque[tuple[str, Any]] = deque()
@@ -30,7 +33,7 @@ class PhaseClock:
         """End the current phase, and begin another one."""
         moment: Any = time.perf_counter()
         if self.on_gpu:
-            moment = torch.cuda.Event(enable_timing=True)
+            moment = self.device_module.Event(enable_timing=True)
             moment.record()
         self.entered.append((phase, moment))
         self._count()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from torchmars.core.device import is_gpu
 from torchmars.metrics.gpus import GPUS
 from torchmars.metrics.phases import OTHER, PAUSED, PhaseClock
 
@@ -15,9 +16,9 @@ GIB = 2**30
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the device's peak FLOP/s in bfloat16; None if it is not known."""
-    if device.type != "cuda":
+    if not is_gpu(device.type):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = torch.get_device_module(device).get_device_name(device)
     return next((gpu.peak_flops for part, gpu in GPUS.items() if part in name), None)
 
 
@@ -26,8 +27,8 @@ def peak_memory(device: torch.device) -> float:
 
     That is memory of the GPU, or on a CPU of the process. psutil does not know peaks on Linux.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
+    if is_gpu(device.type):
+        return torch.get_device_module(device).max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

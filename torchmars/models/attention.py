@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.13
 
+from torchmars.core.device import is_gpu
 from torchmars.models.documents import bounds, document_numbers
 
 # Makes mixed values [batch, heads, queries, width of a value] of queries [batch, heads, queries,
@@ -149,7 +150,7 @@ def lower_right(queries: int, keys: int) -> Tensor:
 
 def has_kernel(device: str, dtype: torch.dtype, dropout: float) -> bool:
     """Return whether a kernel computes attention inside documents, without a mask in memory."""
-    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and not dropout
+    return is_gpu(device) and dtype in (torch.bfloat16, torch.float16) and not dropout
 
 
 def takes_groups(q: Tensor, fused: bool) -> bool:
@@ -158,4 +159,4 @@ def takes_groups(q: Tensor, fused: bool) -> bool:
     On GPUs flash attention alone does, for 16 bits and, `fused`, without a mask or with torch's
     causal one. On CPUs repeated ones would cost memory, and took 8% longer.
     """
-    return q.device.type != "cuda" or (fused and q.dtype in (torch.bfloat16, torch.float16))
+    return not is_gpu(q.device.type) or (fused and q.dtype in (torch.bfloat16, torch.float16))

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from torchmars.core.device import is_gpu
+
 ALIGNMENT = 16  # bytes: grouped_mm wants rows that begin at multiples of it
 
 
@@ -36,7 +38,7 @@ def weights_op(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of the weights, from that of the product [n, out] and `rows` [n, in]."""
     if is_served(rows, gradient.shape[1]):
         found = F.grouped_mm(gradient.contiguous().mT, rows.contiguous(), offs=ends)
-        if found.is_cuda:  # some kernels leave what was in memory: pytorch issue 172439
+        if is_gpu(found.device.type):  # some kernels leave what was in memory: pytorch issue 172439
             empty = ends.diff(prepend=ends.new_zeros(1)) == 0
             found.masked_fill_(empty[:, None, None], 0.0)
         return found

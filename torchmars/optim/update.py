@@ -110,7 +110,7 @@ class MatrixUpdate:
 
     def _run_on_tiles(self, kernel: Callable, tensors: Tensors, factors: tuple) -> None:
         """Run `kernel`: on CPUs not compiled, since it would round otherwise and save little."""
-        on_gpu = self.group.weights[0].is_cuda
+        on_gpu = self.group.weights[0].device.type != "cpu"
         run_kernel(kernel, tensors, factors, compile=self.step.compile and on_gpu)
 
     def update_lean_momenta(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from torchmars.core.device import is_gpu
 from torchmars.parallel.context import SequencePart
 
 # Of a microbatch: tokens, targets, and where documents begin, if they are kept apart.
@@ -27,16 +28,17 @@ class Batches:
     ) -> None:
         self.sequence, self.device, self.joined = sequence, device, joined
         self.find_starts = find_starts
-        self.copying: torch.cuda.Stream | None = None
+        self.copying: torch.Stream | None = None
         """Copies batches to the GPU beside its other work, where they are prefetched."""
         self.prefetched: tuple[Sequence[Tensor], list[Inputs]] = [], []
         """The batch that was prefetched last, and its inputs."""
 
     def prefetch(self, batch: Sequence[Tensor]) -> None:
         """Begin to copy a batch to the GPU beside its other work; `inputs` returns it later."""
-        if self.device.type == "cuda" and self.copying is None:
-            self.copying = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self.copying):
+        module = torch.get_device_module(self.device)
+        if is_gpu(self.device.type) and self.copying is None:
+            self.copying = module.Stream(self.device)
+        with module.stream(self.copying):
             self.prefetched = batch, self._inputs(batch)
 
     def inputs(self, batch: Sequence[Tensor]) -> list[Inputs]:
@@ -45,7 +47,7 @@ class Batches:
         if prefetched is not batch:
             return self._inputs(batch)
         if self.copying is not None:
-            computing = torch.cuda.current_stream(self.device)
+            computing = torch.get_device_module(self.device).current_stream(self.device)
             computing.wait_stream(self.copying)
             for each in inputs:
                 for tensor in each:

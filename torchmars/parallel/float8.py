@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from torchmars.config.float8 import Float8Config
+from torchmars.core.device import is_gpu, multiplies_float8
 from torchmars.core.errors import UserError
 from torchmars.models import Model
 
 UNIT = 16  # both sizes of a matrix must be multiples of it, for the GPU's instructions
-CAPABILITY = (8, 9)  # of GPUs that multiply float8
 
 
 def check_package(config: Float8Config) -> None:
@@ -35,9 +35,9 @@ def convert_layers(model: Model, config: Float8Config, device: torch.device) -> 
     if config.recipe == "none":
         return
     check_package(config)
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
-    if not (able or config.emulate):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    if not (config.emulate or multiplies_float8(device)):
+        on_gpu = is_gpu(device.type)
+        name = torch.get_device_module(device).get_device_name(device) if on_gpu else "a CPU"
         raise UserError(
             f'training.float8.recipe = "{config.recipe}" needs a GPU that multiplies float8 '
             f'(compute capability 8.9 or later), not {name}: set it to "none"'

@@ -1,5 +1,6 @@
 """FSDP2 and, over two axes, HSDP: weights in shards, gathered for compute."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from torchmars.config import ParallelismConfig
+from torchmars.core.device import is_gpu
 from torchmars.models import Model
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.layout import Layout
@@ -30,7 +32,7 @@ ONE_UNIT_BYTES = 32 * 2**20
 # device. On GPUs a collective of less reaches no full speed, and the hooks of a unit take the host
 # 0.5 ms a step: GPT-2 small would have thirteen. Larger units hide less, and take memory. On CPUs
 # what is larger than one unit gains nothing from fewer.
-UNIT_BYTES = {"cpu": 0, "cuda": 64 * 2**20}
+UNIT_BYTES = defaultdict(lambda: 64 * 2**20, cpu=0)
 
 
 def is_alone(layout: Layout, parallelism: ParallelismConfig) -> bool:
@@ -56,7 +58,7 @@ def shard(
     blocks = parallelism.blocks_reshard(mesh.size(mesh.ndim - 1))
     part.keeps_gathered = blocks is False
     always = parallelism.reshard_after_forward == "always"
-    on_gpu = mesh.device_type == "cuda"
+    on_gpu = is_gpu(mesh.device_type)
     make_unit = partial(
         fully_shard,
         # Hidden states are in `dtype` already, since the embedding's weights are. The other inputs

@@ -1,6 +1,7 @@
 """The compiled parts of a model: its blocks, each by itself or some in one graph."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from copy import copy
 from typing import Any
@@ -17,7 +18,7 @@ from torchmars.parallel.layout import Layout
 # code the host checks what it may call, in 0.1 ms for each block and pass. GPT-2 small is one graph
 # so, and Llama 1B. All graphs of a deeper model are alike, so that their number costs no time to
 # compile. On CPUs runs keep the bits that they had: one graph rounds less often.
-MOST_BLOCKS = {"cpu": 1, "cuda": 16}
+MOST_BLOCKS = defaultdict(lambda: 16, cpu=1)
 
 
 def compile_blocks(

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchmars.config import Degrees, ParallelismConfig
 from torchmars.core.console import say
+from torchmars.core.device import backend_of
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
 from torchmars.parallel.groups import (
@@ -235,9 +236,8 @@ class Layout:
 
     def describe(self) -> str:
         """Return the layout in words, for the console."""
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
         size, replicas = self.world.size, self.group("dp_replicate").size
-        ranks = f"{counted(size, 'rank')} ({self.device.type}, {backend})"
+        ranks = f"{counted(size, 'rank')} ({self.device.type}, {backend_of(self.device.type)})"
         shards, ep = self.group("dp_shard").size, self.group("ep").size
         if ep > 1:
             ranks += f", EP {ep}"

@@ -5,6 +5,7 @@ a tp group.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torchmars.parallel.softmax import softmax_gradient_, softmax_sums
 
 # The logits of a chunk are at most so many, by the type of the device, but those of at least
 # FEWEST_TOKENS tokens. docs/parallelism.md has the measurements.
-MOST_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+MOST_LOGITS = defaultdict(lambda: 2**28, cpu=2**24)
 FEWEST_TOKENS = 256
 
 

@@ -7,6 +7,7 @@ import torch
 
 from torchmars.config import ResolvedConfig
 from torchmars.config.dtypes import resolve_dtypes
+from torchmars.core.device import PLANNED
 from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture, shares_from_start
 from torchmars.data.tokenizer import load_tokenizer
@@ -37,7 +38,7 @@ def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int 
             f"--world-size {world_size} does not fill machines of --gpus-per-node {per_node}: "
             f"choose a multiple of {per_node}"
         )
-    device = torch.device("cuda" if per_node else "cpu")
+    device = torch.device(PLANNED if per_node else "cpu")
     layout = Layout.simulate(config.parallelism, world_size, rank, device)
     native_bfloat16 = per_node > 0 or multiplies_bfloat16(
         device

@@ -17,6 +17,7 @@ from torchmars.checkpoint.state_dict import training_state
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.float8 import Float8Config
+from torchmars.core.device import is_gpu
 from torchmars.models import Model, build_meta_model
 from torchmars.models.attention import has_kernel
 from torchmars.models.moe import Experts
@@ -116,7 +117,7 @@ def fake_model(
     )
     for part in model.parts.values():
         part.compile_loss = compiles
-    if place.device.type == "cuda":
+    if is_gpu(place.device.type):
         leave_out_masks(model)
     route_evenly(model)
     return model
@@ -161,7 +162,7 @@ class FewBlocks:
         """Return whether they tell the costs of `model`'s passes, and are fewer than its own."""
         counts = [len(part.model.blocks) for part in model.parts.values()]
         # On CPUs small models are one unit of FSDP, and large ones are not.
-        alike = self.config.activation_checkpoint.every == 1 and model.layout.device.type == "cuda"
+        alike = self.config.activation_checkpoint.every == 1 and is_gpu(model.layout.device.type)
         # Where some are gathered together, one more block changes the last unit.
         alike &= all(part.blocks_of_unit == 1 for part in model.parts.values())
         return alike and not model.parallelism.splits_backward and min(counts) > self.least + 1

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from torchmars.comparison.planes import Plane, planes_of, shading, text_at
 from torchmars.comparison.results import Axis, Comparison
@@ -22,9 +25,6 @@ CELL, MARGINS, GAP, STRONGEST = (0.85, 0.3), (1.6, 0.9), 1.2, 0.75
 
 def plot_comparison(found: Comparison, folder: Path) -> list[Path]:
     """Write the plots of a comparison to `folder`; return their files."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     planes = planes_of(found)
     plots: dict[str, Callable[[Any], None] | None] = {
         "loss_by_tokens": lambda axes: draw_curves(axes, found, "tokens"),
@@ -99,8 +99,6 @@ def draw_planes(axes: Any, found: Comparison, planes: list[Plane]) -> None:
 
     Each contender has rows of its own. Those of a rule without gamma are as wide as all columns.
     """
-    from matplotlib.patches import Rectangle
-
     gammas = max((plane.gammas for plane in planes), key=len)
     shade, ticks, top = shading(planes), {}, 0.0
     for plane in planes:

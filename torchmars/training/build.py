@@ -8,6 +8,7 @@ from torchmars.checkpoint.owned import OwnedFolders
 from torchmars.checkpoint.saver import Saver
 from torchmars.checkpoint.state_dict import seed_rng
 from torchmars.config import ResolvedConfig
+from torchmars.core.device import is_gpu
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
@@ -60,7 +61,7 @@ def build_data(config: ResolvedConfig, layout: Layout) -> RunData:
         rank=layout.data.rank,
         ranks=layout.data.size,
         num_workers=config.data.num_workers,
-        pin_memory=layout.device.type == "cuda",
+        pin_memory=is_gpu(layout.device.type),
     )
     return RunData(mixture, load_tokenizer(config.data.tokenizer), loader, validation)
 

@@ -10,16 +10,12 @@ from collections.abc import MutableMapping
 import torch
 
 from torchmars.config import TrainingConfig
+from torchmars.core.device import MAKERS, add_up_in_float32
 from torchmars.core.errors import UserError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-# Variables that CUDA and NCCL read when they start.
 VARIABLES = {
-    CUBLAS: ":4096:8",  # a workspace for each stream, so that products take the same kernels
-    "NCCL_ALGO": "allreduce:tree",  # the order follows from the ranks; reduce-scatters are rings
-    "NCCL_PROTO": "Simple",
-    "NCCL_NVLS_ENABLE": "0",  # sums in NVSwitch
-    "NCCL_COLLNET_ENABLE": "0",  # sums in the network
+    name: value for maker in MAKERS.values() for name, value in maker.deterministic.items()
 }
 CUBLAS_VALUES = (":4096:8", ":16:8")  # with any other one torch refuses every product
 
@@ -27,7 +23,7 @@ CUBLAS_VALUES = (":4096:8", ":16:8")  # with any other one torch refuses every p
 def apply_determinism(
     training: TrainingConfig, variables: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Let this process compute as `training.deterministic` says, before CUDA and NCCL start.
+    """Let this process compute as `training.deterministic` says, before any GPU is used.
 
     Variables that are set already stay: `kept_variables` names them. Raises `UserError` for a value
     that torch refuses.
@@ -46,9 +42,7 @@ def apply_determinism(
     torch.use_deterministic_algorithms(True)
     # Nothing here reads such memory. mypy does not know the name, a property of the module.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-    products = torch.backends.cuda.matmul
-    products.allow_bf16_reduced_precision_reduction = False
-    products.allow_fp16_reduced_precision_reduction = False
+    add_up_in_float32()
 
 
 def kept_variables(variables: MutableMapping[str, str] = os.environ) -> str | None:

@@ -9,6 +9,7 @@ from torch.profiler import profile, record_function, schedule
 
 from torchmars.config import ProfilerConfig
 from torchmars.core.console import labelled, say
+from torchmars.core.device import is_gpu
 from torchmars.parallel.layout import Layout
 
 MOST_EVENTS = 100_000  # of allocating and freeing that a snapshot has, the last ones
@@ -25,13 +26,13 @@ class Profiler:
         self.last = config.start + config.steps - 1  # step of the trace
         self.trace: profile | None = None
         self.has_stepped = False
-        self.on_gpu = layout.device.type == "cuda"
-        self.records_memory = config.memory and self.on_gpu
+        self.device_module = torch.get_device_module(layout.device)
+        self.records_memory = config.memory and is_gpu(layout.device.type)
 
     def __enter__(self) -> "Profiler":
         if self.records_memory:
             # Private, torch 2.11 to 2.13, but described in torch's own pages on GPU memory.
-            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+            self.device_module.memory._record_memory_history(max_entries=MOST_EVENTS)
         elif self.config.memory:
             self._say("no snapshots of memory: profiler.memory records GPUs only")
         return self
@@ -40,7 +41,7 @@ class Profiler:
         if self.records_memory:
             if isinstance(error, torch.OutOfMemoryError):  # its allocations still exist
                 self._write_snapshot("out-of-memory", everywhere=False)
-            torch.cuda.memory._record_memory_history(enabled=None)
+            self.device_module.memory._record_memory_history(enabled=None)
         self._end_trace()
 
     @contextlib.contextmanager
@@ -84,7 +85,8 @@ class Profiler:
         self._write(name, "json.gz", trace.export_chrome_trace, everywhere=True)
 
     def _write_snapshot(self, name: str, everywhere: bool) -> None:
-        self._write(f"memory-{name}", "pickle", torch.cuda.memory._dump_snapshot, everywhere)
+        write = self.device_module.memory._dump_snapshot
+        self._write(f"memory-{name}", "pickle", write, everywhere)
 
     def _write(
         self, name: str, suffix: str, write: Callable[[str], None], everywhere: bool

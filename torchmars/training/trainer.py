@@ -7,6 +7,7 @@ from torch import Tensor
 from torchmars.cluster.signals import StopSignals
 from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
+from torchmars.core.device import is_gpu
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.files import is_gone
 from torchmars.metrics.events import EventLog
@@ -187,7 +188,7 @@ class Trainer:
                 self.average.update()
         self.model.balance.finish(applied=optimizer.skipped[1] == 0)  # those in a row up to now
         optimizer.zero_grad()
-        if self.layout.device.type == "cuda" and state.step + 1 < self.config.training.steps:
+        if is_gpu(self.layout.device.type) and state.step + 1 < self.config.training.steps:
             enter_phase("data")  # while the device works
             self.model.batches.prefetch(self.loader.peek())
         enter_phase(OTHER)

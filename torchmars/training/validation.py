@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torchmars.config import ValidationConfig
+from torchmars.core.device import is_gpu
 from torchmars.data.loader import validation_batches
 from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ class Validation:
         self.model.train(False)
         sums, counts = [], []
         for tokens, parts in batches:
-            if layout.device.type == "cuda":
+            if is_gpu(layout.device.type):
                 tokens = tokens.pin_memory()  # else its copy would wait for the GPU
             losses = self.model.losses(tokens)[: len(parts)]
             sums.append(losses.double().flatten(1).sum(1))

@@ -11,7 +11,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from torchmars.checkpoint.memory.slots import (
 )
 from torchmars.checkpoint.staging import Staging
 from torchmars.cluster import process
+from torchmars.core.device import is_gpu, pin, use
 from torchmars.core.errors import UserError
 from torchmars.core.locks import lock
 from torchmars.optim.tensors import local_part
@@ -55,7 +55,7 @@ class MemoryCopies:
         """
         self.layout, self.rank = layout, layout.world.rank
         self.kinds, self.staging = kinds_of(parts_of(state)), Staging(layout.device)
-        self.on_gpu = layout.device.type == "cuda"
+        self.on_gpu = is_gpu(layout.device.type)
         self.start = layout.on_first(lambda: token_hex(8))
         self.partner = partner_of(layout)
         self.in_background = self.on_gpu or self.partner is not None
@@ -95,7 +95,7 @@ class MemoryCopies:
             ) from None
         if self.on_gpu:  # pinned, so that the device copies to it while the host goes on
             for slot in self.own:
-                torch.cuda.cudart().cudaHostRegister(slot.memory.data_ptr(), size, 0)
+                pin(slot.memory, size, self.layout.device.type)
 
     def _told(self, work: Callable[[], T]) -> Callable[[], T]:
         """Return `work` with a `UserError` instead of errors of the system and of the network."""
@@ -135,7 +135,7 @@ class MemoryCopies:
 
         def complete_everywhere() -> None:
             if self.on_gpu:
-                torch.cuda.set_device(self.layout.device)
+                use(self.layout.device)
                 self._try(complete)
             if (partner := self.partner) is not None:  # which waits, whatever went wrong here
                 self._try(lambda: partner.swap(slot, oldest(self.others)))
