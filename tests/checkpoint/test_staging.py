@@ -14,12 +14,13 @@ from torchmars.checkpoint.staging import Staging
 class Device:
     """The order of what streams, events and copies are told."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, kind):
         self.told = []
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(self, "copies"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(self, "training"))
-        monkeypatch.setattr(torch.cuda, "stream", self.stream)
-        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        module = torch.get_device_module(kind)
+        monkeypatch.setattr(module, "Stream", lambda: Stream(self, "copies"))
+        monkeypatch.setattr(module, "current_stream", lambda: Stream(self, "training"))
+        monkeypatch.setattr(module, "stream", self.stream)
+        monkeypatch.setattr(module, "Event", self.event)
 
     @contextlib.contextmanager
     def stream(self, stream):
@@ -57,9 +58,10 @@ class Event:
 
 
 @pytest.mark.filterwarnings("ignore:Ignoring pin_memory")
-def test_a_gpu_copies_beside_training_until_something_changes(monkeypatch):
-    device = Device(monkeypatch)
-    staging = Staging(torch.device("cuda"))
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_gpu_copies_beside_training_until_something_changes(monkeypatch, kind):
+    device = Device(monkeypatch, kind)
+    staging = Staging(torch.device(kind))
     tensors = {"weight": torch.rand(8), "step": torch.tensor(1.0)}
     stage = staging.stager.stage
 

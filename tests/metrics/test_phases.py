@@ -65,11 +65,12 @@ class Event:
         return 2000.0 * (other.number - self.number)
 
 
-def test_on_a_gpu_only_what_is_done_is_read(monkeypatch):
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_on_a_gpu_only_what_is_done_is_read(monkeypatch, kind):
     monkeypatch.setattr(Event, "recorded", 0)
     monkeypatch.setattr(Event, "done", 0)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = PhaseClock(torch.device("cuda"))
+    monkeypatch.setattr(torch.get_device_module(kind), "Event", Event)
+    clock = PhaseClock(torch.device(kind))
     for phase in ("forward", "backward", "optimizer"):
         clock.enter(phase)
     assert clock.milliseconds(1) == {}

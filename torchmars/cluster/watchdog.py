@@ -16,7 +16,7 @@ import torch._C._distributed_c10d as c10d
 from torchmars.cluster import process
 from torchmars.cluster.hangs import hang_report, place_of, report_file
 from torchmars.core.console import say
-from torchmars.core.device import is_gpu
+from torchmars.core.device import backend_of
 from torchmars.core.errors import EXIT_HUNG, UserError
 from torchmars.parallel.layout import Layout
 
@@ -39,7 +39,7 @@ class Watchdog:
         """`save_group` names the process group of the save thread's collectives."""
         self.folder, self.layout, self.seconds = folder, layout, seconds
         self.save_group = save_group
-        self.on_gpu = is_gpu(layout.device.type)
+        self.on_nccl = backend_of(layout.device.type) == "nccl"
         self.file = report_file(folder, layout.world.rank)
         self.stream: TextIO | None = None  # of `file`, while it watches
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -115,7 +115,7 @@ class Watchdog:
     def _report(self) -> None:
         """Write where this rank stands. The first rank that can prints the reports of all."""
         assert self.stream is not None
-        recorded = recorded_collectives(self.on_gpu, self.save_group)
+        recorded = recorded_collectives(self.on_nccl, self.save_group)
         place = describe_place(sys._current_frames()[self.watched], recorded)
         rank, size = self.layout.world.rank, self.layout.world.size
         seconds = time.monotonic() - self.last_beat
@@ -123,7 +123,7 @@ class Watchdog:
             line = f"rank {rank}: {seconds:.0f} s in {self.activity}: {place}"
             print(line, file=self.stream, flush=True)
             faulthandler.dump_traceback(self.stream)
-            self._flight_file().write_bytes(flight_record(self.on_gpu))
+            self._flight_file().write_bytes(flight_record(self.on_nccl))
         if rank >= WITNESSES:
             time.sleep(GRACE_SECONDS)
         elif rank == min(set(range(size)) - self._wait_for_others()):
@@ -148,14 +148,14 @@ class Watchdog:
 # torch's flight recorder: private API, torch 2.11 to 2.13, which torch's stubs leave out.
 
 
-def flight_record(on_gpu: bool) -> bytes:
+def flight_record(on_nccl: bool) -> bytes:
     """Return the records of the flight recorder, for `torchfrtrace`."""
-    return getattr(c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace")()
+    return getattr(c10d, "_dump_nccl_trace" if on_nccl else "_dump_fr_trace")()
 
 
-def recorded_collectives(on_gpu: bool, left_out: str) -> list[dict[str, Any]]:
+def recorded_collectives(on_nccl: bool, left_out: str) -> list[dict[str, Any]]:
     """Return the flight recorder's collectives, except a group's, oldest first."""
-    name = "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json"
+    name = "_dump_nccl_trace_json" if on_nccl else "_dump_fr_trace_json"
     record = getattr(c10d, name)(includeCollectives=True, onlyActive=False)
     entries = json.loads(record).get("entries", [])
     return [entry for entry in entries if entry["process_group"][0] != left_out]
