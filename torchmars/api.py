@@ -32,11 +32,11 @@ from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.sampling import Draw, continuations, encode, predict_with_cache
 from torchmars.evaluation.scoring import Scorer
-from torchmars.evaluation.texts import measure, windows_of_files
+from torchmars.evaluation.texts import measure_text, windows_of_files
 from torchmars.exchange.saved_model import load_model, load_sharded_model
 from torchmars.models import Model, title
 from torchmars.planning import plan as plans
-from torchmars.planning.report import report
+from torchmars.planning.report import plan_in_words
 from torchmars.records.run import Run, read_run
 from torchmars.training.determinism import apply_determinism
 from torchmars.training.preparation import prepare_run
@@ -123,8 +123,8 @@ def make_plan(
     make(PerNode, gpus_per_node, name="gpus_per_node")
     with no_exit(), own_group():
         resolved = read_config(config, sections)
-        plan = plans.make_plan(resolved, world_size, gpus_per_node)
-        text = "\n".join(report(plan))
+        plan = plans.plan_rank(resolved, world_size, gpus_per_node)
+        text = "\n".join(plan_in_words(plan))
         peak, seconds = plan.largest.peak, plan.seconds
         return Planned(peak, plan.checkpoint, plan.microbatches, seconds, text)
 
@@ -277,7 +277,9 @@ class LanguageModel:
             if text is not None:
                 windows = windows_of_files(text, scorer)
                 count = min(len(windows), limit or len(windows))
-                found[text] = measure(scorer, text, windows, count, lambda done: None).measures()
+                found[text] = measure_text(
+                    scorer, text, windows, count, lambda done: None
+                ).measures()
         return found
 
 

@@ -192,7 +192,7 @@ def test_an_index_of_half_a_tensor_is_not_gone_on_from(tables, tmp_path, verify)
     del index.state_dict_metadata["model.norm.weight"].chunks[0]
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     manifest = manifests.read(folder)
-    manifest.files[".metadata"] = manifests.describe(folder / ".metadata")
+    manifest.files[".metadata"] = manifests.describe_file(folder / ".metadata")
     (folder / MANIFEST).write_text(manifest.text())
     out = listen(2, run)
     assert "step-00000006/.metadata is damaged (model.norm.weight is in chunks that leave" in out

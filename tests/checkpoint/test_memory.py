@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.ranks import run_ranks
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.memory import shared_memory, slots
-from torchmars.checkpoint.memory.copies import MemoryCopies, choose
+from torchmars.checkpoint.memory.copies import MemoryCopies, choose_copy
 from torchmars.checkpoint.memory.shared_memory import MEMORY
 from torchmars.checkpoint.memory.slots import Key
 from torchmars.config import Degrees
@@ -36,13 +36,13 @@ NEEDED = {
 def test_the_newest_copy_of_which_all_parts_are_there_is_chosen():
     old, new, other = Key(3, "a"), Key(4, "a"), Key(9, "b")
     here = [(old, 0), (old, 1), (new, 0), (new, 1), (other, 0)]
-    assert choose([here, here], least=0) == (new, [0, 1])
-    assert choose([here, here], least=5) is None
-    assert choose([[(new, 0), (old, 0)], [(old, 1)]], least=0) == (old, [0, 1])
-    assert choose([[], []], least=0) is None
+    assert choose_copy([here, here], least=0) == (new, [0, 1])
+    assert choose_copy([here, here], least=5) is None
+    assert choose_copy([[(new, 0), (old, 0)], [(old, 1)]], least=0) == (old, [0, 1])
+    assert choose_copy([[], []], least=0) is None
     # Two machines of two ranks: the second one is new, the first one has copies of its ranks.
     first = [(new, 0), (new, 1), (new, 2), (new, 3), (old, 0)]
-    assert choose([first, first, [], []], least=0) == (new, [0, 1, 0, 0])
+    assert choose_copy([first, first, [], []], least=0) == (new, [0, 1, 0, 0])
 
 
 def state(step, rank, layout):

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.ranks import run_ranks
 from torchmars.checkpoint import parts
 from torchmars.checkpoint.index import INDEX, read_index
-from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, File, describe
+from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, File, describe_file
 from torchmars.config import Degrees
 from torchmars.parallel.layout import Layout
 
@@ -49,7 +49,7 @@ def write_index(folder, ranks, tensors):
 
 def manifest_of(folder, ranks, tensors):
     files = {f"__{rank}_0.distcp": File(tensors * GAP, "") for rank in range(ranks)}
-    files[INDEX] = describe(folder / INDEX)
+    files[INDEX] = describe_file(folder / INDEX)
     return CheckpointManifest(1, 0, ranks, "", 2, {}, {}, files=files)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from torchmars.cluster import launcher
 from torchmars.cluster.logs import RankLogs, keep_apart
-from torchmars.commands.launch import parse
+from torchmars.commands.launch import parse_torchrun
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_STOPPED
 
@@ -33,7 +33,7 @@ def ending(tmp_path, monkeypatch, capsys):
         logs = RankLogs(tmp_path / "logs", tmp_path, {0}, print)
         logs.launch = "n1-1234"
         logs.exit_code_file.write_text("" if left is None else str(left))
-        args = parse(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "script"])
+        args = parse_torchrun(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "script"])
         code = launcher.launch(
             args, logs, tmp_path / "hang", 0, lambda failure: None, lambda: 0, start
         )

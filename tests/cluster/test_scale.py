@@ -72,7 +72,7 @@ def test_ranks_share_the_verification_of_a_checkpoint(tmp_path, monkeypatch):
     names = [f"__{rank}_0.distcp" for rank in range(64)]
     for name in names:
         (tmp_path / name).write_text(name)
-    files = {name: manifests.describe(tmp_path / name) for name in names}
+    files = {name: manifests.describe_file(tmp_path / name) for name in names}
     manifest = manifests.CheckpointManifest(1, 0, 64, "", 2, {}, {}, files=files)
     counts = []
     for rank in range(32):

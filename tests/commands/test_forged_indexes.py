@@ -38,7 +38,7 @@ def forge(checkpoint, change):
 def vouch_for(checkpoint, name):
     """Write the manifest anew so that it is one of the file as it is now."""
     manifest = manifests.read(checkpoint)
-    files = manifest.files | {name: manifests.describe(checkpoint / name)}
+    files = manifest.files | {name: manifests.describe_file(checkpoint / name)}
     (checkpoint / MANIFEST).write_text(replace(manifest, files=files).text())
 
 

@@ -30,7 +30,7 @@ from torchmars import train as rank
 from torchmars.cluster.environment import Environment, cores_of, read_environment
 from torchmars.cluster.launcher import config_from_args
 from torchmars.commands import launch, train
-from torchmars.commands.launch import parse
+from torchmars.commands.launch import parse_torchrun
 from torchmars.config import MetricsConfig
 from torchmars.config.load import config_text, load_config
 from torchmars.config.toml_files import merge, read_toml
@@ -51,7 +51,7 @@ def test_variables(examples):
     def started(variables):
         environment = read_environment(variables)
         options = environment.torchrun_options(environment.NGPU or 2, "job")
-        config_from_args(parse([*options, "script"]))
+        config_from_args(parse_torchrun([*options, "script"]))
 
     values = st.one_of(words, st.text(max_size=6), st.integers().map(str))
     fuzz(examples, st.dictionaries(st.sampled_from(VARIABLES), values), check)

@@ -8,7 +8,7 @@ import pytest
 from torchmars.commands.presets import main
 from torchmars.config.presets import read_presets
 from torchmars.planning.assumptions import FLOPS
-from torchmars.planning.preset_pages import HEADINGS, preset_page, preset_table, read
+from torchmars.planning.preset_pages import HEADINGS, preset_page, preset_table, read_preset
 
 PRESETS = read_presets()
 
@@ -56,11 +56,11 @@ def test_hours_of_gpt2_small_by_hand():
     """Matrices of 12 blocks, 12 x 768^2 each, and the head; attention over 1024 tokens."""
     per_token = 6 * (12 * 12 * 768**2 + 50_304 * 768) + 12 * 12 * 768 * 1024
     hours = 100_000 * 480 * 1024 * per_token / (8 * FLOPS) / 3600  # traffic hides behind it
-    config, model, seconds = read(PRESETS["gpt2-small-adamw-openwebtext"])
+    config, model, seconds = read_preset(PRESETS["gpt2-small-adamw-openwebtext"])
     assert 100_000 * seconds / 3600 == pytest.approx(hours) == pytest.approx(3.6465, rel=1e-4)
     assert config.training.tokens == 49_152_000_000
     assert model.parameter_count == 12 * 12 * 768**2 + (50_304 + 1024) * 768 + 25 * 768
-    *_, exact = read(PRESETS["gpt2-small-mars-adamw-exact-openwebtext"])
+    *_, exact = read_preset(PRESETS["gpt2-small-mars-adamw-exact-openwebtext"])
     assert exact == pytest.approx(2 * seconds)
 
 

@@ -12,7 +12,7 @@ from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.data.packed import PackedWindows, pack_shards, packing_file
-from torchmars.data.packing import pack
+from torchmars.data.packing import best_fit_windows
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import ChangedData
 
@@ -20,7 +20,7 @@ END = 256
 
 
 def windows_of(tokens, seq_len):
-    return list(pack(np.flatnonzero(tokens == END), len(tokens), seq_len))
+    return list(best_fit_windows(np.flatnonzero(tokens == END), len(tokens), seq_len))
 
 
 def shard(lengths, cut_front, cut_back):

@@ -19,9 +19,9 @@ from torchmars.data.documents import (
     TextBlock,
     TextPart,
     decode,
+    documents_in,
     lines_of,
-    place,
-    texts_of,
+    place_in_file,
 )
 from torchmars.data.reading import COMPRESSED_CHUNK, read_compressed, read_piece
 
@@ -70,7 +70,9 @@ def found_in(inputs, kind, block, resume=True):
     for part in (part for each in blocks for part in each.parts):
         records = enumerate(part.content)
         if isinstance(part.content, bytes):
-            records = lines_of(part.content) if kind == "jsonl" else texts_of(part.content, LONGEST)
+            records = (
+                lines_of(part.content) if kind == "jsonl" else documents_in(part.content, LONGEST)
+            )
         found += [None if isinstance(each, Damage) else each for _, each in records]
     if kind == "jsonl":
         found = [None if each and len(each) > LONGEST else each for each in found]
@@ -187,9 +189,9 @@ def test_damaged_records_are_named(record, message):
 
 
 def test_places_are_as_a_person_counts():
-    assert place(TextPart("a", b"x\ny\n", 0), 2) == "line 2"
-    assert place(TextPart("a", b"x\ny\n", 100, "byte"), 2) == "byte 102"
-    assert place(TextPart("a", ["x", "y"], 5, "row"), 1) == "row 7"
+    assert place_in_file(TextPart("a", b"x\ny\n", 0), 2) == "line 2"
+    assert place_in_file(TextPart("a", b"x\ny\n", 100, "byte"), 2) == "byte 102"
+    assert place_in_file(TextPart("a", ["x", "y"], 5, "row"), 1) == "row 7"
 
 
 def test_copies_of_a_document_are_in_one_split():

@@ -13,7 +13,7 @@ from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
-from torchmars.data.corpus_plan import begin_plan, make_plan
+from torchmars.data.corpus_plan import begin_plan, plan_corpus
 from torchmars.data.documents import Encoder, TextBlock, TextPart
 from torchmars.data.tokenizer import (
     ByteTokenizer,
@@ -132,7 +132,7 @@ def test_what_is_begun_goes_on_with_the_same_file_under_another_path_alone(tmp_p
     files = [tokenizer_file(tmp_path / name) for name in ("one", "two")]
     files.append(tokenizer_file(tmp_path / "three", letter_id=lambda letter: ord(letter) ^ 1))
     plans = [
-        make_plan(tiny_config(tmp_path, data={"tokenizer": str(file)}).data, Sizes())
+        plan_corpus(tiny_config(tmp_path, data={"tokenizer": str(file)}).data, Sizes())
         for file in files
     ]
     begin_plan(plans[0], tmp_path / "begun")

@@ -16,7 +16,7 @@ from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.scoring import Scorer, Tokens
-from torchmars.evaluation.texts import measure
+from torchmars.evaluation.texts import measure_text
 from torchmars.models import build_meta_model, build_model
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.parallel_model import ParallelModel
@@ -64,7 +64,7 @@ def scores_on(layout, texts):
     scores = scorer.score(PAIRS, counts.append)
     assert sum(counts) == len(PAIRS)
     windows = scorer.windows("The red fox went over the hill. " * 3)
-    text = measure(scorer, "text", windows, len(windows), counts.append)
+    text = measure_text(scorer, "text", windows, len(windows), counts.append)
     return scores, scorer.score_tokens(texts), text
 
 

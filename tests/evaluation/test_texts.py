@@ -29,7 +29,7 @@ class Fixed:
 
 
 def measured(scorer, windows, count=None):
-    return texts.measure(scorer, "x", windows, count or len(windows), lambda done: None)
+    return texts.measure_text(scorer, "x", windows, count or len(windows), lambda done: None)
 
 
 def tokenizer_of(kind, folder):

@@ -19,8 +19,8 @@ from torchmars.planning.find import (
     Found,
     expert_degrees,
     find_layouts,
+    layout_options,
     layouts,
-    options_of,
     propose,
     why_whole,
 )
@@ -95,9 +95,9 @@ def test_options_are_what_differs_from_the_config(tmp_path):
     config = large(tmp_path)
     full = replace(config.activation_checkpoint, mode="full")
     other = replace(config, activation_checkpoint=full)
-    assert options_of(config, config) == ""
-    assert options_of(other, config) == "--activation_checkpoint.mode full"
-    assert options_of(config, other) == "--activation_checkpoint.mode none"
+    assert layout_options(config, config) == ""
+    assert layout_options(other, config) == "--activation_checkpoint.mode full"
+    assert layout_options(config, other) == "--activation_checkpoint.mode none"
 
 
 def test_memory_and_time_of_the_options(tmp_path):

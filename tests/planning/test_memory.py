@@ -16,7 +16,7 @@ from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.models.moe import Router
 from torchmars.planning.memory import MemoryCounter
-from torchmars.planning.plan import make_plan
+from torchmars.planning.plan import plan_rank
 from torchmars.training.trainer import build_trainer
 
 
@@ -92,7 +92,7 @@ def planned_and_measured(tables):
     rank, size = dist.get_rank(), dist.get_world_size()
     measured = measure(tables)
     dist.destroy_process_group()
-    simulation = make_plan(config_from_tables(tables, "in a test"), size, 0, rank).simulation
+    simulation = plan_rank(config_from_tables(tables, "in a test"), size, 0, rank).simulation
     planned = (
         {name: getattr(simulation, name) for name in measured[0]},
         simulation.activations + simulation.gathered,

@@ -8,7 +8,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables
 from torchmars.config.load import config_from_tables
 from torchmars.parallel import fsdp
-from torchmars.planning.plan import make_plan
+from torchmars.planning.plan import plan_rank
 from torchmars.planning.simulation import FewBlocks
 
 RANKS, PER_NODE = 16, 4
@@ -50,7 +50,7 @@ def figures(tables, few, unit_bytes=0):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FewBlocks, "tell", tell)
         patch.setitem(fsdp.UNIT_BYTES, "cuda", unit_bytes)
-        plan = make_plan(config_from_tables(tables, "in a test"), RANKS, PER_NODE)
+        plan = plan_rank(config_from_tables(tables, "in a test"), RANKS, PER_NODE)
     sizes = [
         (rank.gradients, rank.activations, rank.gathered, rank.traffic.times, rank.traffic.sent)
         for rank in plan.ranks

@@ -23,13 +23,13 @@ from torchmars.commands.plan import main
 from torchmars.config.load import config_from_tables
 from torchmars.planning.advice import advice
 from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK
-from torchmars.planning.plan import make_plan
+from torchmars.planning.plan import plan_rank
 
 
 def simulate(tables, world_size, per_node):
     """The simulation of rank 0 of many, in a process that has no other group."""
     dist.destroy_process_group()
-    plan = make_plan(config_from_tables(tables, "in a test"), world_size, per_node)
+    plan = plan_rank(config_from_tables(tables, "in a test"), world_size, per_node)
     simulation = plan.simulation
     sent = {
         (kind.phase, kind.operation, len(kind.ranks)): (
@@ -44,13 +44,13 @@ def simulate(tables, world_size, per_node):
 def activations(tables, per_node):
     """The activations of one rank."""
     dist.destroy_process_group()
-    return make_plan(config_from_tables(tables, "in a test"), 1, per_node).simulation.activations
+    return plan_rank(config_from_tables(tables, "in a test"), 1, per_node).simulation.activations
 
 
 def stored(tables, world_size):
     """The bytes of one rank's weights, of the whole checkpoint, and of the whole weights."""
     dist.destroy_process_group()
-    plan = make_plan(config_from_tables(tables, "in a test"), world_size, 0).simulation
+    plan = plan_rank(config_from_tables(tables, "in a test"), world_size, 0).simulation
     return plan.weights, plan.checkpoint, 4 * sum(p.numel() for p in plan.model.whole.parameters())
 
 
@@ -96,7 +96,7 @@ def test_documents_apart_take_a_mask_where_no_kernel_serves(tmp_path):
 def timed(tables, world_size, per_node):
     """The time of a step, and what it is made of: FLOPs, bytes, the bubble, the owners' FLOPs."""
     dist.destroy_process_group()
-    plan = make_plan(config_from_tables(tables, "in a test"), world_size, per_node)
+    plan = plan_rank(config_from_tables(tables, "in a test"), world_size, per_node)
     sent, waited = plan.simulation.traffic.sent, plan.simulation.traffic.waited
     passes = [kind for kind in sent if kind.phase == "forward and backward"]
     layers = sum(waited[kind] for kind in passes)
@@ -332,7 +332,7 @@ def test_warnings_of_experts(tmp_path):
 def axes_of_traffic(tables):
     """Along which axes rank 0 of 8 sends what, in the passes of a step."""
     dist.destroy_process_group()
-    plan = make_plan(config_from_tables(tables, "in a test"), 8, 8)
+    plan = plan_rank(config_from_tables(tables, "in a test"), 8, 8)
     return {
         (kind.operation, plan.axes_of(kind.ranks))
         for kind in plan.simulation.traffic.sent

@@ -9,7 +9,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.planning.plan import make_plan
+from torchmars.planning.plan import plan_rank
 from torchmars.planning.traffic import TrafficCounter
 from torchmars.training.trainer import build_trainer
 
@@ -34,7 +34,7 @@ def counted_and_planned(tables):
         traffic.begin(PHASE, weight=1)
         trainer.model.backward(trainer.loader.step())
     dist.destroy_process_group()
-    plan = make_plan(config, size, 0, rank)
+    plan = plan_rank(config, size, 0, rank)
     return all_to_alls(traffic), all_to_alls(plan.simulation.traffic)
 
 

@@ -11,7 +11,7 @@ from tests.support.ranks import run_ranks
 from tests.support.store import BUCKET, SECRETS, Proxy, s3_server
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
 from torchmars.checkpoint.folder import checkpoints, leftovers, step_of
-from torchmars.checkpoint.manifest import describe
+from torchmars.checkpoint.manifest import describe_file
 from torchmars.checkpoint.resume import read_verified
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.places import ObjectPath, place
@@ -173,7 +173,7 @@ def test_files_wait_in_a_bounded_place(folder, monkeypatch):
     found = files.finish()
     assert found.keys() == contents.keys()
     for name, content in contents.items():
-        assert describe(folder / name) == found[name]
+        assert describe_file(folder / name) == found[name]
         with storage_of(folder).open(folder / name) as stream:
             assert stream.read() == content
             stream.seek(len(content) // 2)

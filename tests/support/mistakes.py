@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.config.test_config import leaves
 from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
-from torchmars.checkpoint.manifest import CheckpointManifest, describe
+from torchmars.checkpoint.manifest import CheckpointManifest, describe_file
 from torchmars.checkpoint.state_dict import model_state, optimizer_state_names
 from torchmars.config import Config
 from torchmars.config.load import load_config
@@ -230,7 +230,7 @@ def make_checkpoint(folder, steps=2):
             storage_writer=dcp.FileSystemWriter(checkpoint),
             no_dist=True,
         )
-    files = {path.name: describe(path) for path in checkpoint.iterdir()}
+    files = {path.name: describe_file(path) for path in checkpoint.iterdir()}
     saved = asdict(config)
     # As a run resolves them.
     saved["training"]["dtype"] = saved["optimizer"]["matrix_dtype"] = "float32"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchmars.benchmark.measure import Measurement
 from torchmars.core.tables import table
+from torchmars.core.words import number_or_dash
 
 
 @dataclass
@@ -59,11 +60,11 @@ def ratios(first: MeasuredConfig, second: MeasuredConfig) -> Spread:
     return spread([one.tokens_per_second / other.tokens_per_second for one, other in pairs])
 
 
-def results_table(measured: list[MeasuredConfig]) -> list[str]:
+def bench_table(measured: list[MeasuredConfig]) -> list[str]:
     """Return a column for each config: rate, use of the GPUs, time of a step, memory."""
 
     def row(name: str, pattern: str, measure: Callable[[Measurement], float | None]) -> list[str]:
-        return [name, *(number(each.median(measure), pattern) for each in measured)]
+        return [name, *(number_or_dash(each.median(measure), pattern) for each in measured)]
 
     phases = {
         phase: None for each in measured for found in each.rounds for phase in found.phases_ms
@@ -74,7 +75,7 @@ def results_table(measured: list[MeasuredConfig]) -> list[str]:
         row("mfu", ".1%", lambda found: found.mfu),
         row("step, ms", ",.1f", lambda found: found.step_ms),
         *(
-            [f"  {phase}", *(share(each, phase) for each in measured)]
+            [f"  {phase}", *(phase_text(each, phase) for each in measured)]
             for phase in sorted(phases, key="other".__eq__)
         ),
         row("peak memory of rank 0, GiB", ".2f", lambda found: found.memory_gib),
@@ -82,19 +83,14 @@ def results_table(measured: list[MeasuredConfig]) -> list[str]:
     return table(rows, right=range(1, len(measured) + 1))
 
 
-def share(one: MeasuredConfig, phase: str) -> str:
+def phase_text(one: MeasuredConfig, phase: str) -> str:
     """Return the time of a phase, and which part of the step that is."""
     milliseconds = one.median(lambda found: found.phases_ms.get(phase))
     part = one.median(lambda found: found.phases_ms.get(phase, 0.0) / found.step_ms)
     return "-" if milliseconds is None else f"{milliseconds:,.1f} ({part:4.0%})"
 
 
-def number(value: float | None, pattern: str) -> str:
-    """Return a number as a table shows it."""
-    return "-" if value is None else format(value, pattern)
-
-
-def results_json(
+def bench_json(
     measured: list[MeasuredConfig], machine: dict[str, Any], warmup: int, steps: int
 ) -> str:
     """Return all that was measured as JSON."""

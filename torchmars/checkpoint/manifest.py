@@ -104,7 +104,7 @@ def read(folder: PurePath) -> CheckpointManifest:
     return manifest
 
 
-def describe(path: PurePath) -> File:
+def describe_file(path: PurePath) -> File:
     """Return the size and checksum of a file as it is now."""
     with storage_of(path).open(path) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def verify(
                 size = stream.seek(0, os.SEEK_END)
             if size != wanted.size:
                 raise DamagedCheckpoint(f"{path} has {size} bytes instead of {wanted.size}")
-            if level == "full" and describe(path) != wanted:
+            if level == "full" and describe_file(path) != wanted:
                 raise DamagedCheckpoint(f"{path} was altered: its SHA-256 is not the manifest's")
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None

@@ -41,7 +41,7 @@ def read_tensors(folder: PurePath, state: dict[str, Tensor], index: dcp.Metadata
         for exception, _ in error.failures.values():
             if isinstance(exception, DamagedCheckpoint):
                 raise exception from None
-        raise DamagedCheckpoint(f"{folder} cannot be read: {reason(error)}") from None
+        raise DamagedCheckpoint(f"{folder} cannot be read: {first_reason(error)}") from None
 
 
 def check_tensors(folder: PurePath, index: dcp.Metadata) -> None:
@@ -59,7 +59,7 @@ def check_tensors(folder: PurePath, index: dcp.Metadata) -> None:
         pass
 
 
-def reason(error: CheckpointException) -> str:
+def first_reason(error: CheckpointException) -> str:
     """Return the first error in one line: an error of the disk, if there is one."""
     exceptions = [exception for exception, _ in error.failures.values()]
     for exception in exceptions:

@@ -120,7 +120,7 @@ def load_copy(
     set_rng_state({name: value for name, value in state.items() if name.startswith("rng.")})
 
 
-def load(
+def load_checkpoint(
     folder: PurePath,
     manifest: CheckpointManifest,
     layout: Layout,

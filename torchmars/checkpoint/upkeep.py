@@ -1,6 +1,5 @@
 """Upkeep of a run's checkpoints: list, verify and prune them."""
 
-import math
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -17,7 +16,7 @@ from torchmars.core.files import PARTIAL, path_problem
 from torchmars.core.formats import OtherVersion
 from torchmars.core.tables import table
 from torchmars.core.typed import make
-from torchmars.core.words import counted
+from torchmars.core.words import counted, number_or_dash
 from torchmars.storage.storage import DAMAGED, DELETED
 
 NO_CHECKPOINTS = "name a run's folder, such as runs/quickstart"
@@ -44,7 +43,8 @@ def list_checkpoints(folder: PurePath) -> None:
         values, state = ("", "", ""), "complete"
         try:
             manifest = read_verified(path, "size")
-            values = str(manifest.world_size), loss_of(manifest), f"{manifest.bytes / 2**20:,.1f}"
+            loss, size = number_or_dash(manifest.validation_loss), manifest.bytes / 2**20
+            values = str(manifest.world_size), loss, f"{size:,.1f}"
         except (DamagedCheckpoint, OtherVersion) as error:
             what = "damaged" if isinstance(error, DamagedCheckpoint) else "of another version"
             state = f"{what}: {error}"
@@ -137,9 +137,3 @@ def read_all(
             if isinstance(error, OtherVersion):
                 other.append(path)
     return good, other
-
-
-def loss_of(manifest: CheckpointManifest) -> str:
-    """Return a checkpoint's validation loss as text, "-" if it has none."""
-    loss = manifest.validation_loss
-    return "-" if loss is None or math.isnan(loss) else f"{loss:.4f}"

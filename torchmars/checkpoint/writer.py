@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchmars.checkpoint.index import INDEX
-from torchmars.checkpoint.reader import reason
+from torchmars.checkpoint.reader import first_reason
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
 from torchmars.storage import storage_of
@@ -92,7 +92,7 @@ class TensorWriter:
                 state, storage_writer=files, planner=planner, process_group=self.layout.control
             )
         except CheckpointException as error:  # not an Exception
-            raise UserError(reason(error)) from None
+            raise UserError(first_reason(error)) from None
         self.plan = _Plan(tensors, files.mine, files.places, files.index)
 
 
@@ -114,7 +114,7 @@ class _TensorFiles(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.mine = plan
         # DCP makes a file for each of its threads.
-        self.thread_count = max(1, math.ceil(bytes_of(plan) / self.files.size))
+        self.thread_count = max(1, math.ceil(bytes_in_plan(plan) / self.files.size))
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:  # of torch.save, which only says at which byte it ended
@@ -156,7 +156,7 @@ class _TensorFiles(dcp.FileSystemWriter):
         return self.places == plan.places
 
 
-def bytes_of(plan: SavePlan) -> int:
+def bytes_in_plan(plan: SavePlan) -> int:
     """Return how many bytes the tensors have that a rank writes by `plan`."""
     return sum(
         math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

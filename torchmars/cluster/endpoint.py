@@ -22,7 +22,7 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     from the machine's own name, which may stand for another address. So both are passed to it.
     Raises `UserError` if the machines cannot connect.
     """
-    name, remedy = named(endpoint)
+    name, remedy = endpoint_in_words(endpoint)
     host, port = split_endpoint(endpoint, name.partition(" = ")[0])
     try:
         address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
@@ -52,7 +52,7 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     return endpoint, number == 0, local
 
 
-def named(endpoint: str) -> tuple[str, str]:
+def endpoint_in_words(endpoint: str) -> tuple[str, str]:
     """Return a user's name for an endpoint, and how to choose another host.
 
     It comes from run_train.sh, which found it out for a job, from the variable or from the option.

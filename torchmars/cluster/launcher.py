@@ -123,7 +123,7 @@ def launch(
     first = first_failure(failures, logs)
     if first in failures:
         record(first)
-    report_failure(first, logs)
+    report_first(first, logs)
     return first.code
 
 
@@ -199,7 +199,7 @@ def failures_of(
     return failures
 
 
-def report_failure(first: Failure, logs: RankLogs) -> None:
+def report_first(first: Failure, logs: RankLogs) -> None:
     """Print which rank failed first, on any machine, and its error."""
     if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE:
         return  # the rank has printed it

@@ -25,17 +25,17 @@ STORE_FILE = "TORCHMARS_STORE_FILE"
 
 def rank() -> int:
     """Return this process's number among all ranks; 0 for a process that was started alone."""
-    return number("RANK", 0)
+    return torchrun_number("RANK", 0)
 
 
 def world_size() -> int:
     """Return the number of ranks; 1 for a process that was started alone."""
-    return number("WORLD_SIZE", 1)
+    return torchrun_number("WORLD_SIZE", 1)
 
 
 def machines() -> int:
     """Return the number of machines, each of which has a launcher."""
-    return number("GROUP_WORLD_SIZE", 1)
+    return torchrun_number("GROUP_WORLD_SIZE", 1)
 
 
 def alone_on_machine() -> bool:
@@ -45,10 +45,10 @@ def alone_on_machine() -> bool:
 
 def local_rank() -> int:
     """Return this process's number on its machine; 0 for a process started alone."""
-    return number("LOCAL_RANK", 0)
+    return torchrun_number("LOCAL_RANK", 0)
 
 
-def number(name: str, alone: int) -> int:
+def torchrun_number(name: str, alone: int) -> int:
     """Return a variable that torchrun sets, or its value for a process started `alone`.
 
     Raises `UserError` for a value that torchrun would not set.
@@ -69,10 +69,10 @@ def check_variables() -> None:
     if missing := [name for name in needed if name not in os.environ]:
         verb = "is" if len(missing) == 1 else "are"
         raise UserError(f"RANK is set, but {' and '.join(missing)} {verb} not: {remedy}")
-    if number("RANK", 0) >= world_size() or local_rank() >= world_size():
+    if torchrun_number("RANK", 0) >= world_size() or local_rank() >= world_size():
         raise UserError(f"RANK and LOCAL_RANK must be less than WORLD_SIZE: {remedy}")
     if needed:
-        make(Port, number("MASTER_PORT", 0), name="MASTER_PORT")
+        make(Port, torchrun_number("MASTER_PORT", 0), name="MASTER_PORT")
 
 
 def node() -> str:
@@ -82,8 +82,8 @@ def node() -> str:
 
 def node_rank() -> int | None:
     """Return the number that this machine was given; None if the machines are to find out."""
-    number = os.environ.get("NODE_RANK")
-    return None if number is None else read_variable("NODE_RANK", number)
+    given = os.environ.get("NODE_RANK")
+    return None if given is None else read_variable("NODE_RANK", given)
 
 
 def start_timeout() -> timedelta:
@@ -109,7 +109,7 @@ def check_devices(local_ranks: int | None = None) -> None:
 
     `local_ranks` is the number of ranks on it, by default torchrun's.
     """
-    local_ranks = local_ranks or number("LOCAL_WORLD_SIZE", 1)
+    local_ranks = local_ranks or torchrun_number("LOCAL_WORLD_SIZE", 1)
     gpus = gpu_count()
     if 0 < gpus < local_ranks:
         raise UserError(

@@ -61,7 +61,7 @@ def own_report(config: ResolvedConfig) -> RankReport:
         process.node(),
         code_hash(),
         torch.__version__,
-        digest(config_text(config).encode()),
+        short_hash(config_text(config).encode()),
         data_hash(folders),
         gpu_name(process.local_rank()),
         clock,
@@ -96,7 +96,7 @@ def check_ranks(
         wait_for_ranks(store, "report", size)
         token.remove()
         reports = [RankReport(**json.loads(store.get(f"report/{each}"))) for each in range(size)]
-        store.set("result", json.dumps((differences(reports), describe(reports))))
+        store.set("result", json.dumps((differing_machines(reports), describe_cluster(reports))))
     wrong, cluster = json.loads(wait_for_value(store, "result"))
     come(store, "read", "")
     if rank == 0:
@@ -130,7 +130,7 @@ def wait_for_ranks(store: dist.Store, name: str, size: int) -> None:
             nodes = sorted({store.get(f"here/{rank}").decode() for rank in here})
             raise LostRank(
                 f"{len(missing)} of {size} ranks did not come within {seconds:g} s: "
-                f"{listed(missing)} (others are on {', '.join(nodes)}): see what they say"
+                f"{first_eight(missing)} (others are on {', '.join(nodes)}): see what they say"
             )
         time.sleep(0.02)
 
@@ -206,7 +206,7 @@ class Token:
 def code_hash() -> str:
     """Return a hash of this package's sources."""
     package = Path(__file__).parents[1]
-    return digest(
+    return short_hash(
         b"".join(
             str(file.relative_to(package)).encode() + file.read_bytes()
             for file in sorted(package.rglob("*.py"))
@@ -218,21 +218,21 @@ def data_hash(folders: list[Path]) -> str:
     """Return a hash of the data's manifests in `folders`; an empty one if there are none yet."""
     manifests = [folder / "manifest.json" for folder in folders]
     contents = [file.read_bytes() for file in manifests if file.exists()]
-    return digest(b"".join(contents)) if contents else ""
+    return short_hash(b"".join(contents)) if contents else ""
 
 
-def digest(content: bytes) -> str:
+def short_hash(content: bytes) -> str:
     """Return the beginning of a SHA-256."""
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def listed(things: Iterable[object]) -> str:
+def first_eight(things: Iterable[object]) -> str:
     """Return the first eight things, and whether there are more."""
     texts = list(map(str, things))
     return ", ".join(texts[:8] + ["..."] * (len(texts) > 8))
 
 
-def differences(reports: list[RankReport]) -> list[str]:
+def differing_machines(reports: list[RankReport]) -> list[str]:
     """Return a line for each machine and each thing that must be the same and is not."""
     first, lines = reports[0], []
     for report in reports:
@@ -248,7 +248,7 @@ def differences(reports: list[RankReport]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def describe(reports: list[RankReport]) -> str:
+def describe_cluster(reports: list[RankReport]) -> str:
     """Return lines on the cluster, with anything unusual; nothing for a single machine."""
     ranks = Counter(report.node for report in reports)
     if len(ranks) == 1:
@@ -262,7 +262,7 @@ def describe(reports: list[RankReport]) -> str:
     spread = latest - earliest
     lines = labelled(
         "cluster",
-        f"{len(ranks)} machines ({listed(ranks)}), {counts} on each: {names}; "
+        f"{len(ranks)} machines ({first_eight(ranks)}), {counts} on each: {names}; "
         f"clocks within {spread:.2f} s",
     )
     if len(devices) > 1:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch._C._distributed_c10d as c10d
 
 from torchmars.cluster import process
-from torchmars.cluster.hangs import hang_report, place_of, report_file
+from torchmars.cluster.hangs import hang_report, place_of_rank, report_file
 from torchmars.core.console import say
 from torchmars.core.device import backend_of
 from torchmars.core.errors import EXIT_HUNG, UserError
@@ -138,7 +138,7 @@ class Watchdog:
         deadline = time.monotonic() + GRACE_SECONDS
         while silent and time.monotonic() <= deadline:
             time.sleep(max(0.2, self.layout.world.size / 2000))
-            silent = {rank for rank in silent if place_of(self.folder, rank) is None}
+            silent = {rank for rank in silent if place_of_rank(self.folder, rank) is None}
         return silent
 
     def _flight_file(self) -> Path:

@@ -19,7 +19,7 @@ from torchmars.comparison.results import (
     numbers_of,
     write_comparison,
 )
-from torchmars.comparison.settings import check_settings, write_settings
+from torchmars.comparison.settings import check_settings, keep_settings
 from torchmars.comparison.study import Study
 from torchmars.comparison.tables import csv_text, lines, markdown
 from torchmars.comparison.words import seeds_text
@@ -199,12 +199,12 @@ def compare(study: Study, options: Compare) -> bool:
     from torchmars.reports.comparison_plots import plot_comparison
 
     runner = make_runner(study, options)
-    with folder_of(study), locked(study.folder / "lock", f"comparing in {study.folder}"):
+    with writable_folder(study), locked(study.folder / "lock", f"comparing in {study.folder}"):
         check_settings(study)
-        say("\n".join(introduction(study, runner.describe())))
+        say("\n".join(comparison_heading(study, runner.describe())))
         keep_compiled_in(study.folder / "compile_cache", "--folder")
         runner.prepare()
-        write_settings(study)
+        keep_settings(study)
         results = Results(study)
 
         def write() -> Comparison:
@@ -232,7 +232,7 @@ def make_runner(study: Study, options: Compare) -> "LocalTrials | SlurmTrials":
 
 
 @contextlib.contextmanager
-def folder_of(study: Study) -> Iterator[None]:
+def writable_folder(study: Study) -> Iterator[None]:
     """Make the folder of a comparison. Raises `UserError` if it, or a file in it, cannot be."""
     try:
         study.folder.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def folder_of(study: Study) -> Iterator[None]:
         ) from None
 
 
-def introduction(study: Study, how: str) -> list[str]:
+def comparison_heading(study: Study, how: str) -> list[str]:
     """Return lines on the comparison before it starts."""
     training = study.base.training
     tokens = training.tokens

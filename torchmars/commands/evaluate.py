@@ -108,7 +108,7 @@ def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     """Measure, print and write the results. Called by every rank."""
     from torchmars.evaluation.results import Evaluation, results_table
     from torchmars.evaluation.scoring import Scorer
-    from torchmars.evaluation.texts import measure, texts_table
+    from torchmars.evaluation.texts import measure_text, texts_table
     from torchmars.exchange.saved_model import load_sharded_model
 
     tasks = layout.on_first(lambda: read_tasks(names, options.shots, options.limit, options.seed))
@@ -126,11 +126,11 @@ def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     for name, windows in texts.items():
         count = min(len(windows), options.limit or len(windows))
         with progress(name, count, "window", layout) as report:
-            measured.append(measure(scorer, name, windows, count, report))
+            measured.append(measure_text(scorer, name, windows, count, report))
     if measured:
         layout.say("\n".join([*([""] if results else []), *texts_table(measured)]))
     if options.json is not None:
-        file, text = options.json, results_json(options, results, measured)
+        file, text = options.json, evaluation_json(options, results, measured)
         layout.on_first(lambda: write_results(file, text))
 
 
@@ -156,7 +156,7 @@ def progress(what: str, total: int, unit: str, layout: "Layout") -> Iterator[Cal
         yield bar.add
 
 
-def results_json(options: Evaluate, results: "list[Result]", texts: "list[TextResult]") -> str:
+def evaluation_json(options: Evaluate, results: "list[Result]", texts: "list[TextResult]") -> str:
     """Return results as JSON. Numbers that are not finite are null."""
     measured: dict[str, Any] = {
         "model": str(options.model),

@@ -54,10 +54,10 @@ def main() -> None:
         except OSError as error:
             raise UserError(f"cannot write {options.config}: {error.strerror}") from None
         say(f"{options.config}: {found.model.describe()}")
-        say("\n".join(next_commands(*following(options, found.tables))))
+        say("\n".join(next_commands(*after_import(options, found.tables))))
 
 
-def following(options: Import, tables: dict[str, Any]) -> list[list[str]]:
+def after_import(options: Import, tables: dict[str, Any]) -> list[list[str]]:
     """Return commands that may come next. Without a tokenizer only a plan can be made."""
     config = str(options.config)
     plan = ["torchmars", "plan", config, "--world-size", "8"]

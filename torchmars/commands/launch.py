@@ -65,7 +65,7 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         secret = read_secret()
         prepared = options[:1] == ["--prepared"]
         signals = (*stopping(), signal.SIGQUIT)  # QUIT is passed on, and ends ranks at once
-        args = parse(
+        args = parse_torchrun(
             [
                 "--rdzv-backend=c10d",
                 "--rdzv-endpoint=localhost:0",
@@ -167,7 +167,7 @@ def record_failure(folder: Path, failure: Failure) -> None:
     )
 
 
-def parse(options: list[str]) -> argparse.Namespace:
+def parse_torchrun(options: list[str]) -> argparse.Namespace:
     """Return torchrun's options. Raises `UserError`."""
     parser = get_args_parser()
     # mypy allows no assignment to a method.

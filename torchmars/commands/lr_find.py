@@ -57,12 +57,12 @@ def main() -> None:
         from torchmars.comparison.lr_range import find_lr
 
         found = find_lr(config, low, high, options.steps, ranks_of(config))
-        say("\n".join(report(found)))
+        say("\n".join(range_in_words(found)))
         if options.json is not None:
             write_results(options.json, json.dumps(asdict(found), indent=2) + "\n")
 
 
-def report(found: "LrRange") -> list[str]:
+def range_in_words(found: "LrRange") -> list[str]:
     """Return the findings, in lines."""
     every = max(1, len(found.lrs) // ROWS)
     rows = [

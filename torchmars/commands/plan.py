@@ -38,8 +38,8 @@ def main() -> None:
         settings = take_options(PlanOptions, sys.argv[1:])[1]
         from torchmars.metrics.throughput import GIB
         from torchmars.planning.find import find_layouts
-        from torchmars.planning.plan import make_plan
-        from torchmars.planning.report import report
+        from torchmars.planning.plan import plan_rank
+        from torchmars.planning.report import plan_in_words
         from torchmars.training.default_lr import default_lr_warnings
 
         ranks, per_node = options.world_size, options.gpus_per_node
@@ -47,7 +47,7 @@ def main() -> None:
             for line in find_layouts(config, ranks, per_node, options.memory * GIB):
                 say(line)
         else:
-            lines = report(make_plan(config, ranks, per_node))
+            lines = plan_in_words(plan_rank(config, ranks, per_node))
             if not is_set(load_sources(settings, "torchmars plan"), "optimizer.lr"):
                 for text in default_lr_warnings(config):
                     lines += labelled("warning", text)

@@ -49,7 +49,7 @@ def main() -> None:
         given = {arg.partition("=")[0] for arg in sys.argv[1:]}
         corpus_alone = "--source" in given and settings[0].startswith("--")
         task, tasks = task_of(options, os.environ if corpus_alone else {})
-        check_ranks(options)
+        check_ranks_divide(options)
         corpora = config.data.corpora()
         if corpus_alone or tasks != 1:
             done = [prepare_corpus(corpus, task, tasks) for corpus in corpora]
@@ -108,7 +108,7 @@ def prepare_corpus(config: ResolvedData, task: int, tasks: int | TaskArray | Non
     return True
 
 
-def check_ranks(options: Prepare) -> None:
+def check_ranks_divide(options: Prepare) -> None:
     """Raise `UserError` if the ranks do not divide over the machines."""
     if options.ranks % options.nodes:
         raise UserError(

@@ -1,7 +1,6 @@
 """List the runs there are: how far each is, and whether it runs."""
 
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
-from torchmars.core.words import duration
+from torchmars.core.words import duration, number_or_dash
 from torchmars.metrics.lines import warn_of_damage
 from torchmars.records.overview import Overview, find_runs, overview
 from torchmars.records.run import LINES
@@ -53,11 +52,11 @@ def main() -> None:
             except UserError as error:
                 found[run] = error
         if options.json is not None:
-            write_results(options.json, results_json(found))
+            write_results(options.json, runs_json(found))
         if not found:
             say(f"there are no runs in {folder}")
             return
-        rows = [HEADINGS, *(row(run, each) for run, each in found.items())]
+        rows = [HEADINGS, *(run_row(run, each) for run, each in found.items())]
         say("\n".join(table(rows, right=range(1, len(HEADINGS) - 1))))
         for run, each in found.items():
             if isinstance(each, Overview) and isinstance(run, Path):
@@ -82,28 +81,23 @@ def overview_of(run: PurePath) -> Overview:
     return stored_overview(run)
 
 
-def row(folder: PurePath, run: Overview | UserError) -> tuple[str, ...]:
+def run_row(folder: PurePath, run: Overview | UserError) -> tuple[str, ...]:
     """Return the cells of a run."""
     if isinstance(run, UserError):
         return (str(folder), *[""] * (len(HEADINGS) - 2), f"damaged: {run}")
     return (
         str(folder),
         f"{run.step:,}/{run.steps:,}",
-        number(run.loss, ".4f"),
-        number(run.validation_loss, ".4f"),
-        number(run.bits_per_byte, ".3f"),
-        number(run.tokens_per_second, ",.0f"),
+        number_or_dash(run.loss),
+        number_or_dash(run.validation_loss),
+        number_or_dash(run.bits_per_byte, ".3f"),
+        number_or_dash(run.tokens_per_second, ",.0f"),
         f"{duration(time.time() - run.written)} ago",
         run.state,
     )
 
 
-def number(value: float | None, pattern: str) -> str:
-    """Return a number as the table shows it."""
-    return "-" if value is None or math.isnan(value) else format(value, pattern)
-
-
-def results_json(found: dict[PurePath, Overview | UserError]) -> str:
+def runs_json(found: dict[PurePath, Overview | UserError]) -> str:
     """Return the list as JSON: the known facts on each run, or its fault."""
     runs = [
         {"folder": str(folder)}

@@ -1,7 +1,8 @@
 """The conclusion of a comparison in a few sentences: the finding first, then how sure it is."""
 
 from torchmars.comparison.results import Comparison, ContenderResult, Difference
-from torchmars.comparison.words import interval_text, number, seeds_text, settings_text, share
+from torchmars.comparison.words import interval_text, seeds_text, settings_text, share
+from torchmars.core.words import number_or_dash
 
 
 def conclusion(found: Comparison) -> list[str]:
@@ -11,7 +12,7 @@ def conclusion(found: Comparison) -> list[str]:
     if not ranked:
         return ["Nothing yet: no optimizer is tuned." if pending else "Nothing: no trial is done."]
     best, others = ranked[0], ranked[1:]
-    first = finding(found, best, others[0]) if others else finding_alone(found, best)
+    first = finding(found, best, others[0] if others else None)
     sentences = [f"So far: {first}" if pending else first]
     sentences += of_the_others(found, best, others[1:])
     if saved := share(best.tokens_saved):
@@ -23,18 +24,15 @@ def conclusion(found: Comparison) -> list[str]:
     return sentences
 
 
-def finding_alone(found: Comparison, best: ContenderResult) -> str:
-    """Return the finding if only one contender has a result."""
-    return f"{named(found, best)} ends at {number(best.mean)}; no other optimizer has a result."
-
-
-def finding(found: Comparison, best: ContenderResult, second: ContenderResult) -> str:
-    """Return how the best contender stands to the one after it."""
-    difference = found.between(best.name, second.name)
-    own, other, loss = named(found, best), named(found, second), number(best.mean)
-    if number(abs(difference.loss.mean)) == number(0.0):
+def finding(found: Comparison, best: ContenderResult, second: ContenderResult | None) -> str:
+    """Return how the best contender stands to the one after it, if that has a result."""
+    own, loss = tuned(found, best), number_or_dash(best.mean)
+    if second is None:
+        return f"{own} ends at {loss}; no other optimizer has a result."
+    difference, other = found.between(best.name, second.name), tuned(found, second)
+    if number_or_dash(abs(difference.loss.mean)) == number_or_dash(0.0):
         return f"{own} and {other} end at the same loss, {loss}."
-    below = f"{number(abs(difference.loss.mean))} below {other}"
+    below = f"{number_or_dash(abs(difference.loss.mean))} below {other}"
     if difference.exceeds_spread is None:
         return f"{own} ends lowest, at {loss}, {below}."
     row = difference_text(difference)
@@ -72,6 +70,6 @@ def difference_text(row: Difference) -> str:
     return f"{mean}, 95% interval {interval}" if interval else mean
 
 
-def named(found: Comparison, contender: ContenderResult) -> str:
+def tuned(found: Comparison, contender: ContenderResult) -> str:
     """Return the name of a contender with its best settings."""
     return f"{contender.name} ({settings_text(contender.best, found.tuned)})"

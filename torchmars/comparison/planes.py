@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchmars.comparison.results import Comparison, ContenderResult, TrialResult
-from torchmars.comparison.words import number, value_text
+from torchmars.comparison.words import value_text
+from torchmars.core.words import number_or_dash
 
 SETTINGS = ("betas", "gamma")
 ORDER = {"done": 0, "pending": 1}  # of the trials at one point; those that are lost come last
@@ -42,18 +43,18 @@ def plane_of(found: Comparison, contender: ContenderResult) -> Plane:
             betas, gamma = (value_text(given[name]) if name in given else "" for name in SETTINGS)
             points.setdefault((betas, gamma), []).append(trial)
     rows, columns = (list(dict.fromkeys(values)) for values in zip(*points))
-    best = {point: min(trials, key=place_of) for point, trials in points.items()}
+    best = {point: min(trials, key=order_at_point) for point, trials in points.items()}
     return Plane(contender, rows, columns, best)
 
 
-def place_of(trial: TrialResult) -> tuple[int, float]:
+def order_at_point(trial: TrialResult) -> tuple[int, float]:
     """Return the sort key of the trials at one point."""
     return ORDER.get(trial.state, len(ORDER)), trial.loss or 0.0
 
 
 def text_at(trial: TrialResult) -> str:
     """Return the mark of a picture at a point: a loss, a cross if there is none, or nothing yet."""
-    return {"done": number(trial.loss), "pending": ""}.get(trial.state, "×")
+    return {"done": number_or_dash(trial.loss), "pending": ""}.get(trial.state, "×")
 
 
 def shading(planes: list[Plane]) -> Callable[[TrialResult], float]:

@@ -58,7 +58,7 @@ def written(file: Path) -> Tables:
     return {"config": renewed(tables["config"], source), "contenders": contenders}
 
 
-def write_settings(study: Study) -> None:
+def keep_settings(study: Study) -> None:
     """Write the settings of a study to its folder, as `check_settings` returns and raises."""
     write_durably(study.folder / SETTINGS_FILE, tomli_w.dumps(check_settings(study)))
 

@@ -10,7 +10,6 @@ from torchmars.comparison.conclusion import conclusion
 from torchmars.comparison.results import Comparison, Settings
 from torchmars.comparison.words import (
     interval_text,
-    number,
     seeds_text,
     settings_text,
     share,
@@ -18,7 +17,7 @@ from torchmars.comparison.words import (
 )
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
-from torchmars.core.words import counted
+from torchmars.core.words import counted, number_or_dash
 
 Rows = list[list[str]]
 
@@ -30,8 +29,8 @@ def contender_rows(found: Comparison) -> Rows:
         [
             each.name,
             settings_text(each.best, found.tuned) or "-",
-            number(each.mean),
-            number(each.spread),
+            number_or_dash(each.mean),
+            number_or_dash(each.spread),
             str(len(each.losses)),
             *([share(each.tokens_saved) or each.remark] if found.baseline else []),
         ]
@@ -66,7 +65,7 @@ def trial_rows(found: Comparison) -> Rows:
     names = found.tuned
     rows = [["optimizer", *names, "seed number", "state", "final loss", "reason"]]
     for each in found.trials:
-        known = [str(each.seed), each.state, number(each.loss), each.reason]
+        known = [str(each.seed), each.state, number_or_dash(each.loss), each.reason]
         rows.append([each.contender, *values_of(each.settings, names), *known])
     return rows
 
@@ -92,7 +91,7 @@ def markdown(found: Comparison) -> str:
         "## What was found",
         " ".join(conclusion(found)),
         *(["\n".join(f"- {note}" for note in found.notes)] if found.notes else []),
-        introduction(found),
+        comparison_in_words(found),
         "## Optimizers",
         markdown_table(contender_rows(found)),
         "## Differences",
@@ -105,7 +104,7 @@ def markdown(found: Comparison) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def introduction(found: Comparison) -> str:
+def comparison_in_words(found: Comparison) -> str:
     """Return the comparison, in words."""
     grid = {name: ", ".join(map(value_text, values)) for name, values in found.grid.items()}
     tuned = "; ".join(f"{name} {grid[name]}" for name in found.tuned)

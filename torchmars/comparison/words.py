@@ -19,11 +19,6 @@ def value_text(value: Value) -> str:
     return " ".join(f"{each:g}" for each in numbers_of(value))
 
 
-def number(value: float | None) -> str:
-    """Return a loss as a table shows it."""
-    return "-" if value is None else f"{value:.4f}"
-
-
 def interval_text(difference: Estimate) -> str:
     """Return the interval of a difference with signs; nothing if it is not known."""
     low, high = difference.low, difference.high

@@ -98,7 +98,7 @@ def secrets() -> set[str]:
         if name.startswith(OWNERS):
             found.update(entries(value))
     for name, usual in FILES.items():
-        text = read(os.environ.get(name) or usual)
+        text = start_of_text(os.environ.get(name) or usual)
         found.update(entries(text))
         if name.endswith("TOKEN_FILE"):
             found.add(text)
@@ -114,7 +114,7 @@ def entries(text: str) -> Iterator[str]:
         yield re.split("[;&,]", value)[0]  # others may follow it in one text
 
 
-def read(file: str) -> str:
+def start_of_text(file: str) -> str:
     """Return the start of a file's text; "" if it cannot be read."""
     path = Path(os.path.expanduser(file)) if file else None
     try:

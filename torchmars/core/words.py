@@ -1,9 +1,16 @@
-"""Counts and times in the words of messages."""
+"""Counts, numbers and times in the words of messages."""
+
+import math
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
     """Return a number and what it counts: 1 `thing`, else `things`, by default with an s."""
     return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
+
+
+def number_or_dash(value: float | None, pattern: str = ".4f") -> str:
+    """Return a number as a table shows it; "-" if it is not known, or none."""
+    return "-" if value is None or math.isnan(value) else format(value, pattern)
 
 
 def short(number: float) -> str:

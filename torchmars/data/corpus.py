@@ -67,7 +67,7 @@ def corpus_pieces(config: DataConfig, sizes: Sizes) -> list[Piece]:
     if source.kind == "hf":
         count = load_dataset(source).num_shards
         return [[Input(source.dataset, 1, shard=number, shards=count)] for number in range(count)]
-    files = [describe(file) for file in source_files(config, tell=True)]
+    files = [input_of(file) for file in source_files(config, tell=True)]
     size = max(sizes.piece, sum(file.size for file in files) // PIECES)
     pieces: list[Piece] = []
     room = 0
@@ -99,7 +99,7 @@ def is_plain(kind: str, name: str) -> bool:
     return KINDS[kind].plain and not name.endswith(COMPRESSED)
 
 
-def describe(file: PurePath) -> Input:
+def input_of(file: PurePath) -> Input:
     """Return a file as it is now. Raises `UserError` if it cannot be read."""
     try:
         size, changed = size_and_time(file)

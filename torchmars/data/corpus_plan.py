@@ -41,7 +41,7 @@ class CorpusPlan:
         return sum(each.size for each in self.pieces[number])
 
 
-def make_plan(config: ResolvedData, sizes: Sizes) -> CorpusPlan:
+def plan_corpus(config: ResolvedData, sizes: Sizes) -> CorpusPlan:
     """Return the plan for the corpus as it is now. Raises `UserError`."""
     settings = {f"data.{name}": getattr(config, name) for name in SETTINGS}
     if (digest := load_tokenizer(config.tokenizer).sha256) is not None:

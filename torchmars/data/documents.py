@@ -118,7 +118,7 @@ class Encoder:
                         done.documents[split] += 1
                         done.text[split] += len(text.encode())
                     continue
-                found = {"file": part.file, "place": place(part, at), "reason": reason}
+                found = {"file": part.file, "place": place_in_file(part, at), "reason": reason}
                 done.damaged.append(found)
         for split, arrays in tokens.items():
             done.tokens[split] = np.concatenate(arrays, dtype=self.dtype, casting="same_kind")
@@ -147,7 +147,7 @@ class Encoder:
         elif self.kind == "jsonl":
             yield from lines_of(part.content)
         else:
-            yield from texts_of(part.content, self.longest)
+            yield from documents_in(part.content, self.longest)
 
     def read(self, record: "Record") -> str:
         """Return the text of a record. Raises `Damage`."""
@@ -202,7 +202,7 @@ def lines_of(content: bytes) -> Iterator[tuple[int, bytes]]:
         begin += len(line) + 1
 
 
-def texts_of(content: bytes, longest: int) -> Iterator[tuple[int, bytes | Damage]]:
+def documents_in(content: bytes, longest: int) -> Iterator[tuple[int, bytes | Damage]]:
     """Yield the documents of a text, each with its offset.
 
     One of more than `longest` bytes is cut at line ends into several. A line beyond that is damage.
@@ -232,7 +232,7 @@ def separators(content: bytes) -> Iterator[tuple[int, int]]:
         at = content.find(SEPARATOR, end)
 
 
-def place(part: TextPart, at: int) -> str:
+def place_in_file(part: TextPart, at: int) -> str:
     """Return where in its file a record is, as a person counts."""
     if part.unit == "byte":
         return f"byte {part.first + at}"

@@ -39,7 +39,7 @@ def finish_folder(
     kill.
     """
     progress = [read_progress(partial, number) for number in range(len(plan.pieces))]
-    splits = {name: joined(each.splits[name] for each in progress) for name in SPLITS}
+    splits = {name: joined_splits(each.splits[name] for each in progress) for name in SPLITS}
     text_bytes = {name: sum(each.text_bytes[name] for each in progress) for name in SPLITS}
     damaged = [
         line
@@ -48,7 +48,7 @@ def finish_folder(
     ]
     if sum(split.tokens for split in splits.values()) < 2:  # one that ends a document, at most
         remove(partial)
-        why = f", but {named(damaged)}" if damaged else ""
+        why = f", but {damage_in_words(damaged)}" if damaged else ""
         raise UserError(f"the corpus has no text{why}: check data.source and data.files")
     check_damage(config, len(damaged), partial)
     tokenizer = load_tokenizer(config.tokenizer)
@@ -59,8 +59,8 @@ def finish_folder(
         text_bytes = {"train": kept, "validation": sum(text_bytes.values()) - kept}
     if damaged:
         write_durably(partial / DAMAGED, "".join(damaged))
-        say(f"left out {named(damaged)}; all are in {DAMAGED} of {config.path}")
-    sources.write(partial, plan)
+        say(f"left out {damage_in_words(damaged)}; all are in {DAMAGED} of {config.path}")
+    sources.write_sources(partial, plan)
     manifest = make_manifest(config, tokenizer, splits, dtype, config.validation_seed, text_bytes)
     write_manifest(partial, manifest)
 
@@ -77,7 +77,7 @@ def rename_folder(partial: Path, folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def joined(splits: Iterable[Split]) -> Split:
+def joined_splits(splits: Iterable[Split]) -> Split:
     """Return the splits of consecutive pieces as one."""
     whole = Split()
     for split in splits:
@@ -98,7 +98,7 @@ def check_damage(config: ResolvedData, damaged: int, partial: Path) -> None:
         )
 
 
-def named(damaged: list[str]) -> str:
+def damage_in_words(damaged: list[str]) -> str:
     """Return how many damaged records there are, and where the first is."""
     first = json.loads(damaged[0])
     where = f"{first['file']}, {first['place']}: {first['reason']}"

@@ -32,7 +32,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem, read_chunks
 from torchmars.core.words import counted
 from torchmars.data.files import FoundFiles, below, fixed_parts, looking
-from torchmars.data.headerless import LOOKED_AT, check_numbers, check_tokenizer
+from torchmars.data.headerless import LOOKED_AT, check_made_with, check_numbers
 from torchmars.data.manifest import (
     DataManifest,
     Shard,
@@ -119,7 +119,7 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> DataManifest
     tokenizer = load_tokenizer(config.tokenizer)
     for each in found:
         if source.kind == "nanogpt":
-            check_tokenizer(each.file, read_start(each.file, LOOKED_AT)[1], tokenizer)
+            check_made_with(each.file, read_start(each.file, LOOKED_AT)[1], tokenizer)
         elif each.dtype == "uint16" and tokenizer.vocab_size > 2**16:
             raise UserError(
                 f'{each.file} has uint16 tokens, and data.tokenizer = "{tokenizer.name}" has '
@@ -248,7 +248,7 @@ def megatron_tokens(file: Path) -> ForeignTokens:
     needed = MEGATRON_HEADER.size + sequences * (4 + 8) + documents * 8
     if index_size < needed:
         raise UserError(f"{index_file} has {index_size} bytes instead of {needed}: {remedy}")
-    lengths, pointers, of_documents = read_index(index_file, sequences, documents)
+    lengths, pointers, of_documents = read_megatron_index(index_file, sequences, documents)
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if sequences else 0
     gapless = np.array_equal(pointers, (ends - lengths) * itemsize)
@@ -270,7 +270,7 @@ READERS: dict[str, Callable[[Path], ForeignTokens]] = {
 }
 
 
-def read_index(file: Path, sequences: int, documents: int) -> tuple[np.ndarray, ...]:
+def read_megatron_index(file: Path, sequences: int, documents: int) -> tuple[np.ndarray, ...]:
     """Return the arrays after the header of Megatron's index.
 
     These are the length of each sequence in tokens, its byte offset, and the number of the sequence

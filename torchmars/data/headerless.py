@@ -49,7 +49,7 @@ def check_numbers(file: Path, start: bytes, size: int) -> None:
         )
 
 
-def check_tokenizer(file: Path, start: bytes, tokenizer: Tokenizer) -> None:
+def check_made_with(file: Path, start: bytes, tokenizer: Tokenizer) -> None:
     """Raise `UserError` if uint16 tokens are not of a tokenizer, as far as can be told.
 
     `meta.pkl` is not read: that would run its code.

@@ -173,7 +173,7 @@ def check_splits(manifest: DataManifest) -> None:
 def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` if `folder` was made from something else than the config asks for."""
     if manifest.tokenizer_sha256 is not None:
-        check_tokenizer(manifest, config, folder)
+        check_same_tokenizer(manifest, config, folder)
     for key in ("tokenizer", "source", "files", "validation_fraction", "validation_seed"):
         found, wanted = getattr(manifest, key), getattr(config, key)
         unknown = key == "files" and not wanted or key == "validation_seed" and found is None
@@ -186,7 +186,7 @@ def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> 
             )
 
 
-def check_tokenizer(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
+def check_same_tokenizer(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` unless data.tokenizer is the file that `folder` was made with.
 
     It may have moved.

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, write_durably
 from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, TokenDtype
-from torchmars.data.packing import pack
+from torchmars.data.packing import best_fit_windows
 from torchmars.data.shards import Level, check_shard, count_windows
-from torchmars.data.windows import ChangedData, Windows, read_bytes, stamp_of
+from torchmars.data.windows import ChangedData, Windows, read_with_stamp, stamp_of
 
 # The order of windows follows from it, so whatever changes them makes another method.
 METHOD = "best_fit"
@@ -63,7 +63,7 @@ class PackedWindows(Windows):
     def _numbers(self, shard: int, first: int, count: int) -> np.ndarray:
         """Return numbers of the packing of a shard. Raises `ChangedData`."""
         begin, size = DIGEST + first * NUMBER.itemsize, count * NUMBER.itemsize
-        data, stamp = read_bytes(self.files[shard], begin, begin + size)
+        data, stamp = read_with_stamp(self.files[shard], begin, begin + size)
         if stamp != self.file_stamps[shard] or len(data) != size:
             raise ChangedData(
                 f"the data changed while the run read them: {self.files[shard]} is not what it was "
@@ -126,7 +126,7 @@ def whole_size(file: Path, shard: Shard, seq_len: int) -> int:
     """Return the size in bytes that the packing of a shard has, by the number of its spans."""
     windows = count_windows(shard.tokens, seq_len)
     end = DIGEST + (windows + 1) * NUMBER.itemsize
-    data, _ = read_bytes(str(file), end - NUMBER.itemsize, end)
+    data, _ = read_with_stamp(str(file), end - NUMBER.itemsize, end)
     spans = int.from_bytes(data, "little")
     return end + 2 * spans * NUMBER.itemsize
 
@@ -146,7 +146,7 @@ def packing(windows: Windows, number: int, end_of_text: int) -> bytes:
         for first in range(0, tokens, CHUNK)
     ]
     firsts, spans = array("q", [0]), array("q")
-    for window in pack(np.concatenate(ends), tokens, windows.seq_len):
+    for window in best_fit_windows(np.concatenate(ends), tokens, windows.seq_len):
         for span in window:
             spans.extend(span)
         firsts.append(len(spans) // 2)

@@ -16,7 +16,7 @@ import numpy as np
 Span = tuple[int, int]  # the first of some inputs in a shard, and how many there are
 
 
-def pack(ends: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Span]]:
+def best_fit_windows(ends: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Span]]:
     """Yield the windows of a shard of `tokens` tokens: spans of `seq_len` inputs in all.
 
     `ends` are the places of its end-of-text tokens, sorted. Only the first span of a window may

@@ -23,8 +23,8 @@ from torchmars.data.corpus_plan import (
     CorpusPlan,
     begin_plan,
     has_plan,
-    make_plan,
     place_in_array,
+    plan_corpus,
 )
 from torchmars.data.documents import Encoded, Encoder, TextBlock
 from torchmars.data.finish import check_damage, finish_folder, rename_folder
@@ -71,7 +71,7 @@ def prepare_task(
             if not has_manifest(folder):
                 foreign.index(config, folder, sizes.shard_tokens)
     if not has_manifest(folder):
-        plan = make_plan(config, sizes)
+        plan = plan_corpus(config, sizes)
         try:
             # On several machines all begin with this; the others find it done.
             with turn(folder):
@@ -83,7 +83,7 @@ def prepare_task(
             if tasks > 1:  # side by side
                 make_pieces(config, plan, folder, task, tasks, sizes)
             with turn(folder):
-                finish(config, plan, folder, sizes)
+                complete_folder(config, plan, folder, sizes)
         except OSError as error:
             raise UserError(
                 f"cannot write the shards to {folder}: {error}: set data.path to a folder you can "
@@ -235,7 +235,7 @@ def in_order(
     yield from pending
 
 
-def finish(config: ResolvedData, plan: CorpusPlan, folder: Path, sizes: Sizes) -> None:
+def complete_folder(config: ResolvedData, plan: CorpusPlan, folder: Path, sizes: Sizes) -> None:
     """Make the folder complete if all pieces are done, and no other process has done so."""
 
     def texts_of(number: int) -> Iterator[str]:

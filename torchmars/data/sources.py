@@ -33,7 +33,7 @@ class SourceFile:
     """None for a file of a large corpus."""
 
 
-def write(folder: Path, plan: CorpusPlan) -> None:
+def write_sources(folder: Path, plan: CorpusPlan) -> None:
     """Write the sources of the shards beside them in `folder`."""
     sources: dict[str, SourceFile] = {}
     for each in (each for piece in plan.pieces for each in piece):

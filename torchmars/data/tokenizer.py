@@ -115,7 +115,7 @@ class ByteTokenizer(Tokenizer):
     end_of_text = 256
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        with refused(self.name, "cannot encode a text", Unencodable):
+        with package_errors(self.name, "cannot encode a text", Unencodable):
             encoded = [text.encode("utf-8") for text in texts]
         return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in encoded]
 
@@ -170,7 +170,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
-        with refused(self.name, "cannot encode a text", Unencodable):
+        with package_errors(self.name, "cannot encode a text", Unencodable):
             return [self._encode(text).astype(dtype) for text in texts]
 
     def _encode(self, text: str) -> np.ndarray:
@@ -230,7 +230,7 @@ class FileTokenizer(Tokenizer):
             import tokenizers
         except ImportError:
             raise missing_package("tokenizers", f"the tokenizer {self.path}") from None
-        with refused(self.path, "is no tokenizer.json"):
+        with package_errors(self.path, "is no tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -294,7 +294,7 @@ class FileTokenizer(Tokenizer):
     @property
     def around(self) -> list[int]:
         """The ids that the file's post-processor puts around a text."""
-        with refused(self.path, "cannot encode a text"):
+        with package_errors(self.path, "cannot encode a text"):
             found = self._tokenizer.encode("")
         return [number for number, mask in zip(found.ids, found.special_tokens_mask) if mask]
 
@@ -325,12 +325,12 @@ class FileTokenizer(Tokenizer):
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
         # Not its encode_batch, which takes all cores.
-        with refused(self.path, "cannot encode a text", Unencodable):
+        with package_errors(self.path, "cannot encode a text", Unencodable):
             found = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
             return [np.array(each.ids, dtype=dtype) for each in found]
 
     def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        with refused(self.path, "cannot encode a text"):
+        with package_errors(self.path, "cannot encode a text"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = np.array(found.ids, dtype=smallest_dtype(self.vocab_size))
         # The package counts letters of the text, whatever it has made of them.
@@ -342,7 +342,7 @@ class FileTokenizer(Tokenizer):
         return tokens, ends
 
     def decode(self, tokens: list[int]) -> str:
-        with refused(self.path, "cannot decode tokens"):
+        with package_errors(self.path, "cannot decode tokens"):
             return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def is_settled(self, tokens: list[int]) -> bool:
@@ -364,7 +364,9 @@ class FileTokenizer(Tokenizer):
 
 
 @contextlib.contextmanager
-def refused(name: Path | str, what: str, kind: type[UserError] = UserError) -> Iterator[None]:
+def package_errors(
+    name: Path | str, what: str, kind: type[UserError] = UserError
+) -> Iterator[None]:
     """Raise an error of a `kind`, that a tokenizer is or does `what`, where its package gives up.
 
     The packages raise anything, and for a panic of Rust not even an `Exception`.

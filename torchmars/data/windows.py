@@ -52,7 +52,7 @@ class Windows(Dataset):
         offset = self.shards[shard].offset
         first, last = offset + begin * dtype.itemsize, offset + end * dtype.itemsize
         while True:
-            data, stamp = read_bytes(file, first, last)
+            data, stamp = read_with_stamp(file, first, last)
             if stamp == self.stamps[shard] and len(data) == last - first:
                 tokens = np.frombuffer(data, dtype)
                 if tokens.max(initial=0) > self.split.max_token:
@@ -76,7 +76,7 @@ def stamp_of(file: str | int) -> Stamp:
         return None
 
 
-def read_bytes(file: str, begin: int, end: int) -> tuple[bytes, Stamp]:
+def read_with_stamp(file: str, begin: int, end: int) -> tuple[bytes, Stamp]:
     """Return bytes [begin, end) of a file, or as many as there are, and its stamp after that."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # else a FIFO is waited for

@@ -9,7 +9,7 @@ from typing import Any
 from torchmars.core.errors import UserError
 from torchmars.core.files import LARGEST, read_bytes
 from torchmars.core.tables import table
-from torchmars.data.documents import Damage, decode, texts_of
+from torchmars.data.documents import Damage, decode, documents_in
 from torchmars.data.files import matches
 from torchmars.data.manifest import read_manifest
 from torchmars.data.tokenizer import FileTokenizer, Tokenizer
@@ -137,7 +137,7 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     lost = 0  # bytes of the documents before, of which the tokenizer leaves nothing
     for file in matches(pattern, "text", "--text").told(scorer.layout.say):
         try:
-            for _, content in texts_of(read_bytes(file), LARGEST):
+            for _, content in documents_in(read_bytes(file), LARGEST):
                 text = decode(content) if isinstance(content, bytes) else ""
                 found = scorer.windows(text) if text.strip() else []
                 lost += 0 if found else len(text.encode())
@@ -153,7 +153,7 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     return windows
 
 
-def measure(
+def measure_text(
     scorer: Scorer, name: str, windows: Sequence[Tokens], count: int, report: Report
 ) -> TextResult:
     """Return how well a model predicts the first `count` of the windows of a text.

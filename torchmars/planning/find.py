@@ -22,7 +22,7 @@ from torchmars.metrics.throughput import GIB
 from torchmars.models import Model, build_meta_model
 from torchmars.parallel.checks import check_layout, check_memory
 from torchmars.planning.assumptions import RESERVED, SPEEDS
-from torchmars.planning.plan import make_plan
+from torchmars.planning.plan import plan_rank
 from torchmars.planning.thumb import RuleOfThumb, state_bytes
 from torchmars.training.optimizer import build_optimizer
 
@@ -80,7 +80,7 @@ def find_layouts(
     fitting = []
     found = plan_all(proposed, world_size, per_node, config.run.plugins)
     for layout, plan in zip(proposed, found):
-        options = options_of(layout, config)
+        options = layout_options(layout, config)
         if isinstance(plan, UserError):  # what the rule does not know
             yield f"{'-':>8}  {'-':>5}  {'-':>7}  {'-':>12}  {options}  # {plan}"
             continue
@@ -184,7 +184,7 @@ def expert_degrees(model: Model, ranks: int) -> list[int]:
     return divisors(math.gcd(ranks, model.experts)) if model.experts else [1]
 
 
-def options_of(layout: ResolvedConfig, config: ResolvedConfig) -> str:
+def layout_options(layout: ResolvedConfig, config: ResolvedConfig) -> str:
     """Return the options that make `layout` of `config`."""
     pairs = [
         (f"--{section}.{name}", getattr(getattr(layout, section), name))
@@ -225,7 +225,7 @@ def plan_all(
 def planned(layout: Tables, world_size: int, per_node: int) -> Found | UserError:
     """Return the figures of the exact plan of a layout's config, or why there is none."""
     try:
-        plan = make_plan(config_from_tables(layout, "a layout"), world_size, per_node)
+        plan = plan_rank(config_from_tables(layout, "a layout"), world_size, per_node)
     except UserError as error:
         return error
     assert plan.seconds is not None

@@ -27,7 +27,7 @@ from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepared_data
 
 
-def make_plan(config: ResolvedConfig, world_size: int, per_node: int, rank: int = 0) -> "Plan":
+def plan_rank(config: ResolvedConfig, world_size: int, per_node: int, rank: int = 0) -> "Plan":
     """Plan rank number `rank` of `world_size`, with `per_node` GPUs on each machine (0: CPUs).
 
     It makes a process group, which must be left before the next plan. Raises `UserError` if the

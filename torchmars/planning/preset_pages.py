@@ -26,22 +26,22 @@ HOURS = (
 
 
 @cache
-def model_of(config: ModelConfig, tokenizer: str, seq_len: int) -> Model:
+def preset_model(config: ModelConfig, tokenizer: str, seq_len: int) -> Model:
     """Return the model of a config, without memory. Presets share their models."""
     return build_meta_model(config, load_tokenizer(tokenizer).vocab_size, seq_len)
 
 
-def read(preset: Preset) -> tuple[ResolvedConfig, Model, float]:
+def read_preset(preset: Preset) -> tuple[ResolvedConfig, Model, float]:
     """Return the config of a preset, its model, and about how many seconds a step takes."""
     config = config_from_sources(preset.sources())
-    model = model_of(config.model, config.data.tokenizer, config.training.seq_len)
+    model = preset_model(config.model, config.data.tokenizer, config.training.seq_len)
     rule = RuleOfThumb(model, 0, preset.gpus, PER_NODE)  # the optimizer's state takes no time
     return config, model, rule.seconds(config)
 
 
-def row(preset: Preset) -> tuple[str, ...]:
+def preset_row(preset: Preset) -> tuple[str, ...]:
     """Return the cells of a preset in a table of all."""
-    config, model, seconds = read(preset)
+    config, model, seconds = read_preset(preset)
     return (
         preset.name,
         short(model.parameter_count),
@@ -56,7 +56,7 @@ def row(preset: Preset) -> tuple[str, ...]:
 def preset_table(presets: Iterable[Preset]) -> list[str]:
     """Return presets in lines, one for each."""
     return [
-        *table([HEADINGS, *map(row, presets)], RIGHT),
+        *table([HEADINGS, *map(preset_row, presets)], RIGHT),
         "* GPUs: our assumption; the others are from the published runs",
         "settings: published in all that matters, or partly; ours are a starting point that the "
         "authors of the rule or model have not run",
@@ -66,7 +66,7 @@ def preset_table(presets: Iterable[Preset]) -> list[str]:
 
 def preset_page(preset: Preset) -> list[str]:
     """Return all that is known of a preset, in lines."""
-    config, model, seconds = read(preset)
+    config, model, seconds = read_preset(preset)
     training, schedule, optimizer = config.training, config.schedule, config.optimizer
     shown = [(name, getattr(optimizer, name)) for name in SHOWN]
     mode = f", {optimizer.mode}" if variance_reduced(optimizer.name) else ""
@@ -84,7 +84,9 @@ def preset_page(preset: Preset) -> list[str]:
         ],
         "optimizer": [
             f"{optimizer.name}{mode}: "
-            + ", ".join(f"{name} {words(value)}" for name, value in shown if value is not None)
+            + ", ".join(
+                f"{name} {for_command_line(value)}" for name, value in shown if value is not None
+            )
         ],
         "schedule": [
             f"{schedule.name}, {counted(schedule.warmup_steps, 'step')} of warmup, "
@@ -107,6 +109,6 @@ def preset_page(preset: Preset) -> list[str]:
     return [line for name, section in sections.items() for line in labelled(name, *section)]
 
 
-def words(value: object) -> str:
+def for_command_line(value: object) -> str:
     """Return a setting as the command line takes it."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

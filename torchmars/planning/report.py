@@ -14,11 +14,11 @@ from torchmars.planning.simulation import Simulation
 from torchmars.training.summary import summary
 
 
-def report(plan: Plan) -> list[str]:
+def plan_in_words(plan: Plan) -> list[str]:
     """Return all of a plan: the run, its costs, and warnings."""
     sections = {
         "memory": memory(plan),
-        "experts": experts(plan),
+        "experts": dealt_experts(plan),
         "pipeline": pipeline(plan),
         "disk": disk(plan),
         "traffic": traffic(plan),
@@ -67,7 +67,7 @@ def of_stages(rank: Simulation) -> tuple[str, str, str]:
     )
 
 
-def experts(plan: Plan) -> list[str]:
+def dealt_experts(plan: Plan) -> list[str]:
     """Return the distribution of experts, and its assumptions; nothing if ranks have all.
 
     A rank that has all experts has as many rows, whatever routers choose.

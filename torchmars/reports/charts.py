@@ -82,7 +82,7 @@ def single(name: str, log: bool) -> Chart:
     return Chart(title, re.escape(name), log=log, smooth=smooth, names=(name,))
 
 
-def names_of(runs: list[Run]) -> list[str]:
+def run_names(runs: list[Run]) -> list[str]:
     """Return what the runs are called: by their names or, where two have the same, their paths."""
     count = Counter(run.name for run in runs)
     return [run.name if count[run.name] == 1 else str(run.folder) for run in runs]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from torchmars.core.errors import UserError
 from torchmars.records.run import Along, Run
-from torchmars.reports.charts import LOSS, Chart, charts_of, names_measured, names_of
+from torchmars.reports.charts import LOSS, Chart, charts_of, names_measured, run_names
 from torchmars.reports.page import PageFigure
 from torchmars.reports.run_figures import figure_of
 
@@ -72,7 +72,7 @@ def add_legend(runs: list[Run], figure: Figure) -> None:
         Line2D([], [], color=color(number), linestyle=DASHES[number // 10 % len(DASHES)])
         for number in range(len(runs))
     ]
-    names = names_of(runs)
+    names = run_names(runs)
     for event, dashes in EVENTS.items():
         if any(len(event_steps(run, event)) for run in runs):
             lines.append(Line2D([], [], color=GRAY, linestyle=dashes))
@@ -85,7 +85,7 @@ def draw(chart: Chart, runs: list[Run], along: Along, axes: Axes) -> None:
     axes.set_title(f"{chart.title} ({chart.unit})" if chart.unit else chart.title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    figure = figure_of(chart, runs, names_of(runs), [])
+    figure = figure_of(chart, runs, run_names(runs), [])
     if chart.stacked and len(runs) > 1:
         draw_bars(figure, axes)
         return

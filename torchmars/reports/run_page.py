@@ -15,7 +15,7 @@ from torchmars.config.toml_files import Tables, flattened
 from torchmars.core.words import duration, short
 from torchmars.records.overview import last_written, state_of
 from torchmars.records.run import BITS, SPEED, Run
-from torchmars.reports.charts import LOSS, VALIDATION, charts_of, names_measured, names_of
+from torchmars.reports.charts import LOSS, VALIDATION, charts_of, names_measured, run_names
 from torchmars.reports.events import decimal, told
 from torchmars.reports.page import DASH, Section, page
 from torchmars.reports.run_figures import axes_of, figure_of, progress_figure, when
@@ -40,7 +40,7 @@ ABOUT = (
 
 def run_page(runs: list[Run], renewed_every: int | None = None) -> str:
     """Return the page of `runs`. Raises `UserError` without plotly."""
-    names = names_of(runs)
+    names = run_names(runs)
     charts, others = charts_of(names_measured(runs))
     if len(runs) == 1 and {LOSS.pattern, VALIDATION} <= set(runs[0].series):
         charts[0] = replace(charts[0], title="Loss", names=(LOSS.pattern, VALIDATION))

@@ -57,7 +57,7 @@ class StoreOwnership(Ownership):
         if found.get("token") != self.me["token"] and here:
             if "unknown" in found:  # it may have been spoiled on its way
                 raise Unreachable(f"{self.file} cannot be read: it is no lease")
-            holder = named(found) if found else "somebody who deleted it"
+            holder = holder_of(found) if found else "somebody who deleted it"
             raise LostOwnership(
                 f"{self.file} was taken by {holder}: this process was silent for too long, and "
                 "publishes nothing any more"
@@ -159,7 +159,7 @@ def refuse_alive(store: Store, file: PurePath, me: dict[str, str], seconds: floa
     found = read_lease(store, file)
     if not found or is_same_run(found, me):
         return
-    say(f"waiting to see whether {named(found)} still uses {file.parent}")
+    say(f"waiting to see whether {holder_of(found)} still uses {file.parent}")
     if shows_life(lambda: read_lease(store, file), seconds):
         raise refused(file, found)
 
@@ -167,7 +167,7 @@ def refuse_alive(store: Store, file: PurePath, me: dict[str, str], seconds: floa
 def refused(file: PurePath, found: dict[str, str]) -> UserError:
     """Return the error of a lease that another run has."""
     return UserError(
-        f"another run uses {file.parent} ({named(found)}): stop it first, or set "
+        f"another run uses {file.parent} ({holder_of(found)}): stop it first, or set "
         "checkpoint.folder to another folder"
     )
 
@@ -184,7 +184,7 @@ def status_of(error: BaseException) -> int:
     return int(found.get("HTTPStatusCode", 0)) if isinstance(found, dict) else 0
 
 
-def named(found: dict[str, str]) -> str:
+def holder_of(found: dict[str, str]) -> str:
     """Return who has a lease, in words."""
     return f"{found.get('process')}, since {found.get('since')}"
 

@@ -234,7 +234,7 @@ def reading(path: PurePath) -> Iterator[None]:
     except Exception as error:
         if "Checksum" in type(error).__name__:
             raise Altered(f"{path}: what comes is not what was written ({reason(error)})") from None
-        kinds, text = set(kinds_of(error)), str(error).replace(str(path), "")
+        kinds, text = set(error_kinds(error)), str(error).replace(str(path), "")
         if kinds & MISTAKES or MISTAKE.search(text):
             raise UserError(
                 f"{path} is no name that the store or its settings allow ({reason(error)}): "
@@ -263,7 +263,7 @@ def writing(path: PurePath) -> Iterator[None]:
         raise OSError(errno.EIO, reason(error), str(path)) from None
 
 
-def kinds_of(error: BaseException | None) -> Iterator[str]:
+def error_kinds(error: BaseException | None) -> Iterator[str]:
     """Yield the kinds of an error: names of classes, and codes and statuses of a store's answer.
 
     Each client has its own way to tell them. An error that stands behind it counts too.

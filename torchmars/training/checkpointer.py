@@ -163,7 +163,9 @@ class Checkpointer:
         layout.on_all(lambda: manifests.verify(folder, manifest, level, world.rank, world.size))
         changes = self._check_same_run(folder, manifest)
         if (
-            not state_dict.load(folder, manifest, layout, self.model, self.optimizer, self.averages)
+            not state_dict.load_checkpoint(
+                folder, manifest, layout, self.model, self.optimizer, self.averages
+            )
             and self.average
         ):  # training.ema_decay is new
             self.average.begin()

@@ -54,7 +54,7 @@ class MemoryCopies:
         Raises `UserError` on every rank where there is too little.
         """
         self.layout, self.rank = layout, layout.world.rank
-        self.kinds, self.staging = kinds_of(parts_of(state)), Staging(layout.device)
+        self.kinds, self.staging = kinds_of(local_parts(state)), Staging(layout.device)
         self.on_gpu = is_gpu(layout.device.type)
         self.start = layout.on_first(lambda: token_hex(8))
         self.partner = partner_of(layout)
@@ -117,7 +117,7 @@ class MemoryCopies:
         # The copy before must be complete on all ranks before any rank gives up an older one.
         self.layout.on_all(self._told(self._wait))
         slot = oldest(self.own)
-        copied = self.staging.fill(views(slot.memory, self.kinds), parts_of(state))
+        copied = self.staging.fill(views(slot.memory, self.kinds), local_parts(state))
 
         def complete() -> None:
             copied()
@@ -173,7 +173,7 @@ class MemoryCopies:
         are told and dropped, and so are all others.
         """
         offers = self.layout.gather(self._told(self._offers))
-        choice = self.layout.on_first(lambda: choose(offers, least))
+        choice = self.layout.on_first(lambda: choose_copy(offers, least))
         if choice is None:
             self.drop()
             return None
@@ -259,7 +259,7 @@ class MemoryCopies:
                 file.unlink(missing_ok=True)
 
 
-def choose(offers: list[list[tuple[Key, int]]], least: int) -> tuple[Key, list[int]] | None:
+def choose_copy(offers: list[list[tuple[Key, int]]], least: int) -> tuple[Key, list[int]] | None:
     """Return the newest copy of which all parts are offered, and the rank that holds each part.
 
     `offers` has for each rank the copies on its machine, each with the rank whose part it is. None
@@ -283,6 +283,6 @@ def oldest(slots: Sequence[Slot]) -> Slot:
     return min(headers, key=lambda each: -1 if each[1] is None else each[1].step)[0]
 
 
-def parts_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def local_parts(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of each tensor, by name."""
     return {name: local_part(tensor) for name, tensor in state.items()}
