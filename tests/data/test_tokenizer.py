@@ -15,12 +15,8 @@ from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
 from torchmars.data.corpus_plan import begin_plan, plan_corpus
 from torchmars.data.documents import Encoder, TextBlock, TextPart
-from torchmars.data.tokenizer import (
-    ByteTokenizer,
-    TiktokenTokenizer,
-    load_tokenizer,
-    smallest_dtype,
-)
+from torchmars.data.named_tokenizers import ByteTokenizer, TiktokenTokenizer, load_tokenizer
+from torchmars.data.tokenizer import smallest_dtype
 from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data
 

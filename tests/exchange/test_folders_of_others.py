@@ -16,7 +16,7 @@ from tests.exchange.test_folder import SHAPE
 from tests.support.full import full_but
 from tests.support.mistakes import mistake
 from torchmars.core.errors import UserError
-from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.exchange.families import DEFAULTS
 from torchmars.exchange.folder import open_folder
 from torchmars.exchange.weight_files import load_weights

@@ -12,7 +12,7 @@ import tokenizers
 from tests.data.test_tokenizer import letters
 from tests.support.real_data import FOLDER, needs_data
 from torchmars.core.errors import UserError
-from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.exchange.tokenizer_files import (
     byte_pair_tokenizer,
     ends_of,

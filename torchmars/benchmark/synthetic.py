@@ -8,7 +8,8 @@ import numpy as np
 
 from torchmars.config import ResolvedData
 from torchmars.data.manifest import Shard, Split, make_manifest, numpy_dtype, write_manifest
-from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
+from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import smallest_dtype
 
 DOCUMENT = 1000  # tokens of a document, with the one that ends it
 MOST_TOKENS = 20_000_000  # of a split; a run that needs more reads them again

@@ -22,7 +22,8 @@ from torchmars.data.manifest import (
     numpy_dtype,
     write_manifest,
 )
-from torchmars.data.tokenizer import Tokenizer, load_tokenizer, smallest_dtype
+from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import Tokenizer, smallest_dtype
 from torchmars.data.writer import PieceProgress, read_progress, sync_file
 
 DAMAGED = "damaged.jsonl"

@@ -32,18 +32,18 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem, read_chunks
 from torchmars.core.words import counted
 from torchmars.data.files import FoundFiles, below, fixed_parts, looking
-from torchmars.data.headerless import LOOKED_AT, check_made_with, check_numbers
+from torchmars.data.headerless import LLMC_KINDS, LOOKED_AT, check_made_with, check_numbers
 from torchmars.data.manifest import (
-    DataManifest,
     Shard,
     Split,
     make_manifest,
     numpy_dtype,
     write_manifest,
 )
+from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.progress_bar import ProgressBar
 from torchmars.data.shards import digest_and_largest
-from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
+from torchmars.data.tokenizer import TokenDtype, Tokenizer
 
 # The words of names that say which split a file is of, as in Hugging Face's data sets.
 SPLIT_WORDS = {
@@ -52,9 +52,7 @@ SPLIT_WORDS = {
     **dict.fromkeys(("test", "tests", "testing", "testset", "eval", "evals"), "test"),
     **dict.fromkeys(("evaluation", "holdout", "heldout"), "test"),
 }
-# Of llm.c's files, by magic number: the version that is read, and the tokens' dtype.
-LLMC_HEADER = 256 * 4
-LLMC_KINDS: dict[int, tuple[int, TokenDtype]] = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+LLMC_HEADER = 256 * 4  # bytes
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 # Of Megatron's indices: magic number, version, code of the dtype, sequences, documents and 1.
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
@@ -89,11 +87,10 @@ class ForeignTokens:
         return replace(self, offset=self.offset + begin * self.itemsize, count=end - begin)
 
 
-def index(config: ResolvedData, folder: Path, shard_tokens: int) -> DataManifest:
+def index(config: ResolvedData, folder: Path, shard_tokens: int) -> None:
     """Read the files that data.source names, and leave their manifest in `folder`.
 
     A large file is several shards of `shard_tokens` tokens, which ranks check side by side.
-
     Raises `UserError`, naming the file, for one that violates its format.
     """
     source = parse_source(config.source)
@@ -135,19 +132,17 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> DataManifest
             name: scan(tokens, tokenizer, shard_tokens, progress.add)
             for name, tokens in (("train", train), ("validation", validation))
         }
-    manifest = make_manifest(config, tokenizer, splits, found[0].dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(not file.name.endswith(PARTIAL) for file in folder.iterdir()):
             raise UserError(
                 f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
             )
-        write_manifest(folder, manifest)
+        write_manifest(folder, make_manifest(config, tokenizer, splits, found[0].dtype))
     except OSError as error:
         raise UserError(
             f"cannot write to {folder}: {error.strerror}: set data.path to a folder you can write"
         ) from None
-    return manifest
 
 
 def find_files(source: str, kind: str, place: str) -> dict[str, list[Path]]:
@@ -248,7 +243,12 @@ def megatron_tokens(file: Path) -> ForeignTokens:
     needed = MEGATRON_HEADER.size + sequences * (4 + 8) + documents * 8
     if index_size < needed:
         raise UserError(f"{index_file} has {index_size} bytes instead of {needed}: {remedy}")
-    lengths, pointers, of_documents = read_megatron_index(index_file, sequences, documents)
+    # The length of each sequence in tokens, its byte offset, and the number of the sequence after
+    # each document, with a 0 before. Later data is for other models.
+    with index_file.open("rb") as stream:
+        stream.seek(MEGATRON_HEADER.size)
+        lengths = np.fromfile(stream, "<i4", sequences)
+        pointers, of_documents = (np.fromfile(stream, "<i8", n) for n in (sequences, documents))
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if sequences else 0
     gapless = np.array_equal(pointers, (ends - lengths) * itemsize)
@@ -268,20 +268,6 @@ READERS: dict[str, Callable[[Path], ForeignTokens]] = {
     "llmc": llmc_tokens,
     "megatron": megatron_tokens,
 }
-
-
-def read_megatron_index(file: Path, sequences: int, documents: int) -> tuple[np.ndarray, ...]:
-    """Return the arrays after the header of Megatron's index.
-
-    These are the length of each sequence in tokens, its byte offset, and the number of the sequence
-    after each document, with a 0 before. Later data is for other models.
-    """
-    arrays = []
-    with file.open("rb") as stream:
-        stream.seek(MEGATRON_HEADER.size)
-        for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", documents)):
-            arrays.append(np.frombuffer(stream.read(count * np.dtype(dtype).itemsize), dtype))
-    return tuple(arrays)
 
 
 def cut(
@@ -315,38 +301,33 @@ def scan(
         for each in found
         for begin in range(0, each.count, shard_tokens)
     ]
-    end_of_text, vocab_size = tokenizer.end_of_text, tokenizer.vocab_size
 
     def read(part: ForeignTokens) -> tuple[Shard, int, int]:
         """Return a shard, its largest token and its documents."""
-        ends = 0 if part.ends is None else documents_ending_in(part, part.ends)
+        ends = 0
+        if part.ends is not None:
+            bounds = [part.offset // part.itemsize, part.end // part.itemsize]
+            ends = int(np.diff(np.searchsorted(part.ends, bounds, side="right"))[0])
 
         def look(tokens: np.ndarray) -> None:
             nonlocal ends
             if part.ends is None:
-                ends += int(np.count_nonzero(tokens == end_of_text))
+                ends += int(np.count_nonzero(tokens == tokenizer.end_of_text))
             report(len(tokens))
 
         with must_be_read(part.file):
-            found = digest_and_largest(part.file, part.offset, part.end, part.dtype, look)
-        digest, largest = found
-        if largest >= vocab_size:
+            digest, largest = digest_and_largest(part.file, part.offset, part.end, part.dtype, look)
+        if largest >= tokenizer.vocab_size:
             raise UserError(
-                f"{part.file} has token id {largest}, beyond the {vocab_size} of data.tokenizer = "
-                f'"{tokenizer.name}": set the tokenizer that the tokens were made with'
+                f"{part.file} has token id {largest}, beyond the {tokenizer.vocab_size} of "
+                f'data.tokenizer = "{tokenizer.name}": set the tokenizer that the tokens were '
+                "made with"
             )
         return Shard(str(part.file), part.count, digest, part.offset), largest, ends
 
     with ThreadPoolExecutor() as pool:  # hashing and counting release the interpreter lock
         shards, largest, documents = zip(*pool.map(read, parts))
     return Split(sum(part.count for part in parts), sum(documents), max(largest), list(shards))
-
-
-def documents_ending_in(part: ForeignTokens, ends: np.ndarray) -> int:
-    """Return how many documents of a file, which end at `ends`, end in a part of it."""
-    bounds = [part.offset // part.itemsize, part.end // part.itemsize]
-    begin, end = np.searchsorted(ends, bounds, side="right")
-    return int(end - begin)
 
 
 def read_start(file: Path, count: int) -> tuple[int, bytes]:

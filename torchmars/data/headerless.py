@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.core.errors import UserError
-from torchmars.data.tokenizer import FileTokenizer, Tokenizer
+from torchmars.data.tokenizer import TokenDtype, Tokenizer
+from torchmars.data.tokenizer_file import FileTokenizer
 
 LOOKED_AT = 2**20  # bytes at the start of a file, which tell what its numbers are
 FEWEST = 64  # bytes that tell it
@@ -21,7 +22,8 @@ FEWEST = 64  # bytes that tell it
 WIDE = 2**18
 SHARE = 0.99  # of the numbers at least: there may be a header, and a few larger ones
 OTHER_NUMBERS = ("<i8", ">i8", "<u4", ">u4")  # int32 are uint32 as long as none is negative
-LLMC_MAGIC = (20240520, 20240801)
+# Of llm.c's files, by magic number: the version that is read, and the tokens' dtype.
+LLMC_KINDS: dict[int, tuple[int, TokenDtype]] = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 NUMPY_MAGIC = b"\x93NUMPY"
 CHARACTERS = "meta.pkl"  # nanoGPT's characters and their numbers, beside tokens made of them
 
@@ -35,7 +37,7 @@ def check_numbers(file: Path, start: bytes, size: int) -> None:
         name = json.dumps(file.name)
         raise UserError(f"{file} is NumPy's .npy: {conversion(file, f'np.load({name}).ravel()')}")
     for order in "<>":
-        if len(start) >= 4 and struct.unpack(f"{order}i", start[:4])[0] in LLMC_MAGIC:
+        if len(start) >= 4 and struct.unpack(f"{order}i", start[:4])[0] in LLMC_KINDS:
             raise UserError(f"{file} has llm.c's header: set data.source to llmc:{file.parent}")
     if len(start) >= FEWEST and is_written(start):
         raise UserError(f"{file} is text, or has one byte a token: set data.source to text:{file}")
@@ -102,7 +104,7 @@ def conversion(file: Path, read: str = "", dtype: str = "<u4") -> str:
     made = f"llmc_{file.name}"
     code = (
         f'import numpy as np; t = {read}.astype("<u4"); h = np.zeros(256, "<i4"); '
-        f"h[:3] = {LLMC_MAGIC[1]}, 7, t.size; "
+        f"h[:3] = {max(LLMC_KINDS)}, 7, t.size; "
         f'open({json.dumps(made)}, "wb").write(h.tobytes() + t.tobytes())'
     )
     folder = shlex.quote(str(file.parent))

@@ -8,10 +8,7 @@ write by any of several tokens.
 from functools import cached_property
 from typing import Any
 
-from torchmars.core.errors import UserError
-from torchmars.core.files import read_text
-from torchmars.core.typed import parse_json
-from torchmars.data.tokenizer import NAMING_ENDS, FileTokenizer
+from torchmars.data.tokenizer_file import NAMING_ENDS, FileTokenizer
 
 
 class FolderTokenizer(FileTokenizer):
@@ -41,15 +38,8 @@ class FolderTokenizer(FileTokenizer):
 
         Raises `UserError` for a file that names no token ids.
         """
-        for name in NAMING_ENDS:
-            found = self.table(name).get("eos_token_id")
-            numbers = found if isinstance(found, list) else [] if found is None else [found]
-            if not all(type(number) is int and number >= 0 for number in numbers):
-                file = self.path.with_name(name)
-                raise UserError(f"{file}: eos_token_id is {found!r}, no token id: correct it")
-            if numbers:
-                return frozenset(numbers)
-        return frozenset({self.end_of_text})
+        named = next(filter(None, map(self.ends_in, NAMING_ENDS)), None)
+        return frozenset(named or [self.end_of_text])
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -59,16 +49,3 @@ class FolderTokenizer(FileTokenizer):
         if "added_tokens_decoder" in settings:
             return settings
         return settings | self.table("special_tokens_map.json")
-
-    def table(self, name: str) -> dict[str, Any]:
-        """Return the contents of a file of JSON in the folder; nothing if there is none.
-
-        Raises `UserError` if it is damaged.
-        """
-        file = self.path.with_name(name)
-        try:
-            return parse_json(read_text(file))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {file} ({error}): restore it") from None

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchmars.core.errors import missing_package
-from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenTokenizer, Tokenizer
+from torchmars.data.named_tokenizers import ByteTokenizer, TiktokenTokenizer
+from torchmars.data.tokenizer import Tokenizer
+from torchmars.data.tokenizer_file import FileTokenizer
 
 if TYPE_CHECKING:
     import tokenizers

@@ -11,7 +11,8 @@ from torchmars.config import ResolvedConfig
 from torchmars.core.device import is_gpu
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows, Mixture
-from torchmars.data.tokenizer import Tokenizer, load_tokenizer
+from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
 from torchmars.metrics.events import EventLog

@@ -2,7 +2,7 @@
 
 from torchmars.config import ResolvedConfig
 from torchmars.config.presets import Preset, read_presets
-from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.models import build_meta_model
 
 PUBLISHED = 124e6  # parameters of GPT-2 small: the defaults are the rates published for it
