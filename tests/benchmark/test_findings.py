@@ -1,8 +1,6 @@
 """What a benchmark prints."""
 
-import json
-
-from torchmars.benchmark.findings import MeasuredConfig, bench_json, bench_table, ratios
+from torchmars.benchmark.findings import MeasuredConfig, bench_results, bench_table, ratios
 from torchmars.benchmark.measure import Measurement
 
 MACHINE = {"device": "cpu", "cores": 2}
@@ -34,7 +32,7 @@ def test_two_configs_round_by_round():
     assert lines[5].split() == "pipeline - 50.0 ( 50%)".split()
     # A to B in each round: 0.9, 1.25, 1.2.
     assert ratios(one, two).describe(".3f") == "1.200 (0.900 to 1.250)"
-    found = json.loads(bench_json([one, two], MACHINE, 10, 20))
+    found = bench_results([one, two], MACHINE, 10, 20)
     assert found["ratio"] == {"median": 1.2, "lowest": 0.9, "highest": 1.25}
     assert found["machine"] == MACHINE and found["configs"][1]["rounds"][1]["mfu"] is None
-    assert "ratio" not in json.loads(bench_json([one], MACHINE, 10, 20))
+    assert "ratio" not in bench_results([one], MACHINE, 10, 20)

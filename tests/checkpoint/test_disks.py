@@ -26,7 +26,8 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.writer import _TensorFiles
 from torchmars.cluster import process
 from torchmars.core.files import DurableFile
-from torchmars.storage.local import LOCAL, LocalFiles
+from torchmars.storage.local import LOCAL
+from torchmars.storage.storage import NewFiles
 
 
 def train_with_folder_lost(tables, lose):
@@ -54,9 +55,9 @@ def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
 def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
     """torch.save's own error says where its archive broke off."""
 
-    class Full(LocalFiles):
+    class Full(NewFiles):
         def create(self, name):
-            return FullFile(self.folder / name)
+            return FullFile(self.local / name)
 
     class FullFile(DurableFile):
         left = room

@@ -8,7 +8,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchmars.cluster import agent as agents
-from torchmars.cluster.launcher import Restarts
+from torchmars.cluster.agent import Restarts
 
 MOST = 2
 

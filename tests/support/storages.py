@@ -1,7 +1,8 @@
 """Local storage in which something goes wrong, or waits, or is counted."""
 
 from torchmars import storage
-from torchmars.storage.local import LocalFiles, LocalStorage
+from torchmars.storage.local import LocalStorage
+from torchmars.storage.storage import NewFiles
 
 
 def keep_on(place):
@@ -16,11 +17,11 @@ class Creating(LocalStorage):
         self.create = create
 
     def new_files(self, staged, limit):
-        files, create = LocalFiles(staged), self.create
+        files, create = NewFiles(staged), self.create
 
-        class Told(LocalFiles):
+        class Told(NewFiles):
             def create(self, name):
                 create(staged, name)
                 return super().create(name)
 
-        return Told(files.folder)
+        return Told(files.local)

@@ -1,6 +1,5 @@
 """The results of a benchmark, as tables and as JSON."""
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -90,14 +89,14 @@ def phase_text(one: MeasuredConfig, phase: str) -> str:
     return "-" if milliseconds is None else f"{milliseconds:,.1f} ({part:4.0%})"
 
 
-def bench_json(
+def bench_results(
     measured: list[MeasuredConfig], machine: dict[str, Any], warmup: int, steps: int
-) -> str:
-    """Return all that was measured as JSON."""
+) -> dict[str, Any]:
+    """Return all that was measured, for a file of JSON."""
     values: dict[str, Any] = {"machine": machine, "warmup": warmup, "steps": steps}
     values["configs"] = [
         asdict(each) | {"tokens_per_second": asdict(each.rate())} for each in measured
     ]
     if len(measured) == 2:
         values["ratio"] = asdict(ratios(*measured))
-    return json.dumps(values, indent=2) + "\n"
+    return values

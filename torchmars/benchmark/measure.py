@@ -151,7 +151,7 @@ def fail(code: int, printed: str) -> None:
     errors = [line for line in lines if line.startswith("error: ")]
     if code == EXIT_MISTAKE and errors:
         raise UserError(errors[-1].removeprefix("error: "))
-    say("\n".join(lines[-LAST_LINES:]), error=True)
+    say(*lines[-LAST_LINES:], error=True)
     raise Ended(code)
 
 

@@ -29,10 +29,7 @@ Boxes = Mapping[str, tuple[Interval, ...]]
 
 
 def read_index_part(
-    folder: PurePath,
-    manifest: CheckpointManifest,
-    layout: Layout,
-    state: Mapping[str, Tensor],
+    folder: PurePath, manifest: CheckpointManifest, layout: Layout, state: Mapping[str, Tensor]
 ) -> dcp.Metadata:
     """Return the index of the checkpoint `folder`, of chunks that this rank's `state` needs alone.
 

@@ -32,11 +32,7 @@ def read_tensors(folder: PurePath, state: dict[str, Tensor], index: dcp.Metadata
         with warnings.catch_warnings():
             # It warns of a single process, which is on purpose.
             warnings.filterwarnings("ignore", message="torch.distributed is")
-            dcp.load(
-                state,
-                storage_reader=_TensorReader(folder, index),
-                no_dist=True,
-            )
+            dcp.load(state, storage_reader=_TensorReader(folder, index), no_dist=True)
     except CheckpointException as error:
         for exception, _ in error.failures.values():
             if isinstance(exception, DamagedCheckpoint):

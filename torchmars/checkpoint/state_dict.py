@@ -21,10 +21,7 @@ from torchmars.parallel.parallel_model import ParallelModel
 
 
 def training_state(
-    layout: Layout,
-    model: ParallelModel,
-    optimizer: MARS,
-    average: Mapping[str, Tensor],
+    layout: Layout, model: ParallelModel, optimizer: MARS, average: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the tensors of a run that this rank has a part of, by name.
 

@@ -121,9 +121,7 @@ def not_kept(good: dict[PurePath, CheckpointManifest], asked: dict[str, int]) ->
     return [by_step[step] for step in steps]
 
 
-def read_all(
-    found: list[PurePath],
-) -> tuple[dict[PurePath, CheckpointManifest], list[PurePath]]:
+def read_all(found: list[PurePath]) -> tuple[dict[PurePath, CheckpointManifest], list[PurePath]]:
     """Return the good ones among checkpoints with their manifests, and those of another version.
 
     Prints the faults of all except the good ones.

@@ -8,15 +8,14 @@ import argparse
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -29,22 +28,17 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args
 
 from torchmars.cluster import process, rendezvous
-from torchmars.cluster.agent import Agent
+from torchmars.cluster.agent import Agent, Restarts, failures_of
 from torchmars.cluster.failures import (
     Failure,
     Kind,
-    failure_of,
     first_failure,
-    first_here,
-    hang_of,
     lost_machines,
 )
-from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs, keep_apart
 from torchmars.cluster.scheduler import in_batch_job
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import (
-    EXIT_HUNG,
     EXIT_MISTAKE,
     EXIT_STOPPED,
     EXIT_UNCONNECTED,
@@ -152,51 +146,7 @@ def guarded_rendezvous(args: argparse.Namespace, secret: str | None = None) -> I
 
 def say_stopped(how: str) -> None:
     """Print that the run is not complete, where no rank may have said so."""
-    say("\n".join(labelled("stopped", f"{how}; the same command resumes")))
-
-
-@dataclass
-class Restarts:
-    """Whether a run makes progress, and why all its ranks start again: `agent.Restarting`.
-
-    The first fields are parameters of `launch`.
-    """
-
-    logs: RankLogs
-    hang: Path
-    hang_seconds: float
-    record: Callable[[Failure], None]
-    reached: Callable[[], int]
-    furthest: int = 0
-    """The last step that was reported when a rank died, of all times."""
-
-    def progressed(self) -> bool:
-        before, self.furthest = self.furthest, max(self.furthest, self.reached())
-        return self.furthest > before
-
-    def tell(self, ended: Mapping[int, ProcessFailure], left: int) -> None:
-        failures = failures_of(ended, self.logs, self.hang, self.hang_seconds)
-        why = "those of another machine do"
-        if failures:
-            first = first_here(failures)
-            self.record(first)
-            why = f"rank {first.rank} on {first.node} failed ({first.line})"
-        more = f"{left} more times without progress" if left else "no more without progress"
-        say(f"warning: all ranks start again, since {why}; they may do so {more}", error=True)
-
-
-def failures_of(
-    ended_ranks: Mapping[int, ProcessFailure], logs: RankLogs, hang: Path, hang_seconds: float
-) -> list[Failure]:
-    """Return the failures of the ranks of this machine."""
-    failures = []
-    for rank, ended in ended_ranks.items():
-        if ended.exitcode == EXIT_HUNG or was_blocked(hang, rank, ended.pid):
-            report = hang_report(hang, logs.ranks, hang_seconds)
-            failures.append(hang_of(rank, ended, report))
-        else:
-            failures.append(failure_of(rank, ended, list(logs.last[rank])))
-    return failures
+    say(*labelled("stopped", f"{how}; the same command resumes"))
 
 
 def report_first(first: Failure, logs: RankLogs) -> None:

@@ -17,7 +17,7 @@ from torchmars.cluster import process
 from torchmars.cluster.hangs import hang_report, place_of_rank, report_file
 from torchmars.core.console import say
 from torchmars.core.device import backend_of
-from torchmars.core.errors import EXIT_HUNG, UserError
+from torchmars.core.errors import EXIT_HUNG, file_errors
 from torchmars.parallel.layout import Layout
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -72,17 +72,13 @@ class Watchdog:
 
     def _open(self) -> None:
         """Open the file now: when a rank hangs may be too late."""
-        try:
+        remedy = "make room, or set run.folder to a folder you can write"
+        with file_errors(f"cannot write to {self.folder}", remedy):
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in (self.file, self._flight_file()):
                 old.unlink(missing_ok=True)
             self.stream = self.file.open("w")
             print(f"process {os.getpid()} on {process.node()}", file=self.stream, flush=True)
-        except OSError as error:
-            raise UserError(
-                f"cannot write to {self.folder}: {error.strerror}: "
-                "make room, or set run.folder to a folder you can write"
-            ) from None
 
     def _watch(self) -> None:
         poll = min(1.0, self.seconds / 4)

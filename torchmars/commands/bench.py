@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmars.benchmark.findings import MeasuredConfig, bench_json, bench_table, ratios
+from torchmars.benchmark.findings import MeasuredConfig, bench_results, bench_table, ratios
 from torchmars.benchmark.measure import has_shards, measure, ranks_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.fields import Positive
@@ -63,7 +63,7 @@ def main() -> None:
 def bench(options: Bench, measured: list[MeasuredConfig], configs: list[ResolvedConfig]) -> None:
     """Measure `configs` in alternation; print and write the results."""
     machine = describe_machine()
-    say("\n".join(bench_heading(options, measured, machine)))
+    say(*bench_heading(options, measured, machine))
     rounds = options.rounds or (1 if len(measured) == 1 else 3)
     pairs = list(zip(measured, configs))
     for number in range(rounds):
@@ -74,12 +74,12 @@ def bench(options: Bench, measured: list[MeasuredConfig], configs: list[Resolved
             if rounds > 1:
                 which = f"round {number + 1} of {rounds}, {one.name}"
                 say(f"{which}: {found.tokens_per_second:,.0f} tokens/s")
-    say("\n".join(["", *bench_table(measured)]))
+    say("", *bench_table(measured))
     if len(measured) == 2:
         say(f"\nA / B, tokens/s, round by round: {ratios(*measured).describe('.3f')}")
     if options.json is not None:
-        text = bench_json(measured, machine, options.warmup, options.steps)
-        write_results(options.json, text)
+        results = bench_results(measured, machine, options.warmup, options.steps)
+        write_results(options.json, results)
 
 
 def data_of(config: ResolvedConfig) -> str:

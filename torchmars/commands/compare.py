@@ -1,13 +1,13 @@
 """Compare optimizers fairly: each tuned on one grid, the best over several seeds."""
 
-import contextlib
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
+
+import tomli_w
 
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.comparison.contenders import find_baseline, find_contenders
@@ -19,7 +19,7 @@ from torchmars.comparison.results import (
     numbers_of,
     write_comparison,
 )
-from torchmars.comparison.settings import check_settings, keep_settings
+from torchmars.comparison.settings import SETTINGS_FILE, check_settings
 from torchmars.comparison.study import Study
 from torchmars.comparison.tables import csv_text, lines, markdown
 from torchmars.comparison.words import seeds_text
@@ -32,6 +32,7 @@ from torchmars.core.errors import (
     Ended,
     UserError,
     exit_on_user_error,
+    file_errors,
     missing_package,
 )
 from torchmars.core.files import write_durably
@@ -39,10 +40,6 @@ from torchmars.core.locks import locked
 from torchmars.core.options import take_options, words
 from torchmars.core.words import counted
 from torchmars.optim.rules import variance_reduced
-
-if TYPE_CHECKING:
-    from torchmars.comparison.local import LocalTrials
-    from torchmars.comparison.slurm import SlurmTrials
 
 PROG = "torchmars compare"
 TABLES = ("table.md", "table.csv")
@@ -194,59 +191,45 @@ def check_trials(study: Study) -> None:
 def compare(study: Study, options: Compare) -> bool:
     """Run the trials that are left, write and print the results; return whether all ended."""
     # Here, since they bring torch, and mistakes are said before.
-    from torchmars.comparison.execution import Results, run_trials
+    from torchmars.comparison.execution import Results, Runner, run_trials
+    from torchmars.comparison.local import LocalTrials
+    from torchmars.comparison.slurm import SlurmTrials
     from torchmars.comparison.summary import summarise
     from torchmars.reports.comparison_plots import plot_comparison
 
-    runner = make_runner(study, options)
-    with writable_folder(study), locked(study.folder / "lock", f"comparing in {study.folder}"):
-        check_settings(study)
-        say("\n".join(comparison_heading(study, runner.describe())))
+    runner: Runner = SlurmTrials(study) if options.slurm else LocalTrials(study, options.jobs or 1)
+    folder = str(study.folder)
+    with (
+        file_errors(f"cannot write to {folder}", "set --folder to one you can write"),
+        locked(study.folder / "lock", f"comparing in {folder}"),
+    ):
+        study.folder.mkdir(parents=True, exist_ok=True)
+        settings = check_settings(study)
+        say(*comparison_heading(study, runner.describe()))
         keep_compiled_in(study.folder / "compile_cache", "--folder")
         runner.prepare()
-        keep_settings(study)
+        write_durably(study.folder / SETTINGS_FILE, tomli_w.dumps(settings))
         results = Results(study)
 
         def write() -> Comparison:
             found = summarise(study, results)
-            write_tables(found, study.folder)
+            for name, text in zip(TABLES, (markdown(found), csv_text(found))):
+                write_durably(study.folder / name, text)
+            write_comparison(found, study.folder)
             return found
 
         write()  # so that it can be watched from the first trial on
         complete = run_trials(study, results, runner, write)
         found = write()
         plot_comparison(found, study.folder)
-    say("\n".join(lines(found)))
-    say(f"{study.folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
-    folder = str(study.folder)
-    say("\n".join(next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder))))
+    say(*lines(found), f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
+    say(*next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder)))
     return complete
-
-
-def make_runner(study: Study, options: Compare) -> "LocalTrials | SlurmTrials":
-    """Return the runner of the trials. Raises `UserError` if it cannot run them."""
-    from torchmars.comparison.local import LocalTrials
-    from torchmars.comparison.slurm import SlurmTrials
-
-    return SlurmTrials(study) if options.slurm else LocalTrials(study, options.jobs or 1)
-
-
-@contextlib.contextmanager
-def writable_folder(study: Study) -> Iterator[None]:
-    """Make the folder of a comparison. Raises `UserError` if it, or a file in it, cannot be."""
-    try:
-        study.folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {study.folder}: {error.strerror}: set --folder to one you can write"
-        ) from None
 
 
 def comparison_heading(study: Study, how: str) -> list[str]:
     """Return lines on the comparison before it starts."""
     training = study.base.training
-    tokens = training.tokens
     first = [study.tuning(each, study.lrs) for each in study.contenders]
     least = sum(map(len, first)) + len(study.contenders) * (len(study.seeds) - 1)
     own = "each optimizer has its own [optimizer] section; the config's is not used"
@@ -254,21 +237,10 @@ def comparison_heading(study: Study, how: str) -> list[str]:
         *labelled("compare", ", ".join(each.name for each in study.contenders), own),
         *labelled(
             "trials",
-            f"at least {least}, each of {counted(training.steps, 'step')} ({tokens:,} tokens), "
-            f"with {seeds_text(study.seeds)}",
+            f"at least {least}, each of {counted(training.steps, 'step')} "
+            f"({training.tokens:,} tokens), with {seeds_text(study.seeds)}",
             how,
-            *(
-                []
-                if study.keep_checkpoints
-                else ["checkpoints of a trial that is done are deleted"]
-            ),
+            *["checkpoints of a trial that is done are deleted"] * (not study.keep_checkpoints),
         ),
         *labelled("folder", str(study.folder)),
     ]
-
-
-def write_tables(found: Comparison, folder: Path) -> None:
-    """Write the tables and results.json of a comparison."""
-    for name, text in zip(TABLES, (markdown(found), csv_text(found))):
-        write_durably(folder / name, text)
-    write_comparison(found, folder)

@@ -1,7 +1,6 @@
 """Measure how good a model is: its accuracy on tasks, and its loss on texts."""
 
 import contextlib
-import json
 import math
 import os
 import sys
@@ -121,17 +120,17 @@ def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
         evaluation = Evaluation(scorer, tasks)
         with progress("tasks", evaluation.answers, "answer", layout) as report:
             results = evaluation.results(report)
-        layout.say("\n".join(results_table(results)))
+        layout.say(*results_table(results))
     measured: list[TextResult] = []
     for name, windows in texts.items():
         count = min(len(windows), options.limit or len(windows))
         with progress(name, count, "window", layout) as report:
             measured.append(measure_text(scorer, name, windows, count, report))
     if measured:
-        layout.say("\n".join([*([""] if results else []), *texts_table(measured)]))
+        layout.say(*([""] if results else []), *texts_table(measured))
     if options.json is not None:
-        file, text = options.json, evaluation_json(options, results, measured)
-        layout.on_first(lambda: write_results(file, text))
+        file, found = options.json, all_measures(options, results, measured)
+        layout.on_first(lambda: write_results(file, found))
 
 
 def open_texts(options: Evaluate, scorer: "Scorer") -> "dict[str, Sequence[Tokens]]":
@@ -156,9 +155,11 @@ def progress(what: str, total: int, unit: str, layout: "Layout") -> Iterator[Cal
         yield bar.add
 
 
-def evaluation_json(options: Evaluate, results: "list[Result]", texts: "list[TextResult]") -> str:
-    """Return results as JSON. Numbers that are not finite are null."""
-    measured: dict[str, Any] = {
+def all_measures(
+    options: Evaluate, results: "list[Result]", texts: "list[TextResult]"
+) -> dict[str, Any]:
+    """Return results for a file of JSON. Numbers that are not finite are null."""
+    return {
         "model": str(options.model),
         "shots": options.shots,
         "limit": options.limit,
@@ -167,7 +168,6 @@ def evaluation_json(options: Evaluate, results: "list[Result]", texts: "list[Tex
         "tasks": {each.task: finite(each.measures()) for each in results},
         "texts": {each.text: finite(each.measures()) for each in texts},
     }
-    return json.dumps(measured, indent=2) + "\n"
 
 
 def finite(values: dict[str, float]) -> dict[str, float | None]:

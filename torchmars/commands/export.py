@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
 from torchmars.core.console import next_commands, say
-from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.errors import UserError, exit_on_user_error, file_errors
 from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
@@ -67,10 +67,8 @@ def main() -> None:
 
         models = open_last(options.run, options.step, options.average, options.ema)
         write = export_folder if kind == "hf" else export_file
-        try:
+        with file_errors(f"cannot write {options.target}"):
             write(models, options.target, getattr(torch, options.dtype))
-        except OSError as error:
-            raise UserError(f"cannot write {options.target}: {error.strerror or error}") from None
         parameters = [parameter.numel() for parameter in models[0].model.parameters()]
         say(f"{options.target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")
         newest = models[0]
@@ -82,7 +80,7 @@ def main() -> None:
         say(f"Python: {LOADING[kind].format(target=str(options.target))}")
         following = after_folder if kind == "hf" else after_file
         if lines := next_commands(*following(options.target, models[0])):
-            say("\n".join(lines))
+            say(*lines)
 
 
 def after_folder(target: Path, model: "SavedModel") -> list[list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import tomli_w
 
 from torchmars.core.console import next_commands, say
-from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.errors import UserError, exit_on_user_error, file_errors
 from torchmars.core.files import path_problem, write_durably
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
@@ -49,12 +49,10 @@ def main() -> None:
         from torchmars.exchange.folder import open_folder
 
         found = open_folder(options.folder)
-        try:
+        with file_errors(f"cannot write {options.config}"):
             write_durably(options.config, tomli_w.dumps(found.tables))
-        except OSError as error:
-            raise UserError(f"cannot write {options.config}: {error.strerror}") from None
         say(f"{options.config}: {found.model.describe()}")
-        say("\n".join(next_commands(*after_import(options, found.tables))))
+        say(*next_commands(*after_import(options, found.tables)))
 
 
 def after_import(options: Import, tables: dict[str, Any]) -> list[list[str]]:

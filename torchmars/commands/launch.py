@@ -22,11 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-from torch.distributed.run import (
-    determine_local_world_size,
-    get_args_parser,
-    parse_min_max_nnodes,
-)
+from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from torchmars.checkpoint.memory.shared_memory import shared_memory
 from torchmars.cluster.endpoint import find_endpoint
@@ -62,7 +58,9 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
     """
     with exit_on_user_error(), tempfile.TemporaryDirectory() as scratch:
         options = sys.argv[1:] if options is None else options
-        secret = read_secret()
+        secret = os.environ.pop("RDZV_TOKEN", None)  # ranks and other processes do not get it
+        if secret is not None:
+            secret = read_variable("RDZV_TOKEN", secret)
         prepared = options[:1] == ["--prepared"]
         signals = (*stopping(), signal.SIGQUIT)  # QUIT is passed on, and ends ranks at once
         args = parse_torchrun(
@@ -115,7 +113,7 @@ def prepare(config: ResolvedConfig, sources: list[NamedTables], ranks: int, mach
     prepare_run(config, ranks, machines)
     if not is_set(sources, "optimizer.lr"):
         for text in default_lr_warnings(config):
-            say("\n".join(labelled("warning", text)))
+            say(*labelled("warning", text))
 
 
 def announce(args: argparse.Namespace, nodes: int, secret: str | None) -> None:
@@ -132,19 +130,10 @@ def announce(args: argparse.Namespace, nodes: int, secret: str | None) -> None:
             f"whoever reaches {args.rendezvous} can join this run: set RDZV_TOKEN to the same "
             "secret on all machines"
         )
-        say("\n".join(labelled("warning", text)), error=True)
+        say(*labelled("warning", text), error=True)
     args.rdzv_endpoint, is_host, address = find_endpoint(args.rdzv_endpoint)
     args.local_addr = args.local_addr or address
     args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
-
-
-def read_secret() -> str | None:
-    """Take RDZV_TOKEN out of the environment, which ranks and other processes get, and return it.
-
-    Raises `UserError` for an empty one.
-    """
-    secret = os.environ.pop("RDZV_TOKEN", None)
-    return None if secret is None else read_variable("RDZV_TOKEN", secret)
 
 
 def record_deletion(folder: Path, path: Path) -> None:

@@ -3,7 +3,6 @@
 One short run raises the learning rate at each step, by the same factor, until the loss diverges.
 """
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,9 +56,9 @@ def main() -> None:
         from torchmars.comparison.lr_range import find_lr
 
         found = find_lr(config, low, high, options.steps, ranks_of(config))
-        say("\n".join(range_in_words(found)))
+        say(*range_in_words(found))
         if options.json is not None:
-            write_results(options.json, json.dumps(asdict(found), indent=2) + "\n")
+            write_results(options.json, asdict(found))
 
 
 def range_in_words(found: "LrRange") -> list[str]:

@@ -51,4 +51,4 @@ def main() -> None:
             if not is_set(load_sources(settings, "torchmars plan"), "optimizer.lr"):
                 for text in default_lr_warnings(config):
                     lines += labelled("warning", text)
-            say("\n".join(lines))
+            say(*lines)

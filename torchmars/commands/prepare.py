@@ -62,7 +62,7 @@ def main() -> None:
             prepare_run(config, options.ranks, options.nodes)
         for corpus in corpora:
             if warning := sources.warning(corpus):
-                say("\n".join(labelled("warning", warning)))
+                say(*labelled("warning", warning))
 
 
 def long_form(arg: str) -> str:

@@ -46,8 +46,7 @@ def main() -> None:
         from torchmars.planning.preset_pages import preset_page, preset_table
 
         if options.name is not None:
-            lines = preset_page(presets[options.name])
+            say(*preset_page(presets[options.name]))
         else:
             shown = families if options.family is None else [options.family]
-            lines = preset_table(each for each in presets.values() if each.family in shown)
-        say("\n".join(lines))
+            say(*preset_table(each for each in presets.values() if each.family in shown))

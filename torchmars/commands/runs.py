@@ -1,11 +1,11 @@
 """List the runs there are: how far each is, and whether it runs."""
 
-import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
+from typing import Any
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -45,40 +45,28 @@ def main() -> None:
         if isinstance(folder, Path) and not folder.is_dir():
             why = path_problem(folder, "folder") or "it does not exist"
             raise UserError(f"there are no runs in {folder} ({why}): name a folder of runs")
+        list_runs: Callable[[Any], Sequence[PurePath]] = find_runs
+        look: Callable[[Any], Overview] = overview
+        if not isinstance(folder, Path):
+            from torchmars.records.stored import stored_overview, stored_runs  # they take torch
+
+            list_runs, look = stored_runs, stored_overview
         found: dict[PurePath, Overview | UserError] = {}
-        for run in runs_in(folder):
+        for run in list_runs(folder):
             try:
-                found[run] = overview_of(run)
+                found[run] = look(run)
             except UserError as error:
                 found[run] = error
         if options.json is not None:
-            write_results(options.json, runs_json(found))
+            write_results(options.json, {"runs": [known_facts(*each) for each in found.items()]})
         if not found:
             say(f"there are no runs in {folder}")
             return
         rows = [HEADINGS, *(run_row(run, each) for run, each in found.items())]
-        say("\n".join(table(rows, right=range(1, len(HEADINGS) - 1))))
+        say(*table(rows, right=range(1, len(HEADINGS) - 1)))
         for run, each in found.items():
             if isinstance(each, Overview) and isinstance(run, Path):
                 warn_of_damage(run / LINES, each.damaged_lines)
-
-
-def runs_in(folder: PurePath) -> Sequence[PurePath]:
-    """Return the runs in a folder of a disk or of an object store."""
-    if isinstance(folder, Path):
-        return find_runs(folder)
-    from torchmars.records.stored import stored_runs  # it takes torch
-
-    return stored_runs(folder)
-
-
-def overview_of(run: PurePath) -> Overview:
-    """Return how far a run is. Raises `UserError` if it is damaged, or none."""
-    if isinstance(run, Path):
-        return overview(run)
-    from torchmars.records.stored import stored_overview
-
-    return stored_overview(run)
 
 
 def run_row(folder: PurePath, run: Overview | UserError) -> tuple[str, ...]:
@@ -97,11 +85,7 @@ def run_row(folder: PurePath, run: Overview | UserError) -> tuple[str, ...]:
     )
 
 
-def runs_json(found: dict[PurePath, Overview | UserError]) -> str:
-    """Return the list as JSON: the known facts on each run, or its fault."""
-    runs = [
-        {"folder": str(folder)}
-        | (asdict(each) if isinstance(each, Overview) else {"damaged": str(each)})
-        for folder, each in found.items()
-    ]
-    return json.dumps({"runs": runs}, indent=2) + "\n"
+def known_facts(folder: PurePath, run: Overview | UserError) -> dict[str, Any]:
+    """Return the known facts on a run, or its fault, for a file of JSON."""
+    facts = {"damaged": str(run)} if isinstance(run, UserError) else asdict(run)
+    return {"folder": str(folder)} | facts

@@ -30,12 +30,6 @@ class Contender:
         return str(self.table.get("name", OptimizerConfig.name))
 
 
-def shipped_optimizers() -> dict[str, Path]:
-    """Return the files of train_configs/optimizers by the names of their contenders."""
-    files = sorted((SHIPPED / "optimizers").glob("*.toml"))
-    return {name_of(file): file for file in files}
-
-
 def find_contenders(names: list[str]) -> list[Contender]:
     """Return the contenders of --optimizers. Raises `UserError` for an unknown name."""
     contenders = [find_contender(name) for name in names]
@@ -62,7 +56,8 @@ def find_baseline(name: str | None, contenders: list[Contender]) -> str | None:
 
 def find_contender(name: str) -> Contender:
     """Return the contender that a name or a file stands for. Raises `UserError`."""
-    shipped, name = shipped_optimizers(), str(local_place(name, "--optimizers"))
+    shipped = {name_of(file): file for file in sorted((SHIPPED / "optimizers").glob("*.toml"))}
+    name = str(local_place(name, "--optimizers"))
     if name in shipped:
         return Contender(name, read_toml(shipped[name])["optimizer"])
     if not name.endswith(".toml"):

@@ -21,6 +21,12 @@ class Runner(Protocol):
     def running(self) -> Collection[str]:
         """The names of the trials that run."""
 
+    def describe(self) -> str:
+        """Return how trials are run, in words."""
+
+    def prepare(self) -> None:
+        """Make the shards of all trials."""
+
     def start(self, trials: list[Trial]) -> None:
         """Start as many of the remaining trials as there is room for, in order."""
 

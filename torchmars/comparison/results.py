@@ -170,11 +170,6 @@ def write_comparison(found: Comparison, folder: Path) -> None:
     write_durably(folder / RESULTS_FILE, json.dumps(asdict(found), indent=1) + "\n")
 
 
-def has_comparison(folder: Path) -> bool:
-    """Return whether `folder` has the results of a comparison."""
-    return (folder / RESULTS_FILE).is_file()
-
-
 def read_comparison(folder: Path) -> Comparison:
     """Return the results in the folder of a comparison.
 

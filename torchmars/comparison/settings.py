@@ -3,14 +3,12 @@
 from pathlib import Path
 
 import tomli
-import tomli_w
 
 from torchmars.comparison.study import Study
 from torchmars.config.history import renewed
 from torchmars.config.load import config_text
 from torchmars.config.toml_files import Tables, flattened, read_toml
 from torchmars.core.errors import UserError
-from torchmars.core.files import write_durably
 
 SETTINGS_FILE = "comparison.toml"
 
@@ -56,11 +54,6 @@ def written(file: Path) -> Tables:
         for name, table in tables["contenders"].items()
     }
     return {"config": renewed(tables["config"], source), "contenders": contenders}
-
-
-def keep_settings(study: Study) -> None:
-    """Write the settings of a study to its folder, as `check_settings` returns and raises."""
-    write_durably(study.folder / SETTINGS_FILE, tomli_w.dumps(check_settings(study)))
 
 
 def settings_of(study: Study) -> Tables:

@@ -92,7 +92,8 @@ class Study:
             results = [result(trial) for trial in trials]
             if any(each.state == "pending" for each in results):
                 return TrialPlan(trials, False, None, {})
-            best = best_of(results)
+            done = [each for each in results if each.state == "done"]
+            best = min(done, key=lambda each: each.loss or 0.0, default=None)  # the first of equals
             if best is None:
                 return TrialPlan(trials, True, None, {})
             edges = edges_of(best.settings, self.grid | {"lr": list(lrs)})
@@ -133,12 +134,6 @@ class TrialPlan:
     """The best settings, once it is tuned; None if no trial is done."""
     edges: Edges
     """The best settings that are the outermost ones tried."""
-
-
-def best_of(results: list[TrialResult]) -> TrialResult | None:
-    """Return the result of the lowest loss, of equal ones the first; None if none is done."""
-    done = [each for each in results if each.state == "done"]
-    return min(done, key=lambda each: each.loss or 0.0, default=None)
 
 
 def edges_of(best: Settings, grid: Grid) -> Edges:

@@ -26,7 +26,10 @@ def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Compariso
     """Return the results of the trials that have ended."""
     plans = {each.name: study.plan(each, result) for each in study.contenders}
     trials = {name: [result(trial) for trial in plan.trials] for name, plan in plans.items()}
-    repeats = {name: best_trials(plans[name], trials[name]) for name in plans}
+    repeats = {
+        name: [each for each in trials[name] if each.settings == plan.best and each.state == "done"]
+        for name, plan in plans.items()
+    }
     contenders = [
         contender_result(each, plans[each.name], repeats, study.baseline)
         for each in study.contenders
@@ -46,11 +49,6 @@ def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Compariso
         rows,
         notes(study, contenders, rows),
     )
-
-
-def best_trials(plan: TrialPlan, trials: list[TrialResult]) -> list[TrialResult]:
-    """Return the trials of the best settings that are done, by seed."""
-    return [each for each in trials if each.settings == plan.best and each.state == "done"]
 
 
 def contender_result(

@@ -8,13 +8,7 @@ import io
 
 from torchmars.comparison.conclusion import conclusion
 from torchmars.comparison.results import Comparison, Settings
-from torchmars.comparison.words import (
-    interval_text,
-    seeds_text,
-    settings_text,
-    share,
-    value_text,
-)
+from torchmars.comparison.words import interval_text, seeds_text, settings_text, share, value_text
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, number_or_dash

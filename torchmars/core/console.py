@@ -41,11 +41,12 @@ def harmless(text: str) -> str:
     return STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def say(text: str, error: bool = False) -> None:
-    """Print a line at once if it is shown, `harmless`, on stdout or, for an `error`, on stderr.
+def say(*lines: str, error: bool = False) -> None:
+    """Print lines at once if the first is shown, `harmless`, on stdout or, for an `error`, stderr.
 
     What cannot be written is dropped.
     """
+    text = "\n".join(lines)
     if is_shown(text):
         write(harmless(text) + "\n", sys.stderr if error else sys.stdout)
 

@@ -49,6 +49,16 @@ def missing_package(package: str, purpose: str, extra: str = "data") -> UserErro
     return UserError(f"{purpose} needs the package {package}: pip install {what}")
 
 
+@contextlib.contextmanager
+def file_errors(problem: str, remedy: str = "") -> Iterator[None]:
+    """Raise a `UserError` of a problem with files, for an `OSError` of the body."""
+    try:
+        yield
+    except OSError as error:
+        more = f": {remedy}" if remedy else ""
+        raise UserError(f"{problem}: {error.strerror or error}{more}") from None
+
+
 class LostRank(Exception):
     """Another rank is gone, or never came.
 

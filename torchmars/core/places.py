@@ -6,7 +6,14 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from torchmars.core.errors import UserError
 
-STORES = ("s3", "gs", "gcs", "az", "abfs")
+# The protocols of stores, each with the extra of this package that it needs, and that's package.
+STORES = {
+    "s3": ("s3", "s3fs"),
+    "gs": ("gs", "gcsfs"),
+    "gcs": ("gs", "gcsfs"),
+    "az": ("az", "adlfs"),
+    "abfs": ("az", "adlfs"),
+}
 # The name of an object or a folder of a store. `Path` makes one slash of two.
 BUCKET = r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}"
 NAME = re.compile(
@@ -25,7 +32,7 @@ SPECIAL = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]|::|://|/\.{1,2}(?=/|$)|\s$
 PATTERN = re.compile(r"[*?#\[\]]")
 LONGEST = 1024  # bytes of the name of an object, in all of these stores
 STORE_NAME = (
-    f"s3://BUCKET/FOLDER, or {', '.join(f'{each}://' for each in STORES[1:])} instead of s3://, "
+    f"s3://BUCKET/FOLDER, or {', '.join(f'{each}://' for each in [*STORES][1:])} instead of s3://, "
     "with letters, digits and . - _ alone in BUCKET, and no credentials: a store's own variables "
     "and files hold these"
 )

@@ -1,8 +1,10 @@
 """A file that a command writes its results to, beside printing them."""
 
+import json
 from pathlib import Path
+from typing import Any
 
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import path_problem, write_durably
 
 
@@ -27,9 +29,7 @@ def check_results_file(file: Path | None) -> None:
         raise UserError(f"--json: cannot write {file}: {wrong}")
 
 
-def write_results(file: Path, text: str) -> None:
+def write_results(file: Path, found: dict[str, Any]) -> None:
     """Write the file of `--json`. Raises `UserError`."""
-    try:
-        write_durably(file, text)
-    except OSError as error:
-        raise UserError(f"--json: cannot write {file}: {error.strerror}") from None
+    with file_errors(f"--json: cannot write {file}"):
+        write_durably(file, json.dumps(found, indent=2) + "\n")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchmars.config import DataConfig
 from torchmars.config.source import KINDS, DataSource, parse_source
-from torchmars.core.errors import UserError, missing_package
+from torchmars.core.errors import UserError, file_errors, missing_package
 from torchmars.core.files import sha256
 from torchmars.data.files import COMPRESSED, FoundFiles, matches
 from torchmars.storage.stores import size_and_time
@@ -101,11 +101,8 @@ def is_plain(kind: str, name: str) -> bool:
 
 def input_of(file: PurePath) -> Input:
     """Return a file as it is now. Raises `UserError` if it cannot be read."""
-    try:
-        size, changed = size_and_time(file)
-    except OSError as error:
-        raise UserError(f"cannot read {file} of the corpus: {error.strerror}") from None
-    return Input(str(file), size, changed)
+    with file_errors(f"cannot read {file} of the corpus"):
+        return Input(str(file), *size_and_time(file))
 
 
 def source_files(config: DataConfig, tell: bool = False) -> list[PurePath]:

@@ -78,7 +78,8 @@ def begin_plan(plan: CorpusPlan, folder: Path) -> None:
                 f"{folder} was begun with {name} = {json.dumps(found)}, now it is "
                 f"{json.dumps(wanted)}: {remedy}"
             )
-    if changed := changed_inputs(begun.pieces, plan.pieces):
+    old, new = ({each for piece in made.pieces for each in piece} for made in (begun, plan))
+    if changed := sorted({each.name for each in old ^ new}):
         some = f"{changed[0]} and {len(changed) - 1} more" if changed[1:] else changed[0]
         raise UserError(
             f"the corpus has changed since {folder} was begun: {some}: put it back, or remove the "
@@ -109,9 +110,3 @@ def place_in_array(folder: Path, number: int, array: TaskArray | None) -> tuple[
         return place, begun.count
     known = f"were {begun.first} to {begun.last}" if begun else "are not known"
     raise UserError(f"task {number} of the array: the tasks that began {folder} {known}: {remedy}")
-
-
-def changed_inputs(before: list[Piece], now: list[Piece]) -> list[str]:
-    """Return the files that are new, gone or changed."""
-    old, new = ({each for piece in pieces for each in piece} for pieces in (before, now))
-    return sorted({each.name for each in old ^ new})

@@ -28,18 +28,12 @@ import numpy as np
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source, reader_of
 from torchmars.core.console import say, say_if_long
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, path_problem, read_chunks
 from torchmars.core.words import counted
 from torchmars.data.files import FoundFiles, below, fixed_parts, looking
 from torchmars.data.headerless import LLMC_KINDS, LOOKED_AT, check_made_with, check_numbers
-from torchmars.data.manifest import (
-    Shard,
-    Split,
-    make_manifest,
-    numpy_dtype,
-    write_manifest,
-)
+from torchmars.data.manifest import Shard, Split, make_manifest, numpy_dtype, write_manifest
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.progress_bar import ProgressBar
 from torchmars.data.shards import digest_and_largest
@@ -132,17 +126,13 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> None:
             name: scan(tokens, tokenizer, shard_tokens, progress.add)
             for name, tokens in (("train", train), ("validation", validation))
         }
-    try:
+    with file_errors(f"cannot write to {folder}", "set data.path to a folder you can write"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(not file.name.endswith(PARTIAL) for file in folder.iterdir()):
             raise UserError(
                 f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
             )
         write_manifest(folder, make_manifest(config, tokenizer, splits, found[0].dtype))
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}: set data.path to a folder you can write"
-        ) from None
 
 
 def find_files(source: str, kind: str, place: str) -> dict[str, list[Path]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torchmars.core.errors import UserError
+from torchmars.core.errors import file_errors
 from torchmars.core.files import PARTIAL, write_durably
 from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, TokenDtype
 from torchmars.data.packing import best_fit_windows
@@ -94,15 +94,14 @@ def pack_shards(
         content = packing(windows, number, end_of_text)
         data = digest(content, shard, seq_len, end_of_text) + content
         file = packing_file(folder, shard, seq_len)
-        try:
+        with file_errors(
+            f"cannot write {file}",
+            'data.packing = "best_fit" needs a data.path that you can write to, once for each '
+            "training.seq_len",
+        ):
             file.parent.mkdir(exist_ok=True)
             # Other machines may write the same one.
             write_durably(file, data, f".{socket.gethostname()}-{os.getpid()}{PARTIAL}")
-        except OSError as error:
-            raise UserError(
-                f'cannot write {file}: {error.strerror}: data.packing = "best_fit" needs a '
-                "data.path that you can write to, once for each training.seq_len"
-            ) from None
 
 
 def packing_file(folder: Path, shard: Shard, seq_len: int) -> Path:
@@ -115,20 +114,15 @@ def is_good(folder: Path, shard: Shard, seq_len: int, end_of_text: int, level: L
     file = packing_file(folder, shard, seq_len)
     try:
         if level != "full":
-            return file.stat().st_size == whole_size(file, shard, seq_len)
+            windows = count_windows(shard.tokens, seq_len)
+            end = DIGEST + (windows + 1) * NUMBER.itemsize
+            spans, _ = read_with_stamp(str(file), end - NUMBER.itemsize, end)
+            size = end + 2 * int.from_bytes(spans, "little") * NUMBER.itemsize
+            return file.stat().st_size == size
         data = file.read_bytes()
     except OSError:
         return False
     return data[:DIGEST] == digest(data[DIGEST:], shard, seq_len, end_of_text)
-
-
-def whole_size(file: Path, shard: Shard, seq_len: int) -> int:
-    """Return the size in bytes that the packing of a shard has, by the number of its spans."""
-    windows = count_windows(shard.tokens, seq_len)
-    end = DIGEST + (windows + 1) * NUMBER.itemsize
-    data, _ = read_with_stamp(str(file), end - NUMBER.itemsize, end)
-    spans = int.from_bytes(data, "little")
-    return end + 2 * spans * NUMBER.itemsize
 
 
 def digest(content: bytes, shard: Shard, seq_len: int, end_of_text: int) -> bytes:

@@ -19,13 +19,7 @@ from torchmars.core.locks import locked
 from torchmars.core.words import counted
 from torchmars.data import foreign
 from torchmars.data.corpus import Sizes
-from torchmars.data.corpus_plan import (
-    CorpusPlan,
-    begin_plan,
-    has_plan,
-    place_in_array,
-    plan_corpus,
-)
+from torchmars.data.corpus_plan import CorpusPlan, begin_plan, has_plan, place_in_array, plan_corpus
 from torchmars.data.documents import Encoded, Encoder, TextBlock
 from torchmars.data.finish import check_damage, finish_folder, rename_folder
 from torchmars.data.manifest import DataManifest, check_manifest, has_manifest, read_manifest
@@ -55,10 +49,7 @@ def prepare_shards(config: ResolvedData) -> DataManifest:
 
 
 def prepare_task(
-    config: ResolvedData,
-    task: int,
-    tasks: int | TaskArray | None,
-    sizes: Sizes = SIZES,
+    config: ResolvedData, task: int, tasks: int | TaskArray | None, sizes: Sizes = SIZES
 ) -> DataManifest | None:
     """Make the shards of pieces `task`, `task + tasks`, ... of the corpus.
 

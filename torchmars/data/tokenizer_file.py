@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchmars.core.errors import UserError, missing_package
+from torchmars.core.errors import UserError, file_errors, missing_package
 from torchmars.core.files import read_bytes, read_text, write_durably
 from torchmars.core.typed import is_text, parse_json
 from torchmars.data.tokenizer import (
@@ -38,13 +38,9 @@ class FileTokenizer(Tokenizer):
         self.name = name
         path = Path(os.path.expanduser(name))
         self.path = path / "tokenizer.json" if os.path.isdir(path) else path
-        try:
+        remedy = "name a tokenizer.json, or the folder that has it"
+        with file_errors(f"data.tokenizer: cannot read {self.path}", remedy):
             self._content = read_bytes(self.path)
-        except OSError as error:
-            raise UserError(
-                f"data.tokenizer: cannot read {self.path}: {error.strerror}: "
-                "name a tokenizer.json, or the folder that has it"
-            ) from None
         self.sha256: str | None = hashlib.sha256(self._content).hexdigest()
 
     @cached_property

@@ -35,7 +35,8 @@ def read_tasks(
     """
     tasks: dict[str, list[Question]] = {}
     for name in names:
-        label = label_of(name)
+        task = name.partition("=")[0]
+        label = task if task in TASKS else Path(name).stem
         if label in tasks:
             raise UserError(f"two tasks are called {label}: rename the file of one")
         questions, examples = read_questions(name, shots)
@@ -48,12 +49,6 @@ def read_tasks(
             for number, question in enumerate(questions[:limit])
         ]
     return tasks
-
-
-def label_of(name: str) -> str:
-    """Return a task's name in results."""
-    task, _, _ = name.partition("=")
-    return task if task in TASKS else Path(name).stem
 
 
 def read_questions(name: str, shots: int) -> tuple[list[Question], list[Question]]:

@@ -128,12 +128,7 @@ def stream_text(
     new: list[int] = []
     text, said = "", 0
     for (token,) in sample(
-        predict,
-        [context],
-        count,
-        vocab_size=tokenizer.vocab_size,
-        ends=ends,
-        draw=draw,
+        predict, [context], count, vocab_size=tokenizer.vocab_size, ends=ends, draw=draw
     ):
         assert token is not None
         new.append(token)
@@ -151,12 +146,7 @@ def continuations(
     contexts = [encode(tokenizer, prompt) for prompt in prompts]
     new: list[list[int]] = [[] for _ in prompts]
     for tokens in sample(
-        predict,
-        contexts,
-        count,
-        vocab_size=tokenizer.vocab_size,
-        ends=tokenizer.ends,
-        draw=draw,
+        predict, contexts, count, vocab_size=tokenizer.vocab_size, ends=tokenizer.ends, draw=draw
     ):
         for one, token in zip(new, tokens):
             one += [] if token is None else [token]

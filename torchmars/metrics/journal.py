@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType
 
 from torchmars.core.console import say
-from torchmars.core.errors import UserError
+from torchmars.core.errors import file_errors
 from torchmars.core.files import is_at, write_durably
 from torchmars.metrics.lines import Row, check_types, opened, parse_line, read_lines, warn_of_damage
 
@@ -54,14 +54,10 @@ class Journal:
         rows = read_lines(self.path, measurements)
         warn_of_damage(self.path, rows.damaged)
         kept = [json.dumps(row) + "\n" for row in rows if is_kept(row, step, validated)]
-        try:
+        remedy = "make room, or set run.folder to a folder you can write"
+        with file_errors(f"cannot write {self.path}", remedy):
             write_durably(self.path, "".join(kept))
             self._open()
-        except OSError as error:
-            raise UserError(
-                f"cannot write {self.path}: {error.strerror}: "
-                "make room, or set run.folder to a folder you can write"
-            ) from None
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Append a line: the step and its measurements, null for one that is not finite."""

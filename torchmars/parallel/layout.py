@@ -201,10 +201,10 @@ class Layout:
             ranks.setdefault(int(each), []).append(rank)
         return list(ranks.values())
 
-    def say(self, text: str) -> None:
-        """Print a line, on the first rank only."""
+    def say(self, *lines: str) -> None:
+        """Print lines, on the first rank only."""
         if self.first:
-            say(text)
+            say(*lines)
 
     def exchange_flags(self, *flags: bool) -> "FlagExchange":
         """Begin to ask all ranks which flags are set on any of them. Waits for nobody."""

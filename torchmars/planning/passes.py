@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
 
-from torchmars.config import ResolvedConfig, TrainingConfig
+from torchmars.config import TrainingConfig
 from torchmars.models import Model
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.parallel_model import ParallelModel
@@ -51,21 +51,12 @@ class Passes:
         return Passes(traffic, effects, gradients)
 
 
-def rounds_of(config: ResolvedConfig, model: ParallelModel) -> list[int]:
-    """Return the microbatches of each round of a step: gradients are reduced at its end.
-
-    Exact mode has a look-ahead.
-    """
-    _, every = config.training.microbatches(model.layout.data.size, model.parallelism.stages)
-    return [every] * config.optimizer.passes
-
-
 def make_passes(
     model: ParallelModel, training: TrainingConfig, rounds: Sequence[int], fake: FakeTensorMode
 ) -> Passes:
     """Make the passes of a step on `model`, whose weights `fake` has made.
 
-    `rounds` come from `rounds_of`.
+    `rounds` are the microbatches of each round, at whose end gradients are reduced.
     """
     size, _ = training.microbatches(model.layout.data.size, model.parallelism.stages)
     tokens = torch.zeros(size, training.seq_len + 1, dtype=torch.int64)
@@ -82,7 +73,10 @@ def make_passes(
         else:
             with model.balance.around(rounds[0], ahead=True):
                 effects = simulate_stages(model, tokens, len(rounds), memory, traffic)
-        count_choices(model, traffic)
+        # Which experts tokens chose is added up once in a step, whatever its passes are.
+        traffic.begin(PHASE, weight=1)
+        with model.balance.around(microbatches=1, ahead=False):
+            pass
     gradients = bytes_of(parameter.grad for parameter in model.weights.values())
     return Passes(traffic, effects, gradients)
 
@@ -110,13 +104,6 @@ def unlike_blocks(model: Model) -> int:
     return next((place for place, each in enumerate(shapes) if each == shapes[-1]), 0)
 
 
-def count_choices(model: ParallelModel, traffic: TrafficCounter) -> None:
-    """Add up which experts tokens chose, as a step does once, whatever its passes are."""
-    traffic.begin(PHASE, weight=1)
-    with model.balance.around(microbatches=1, ahead=False):
-        pass
-
-
 def simulate_passes(
     model: ParallelModel,
     tokens: Tensor,
@@ -133,7 +120,7 @@ def simulate_passes(
     # Before the second microbatch there is the gradient of the first one.
     part.register_forward_pre_hook(lambda *_: memory.settle(), prepend=True)
     traffic.begin(PHASE, weight=sum(2 - microbatches for microbatches in rounds))
-    # "Ahead" counts no choices of experts: `count_choices` does, once for a step.
+    # "Ahead" counts no choices of experts: `make_passes` does, once for a step.
     model.backward([tokens], ahead=True)
     if max(rounds) > 1:
         for weight in model.weights.values():

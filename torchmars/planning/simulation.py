@@ -26,7 +26,7 @@ from torchmars.parallel.experts import Dispatch
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.planning.memory import bytes_of
-from torchmars.planning.passes import EDGE, Passes, make_passes, rounds_of, unlike_blocks
+from torchmars.planning.passes import EDGE, Passes, make_passes, unlike_blocks
 from torchmars.planning.pipeline import Action, Effects, actions_of_ranks, peak_of
 from torchmars.planning.traffic import TrafficCounter
 from torchmars.training.ema import MovingAverage
@@ -207,7 +207,8 @@ def simulate_step(
         with fake:
             average = MovingAverage(model.weights, training.ema_decay).values
     state = training_state(layout, model, optimizer, average)
-    rounds = rounds_of(config, model)
+    _, every = training.microbatches(layout.data.size, model.parallelism.stages)
+    rounds = [every] * config.optimizer.passes  # exact mode has a look-ahead
     if few.tell(model):
         passes = few.passes(model, rounds)
     else:

@@ -83,7 +83,11 @@ class TrafficCounter(TorchDispatchMode):
         self._add(operation, size * SENT_PARTS[operation](group.size()), group, waited)
 
     def _count_call(self, name: str, args: Any) -> None:
-        group = group_of(args)
+        group = next(
+            dist.ProcessGroup.unbox(each)
+            for each in args
+            if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
+        )
         if name == "alltoall_base":
             self._add("all-to-all", sent_to_others(args[1], args[4], group), group)
         else:
@@ -107,15 +111,6 @@ class TrafficCounter(TorchDispatchMode):
         self.times[kind] += self.weight
         self.sent[kind] += self.weight * round(sent)
         self.waited[kind] += self.weight * round(sent) * waited
-
-
-def group_of(args: Any) -> dist.ProcessGroup:
-    """Return the process group among the arguments of a c10d operation."""
-    return next(
-        dist.ProcessGroup.unbox(each)
-        for each in args
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
-    )
 
 
 def sent_to_others(tensor: Tensor, pieces: list[int], group: dist.ProcessGroup) -> float:

@@ -4,7 +4,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchmars.records.run import Series
-from torchmars.reports.charts import Chart
 
 # Buckets of all curves of a chart together, and the fewest and most of one curve. Charts are at
 # most some 1200 pixels wide.
@@ -17,11 +16,6 @@ NOISY, SHARE = 60, 0.03
 def buckets_for(curves: int) -> int:
     """Return the buckets of each curve in a chart of so many curves."""
     return max(FEWEST, min(MOST, BUCKETS_OF_A_CHART // max(curves, 1)))
-
-
-def is_noisy(chart: Chart, series: Series) -> bool:
-    """Return whether a curve is drawn pale behind its means."""
-    return chart.smooth and len(series.steps) > NOISY
 
 
 def thinned(series: Series, buckets: int) -> Series:

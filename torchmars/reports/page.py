@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from torchmars.core.errors import UserError, missing_package
+from torchmars.core.errors import file_errors, missing_package
 from torchmars.core.files import write_durably
 
 DASH = "–"  # where nothing is known
@@ -105,7 +105,5 @@ def packed(text: str) -> str:
 
 def write_page(file: Path, text: str) -> None:
     """Write a page, so that a reader finds the old one or the new one. Raises `UserError`."""
-    try:
+    with file_errors(f"cannot write {file}", "name another by --out"):
         write_durably(file, text)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}: name another by --out") from None

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, file_errors
 from torchmars.records.run import Along, Run
 from torchmars.reports.charts import LOSS, Chart, charts_of, names_measured, run_names
 from torchmars.reports.page import PageFigure
@@ -58,12 +58,10 @@ def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
             axes.remove()
         add_legend(runs, figure)
         for file in files:
-            try:
+            with file_errors(f"--out: cannot write {file}"):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 without_date = {"Date": None} if file.suffix.lower() == ".svg" else None
                 figure.savefig(file, dpi=DOTS_PER_INCH, metadata=without_date)
-            except OSError as error:
-                raise UserError(f"--out: cannot write {file}: {error.strerror}") from None
 
 
 def add_legend(runs: list[Run], figure: Figure) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from torchmars.metrics.events import Event
 from torchmars.records.run import Run, Series
 from torchmars.reports.charts import LOSS, Chart, short_names
-from torchmars.reports.curves import buckets_for, is_noisy, parts_of_a_whole, smoothed, thinned
+from torchmars.reports.curves import NOISY, buckets_for, parts_of_a_whole, smoothed, thinned
 from torchmars.reports.events import from_step
 from torchmars.reports.page import PageFigure
 
@@ -58,7 +58,7 @@ def figure_of(chart: Chart, runs: list[Run], names: list[str], events: list[Told
             look["hover"] = labels[at] if alone else f"{names[number]} {labels[at]}"
             shown = thinned(series, buckets)
             measured = re.fullmatch(chart.pattern, name)  # not another one drawn beside
-            if measured and is_noisy(chart, series) and not chart.stacked:
+            if measured and chart.smooth and len(series.steps) > NOISY and not chart.stacked:
                 smooths = True
                 traces.append(look | points(shown) | {"style": "pale"})
                 shown = smoothed(series, buckets)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torchmars.comparison.results import Comparison, has_comparison, read_comparison
+from torchmars.comparison.results import RESULTS_FILE, Comparison, read_comparison
 from torchmars.core.errors import UserError
 from torchmars.records.overview import last_written, state_of
 from torchmars.records.run import Run, read_run
@@ -15,7 +15,7 @@ class Subject:
 
     def __init__(self, folders: list[Path]) -> None:
         """Read them. Raises `UserError`."""
-        compared = [folder for folder in folders if has_comparison(folder)]
+        compared = [folder for folder in folders if (folder / RESULTS_FILE).is_file()]
         if compared and len(folders) > 1:
             raise UserError(f"{compared[0]} is a comparison: name it alone, or runs in its place")
         self.folders = folders

@@ -17,10 +17,7 @@ ROOTS = {
     "CompleteMultipartUpload": "CompleteMultipartUploadResult",
     "DeleteObjects": "DeleteResult",
 }
-HEADERS = {
-    "GetObject": ("etag",),
-    "HeadObject": ("etag", "content-length"),
-}
+HEADERS = {"GetObject": ("etag",), "HeadObject": ("etag", "content-length")}
 PUTS = "PutObject", "UploadPart"  # their answers have no body
 COMMENT = rb"<!--(?:(?!-->).)*-->\s*"
 ROOT = re.compile(

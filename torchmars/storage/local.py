@@ -11,17 +11,10 @@ from typing import BinaryIO, cast
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import (
-    PARTIAL,
-    DurableFile,
-    open_file,
-    read_text,
-    sync_folder,
-    write_durably,
-)
+from torchmars.core.files import PARTIAL, open_file, sync_folder, write_durably
 from torchmars.core.locks import is_locked, shows_life, touched
-from torchmars.storage.ownership import RENEW_SECONDS, FileOwnership
-from torchmars.storage.storage import DAMAGED, DELETED, MANIFEST, WRITTEN, File, Foreign, NewFile
+from torchmars.storage.ownership import RENEW_SECONDS, FileOwnership, in_use, owner_of
+from torchmars.storage.storage import DAMAGED, DELETED, MANIFEST, WRITTEN, Foreign, NewFiles
 
 DEFAULT = "checkpoints"  # the folder of checkpoints in a run's own folder
 IN_USE = ".in-use/lock"  # held by the run that has a folder of checkpoints which is not its default
@@ -37,7 +30,7 @@ class LocalStorage:
                 continue  # the run's own lock tells a rank of this run from another run
             say(f"waiting to see whether another run still uses {folder}")
             if shows_life(partial(touched, lock), 2 * RENEW_SECONDS):
-                raise in_use(folder, lock)
+                raise in_use(folder, owner_of(lock))
 
     def take(self, folder: PurePath, run: Path) -> FileOwnership | None:
         """Lock a file among the checkpoints, and see that no run has the folder as its default.
@@ -58,7 +51,7 @@ class LocalStorage:
         for file in (lock if taken.descriptor is None else None, others):
             if file is not None and is_locked(file):
                 taken.release()
-                raise in_use(folder, file)
+                raise in_use(folder, owner_of(file))
         return taken
 
     def list(self, folder: PurePath) -> dict[str, bool]:
@@ -87,8 +80,8 @@ class LocalStorage:
         staged.mkdir(parents=True)
         return staged
 
-    def new_files(self, staged: PurePath, limit: int) -> "LocalFiles":
-        return LocalFiles(Path(staged))
+    def new_files(self, staged: PurePath, limit: int) -> NewFiles:
+        return NewFiles(Path(staged))
 
     def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
         staged, checkpoint = Path(staged), Path(checkpoint)
@@ -162,34 +155,6 @@ def lock_of_default(folder: Path, run: Path) -> Path | None:
     real = folder.resolve()
     its = real.parent / "lock"
     return its if real.name == DEFAULT and real.parent != run.resolve() else None
-
-
-def in_use(folder: Path, lock: Path) -> UserError:
-    """Return the error of a folder of checkpoints that another run has."""
-    owner = "another process"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        owner = read_text(lock) or owner
-    return UserError(
-        f"another run uses {folder} ({owner}): stop it first, or set checkpoint.folder to another "
-        "folder"
-    )
-
-
-class LocalFiles:
-    """New files of a local folder. Each is durable once it is closed."""
-
-    size = 2**63
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.created: dict[str, NewFile] = {}
-
-    def create(self, name: str) -> BinaryIO:
-        self.created[name] = NewFile(DurableFile(self.folder / name))
-        return cast(BinaryIO, self.created[name])
-
-    def finish(self) -> dict[str, File]:
-        return {name: file.describe() for name, file in sorted(self.created.items())}
 
 
 LOCAL = LocalStorage()

@@ -20,12 +20,7 @@ from typing import BinaryIO
 from torchmars.core.errors import Unreachable
 from torchmars.core.files import PARTIAL
 from torchmars.storage.storage import DAMAGED, MANIFEST, WRITTEN, Foreign
-from torchmars.storage.store_ownership import (
-    NAME,
-    SETTLE_SECONDS,
-    StoreOwnership,
-    refuse_another,
-)
+from torchmars.storage.store_ownership import NAME, SETTLE_SECONDS, StoreOwnership, refuse_another
 from torchmars.storage.stores import BLOCK, Store, reading, writing
 from torchmars.storage.uploads import ObjectFiles
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import secrets
 import threading
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from torchmars.core import locks
 from torchmars.core.errors import UserError
@@ -61,6 +61,21 @@ class Ownership:
         raise NotImplementedError
 
 
+def in_use(folder: PurePath, owner: str) -> UserError:
+    """Return the error of a folder of checkpoints that another run has."""
+    return UserError(
+        f"another run uses {folder} ({owner}): stop it first, or set checkpoint.folder to another "
+        "folder"
+    )
+
+
+def owner_of(lock: Path) -> str:
+    """Return who holds the lock of a file, in words."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return read_text(lock) or "another process"
+    return "another process"
+
+
 class FileOwnership(Ownership):
     """Ownership of a folder on a disk: a lock, and the name beside it, the generation.
 
@@ -84,12 +99,9 @@ class FileOwnership(Ownership):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if self.mine is None or read_text(self.generation) == self.mine:
                 return
-            owner = "another process"
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                owner = read_text(self.file)
             raise LostOwnership(
-                f"{self.file} was taken by {owner}: this process was silent for too long, and "
-                "writes nothing any more"
+                f"{self.file} was taken by {owner_of(self.file)}: this process was silent for too "
+                "long, and writes nothing any more"
             )
 
     def _renew(self) -> None:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Any, BinaryIO, Protocol
+from typing import Annotated, Any, BinaryIO, Protocol, cast
 
 from torchmars.core.bounds import Range
-from torchmars.core.files import PARTIAL
+from torchmars.core.files import PARTIAL, DurableFile
 from torchmars.storage.ownership import Ownership
 
 MANIFEST = "manifest.json"
@@ -59,20 +59,30 @@ class NewFile(io.RawIOBase):
         return File(self.size, self.hash.hexdigest())
 
 
-class NewFiles(Protocol):
-    """The files that one process adds to a checkpoint that is not published yet."""
+class NewFiles:
+    """The files that one process adds to a checkpoint that is not published yet.
 
-    size: int
+    They lie in a local folder, and each is durable once it is closed.
+    """
+
+    size = 2**63
     """How many bytes a file should have at most, so that several are on their way at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.local = folder
+        self.created: dict[str, NewFile] = {}
 
     def create(self, name: str) -> BinaryIO:
         """Open a new file. Raises `OSError`."""
+        self.created[name] = NewFile(DurableFile(self.local / name))
+        return cast(BinaryIO, self.created[name])
 
     def finish(self) -> dict[str, File]:
         """Wait until all files that were closed are durable. Return size and checksum by name.
 
         Raises `OSError`.
         """
+        return {name: file.describe() for name, file in sorted(self.created.items())}
 
 
 class Storage(Protocol):

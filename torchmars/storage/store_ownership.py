@@ -18,7 +18,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.files import read_text, write_durably
 from torchmars.core.locks import shows_life
-from torchmars.storage.ownership import LostOwnership, Ownership
+from torchmars.storage.ownership import LostOwnership, Ownership, in_use
 from torchmars.storage.stores import Altered, Store, reading, writing
 
 NAME = "lease.json"
@@ -81,7 +81,7 @@ class StoreOwnership(Ownership):
         # The former process may have been about to renew it. After that it finds another name.
         while (found := read_lease(self.store, self.file)).get("token") != self.me["token"]:
             if found and found != lapsed and not is_same_run(found, self.me):
-                raise refused(self.file, found)
+                raise in_use(self.file.parent, holder_of(found))
             self._renew()
             time.sleep(SETTLE_SECONDS)
 
@@ -161,15 +161,7 @@ def refuse_alive(store: Store, file: PurePath, me: dict[str, str], seconds: floa
         return
     say(f"waiting to see whether {holder_of(found)} still uses {file.parent}")
     if shows_life(lambda: read_lease(store, file), seconds):
-        raise refused(file, found)
-
-
-def refused(file: PurePath, found: dict[str, str]) -> UserError:
-    """Return the error of a lease that another run has."""
-    return UserError(
-        f"another run uses {file.parent} ({holder_of(found)}): stop it first, or set "
-        "checkpoint.folder to another folder"
-    )
+        raise in_use(file.parent, holder_of(found))
 
 
 def is_same_run(found: dict[str, str], me: dict[str, str]) -> bool:

@@ -16,19 +16,11 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from torchmars.core.errors import Unreachable, UserError, missing_package
-from torchmars.core.places import ObjectPath
+from torchmars.core.places import STORES, ObjectPath
 from torchmars.core.secrets import without_secrets
 from torchmars.storage import answers
 
 BLOCK = 16 * 2**20  # bytes of a request where a file is read from start to end
-# Extras of this package, and the packages they install, by the protocols of fsspec.
-EXTRAS = {
-    "s3": ("s3", "s3fs"),
-    "gs": ("gs", "gcsfs"),
-    "gcs": ("gs", "gcsfs"),
-    "az": ("az", "adlfs"),
-    "abfs": ("az", "adlfs"),
-}
 ATTEMPTS = 3  # to read bytes that come altered
 NO_BUCKET = re.compile("bucket does not exist|container does not exist", re.IGNORECASE)
 # What stays as long as a name or a setting does: classes of errors of a store's client, codes of
@@ -53,21 +45,9 @@ PASSING = {"CredentialRetrievalError", "MetadataRetrievalError", "RequestTimeToo
 REFUSAL = re.compile("forbidden|unauthorized|access denied", re.IGNORECASE)
 # The time of an object's last write, by the names that stores use.
 CHANGED = ("LastModified", "mtime", "updated", "last_modified")
-
-
 AZURE_ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"
 # Log lines of the stores' clients are not ours, and may have secrets.
-CLIENTS = (
-    "adlfs",
-    "aiobotocore",
-    "asyncio",
-    "azure",
-    "botocore",
-    "fsspec",
-    "gcsfs",
-    "google",
-    "s3fs",
-)
+CLIENTS = "adlfs aiobotocore asyncio azure botocore fsspec gcsfs google s3fs".split()
 QUIET = logging.NullHandler()
 
 
@@ -79,7 +59,7 @@ class Store:
     """An object store. Every process has its own connection: a fork cannot use another's."""
 
     def __init__(self, protocol: str) -> None:
-        """`protocol` is one of EXTRAS. Raises `UserError` if its package is missing."""
+        """`protocol` is one of STORES. Raises `UserError` if its package is missing."""
         self.protocol = protocol
         # By process. A forked child keeps the parent's connection alive: closing it there would
         # unregister the epoll that both share.
@@ -141,7 +121,7 @@ class Store:
 
     def _connect(self) -> Any:
         name = f"{self.protocol}://"
-        extra, package = EXTRAS[self.protocol]
+        extra, package = STORES[self.protocol]
         for client in CLIENTS:
             logging.getLogger(client).addHandler(QUIET)
         try:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import PurePath
 from typing import Any, BinaryIO, cast
 
-from torchmars.storage.storage import File, NewFile
+from torchmars.storage.storage import File, NewFile, NewFiles
 from torchmars.storage.stores import Store, writing
 
 UPLOADS = 4  # at a time
@@ -17,8 +17,8 @@ PART = 16 * 2**20  # bytes of a larger file that travel in one request
 OPTIONS = {"chunksize": PART, "max_concurrency": 2}
 
 
-class ObjectFiles:
-    """New files of a folder in an object store, `storage.NewFiles`."""
+class ObjectFiles(NewFiles):
+    """New files of a folder in an object store."""
 
     def __init__(self, store: Store, folder: PurePath, limit: int) -> None:
         """`limit` is as in `Storage.new_files`; a file that is larger waits there alone."""
