@@ -89,10 +89,11 @@ def rng_state(rank: int) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore the states that `rng_state` returned, or some of them."""
+    """Restore the states among these that `rng_state` returned."""
     for name, value in state.items():
-        _, place, _ = name.split(".")
-        (torch if place == "cpu" else torch.get_device_module(place)).set_rng_state(value)
+        if name.startswith("rng."):
+            _, place, _ = name.split(".")
+            (torch if place == "cpu" else torch.get_device_module(place)).set_rng_state(value)
 
 
 def seed_rng(*what: int) -> None:
@@ -114,7 +115,7 @@ def load_copy(
     for name, tensor in state.items():
         local_part(tensor).copy_(parts[name])
     model.follow_weights()
-    set_rng_state({name: value for name, value in state.items() if name.startswith("rng.")})
+    set_rng_state(state)
 
 
 def load_checkpoint(
@@ -147,5 +148,5 @@ def load_checkpoint(
     model.follow_weights()
     seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     if manifest.world_size == layout.world.size:
-        set_rng_state({name: value for name, value in state.items() if name.startswith("rng.")})
+        set_rng_state(state)
     return has_average

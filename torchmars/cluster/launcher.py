@@ -29,22 +29,11 @@ from torch.distributed.run import config_from_args
 
 from torchmars.cluster import process, rendezvous
 from torchmars.cluster.agent import Agent, Restarts, failures_of
-from torchmars.cluster.failures import (
-    Failure,
-    Kind,
-    first_failure,
-    lost_machines,
-)
+from torchmars.cluster.failures import Failure, Kind, first_failure, lost_machines
 from torchmars.cluster.logs import RankLogs, keep_apart
 from torchmars.cluster.scheduler import in_batch_job
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import (
-    EXIT_MISTAKE,
-    EXIT_STOPPED,
-    EXIT_UNCONNECTED,
-    UserError,
-    say_error,
-)
+from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, EXIT_UNCONNECTED, UserError, say_error
 from torchmars.core.timers import unless_done_in
 
 BACKEND = "torchmars"  # rendezvous.py's, which tells us once it is connected

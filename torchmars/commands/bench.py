@@ -13,7 +13,6 @@ from torchmars.config.fields import Positive
 from torchmars.config.load import load_command, load_config
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
-from torchmars.core.options import take_options
 from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.words import counted
 
@@ -46,9 +45,8 @@ class Bench:
 def main() -> None:
     """Print how fast the config trains that the command line names."""
     with exit_on_user_error():
-        options, config = load_command(Bench, sys.argv[1:], PROG)
+        options, config, arguments = load_command(Bench, sys.argv[1:], PROG)
         check_results_file(options.json)
-        _, arguments = take_options(Bench, sys.argv[1:])
         configs = [(shlex.join(arguments) or "all defaults", config)]
         if options.against is not None:
             other = load_config(against_arguments(options.against), PROG)

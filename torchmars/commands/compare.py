@@ -37,7 +37,7 @@ from torchmars.core.errors import (
 )
 from torchmars.core.files import write_durably
 from torchmars.core.locks import locked
-from torchmars.core.options import take_options, words
+from torchmars.core.options import words
 from torchmars.core.words import counted
 from torchmars.optim.rules import variance_reduced
 
@@ -87,11 +87,11 @@ class Compare:
 def main() -> None:
     """Run the comparison of the command line, or the rest of it."""
     with exit_on_user_error():
-        options, config = load_command(Compare, sys.argv[1:], PROG)
+        options, config, rest = load_command(Compare, sys.argv[1:], PROG)
         for package in ("scipy", "matplotlib"):
             if importlib.util.find_spec(package) is None:
                 raise missing_package(package, "a comparison", "compare")
-        study = make_study(options, config, take_options(Compare, sys.argv[1:])[1])
+        study = make_study(options, config, rest)
         check_trials(study)
         if not compare(study, options):
             raise Ended(EXIT_STOPPED)

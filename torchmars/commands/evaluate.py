@@ -1,10 +1,9 @@
 """Measure how good a model is: its accuracy on tasks, and its loss on texts."""
 
-import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -118,14 +117,14 @@ def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     results: list[Result] = []
     if tasks:
         evaluation = Evaluation(scorer, tasks)
-        with progress("tasks", evaluation.answers, "answer", layout) as report:
-            results = evaluation.results(report)
+        with ProgressBar("tasks", evaluation.answers, 0, "answer", layout.first) as bar:
+            results = evaluation.results(bar.add)
         layout.say(*results_table(results))
     measured: list[TextResult] = []
     for name, windows in texts.items():
         count = min(len(windows), options.limit or len(windows))
-        with progress(name, count, "window", layout) as report:
-            measured.append(measure_text(scorer, name, windows, count, report))
+        with ProgressBar(name, count, 0, "window", layout.first) as bar:
+            measured.append(measure_text(scorer, name, windows, count, bar.add))
     if measured:
         layout.say(*([""] if results else []), *texts_table(measured))
     if options.json is not None:
@@ -143,16 +142,6 @@ def open_texts(options: Evaluate, scorer: "Scorer") -> "dict[str, Sequence[Token
     if options.shards:
         texts[str(options.shards)] = ShardWindows(options.shards, scorer)
     return texts
-
-
-@contextlib.contextmanager
-def progress(what: str, total: int, unit: str, layout: "Layout") -> Iterator[Callable[[int], None]]:
-    """Show a bar of `total` units on the first rank. The body gets a function that adds to it."""
-    if not layout.first:
-        yield lambda count: None
-        return
-    with ProgressBar(what, total, 0, unit) as bar:
-        yield bar.add
 
 
 def all_measures(

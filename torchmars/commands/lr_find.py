@@ -47,7 +47,7 @@ class LrFind:
 def main() -> None:
     """Print which learning rates are worth trying for the config that the command line names."""
     with exit_on_user_error():
-        options, config = load_command(LrFind, sys.argv[1:], PROG)
+        options, config, _ = load_command(LrFind, sys.argv[1:], PROG)
         check_results_file(options.json)
         low = options.low or config.optimizer.lr / 100
         high = options.high or config.optimizer.lr * 100

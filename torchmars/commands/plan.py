@@ -8,7 +8,6 @@ from torchmars.config.load import is_set, load_command, load_sources
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import exit_on_user_error
-from torchmars.core.options import take_options
 
 
 @dataclass
@@ -34,8 +33,7 @@ class PlanOptions:
 def main() -> None:
     """Print the plan of the config that the command line names."""
     with exit_on_user_error():
-        options, config = load_command(PlanOptions, sys.argv[1:], "torchmars plan")
-        settings = take_options(PlanOptions, sys.argv[1:])[1]
+        options, config, settings = load_command(PlanOptions, sys.argv[1:], "torchmars plan")
         from torchmars.metrics.throughput import GIB
         from torchmars.planning.find import find_layouts
         from torchmars.planning.plan import plan_rank

@@ -13,7 +13,6 @@ from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
-from torchmars.core.options import take_options
 from torchmars.core.words import counted
 from torchmars.data import sources
 from torchmars.data.prepare import prepare_task
@@ -44,12 +43,15 @@ def main() -> None:
     """Prepare the corpus that the command line names, and the run of its config, if it has one."""
     with exit_on_user_error():
         args = [long_form(arg) for arg in sys.argv[1:]]
-        options, config = load_command(Prepare, args, "torchmars prepare")
-        _, settings = take_options(Prepare, args)
+        options, config, settings = load_command(Prepare, args, "torchmars prepare")
         given = {arg.partition("=")[0] for arg in sys.argv[1:]}
         corpus_alone = "--source" in given and settings[0].startswith("--")
         task, tasks = task_of(options, os.environ if corpus_alone else {})
-        check_ranks_divide(options)
+        if options.ranks % options.nodes:
+            raise UserError(
+                f"--ranks {options.ranks} does not divide over --nodes {options.nodes}: "
+                f"choose a multiple of {options.nodes}"
+            )
         corpora = config.data.corpora()
         if corpus_alone or tasks != 1:
             done = [prepare_corpus(corpus, task, tasks) for corpus in corpora]
@@ -106,12 +108,3 @@ def prepare_corpus(config: ResolvedData, task: int, tasks: int | TaskArray | Non
             f"in {counted(split.documents, 'document')}, {counted(len(split.shards), 'shard')}"
         )
     return True
-
-
-def check_ranks_divide(options: Prepare) -> None:
-    """Raise `UserError` if the ranks do not divide over the machines."""
-    if options.ranks % options.nodes:
-        raise UserError(
-            f"--ranks {options.ranks} does not divide over --nodes {options.nodes}: "
-            f"choose a multiple of {options.nodes}"
-        )

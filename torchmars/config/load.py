@@ -53,15 +53,15 @@ T = TypeVar("T")
 SINGLE, MIXTURE = {"source", "files"}, {"mixture"}
 
 
-def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, ResolvedConfig]:
-    """Return a command's own options, the dataclass `kind`, and the config of its other arguments.
+def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, ResolvedConfig, list[str]]:
+    """Return a command's own options, the dataclass `kind`, the config of the rest, and the rest.
 
     `--help` prints both with their defaults and exits. Raises `UserError` for anything the user
     got wrong.
     """
     print_help(args, prog, kind)
     options, rest = take_options(kind, args)
-    return options, load_config(rest, prog)
+    return options, load_config(rest, prog), rest
 
 
 def load_config(args: list[str], prog: str) -> ResolvedConfig:

@@ -50,6 +50,15 @@ def missing_package(package: str, purpose: str, extra: str = "data") -> UserErro
 
 
 @contextlib.contextmanager
+def needs_package(package: str, purpose: str, extra: str = "data") -> Iterator[None]:
+    """Raise a `UserError` where the package that the body imports is not installed."""
+    try:
+        yield
+    except ImportError:
+        raise missing_package(package, purpose, extra) from None
+
+
+@contextlib.contextmanager
 def file_errors(problem: str, remedy: str = "") -> Iterator[None]:
     """Raise a `UserError` of a problem with files, for an `OSError` of the body."""
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchmars.config import DataConfig
 from torchmars.config.source import KINDS, DataSource, parse_source
-from torchmars.core.errors import UserError, file_errors, missing_package
+from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import sha256
 from torchmars.data.files import COMPRESSED, FoundFiles, matches
 from torchmars.storage.stores import size_and_time
@@ -134,10 +134,8 @@ def load_dataset(source: DataSource) -> Any:
     It comes from the hub, where NAME@REVISION names a revision of it, or from a local folder.
     Raises `UserError`.
     """
-    try:
+    with needs_package("datasets", "a source of Hugging Face"):
         import datasets
-    except ImportError:
-        raise missing_package("datasets", "a source of Hugging Face") from None
     name, _, revision = source.dataset.partition("@")
     if os.path.exists(source.dataset):
         name, revision = source.dataset, ""

@@ -23,7 +23,7 @@ Position = tuple[int, int, int]
 
 @dataclass
 class TextPart:
-    """Consecutive documents of one input, as they were read."""
+    """Consecutive documents of one input, as they were read, and where the next ones begin."""
 
     file: str
     content: "bytes | list[Record]"
@@ -32,6 +32,14 @@ class TextPart:
     """Number of the first line or row, from 0, or the offset of the first byte."""
     unit: str = "line"
     """The unit of `first`: line, byte or row."""
+    offset: int = 0
+    """Where the next part begins."""
+    lines: int = 0
+    """Lines before that."""
+    read: int = 0
+    """Bytes of the input that were read up to there."""
+    last: bool = False
+    """Whether nothing of the input is left."""
 
     @property
     def size(self) -> int:
@@ -40,20 +48,6 @@ class TextPart:
             return len(self.content)
         sizes = (len(each) for each in self.content if isinstance(each, (bytes, str)))
         return sum(sizes) + len(self.content)
-
-
-@dataclass
-class ReadPart:
-    """A part of an input, and where the next one begins."""
-
-    part: TextPart
-    offset: int
-    lines: int = 0
-    """Lines before it."""
-    read: int = 0
-    """Bytes of the input that were read up to there."""
-    last: bool = False
-    """Whether nothing of the input is left."""
 
 
 @dataclass

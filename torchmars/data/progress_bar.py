@@ -27,7 +27,7 @@ class LogLines:
 class ProgressBar:
     """A bar with the rate and the time that is left; of a corpus also its documents and tokens."""
 
-    def __init__(self, what: str, total: int, done: int, unit: str) -> None:
+    def __init__(self, what: str, total: int, done: int, unit: str, shown: bool = True) -> None:
         """Show `done` of `total`. `unit` names the counted things, such as B for bytes."""
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self.documents = self.text = self.tokens = 0
@@ -40,7 +40,7 @@ class ProgressBar:
             file=sys.stderr if terminal else cast(TextIO, LogLines()),
             mininterval=0.1 if terminal else LOG_SECONDS,
             bar_format=None if terminal else LINE,
-            disable=not is_shown(),
+            disable=not (shown and is_shown()),
         )
 
     def __enter__(self) -> Self:

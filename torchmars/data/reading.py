@@ -13,18 +13,10 @@ from typing import Any, BinaryIO
 
 from torchmars.config.entries import declare
 from torchmars.config.source import DataSource, reader_of
-from torchmars.core.errors import UserError, missing_package
+from torchmars.core.errors import UserError, needs_package
 from torchmars.core.places import place
 from torchmars.data.corpus import Input, Piece, Sizes, is_plain
-from torchmars.data.documents import (
-    SEPARATOR,
-    Damage,
-    Position,
-    ReadPart,
-    Record,
-    TextBlock,
-    TextPart,
-)
+from torchmars.data.documents import SEPARATOR, Damage, Position, Record, TextBlock, TextPart
 from torchmars.data.rows import dataset_parts, parquet_parts
 from torchmars.storage.stores import store_of
 
@@ -43,12 +35,12 @@ def read_piece(
     size = 0
     for each in piece[number:]:
         number += 1
-        for found in read_input(each, source, offset, lines, sizes):
-            parts.append(found.part)
-            size += found.part.size
+        for part in read_input(each, source, offset, lines, sizes):
+            parts.append(part)
+            size += part.size
             if size >= sizes.block:
-                end = (number, 0, 0) if found.last else (number - 1, found.offset, found.lines)
-                yield TextBlock(parts, end, before + found.read)
+                end = (number, 0, 0) if part.last else (number - 1, part.offset, part.lines)
+                yield TextBlock(parts, end, before + part.read)
                 parts, size = [], 0
         before += each.size
         offset = lines = 0
@@ -58,7 +50,7 @@ def read_piece(
 
 def read_input(
     each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
-) -> Iterator[ReadPart]:
+) -> Iterator[TextPart]:
     """Yield an input part by part, from an offset on. Raises `UserError`."""
     try:
         yield from reader_of(READERS, source.kind)(each, source, offset, lines, sizes)
@@ -71,7 +63,7 @@ def read_input(
 
 def text_parts(
     each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
-) -> Iterator[ReadPart]:
+) -> Iterator[TextPart]:
     """Yield a file of text or of lines from byte `offset` on, before which are `lines` lines."""
     path = place(each.name, pattern=True)
     with path.open("rb") if isinstance(path, Path) else store_of(path).open(path) as file:
@@ -79,7 +71,7 @@ def text_parts(
 
 
 # By the kind of a source. `Encoder` makes documents of the parts: of rows each is one already.
-READERS: dict[str, Callable[[Input, DataSource, int, int, Sizes], Iterator[ReadPart]]] = {
+READERS: dict[str, Callable[[Input, DataSource, int, int, Sizes], Iterator[TextPart]]] = {
     "stdlib": text_parts,
     "text": text_parts,
     "jsonl": text_parts,
@@ -114,7 +106,7 @@ class TextReader:
         self.damage: Damage | None = None
         """Why the file cannot be read to its end."""
 
-    def parts(self, lines: int, sizes: Sizes) -> Iterator[ReadPart]:
+    def parts(self, lines: int, sizes: Sizes) -> Iterator[TextPart]:
         """Yield the rest part by part; `lines` lines are before it."""
         unit = "byte" if self.input.begin else "line"
         of_lines = self.mark == self.next_line
@@ -131,13 +123,14 @@ class TextReader:
                 lines += 1
                 last = not self.drop_line() or of_lines and self.begin > self.stop
             if content:
-                part = TextPart(self.input.name, content, first, unit)
                 done = last and not self.damage
-                yield ReadPart(part, self.begin, lines, self.read(), done)
+                yield TextPart(
+                    self.input.name, content, first, unit, self.begin, lines, self.read(), done
+                )
         if self.damage:
             first = self.begin if unit == "byte" else lines
-            part = TextPart(self.input.name, [self.damage], first, unit)
-            yield ReadPart(part, self.begin, lines, self.input.size, True)
+            place = self.begin, lines, self.input.size
+            yield TextPart(self.input.name, [self.damage], first, unit, *place, last=True)
 
     def documents(self, want: int, longest: int) -> tuple[int, bool]:
         """Return the length of documents at the start of the data, and whether they are the last.
@@ -289,10 +282,8 @@ def decoder_of(name: str) -> tuple[Callable[[], Any], Callable[[Any, bytes], Con
         return lzma.LZMADecompressor, xz_contents
     if name.endswith(".bz2"):
         return bz2.BZ2Decompressor, xz_contents
-    try:
+    with needs_package("zstandard", f"reading {name}"):
         import zstandard
-    except ImportError:
-        raise missing_package("zstandard", f"reading {name}") from None
     return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj, zstd_contents
 
 

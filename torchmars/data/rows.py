@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from torchmars.config.source import DataSource
-from torchmars.core.errors import UserError, missing_package
+from torchmars.core.errors import UserError, needs_package
 from torchmars.core.places import place
 from torchmars.data.corpus import Input, Sizes, in_a_line, load_dataset
-from torchmars.data.documents import Damage, ReadPart, Record, TextPart
+from torchmars.data.documents import Damage, Record, TextPart
 from torchmars.storage.stores import store_of
 
 ROWS = 256  # read at once of a Parquet file
@@ -26,7 +26,7 @@ TEXT = (
 
 def parquet_parts(
     file: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
-) -> Iterator[ReadPart]:
+) -> Iterator[TextPart]:
     """Yield a Parquet file from row `offset` on.
 
     Raises `UserError` if it has no column of text of the source's name.
@@ -35,8 +35,7 @@ def parquet_parts(
     try:
         table = open_table(file.name)
     except Damage as damage:
-        part = TextPart(file.name, [damage], offset, "row")
-        yield ReadPart(part, offset, read=file.size, last=True)
+        yield TextPart(file.name, [damage], offset, "row", offset, read=file.size, last=True)
         return
     with table:
         check_column(table.schema_arrow, field, file.name)
@@ -46,11 +45,9 @@ def parquet_parts(
 
 def open_table(name: str) -> Any:
     """Open a Parquet file. Raises `Damage`."""
-    try:
+    with needs_package("pyarrow", f"reading {name}"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise missing_package("pyarrow", f"reading {name}") from None
     path = place(name, pattern=True)
     try:
         opened = path if isinstance(path, Path) else store_of(path).open(path)
@@ -153,7 +150,7 @@ def check_column(schema: Any, field: str, name: str) -> None:
 
 def dataset_parts(
     shard: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
-) -> Iterator[ReadPart]:
+) -> Iterator[TextPart]:
     """Yield a shard of a data set of Hugging Face from row `offset` on.
 
     Raises `UserError` for whatever its files or its network raise.
@@ -173,7 +170,7 @@ def dataset_parts(
 
 def row_parts(
     source: Input, rows: Iterator[Any], first: int, size: int, count: int = 0
-) -> Iterator[ReadPart]:
+) -> Iterator[TextPart]:
     """Yield values of rows in parts of about `size` bytes; `count` is the number of all rows.
 
     If they cannot be read to the end, why is the last value.
@@ -194,7 +191,6 @@ def row_parts(
             values.append(damage)
             last = True
         if values:
-            part = TextPart(source.name, values, first, "row")
-            first += len(values)
+            begin, first = first, first + len(values)
             read = source.size if last else source.size * first // count if count else 0
-            yield ReadPart(part, first, read=read, last=last)
+            yield TextPart(source.name, values, begin, "row", first, read=read, last=last)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchmars.core.errors import UserError, file_errors, missing_package
+from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import read_bytes, read_text, write_durably
 from torchmars.core.typed import is_text, parse_json
 from torchmars.data.tokenizer import (
@@ -45,10 +45,8 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def _tokenizer(self) -> "tokenizers.Tokenizer":
-        try:
+        with needs_package("tokenizers", f"the tokenizer {self.path}"):
             import tokenizers
-        except ImportError:
-            raise missing_package("tokenizers", f"the tokenizer {self.path}") from None
         with package_errors(self.path, "is no tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
         tokenizer.no_truncation()

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchmars.core.errors import UserError, missing_package
+from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import read_text
 from torchmars.core.places import local_place
 from torchmars.core.typed import meant, parse_json
@@ -116,10 +116,8 @@ def read_file(file: Path) -> list[Row]:
 
 def download(task: Task, split: str) -> list[Row]:
     """Return the rows of a task's split on the hub. Raises `UserError`."""
-    try:
+    with needs_package("datasets", "a task of the hub"):
         import datasets
-    except ImportError:
-        raise missing_package("datasets", "a task of the hub") from None
     with hub_or_cache() as problem:
         try:
             return list(datasets.load_dataset(task.dataset, task.config, split=split))

@@ -81,16 +81,11 @@ def hellaswag(row: Row) -> Question:
         context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
     else:
         context = row["ctx"]
-    texts = [
-        without_brackets(text) for text in (f"{row['activity_label']}: {context}", *row["endings"])
+    texts = [  # without the marks of WikiHow
+        BRACKETS.sub("", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+        for text in (f"{row['activity_label']}: {context}", *row["endings"])
     ]
     return choice(texts[0], texts[1:], int(row["label"]))
-
-
-def without_brackets(text: str) -> str:
-    """Return a text of WikiHow without its marks."""
-    text = text.strip().replace(" [title]", ". ")
-    return BRACKETS.sub("", text).replace("  ", " ")
 
 
 def arc(row: Row) -> Question:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchmars.core.errors import missing_package
+from torchmars.core.errors import needs_package
 from torchmars.data.named_tokenizers import ByteTokenizer, TiktokenTokenizer
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.data.tokenizer_file import FileTokenizer
@@ -96,10 +96,8 @@ def byte_pair_tokenizer(
 
     `pattern` cuts a text into pieces that are encoded apart; None: none are.
     """
-    try:
+    with needs_package("tokenizers", "writing a tokenizer"):
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    except ImportError:
-        raise missing_package("tokenizers", "writing a tokenizer") from None
     letters = byte_letters()
 
     def word(token: bytes) -> str:

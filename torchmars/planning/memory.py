@@ -94,16 +94,6 @@ class MemoryCounter(TorchDispatchMode):
         if self._total > self._peak_total or self.moment not in self.moments:
             self._peak_total, self.moments[self.moment] = self._total, self.bytes.copy()
 
-    @property
-    def peak(self) -> Counter[str]:
-        """`bytes` at the moment when all together were most."""
-        return max(self.moments.values(), key=Counter.total)
-
-    @property
-    def total(self) -> int:
-        """The bytes of all tensors that are there now."""
-        return self._total
-
     def know(self, tensors: Iterable[Tensor | None]) -> None:
         """Leave `tensors`, which are there already, out."""
         for storage in storages_of(tensors):

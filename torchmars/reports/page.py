@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from torchmars.core.errors import file_errors, missing_package
+from torchmars.core.errors import file_errors, needs_package
 from torchmars.core.files import write_durably
 
 DASH = "–"  # where nothing is known
@@ -91,10 +91,8 @@ def page(
 @cache
 def plotly() -> str:
     """Return plotly.js, as `packed`. Raises `UserError` if the package is not there."""
-    try:
+    with needs_package("plotly", "a report", "report"):
         from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise missing_package("plotly", "a report", "report") from None
     return packed(get_plotlyjs())
 
 
