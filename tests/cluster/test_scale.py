@@ -44,7 +44,9 @@ class World:
 def test_few_ranks_read_what_all_have_written_of_a_hang(monkeypatch, tmp_path, rank, asked):
     read = []
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 1.0)
-    monkeypatch.setattr(watchdog, "place_of", lambda folder, rank: read.append(rank) or "there")
+    monkeypatch.setattr(
+        watchdog, "place_of_rank", lambda folder, rank: read.append(rank) or "there"
+    )
     monkeypatch.setattr(watchdog, "hang_report", lambda *unused: "the report")
     hung = watchdog.Watchdog(tmp_path, World(rank, 512), 1.0, "saves")
     hung._open()

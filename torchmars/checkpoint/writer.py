@@ -113,8 +113,13 @@ class _TensorFiles(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.mine = plan
+        size = sum(
+            math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            for item in plan.items
+            if item.tensor_data
+        )
         # DCP makes a file for each of its threads.
-        self.thread_count = max(1, math.ceil(bytes_in_plan(plan) / self.files.size))
+        self.thread_count = max(1, math.ceil(size / self.files.size))
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:  # of torch.save, which only says at which byte it ended
@@ -154,15 +159,6 @@ class _TensorFiles(dcp.FileSystemWriter):
         if plan.index:
             self._write_index(plan.index)
         return self.places == plan.places
-
-
-def bytes_in_plan(plan: SavePlan) -> int:
-    """Return how many bytes the tensors have that a rank writes by `plan`."""
-    return sum(
-        math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-        for item in plan.items
-        if item.tensor_data
-    )
 
 
 class _StagedFiles(FileSystem):

@@ -56,13 +56,14 @@ class RankReport:
 def own_report(config: ResolvedConfig) -> RankReport:
     """Return the report of this rank, which has not looked at the run folder."""
     clock = time.time()
-    folders = [Path(corpus.path) for corpus in config.data.corpora()]
+    manifests = [Path(corpus.path) / "manifest.json" for corpus in config.data.corpora()]
+    contents = [file.read_bytes() for file in manifests if file.exists()]
     return RankReport(
         process.node(),
         code_hash(),
         torch.__version__,
         short_hash(config_text(config).encode()),
-        data_hash(folders),
+        short_hash(b"".join(contents)) if contents else "",
         gpu_name(process.local_rank()),
         clock,
         "",
@@ -212,13 +213,6 @@ def code_hash() -> str:
             for file in sorted(package.rglob("*.py"))
         )
     )
-
-
-def data_hash(folders: list[Path]) -> str:
-    """Return a hash of the data's manifests in `folders`; an empty one if there are none yet."""
-    manifests = [folder / "manifest.json" for folder in folders]
-    contents = [file.read_bytes() for file in manifests if file.exists()]
-    return short_hash(b"".join(contents)) if contents else ""
 
 
 def short_hash(content: bytes) -> str:

@@ -72,7 +72,10 @@ def main() -> None:
     first = os.environ.get("RANK", "0") == "0"
     with exit_on_user_error(quiet=not first):
         options = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
-        tasks = check_options(options)
+        if options.tasks is None and not (options.text or options.shards):
+            raise UserError("name what to measure: --tasks, --text or --shards")
+        tasks = [] if options.tasks is None else words(options.tasks, "--tasks")
+        check_results_file(options.json)
     from torchmars.cluster import connection, process
 
     try:
@@ -88,18 +91,6 @@ def main() -> None:
         end_at_once(1)
     finally:
         connection.stop()
-
-
-def check_options(options: Evaluate) -> list[str]:
-    """Return the names of the tasks.
-
-    Raises `UserError` if there is nothing to measure, or the results cannot be written.
-    """
-    if options.tasks is None and not (options.text or options.shards):
-        raise UserError("name what to measure: --tasks, --text or --shards")
-    names = [] if options.tasks is None else words(options.tasks, "--tasks")
-    check_results_file(options.json)
-    return names
 
 
 def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:

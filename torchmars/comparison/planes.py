@@ -43,13 +43,12 @@ def plane_of(found: Comparison, contender: ContenderResult) -> Plane:
             betas, gamma = (value_text(given[name]) if name in given else "" for name in SETTINGS)
             points.setdefault((betas, gamma), []).append(trial)
     rows, columns = (list(dict.fromkeys(values)) for values in zip(*points))
-    best = {point: min(trials, key=order_at_point) for point, trials in points.items()}
+
+    def order(trial: TrialResult) -> tuple[int, float]:
+        return ORDER.get(trial.state, len(ORDER)), trial.loss or 0.0
+
+    best = {point: min(trials, key=order) for point, trials in points.items()}
     return Plane(contender, rows, columns, best)
-
-
-def order_at_point(trial: TrialResult) -> tuple[int, float]:
-    """Return the sort key of the trials at one point."""
-    return ORDER.get(trial.state, len(ORDER)), trial.loss or 0.0
 
 
 def text_at(trial: TrialResult) -> str:

@@ -16,7 +16,7 @@ from torchmars.comparison.results import (
 )
 from torchmars.comparison.statistics import difference, needed, saved
 from torchmars.comparison.study import Study, Trial, TrialPlan
-from torchmars.comparison.trials import trial_folders
+from torchmars.comparison.trials import CONFIG_FILE
 from torchmars.optim.rules import variance_reduced
 
 SAID = {"betas[0]": "the first of betas", "betas[1]": "the second of betas"}
@@ -130,7 +130,8 @@ def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialRes
             f"Of {len(trials)} trials {' and '.join(ended)}: the table of trials in table.md says "
             "why."
         )
-    if not counts["pending"] and (left_out := len(trial_folders(study) - {t.name for t in trials})):
+    tried = {file.parent.name for file in study.folder.glob(f"trials/*/{CONFIG_FILE}")}
+    if not counts["pending"] and (left_out := len(tried - {each.name for each in trials})):
         found.append(
             f"{left_out} of the trials in this folder are not in these tables, since the command "
             "does not name their optimizers, settings or seeds. Name these to have them back."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers
 from torchmars.comparison.results import LossCurve, State, TrialResult
-from torchmars.comparison.study import Study, Trial
+from torchmars.comparison.study import Trial
 from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.files import open_file, write_durably
@@ -31,11 +31,6 @@ def write_trial(trial: Trial) -> Path:
     file = trial.folder / CONFIG_FILE
     write_durably(file, config_text(trial.config))
     return file
-
-
-def trial_folders(study: Study) -> set[str]:
-    """Return the names of the trials that have a folder, also by commands that named others."""
-    return {file.parent.name for file in study.folder.glob(f"trials/*/{CONFIG_FILE}")}
 
 
 def read_trial(trial: Trial) -> TrialResult:

@@ -67,20 +67,23 @@ def corpus_pieces(config: DataConfig, sizes: Sizes) -> list[Piece]:
     if source.kind == "hf":
         count = load_dataset(source).num_shards
         return [[Input(source.dataset, 1, shard=number, shards=count)] for number in range(count)]
-    files = [input_of(file) for file in source_files(config, tell=True)]
-    size = max(sizes.piece, sum(file.size for file in files) // PIECES)
+    files = []
+    for file in source_files(config, tell=True):
+        with file_errors(f"cannot read {file} of the corpus"):
+            files.append(Input(str(file), *size_and_time(file)))
+    size = max(sizes.piece, sum(each.size for each in files) // PIECES)
     pieces: list[Piece] = []
     room = 0
-    for file in files:
-        if file.size > size and is_plain(source.kind, file.name):
-            pieces += [[part] for part in ranges(file, size)]
+    for each in files:
+        if each.size > size and is_plain(source.kind, each.name):
+            pieces += [[part] for part in ranges(each, size)]
             room = 0
-        elif pieces and file.size <= room:
-            pieces[-1].append(file)
-            room -= file.size
+        elif pieces and each.size <= room:
+            pieces[-1].append(each)
+            room -= each.size
         else:
-            pieces.append([file])
-            room = size - file.size
+            pieces.append([each])
+            room = size - each.size
     return pieces
 
 
@@ -97,12 +100,6 @@ def ranges(file: Input, size: int) -> list[Input]:
 def is_plain(kind: str, name: str) -> bool:
     """Return whether a file can be read from any of its bytes on."""
     return KINDS[kind].plain and not name.endswith(COMPRESSED)
-
-
-def input_of(file: PurePath) -> Input:
-    """Return a file as it is now. Raises `UserError` if it cannot be read."""
-    with file_errors(f"cannot read {file} of the corpus"):
-        return Input(str(file), *size_and_time(file))
 
 
 def source_files(config: DataConfig, tell: bool = False) -> list[PurePath]:

@@ -46,11 +46,6 @@ def progress_file(folder: Path, number: int) -> Path:
     return folder / f"piece-{number:05d}.json"
 
 
-def damaged_file(folder: Path, number: int) -> Path:
-    """Return where the damaged records of a piece are listed."""
-    return folder / f"damaged-{number:05d}.jsonl"
-
-
 def read_progress(folder: Path, number: int) -> PieceProgress:
     """Return the progress of a piece; none yet for one not begun. Raises `UserError`."""
     file = progress_file(folder, number)
@@ -71,6 +66,7 @@ class PieceWriter:
         """Begin a piece, or resume it, once no other process writes it. Raises `UserError`."""
         self.folder, self.number, self.shard_tokens = folder, number, shard_tokens
         self.dtype = numpy_dtype(dtype)
+        self.damaged = folder / f"damaged-{number:05d}.jsonl"
         file = folder / f"piece-{number:05d}.lock"
         self.lock = lock(file, f"writing piece {number} of {folder}", LOCK_SECONDS)
         self.progress = read_progress(folder, number)
@@ -87,10 +83,9 @@ class PieceWriter:
             for name, split in self.progress.splits.items()
             for index, count in enumerate(self.shard_lengths(split.tokens))
         }
-        listed = damaged_file(self.folder, self.number)
         if self.progress.damaged_bytes:
-            lengths[listed] = self.progress.damaged_bytes
-        for pattern in (listed.name, *(f"{name}-{self.number:05d}-*.bin" for name in SPLITS)):
+            lengths[self.damaged] = self.progress.damaged_bytes
+        for pattern in (self.damaged.name, *(f"{name}-{self.number:05d}-*.bin" for name in SPLITS)):
             for file in set(self.folder.glob(pattern)) - set(lengths):
                 file.unlink()
         for file, length in lengths.items():
@@ -122,7 +117,7 @@ class PieceWriter:
             progress.text_bytes[name] += encoded.text[name]
         if encoded.damaged:
             lines = "".join(json.dumps(each) + "\n" for each in encoded.damaged).encode()
-            self.append(damaged_file(self.folder, self.number), lines)
+            self.append(self.damaged, lines)
             progress.damaged += len(encoded.damaged)
             progress.damaged_bytes += len(lines)
         progress.position, progress.read = block.end, block.read

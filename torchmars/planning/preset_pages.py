@@ -68,7 +68,12 @@ def preset_page(preset: Preset) -> list[str]:
     """Return all that is known of a preset, in lines."""
     config, model, seconds = read_preset(preset)
     training, schedule, optimizer = config.training, config.schedule, config.optimizer
-    shown = [(name, getattr(optimizer, name)) for name in SHOWN]
+    values = {name: getattr(optimizer, name) for name in SHOWN}
+    shown = [  # as the command line takes them
+        f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for name, value in values.items()
+        if value is not None
+    ]
     mode = f", {optimizer.mode}" if variance_reduced(optimizer.name) else ""
     size, accumulated = training.microbatches(
         config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
@@ -82,12 +87,7 @@ def preset_page(preset: Preset) -> list[str]:
             f"{counted(training.steps, 'step')}, {short(training.tokens)} tokens of "
             f"{config.data.source}"
         ],
-        "optimizer": [
-            f"{optimizer.name}{mode}: "
-            + ", ".join(
-                f"{name} {for_command_line(value)}" for name, value in shown if value is not None
-            )
-        ],
+        "optimizer": [f"{optimizer.name}{mode}: {', '.join(shown)}"],
         "schedule": [
             f"{schedule.name}, {counted(schedule.warmup_steps, 'step')} of warmup, "
             f"min_lr {schedule.min_lr}"
@@ -107,8 +107,3 @@ def preset_page(preset: Preset) -> list[str]:
         "start": [f"CONFIG_FILE={preset.name} ./run_train.sh"],
     }
     return [line for name, section in sections.items() for line in labelled(name, *section)]
-
-
-def for_command_line(value: object) -> str:
-    """Return a setting as the command line takes it."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

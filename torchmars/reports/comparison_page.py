@@ -84,8 +84,11 @@ def linked_trials(found: Comparison, folder: Path, file: Path) -> list[list[Any]
     linked: list[list[Any]] = [["trial", *heads, "training time"]]
     for trial, row in zip(found.trials, rows):
         seconds = DASH if trial.seconds is None else duration(trial.seconds)
-        run = folder / trial.folder
-        target = run / "report.html" if (run / "report.html").is_file() else run
-        address = quote(os.path.relpath(target, file.absolute().parent))
-        linked.append([(trial.name, address), *row, seconds])
+        linked.append([(trial.name, link(folder / trial.folder, file)), *row, seconds])
     return linked
+
+
+def link(run: Path, file: Path) -> str:
+    """Return the address of a run's report or folder, as seen from the page `file`."""
+    target = run / "report.html" if (run / "report.html").is_file() else run
+    return quote(os.path.relpath(target, file.absolute().parent))
