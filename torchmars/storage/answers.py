@@ -51,11 +51,9 @@ def problem(operation: str, answer: dict[str, Any]) -> str:
     """Return why an answer to an operation cannot be a store's; an empty text where it can."""
     headers = {name.lower(): value for name, value in answer["headers"].items()}
     kind = headers.get("content-type", "unknown")
-    found = ROOT.match(answer["body"] or b"")
     if answer["status_code"] >= 300:  # a listing of nothing is empty, and never missing
         missing = answer["status_code"] == 404 and ROOTS.get(operation) == "ListBucketResult"
-        of_store = found is not None and found[1] == b"Error"
-        return f"a listing is not found ({kind})" if missing and not of_store else ""
+        return f"a listing is not found ({kind})" if missing and not error_in(answer) else ""
     for header in HEADERS.get(operation, ()):
         if header not in headers:
             return f"{operation} has no {header} ({kind})"
@@ -63,6 +61,7 @@ def problem(operation: str, answer: dict[str, Any]) -> str:
         return f"{operation} brings a page ({kind})"
     if (root := ROOTS.get(operation)) is None:
         return ""
+    found = ROOT.match(answer["body"] or b"")
     if found is None or found[1].decode() != root or not closed(answer["body"], root):
         return f"a page or a part of one ({kind}) where a {root} is due"
     more = b"<IsTruncated>true" in answer["body"]
@@ -75,3 +74,9 @@ def closed(body: bytes, root: str) -> bool:
     """Return whether XML comes to its end."""
     end = re.sub(rb"(?:%b)+$" % COMMENT, b"", body[-2000:], flags=re.S).rstrip()
     return re.search(rf"(</(\w+:)?{root}\s*>|/>)$".encode(), end) is not None
+
+
+def error_in(answer: dict[str, Any]) -> bool:
+    """Return whether an answer is one of S3's own errors."""
+    found = ROOT.match(answer["body"] or b"")
+    return found is not None and found[1] == b"Error"
