@@ -124,12 +124,12 @@ def test_a_call_that_fails_leaves_the_run_to_others(config, monkeypatch, error):
 
     name, before = f"failing-{error.__name__}", lock_threads()
     with monkeypatch.context() as patch:
-        patch.setattr("torchmars.training.build.introduction", fail)
+        patch.setattr("torchmars.training.reporter.introduction", fail)
         with pytest.raises(torchmars.UserError if error is SystemExit else error):
             torchmars.run_training(config, run={"name": name})
     assert lock_threads() <= before
     with monkeypatch.context() as patch:
-        patch.setattr("torchmars.training.checkpointer.Checkpointer.resume", fail)
+        patch.setattr("torchmars.training.checkpointer.Checkpointer.load_newest", fail)
         with pytest.raises(torchmars.UserError if error is SystemExit else error):
             torchmars.run_training(config, run={"name": name})
     assert lock_threads() <= before

@@ -27,8 +27,8 @@ PARTS = {
     "torchmars.training.trainer": [
         "resolve_on_ranks",
         "build_data",
-        "build_model",
-        "resume_optimizer",
+        "build_trained",
+        "Checkpointer.resume",
         "build_reports",
         "Trainer.train_step",
     ],

@@ -23,10 +23,11 @@ def validation_of(batch_size):
     layout = Mock(device=torch.device("cpu"), data=SimpleNamespace(rank=0, size=1), loss_parts=2)
     layout.on_all = lambda work: work()
     layout.add_up_losses = Mock(side_effect=lambda values: 2 * values)  # of two ranks alike
-    model = Mock()
+    model = Mock(layout=layout)
     model.losses = lambda tokens: tokens[:, 1:].float()
-    config = Mock(windows=6)
-    return Validation(config, data, Windows(WINDOWS), batch_size, model, Mock(), layout)
+    of_run = Mock(mixture=data, validation_windows=Windows(WINDOWS))
+    of_run.loader.microbatch_size = batch_size
+    return Validation(Mock(windows=6), of_run, model)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 8])

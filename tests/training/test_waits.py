@@ -127,9 +127,16 @@ def test_a_report_waits_for_the_device_once():
     layout = Mock(loss_parts=2, add_up_losses=note("add up the loss", added))
     optimizer = Mock(telemetry=note("wait for telemetry", {}))
     metrics = Mock()
-    parts = Mock(training=Mock(seq_len=8)), layout, optimizer, metrics, Mock(), [], Mock(names=[])
     balance = Mock(figures=note("read the figures of experts", {}))
-    RunReporter(*parts, []).report(RunState(step=3, position=4), Mock(), 0.1, balance)
+    reporter = RunReporter(
+        config=Mock(training=Mock(seq_len=8)),
+        trained=Mock(model=Mock(layout=layout, balance=balance), optimizer=optimizer),
+        data=Mock(mixture=Mock(names=[])),
+        metrics=metrics,
+        events=Mock(),
+        introduction=[],
+    )
+    reporter.report(RunState(step=3, position=4), Mock(), 0.1)
     assert did == [
         ("add up the loss", {}),
         ("begin to copy the loss", {"non_blocking": True}),

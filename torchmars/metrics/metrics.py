@@ -158,13 +158,11 @@ def open_metrics(
     throughput = Throughput(
         step, training.tokens_per_step, flops_per_token, device, layout.world.size
     )
-    metrics = Metrics(None, [], throughput, training.steps, device)
 
-    def open_files() -> None:
+    def open_files() -> tuple[Journal, list[Tracker]]:
         file = config.run.path / METRICS_FILE
-        metrics.journal = Journal(file, step, validated, events.deleted, check)
-        metrics.trackers = open_trackers(config, step)
+        journal = Journal(file, step, validated, events.deleted, check)
+        return journal, open_trackers(config, step)
 
-    if write:
-        layout.on_first(open_files)
-    return metrics
+    journal, trackers = (layout.only_first(open_files) if write else None) or (None, [])
+    return Metrics(journal, trackers, throughput, training.steps, device)

@@ -24,12 +24,10 @@ from torchmars.parallel.part import ModelPart
 class Balance:
     """Counts the choices of this rank's routers, and sets the losses and biases that balance them.
 
-    `whole` is the model, and `parts` are this rank's parts of it. Every rank makes the same calls.
+    `whole` is the model, and `parts` are this rank's parts of it. `exact`: a batch has two
+    gradients, as in exact mode, a look-ahead's and then a step's. Every rank makes the same calls.
     Without experts nothing is done.
     """
-
-    exact = False
-    """Whether a batch has two gradients, as in exact mode: a look-ahead's, then a step's."""
 
     def __init__(
         self,
@@ -38,8 +36,9 @@ class Balance:
         training: TrainingConfig,
         layout: Layout,
         device: torch.device,
+        exact: bool = False,
     ) -> None:
-        self.training, self.layout = training, layout
+        self.training, self.layout, self.exact = training, layout, exact
         of_model = whole.routed()
         self.places = [int(name) for name in of_model]
         """The blocks of the whole model that have experts, by number."""

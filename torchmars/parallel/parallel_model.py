@@ -52,11 +52,12 @@ class ParallelModel:
         device: torch.device,
         memory: AbstractContextManager[object] | None = None,
         find_starts: Callable[[Tensor], Tensor] | None = None,
+        exact: bool = False,
     ) -> None:
         """Make the parts on `device`, their weights while `memory` is active.
 
-        `training` has its dtype resolved. `find_starts` is as in `Batches`. Raises `UserError` if
-        blocks do not make stages.
+        `training` has its dtype resolved. `find_starts` is as in `Batches`, `exact` as in
+        `Balance`. Raises `UserError` if blocks do not make stages.
         """
         self.whole, self.layout, self.device = whole, layout, device
         self.parallelism, self.alone = parallelism, is_alone(layout, parallelism)
@@ -71,20 +72,15 @@ class ParallelModel:
             if ranks[number] == pipeline.rank:
                 model, ends = deepcopy(whole), (number == 0, number == len(ranks) - 1)
                 cut_model(model, blocks, *ends)
+                compiles = bool(training.compile)
                 part = ModelPart(
-                    model,
-                    *ends,
-                    self.sequence,
-                    self.tp,
-                    chunk,
-                    training.z_loss,
-                    bool(training.compile),
+                    model, *ends, self.sequence, self.tp, chunk, training.z_loss, compiles
                 )
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
                     self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
                     put_buffers(part, device)
-        self.balance = Balance(whole, self.parts, training, layout, device)
+        self.balance = Balance(whole, self.parts, training, layout, device, exact)
         self.weights = self._weights()
         """The weights of which this rank has a part, by name. They are float32."""
         self.copies: Copies | None = None

@@ -14,17 +14,17 @@ from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.memory import OPTION
 from torchmars.checkpoint.memory.copies import MemoryCopies
+from torchmars.checkpoint.owned import OwnedFolders
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture, Shares, shares_from_start
 from torchmars.exchange.initial import init_from
-from torchmars.optim import MARS
-from torchmars.parallel.layout import Layout
-from torchmars.parallel.parallel_model import ParallelModel
-from torchmars.training.ema import MovingAverage
+from torchmars.metrics.events import EventLog
 from torchmars.training.guards import recent
+from torchmars.training.optimizer import build_optimizer
+from torchmars.training.trained import Trained
 
 
 @dataclass
@@ -54,38 +54,32 @@ class Resumed:
     """The checkpoint that was loaded, if one of the run's own was."""
     changes: list[str] = field(default_factory=list)
     """Of the config since the checkpoint, a line each."""
-    without_last_grad: list[Tensor] = field(default_factory=list)
-    """Parameters whose last gradient is missing, or is of other data."""
 
 
 class Checkpointer:
     """Loads a run's checkpoints into its model and optimizer, and saves them.
 
-    Every rank makes the same calls. `average`: of the weights, if the run keeps one.
-    `whole_optimizer` is the optimizer of the whole model, without memory. `saver` writes; `data`
-    are the run's corpora.
+    Every rank makes the same calls. `data` are the run's corpora. `events` are told of saves.
     """
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        layout: Layout,
-        model: ParallelModel,
-        optimizer: MARS,
-        average: MovingAverage | None,
-        whole_optimizer: MARS,
-        saver: Saver,
-        data: Mixture,
+        self, config: ResolvedConfig, trained: Trained, data: Mixture, events: EventLog
     ) -> None:
-        self.config, self.layout, self.saver = config, layout, saver
-        self.model, self.optimizer, self.average = model, optimizer, average
-        self.whole_optimizer = whole_optimizer
-        self.averages = average.values if average else {}
+        self.config, self.layout = config, trained.model.layout
+        self.model, self.optimizer, self.average = trained.model, trained.optimizer, trained.average
+        self.averages = self.average.values if self.average else {}
+        self.whole_optimizer = build_optimizer(config, self.model.whole)
+        """The optimizer of the whole model, without memory."""
         self.data, self.fingerprint = data, data.fingerprint()
+        self.saver = Saver(
+            config.checkpoint,
+            config.checkpoints,
+            self.layout,
+            OwnedFolders(),
+            record=events.add,
+            deleted=events.deleted,
+        )
         self.memory: MemoryCopies | None = None
-        if config.checkpoint.memory_interval:
-            with self._without_copies_after_errors():
-                self.memory = MemoryCopies(layout, self._tensors())
 
     @contextlib.contextmanager
     def _without_copies_after_errors(self) -> Iterator[None]:
@@ -97,8 +91,16 @@ class Checkpointer:
             self.layout.say(f"warning: {OPTION} makes no copies from here on: {error}")
 
     def resume(self) -> Resumed:
-        """Go on from the run's newest copy or good checkpoint, or from checkpoint.init_from."""
-        settings = self.config.checkpoint
+        """Go on from the run's newest copy or good checkpoint, or from checkpoint.init_from.
+
+        The run's folders are this process's from now on, until `saver.release`.
+        """
+        settings, run = self.config.checkpoint, self.config.run
+        state_dict.seed_rng(run.seed, 0, self.layout.world.rank)
+        self.saver.owned.take(self.layout, run, self.config.checkpoints)
+        if settings.memory_interval:
+            with self._without_copies_after_errors():
+                self.memory = MemoryCopies(self.layout, self._tensors())
         if (resumed := self._load_copy() or self.load_newest()) is not None:
             return resumed
         start = RunState(shares=shares_from_start(self.data.weights))
@@ -113,11 +115,9 @@ class Checkpointer:
         )
         if self.average:
             self.average.begin()
-        return Resumed(
-            start,
-            f"from the {source}",
-            without_last_grad=self.look_ahead_parameters() or without,
-        )
+        self.optimizer.skip_next_correction(without)
+        self._forget_look_ahead()
+        return Resumed(start, f"from the {source}")
 
     def _load_copy(self) -> Resumed | None:
         """Load the newest copy in memory; None if there is none, or a later checkpoint."""
@@ -146,11 +146,16 @@ class Checkpointer:
         return newest[1] if newest else None
 
     def go_back(self) -> Resumed | None:
-        """Load the run's newest good checkpoint, if there is one, and drop the copies in memory."""
+        """Load the run's newest good checkpoint, if there is one, and drop the copies in memory.
+
+        The data that come next are others than came after it.
+        """
         if self.memory is not None:
             with self._without_copies_after_errors():
                 self.memory.drop()
-        return self.load_newest()
+        resumed = self.load_newest()
+        self._forget_look_ahead()
+        return resumed
 
     def load(self, folder: PurePath) -> Resumed:
         """Verify the checkpoint `folder`, and load it into model and optimizer.
@@ -197,21 +202,14 @@ class Checkpointer:
             shares,
         )
         size = manifest.config["training"].get("global_batch_size")
-        other_batch = size != config.training.global_batch_size or shares is not manifest.shares
-        return Resumed(
-            state,
-            f"from step {state.step}: {folder}",
-            folder,
-            changes,
-            self.look_ahead_parameters() if other_batch else [],
-        )
+        if size != config.training.global_batch_size or shares is not manifest.shares:
+            self._forget_look_ahead()
+        return Resumed(state, f"from step {state.step}: {folder}", folder, changes)
 
-    def look_ahead_parameters(self) -> list[Tensor]:
-        """Return all parameters in exact mode, none otherwise.
-
-        In exact mode their last gradient belongs to a batch that will not come next.
-        """
-        return list(self.optimizer.state) if self.optimizer.exact else []
+    def _forget_look_ahead(self) -> None:
+        """Leave exact mode's next correction out: another batch comes than was looked ahead to."""
+        if self.optimizer.exact:
+            self.optimizer.skip_next_correction(self.optimizer.state)
 
     def save(self, state: RunState) -> float:
         """Save the run, or begin to; return the seconds that training waited.

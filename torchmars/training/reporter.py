@@ -1,5 +1,6 @@
 """The reports of a run: lines on the console, metrics, and events."""
 
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from torch import Tensor
@@ -8,37 +9,39 @@ from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.core.console import labelled, next_commands
 from torchmars.core.errors import UserError
-from torchmars.data.mixture import Mixture
+from torchmars.evaluation.results import Evaluation
+from torchmars.evaluation.scoring import Scorer
 from torchmars.metrics.events import EventLog
-from torchmars.metrics.metrics import Metrics
-from torchmars.optim import MARS
-from torchmars.parallel.balance import Balance
-from torchmars.parallel.layout import Layout
-from torchmars.training.checkpointer import Resumed, RunState
+from torchmars.metrics.metrics import Metrics, open_metrics
+from torchmars.training.abilities import Abilities
+from torchmars.training.checkpointer import Checkpointer, Resumed, RunState
+from torchmars.training.data import RunData
+from torchmars.training.preparation import evaluation_tasks, write_settings
+from torchmars.training.summary import introduction
+from torchmars.training.trained import Trained
+from torchmars.training.validation import Validation
 
 
 class RunReporter:
     """Reports a run, on the first rank. Every rank makes the same calls.
 
-    `introduction` are the lines that describe the run. `data` are its corpora, and `epochs` how
-    often it has read each when it starts.
+    `introduction` are the lines that describe the run.
     """
 
     def __init__(
         self,
         config: ResolvedConfig,
-        layout: Layout,
-        optimizer: MARS,
+        trained: Trained,
+        data: RunData,
         metrics: Metrics,
         events: EventLog,
         introduction: list[str],
-        data: Mixture,
-        epochs: list[int],
     ) -> None:
         self.config, self.training = config, config.training
-        self.layout, self.optimizer = layout, optimizer
+        self.model, self.optimizer = trained.model, trained.optimizer
+        self.layout, self.data, self.loader = trained.model.layout, data.mixture, data.loader
         self.metrics, self.events, self.introduction = metrics, events, introduction
-        self.data, self.epochs = data, epochs
+        self.epochs = self.loader.epochs
 
     def announce(self) -> None:
         """Print the lines that describe the run."""
@@ -66,9 +69,7 @@ class RunReporter:
         )
         self.events.add("rollback", state.step, from_step=reached, checkpoint=checkpoint.name)
 
-    def report(
-        self, state: RunState, mean: Tensor, lr: float, balance: Balance
-    ) -> dict[str, float]:
+    def report(self, state: RunState, mean: Tensor, lr: float) -> dict[str, float]:
         """Report a step with this rank's `mean` loss; return the optimizer's telemetry.
 
         Waits for the device once: when it has made telemetry, it has copied the loss too. Of a
@@ -80,7 +81,8 @@ class RunReporter:
         self.optimizer.start_interval()
         read = {"tokens": state.position * self.training.seq_len}
         bits = self.data.bits_per_byte("train", loss, self.data.weights)
-        self.metrics.train(state.step, loss, bits, lr, telemetry | read | balance.figures())
+        figures = self.model.balance.figures()
+        self.metrics.train(state.step, loss, bits, lr, telemetry | read | figures)
         if self.data.names:
             self.metrics.data(state.step, self._read(state))
         return telemetry
@@ -104,8 +106,9 @@ class RunReporter:
         )
         self.events.add("spike", state.step, loss=loss, action=action)
 
-    def report_epochs(self, epochs: list[int]) -> None:
+    def report_epochs(self) -> None:
         """Report the beginning of another epoch of a corpus, once."""
+        epochs = self.loader.epochs
         for part, before, now in zip(self.data.parts, self.epochs, epochs):
             if now != before:
                 of_part = f" of {part.name}" if self.data.names else ""
@@ -146,3 +149,49 @@ class RunReporter:
 
     def _say(self, label: str, text: str) -> None:
         self.layout.say("\n".join(labelled(label, text)))
+
+
+@dataclass(frozen=True)
+class RunReports:
+    """The measurements of the run, and all that tells of it."""
+
+    validation: Validation
+    evaluation: Evaluation
+    metrics: Metrics
+    reporter: RunReporter
+
+
+def build_reports(
+    config: ResolvedConfig,
+    abilities: Abilities,
+    data: RunData,
+    trained: Trained,
+    checkpointer: Checkpointer,
+    resumed: Resumed,
+    events: EventLog,
+) -> RunReports:
+    """Open the files of the run's reports, unless it is complete."""
+    model, layout, state = trained.model, trained.model.layout, resumed.state
+    scorer = Scorer(model, layout, data.tokenizer, config.evaluation.batch_size)
+    complete = state.step >= config.training.steps
+    questions = layout.on_first(lambda: evaluation_tasks(config))
+    if not complete:
+        layout.on_first(lambda: write_settings(config))
+    metrics = open_metrics(
+        layout,
+        config,
+        step=state.step,
+        validated=state.validation_loss is not None,
+        flops_per_token=model.whole.flops_per_token(),
+        events=events,
+        check=checkpointer.saver.owned.check_run,
+        write=not complete,
+    )
+    whole = model.whole, checkpointer.whole_optimizer
+    lines = introduction(config, layout, abilities, *whole, data.mixture, resumed)
+    return RunReports(
+        Validation(config.validation, data, model),
+        Evaluation(scorer, questions),
+        metrics,
+        RunReporter(config, trained, data, metrics, events, lines),
+    )

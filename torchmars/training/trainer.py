@@ -1,6 +1,7 @@
 """The training loop, in time order."""
 
 from contextlib import ExitStack
+from dataclasses import astuple, dataclass
 
 from torch import Tensor
 
@@ -14,19 +15,14 @@ from torchmars.metrics.events import EventLog
 from torchmars.metrics.phases import OTHER
 from torchmars.parallel.layout import FlagExchange, Layout
 from torchmars.training.abilities import resolve_on_ranks
-from torchmars.training.build import (
-    ResumedOptimizer,
-    RunData,
-    RunModel,
-    RunReports,
-    build_data,
-    build_model,
-    build_reports,
-    resume_optimizer,
-)
+from torchmars.training.checkpointer import Checkpointer, Resumed
+from torchmars.training.data import RunData, build_data
 from torchmars.training.garbage import MOST_STEPS, GarbageCollection
 from torchmars.training.guards import LossGuard
 from torchmars.training.profiler import Profiler
+from torchmars.training.reporter import RunReports, build_reports
+from torchmars.training.schedule import Schedule
+from torchmars.training.trained import Trained, build_trained
 
 
 def build_trainer(config: ResolvedConfig, layout: Layout) -> "Trainer":
@@ -36,14 +32,32 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> "Trainer":
     """
     config, abilities = resolve_on_ranks(config, layout)
     data = build_data(config, layout)
-    model = build_model(config, layout, data)
+    trained = build_trained(config, layout, data)
     events = EventLog(config.run.path if layout.first else None)
-    with ExitStack() as failed:  # a notebook continues, and must not keep the run's folder then
-        optimizer = resume_optimizer(config, layout, data, model, events, failed)
-        reports = build_reports(config, layout, abilities, data, model, optimizer, events)
-        trainer = Trainer(config, layout, data, model, optimizer, reports)
+    checkpointer = Checkpointer(config, trained, data.mixture, events)
+    with ExitStack() as failed:
+        # A notebook continues, and must not keep the run's folder then.
+        failed.callback(checkpointer.saver.release)
+        resumed = checkpointer.resume()
+        data.loader.seek(resumed.state.position, resumed.state.shares)
+        reports = build_reports(config, abilities, data, trained, checkpointer, resumed, events)
+        trainer = Trainer(config, data, trained, checkpointer, resumed, reports)
         failed.pop_all()
     return trainer
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """The events before a step that concern all ranks, whichever rank notices them."""
+
+    stop: bool
+    """A signal asked for the end."""
+    overdue: bool
+    """A save is due by the clock."""
+    changed: bool
+    """The data have changed."""
+    gone: bool
+    """The run's folder is."""
 
 
 class Trainer:
@@ -55,27 +69,27 @@ class Trainer:
     def __init__(
         self,
         config: ResolvedConfig,
-        layout: Layout,
         data: RunData,
-        model: RunModel,
-        optimizer: ResumedOptimizer,
+        trained: Trained,
+        checkpointer: Checkpointer,
+        resumed: Resumed,
         reports: RunReports,
     ) -> None:
-        self.config, self.layout, self.loader = config, layout, data.loader
-        self.model, self.average = model.parallel, model.average
-        self.optimizer, self.schedule = optimizer.optimizer, optimizer.schedule
-        self.checkpointer, self.resumed = optimizer.checkpointer, optimizer.resumed
+        self.config, self.layout, self.loader = config, trained.model.layout, data.loader
+        self.model, self.average, self.optimizer = trained.model, trained.average, trained.optimizer
+        self.schedule = Schedule(config, self.optimizer)
+        self.checkpointer, self.resumed, self.state = checkpointer, resumed, resumed.state
         self.validation, self.evaluation = reports.validation, reports.evaluation
         self.reporter, self.metrics = reports.reporter, reports.metrics
-        self.profiler = Profiler(config.profiler, config.run.path / "profile", layout)
+        self.enter_phase = self.metrics.throughput.phases.enter
+        self.profiler = Profiler(config.profiler, config.run.path / "profile", self.layout)
         self.watchdog = Watchdog(
-            config.run.hang, layout, config.guards.hang_seconds, self.checkpointer.saver.group
+            config.run.hang, self.layout, config.guards.hang_seconds, checkpointer.saver.group
         )
         self.signals, self.garbage = StopSignals(), GarbageCollection()
         self.flags: FlagExchange
-        """The flags that ranks exchange during a step."""
+        """The `StepFlags` that ranks exchange during a step."""
         self.loss_guard = LossGuard(config.guards)
-        self.state, self.without_last_grad = self.resumed.state, self.resumed.without_last_grad
 
     def run(self) -> int:
         """Train from the step reached to training.steps; validate, save and report on the way.
@@ -115,7 +129,7 @@ class Trainer:
             self.optimizer.measures = reported
             with self.profiler.step(step):
                 made = self.train_step()
-            stop, overdue = self.agreed_events()
+            flags = self.agreed_events()
             if made is None:
                 self.roll_back()
                 continue
@@ -125,8 +139,8 @@ class Trainer:
                 self.report(*made)
             if reported or state.step % MOST_STEPS == 0:
                 self.garbage.collect()
-            self.reporter.report_epochs(self.loader.epochs)
-            stop = stop and state.step < last
+            self.reporter.report_epochs()
+            stop = flags.stop and state.step < last
             with self.metrics.throughput.paused():
                 if self.due(config.validation.interval) and not stop:
                     self.validate()
@@ -134,7 +148,7 @@ class Trainer:
                     self.evaluate()
                 if (
                     stop
-                    or overdue
+                    or flags.overdue
                     or self.due(config.checkpoint.interval, config.checkpoint.at_end)
                 ):
                     self.save()
@@ -154,20 +168,15 @@ class Trainer:
 
         Returns None if the loss is an outlier and the run is to roll back.
         """
-        state, optimizer = self.state, self.optimizer
-        enter_phase = self.metrics.throughput.phases.enter
+        state, optimizer, enter_phase = self.state, self.optimizer, self.enter_phase
         enter_phase("data")
         lr = self.schedule.apply(state.step + 1)
         batch = self.loader.step()
         state.position = self.loader.position
-        next_batch = self.loader.peek() if optimizer.exact else []
+        next_batch = self.loader.peek() if optimizer.exact else None
         self.flags = self.exchange_flags()
-        if optimizer.exact:  # the next batch's gradient at these weights corrects the next step
-            self.model.backward(next_batch, enter_phase, ahead=True)
-            enter_phase("optimizer")
-            self.checkpointer.before_change()
-            optimizer.look_ahead()
-            optimizer.zero_grad()
+        if next_batch is not None:
+            self.look_ahead(next_batch)
         loss = self.model.backward(batch, enter_phase)
         enter_phase(OTHER)
         outlier = self.loss_guard.active and self.check_loss(loss)
@@ -175,9 +184,6 @@ class Trainer:
             optimizer.zero_grad()
             return None
         self.checkpointer.before_change()
-        if self.without_last_grad:
-            optimizer.skip_next_correction(self.without_last_grad)
-            self.without_last_grad = []
         enter_phase("optimizer")
         if outlier:
             optimizer.skip()
@@ -194,6 +200,14 @@ class Trainer:
         enter_phase(OTHER)
         return loss, lr
 
+    def look_ahead(self, next_batch: list[Tensor]) -> None:
+        """Take the next batch's gradient at these weights: exact mode corrects its step by it."""
+        self.model.backward(next_batch, self.enter_phase, ahead=True)
+        self.enter_phase("optimizer")
+        self.checkpointer.before_change()
+        self.optimizer.look_ahead()
+        self.optimizer.zero_grad()
+
     def check_loss(self, loss: Tensor) -> bool:
         """Return whether the loss of the step under way is an outlier; report it if so."""
         mean = self.layout.mean_loss(loss)
@@ -208,29 +222,30 @@ class Trainer:
         It begins once the step has its data, so that a step on changed data is known for one. What
         happens later is told at the next step.
         """
-        return self.layout.exchange_flags(
-            self.signals.received is not None,
-            self.checkpointer.saver.overdue(),
-            self.loader.changed is not None,
-            self.layout.first and is_gone(self.config.run.lock),
+        flags = StepFlags(
+            stop=self.signals.received is not None,
+            overdue=self.checkpointer.saver.overdue(),
+            changed=self.loader.changed is not None,
+            gone=self.layout.first and is_gone(self.config.run.lock),
         )
+        return self.layout.exchange_flags(*astuple(flags))
 
-    def agreed_events(self) -> tuple[bool, bool]:
-        """Return whether any rank was told to stop, and whether a save is overdue.
+    def agreed_events(self) -> StepFlags:
+        """Return the flags that are set on any rank.
 
         Raises `UserError` if the run folder is gone, or the data have changed: then the step
         just made is worth nothing, and nothing of it was reported or saved.
         """
-        stop, overdue, changed, gone = self.flags.result()
-        if gone:
+        flags = StepFlags(*self.flags.result())
+        if flags.gone:
             raise UserError(
                 f"{self.config.run.lock} is gone after step {self.state.step}: the run folder was "
                 "deleted, moved or unmounted while the run went on. Put it back, and start the run "
                 "again"
             )
-        if changed:
+        if flags.changed:
             self.layout.on_all(self.loader.check)
-        return stop, overdue
+        return flags
 
     def roll_back(self) -> None:
         """Load the newest checkpoint, and resume with the data after the outlier's."""
@@ -248,7 +263,6 @@ class Trainer:
         # The data go forward only, also past a change of weights that the checkpoint is older than.
         self.state.position, self.state.shares = position, self.loader.shares
         self.loader.seek(position, self.loader.shares)
-        self.without_last_grad = self.checkpointer.look_ahead_parameters()
         self.reporter.rewind(reached, self.state, resumed.folder)
 
     def due(self, interval: int, at_end: bool | None = None, step: int | None = None) -> bool:
@@ -263,7 +277,7 @@ class Trainer:
 
     def report(self, loss: Tensor, lr: float) -> None:
         """Report the step just made. Waits for the device once."""
-        telemetry = self.reporter.report(self.state, loss, lr, self.model.balance)
+        telemetry = self.reporter.report(self.state, loss, lr)
         self.loss_guard.check_skipped(telemetry, self.state.step)
 
     def validate(self) -> None:

@@ -6,11 +6,9 @@ from torch import Tensor
 from torchmars.config import ValidationConfig
 from torchmars.core.device import is_gpu
 from torchmars.data.loader import validation_batches
-from torchmars.data.mixture import MixedWindows, Mixture
-from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
-from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.training.data import RunData
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -18,19 +16,10 @@ SAMPLE_TEMPERATURE = 0.8
 class Validation:
     """Measures a model on the same windows on every layout. Every rank makes the same calls."""
 
-    def __init__(
-        self,
-        config: ValidationConfig,
-        data: Mixture,
-        windows: MixedWindows,
-        batch_size: int,
-        model: ParallelModel,
-        tokenizer: Tokenizer,
-        layout: Layout,
-    ) -> None:
-        self.config, self.data = config, data
-        self.windows, self.batch_size = windows, batch_size
-        self.model, self.tokenizer, self.layout = model, tokenizer, layout
+    def __init__(self, config: ValidationConfig, data: RunData, model: ParallelModel) -> None:
+        self.config, self.model, self.layout = config, model, model.layout
+        self.data, self.tokenizer = data.mixture, data.tokenizer
+        self.windows, self.batch_size = data.validation_windows, data.loader.microbatch_size
 
     @torch.no_grad()
     def losses(self) -> tuple[float, float, dict[str, float]]:
