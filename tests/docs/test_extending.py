@@ -2,11 +2,13 @@
 
 import csv
 import json
+import math
 import os
 
 import pytest
 import tomli_w
 
+import torchmars
 from tests.docs.pages import ROOT, blocks, commands, named_files
 from tests.support.commands import Command
 from tests.support.tiny import tiny_tables, write_text
@@ -57,7 +59,7 @@ def run(folder, command, *args):
 
 def test_every_command_of_the_page_ends_well(place):
     _, done = place
-    assert len(done) == 5
+    assert len(done) == 6
     for command, (code, _, err) in done.items():
         assert code == 0, f"{command}: {err}"
         assert "warning" not in err or "csv" in command, err
@@ -72,6 +74,20 @@ def test_the_model_the_rule_and_the_documents_are_the_plugins_own(place):
     assert "csv" in data
     [manifest] = (folder / "runs/parallel/checkpoints").glob("*/manifest.json")
     assert json.loads(manifest.read_text())["config"]["run"]["plugins"] == ["my_model"]
+
+
+def test_a_hook_is_called_after_each_step_before_it_is_saved(place):
+    folder, done = place
+    [out] = [out for words, (_, out, _) in done.items() if "my_hook" in words]
+    lines = [line.split()[0] for line in out.splitlines()]
+    assert lines.count("weights") == 3 and f"weights after 3 steps: {norm_of(folder):.3f}" in out
+    assert lines.index("checkpoint") > len(lines) - 1 - lines[::-1].index("weights")
+
+
+def norm_of(folder):
+    """The norm of the weights of the run's last checkpoint, in float64."""
+    weights = torchmars.load(folder / "runs/watched").model.parameters()
+    return math.sqrt(sum(float(each.detach().double().square().sum()) for each in weights))
 
 
 def test_settings_of_its_own_reach_the_plugin(place):
@@ -180,6 +196,7 @@ def test_the_page_has_a_file_of_each_kind():
         "my_model.py",
         "my_rule.py",
         "my_data.py",
+        "my_hook.py",
     }
     for text in named_files("python").values():
         assert text.count("\n") <= 45
