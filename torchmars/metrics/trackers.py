@@ -106,16 +106,15 @@ class Guarded:
             self._drop(error)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        try:
-            if self.tracker is not None:
-                self.tracker.write(step, values)
-        except (Exception, SystemExit) as error:
-            self._drop(error)
+        self._ask(lambda tracker: tracker.write(step, values))
 
     def close(self) -> None:
+        self._ask(lambda tracker: tracker.close())
+
+    def _ask(self, call: Callable[[Service], None]) -> None:
         try:
             if self.tracker is not None:
-                self.tracker.close()
+                call(self.tracker)
         except (Exception, SystemExit) as error:
             self._drop(error)
 

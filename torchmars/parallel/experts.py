@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import (  # private, torch 2.11 t
     all_to_all_single_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from torchmars.models import Model
 from torchmars.models.moe import Experts, TakenRows
@@ -33,16 +33,15 @@ def deal_out_experts(model: Model, layout: Layout) -> None:
     assert layout.expert_mesh is not None
     mesh, scale = layout.expert_mesh["ep"], layout.group("tp").size / layout.group("ep").size
     for mixture in model.routed().values():
-        shard_stacks(mixture.experts, mesh)
+        place(mixture.experts, mesh, Shard(0))
         mixture.experts.local = partial(own_experts, scale=scale)
         mixture.dispatch = Dispatch(mesh.get_group())
 
 
-def shard_stacks(experts: Experts, mesh: DeviceMesh) -> None:
-    """Cut the stacks of `experts` by experts, in place, over `mesh`, which has one axis."""
-    for name, stack in list(experts.named_parameters()):
-        own = distribute_tensor(stack, mesh, [Shard(0)])
-        experts.register_parameter(name, nn.Parameter(own))
+def place(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Place the weights of a layer on `mesh`, which has one axis: `Shard(0)` cuts them by rows."""
+    for name, weight in list(module.named_parameters()):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [placement])))
 
 
 def own_experts(stack: Tensor, scale: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -112,11 +112,6 @@ class Layout:
         return mesh["dp_replicate", axis] if replicas else mesh[axis]
 
     @property
-    def tensor_mesh(self) -> DeviceMesh:
-        """The mesh that tensor parallelism cuts weights over, of one axis."""
-        return self.weight_mesh["tp"]
-
-    @property
     def norm_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold different layers; None if every rank has a part of each layer."""
         stages = self.group("pp")
@@ -145,9 +140,7 @@ class Layout:
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank; return its result, or raise its error, on every rank."""
-        result: list[T] = []
-        self.on_all(lambda: result.append(work()) if self.first else None)
-        return self._broadcast(result, 0)[0]
+        return self._broadcast(cast(T, self.only_first(work)), 0)
 
     def only_first(self, work: Callable[[], T]) -> T | None:
         """Run `work` on the first rank, which alone gets its result; raise its error on all."""

@@ -65,23 +65,22 @@ class ParallelModel:
         cp, pipeline, ranks = layout.group("cp"), layout.group("pp"), stage_ranks(parallelism)
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), layout.group("tp").size
         self.batches = Batches(self.sequence, device, pipeline.size > 1, find_starts)
-        chunk = chunk_tokens(layout.device.type, whole.vocab_rows // self.tp)
         self.parts: dict[int, ModelPart] = {}
         """This rank's parts, by the number of their stage."""
         for number, blocks in enumerate(blocks_of_stages(whole, parallelism)):
             if ranks[number] == pipeline.rank:
-                model, ends = deepcopy(whole), (number == 0, number == len(ranks) - 1)
-                cut_model(model, blocks, *ends)
-                compiles = bool(training.compile)
-                part = ModelPart(
-                    model, *ends, self.sequence, self.tp, chunk, training.z_loss, compiles
-                )
+                part = self._part(blocks, number == 0, number == len(ranks) - 1, training)
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
                     self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
                     put_buffers(part, device)
         self.balance = Balance(whole, self.parts, training, layout, device, exact)
-        self.weights = self._weights()
+        self.weights: dict[str, nn.Parameter] = {
+            name: weight
+            for part in self.parts.values()
+            for name, weight in part.model.named_parameters()
+            if part.first or name != "tok_embed.weight"  # else it is the copy of a tied table
+        }
         """The weights of which this rank has a part, by name. They are float32."""
         self.copies: Copies | None = None
         """The copies that a single rank computes with, unless it computes in float32."""
@@ -94,35 +93,22 @@ class ParallelModel:
         self.tied: TiedTable | None = None
         self.pipeline: Pipeline | None = None
         if pipeline.size > 1:
-            self.pipeline = self._pipeline(training)
+            # torch's pipelines take time to import, and most runs have none.
+            from torchmars.parallel import pipeline as pipelines
+
+            self.pipeline = pipelines.Pipeline(
+                self.parts, parallelism, training, layout, device, whole.width
+            )
             if whole.output is None:
                 tables = self._table(0), self._table(len(ranks) - 1)
                 self.tied = TiedTable(*tables, pipeline, ranks[-1])
 
-    def _pipeline(self, training: TrainingConfig) -> "Pipeline":
-        # torch's pipelines take time to import, and most runs have none.
-        from torchmars.parallel.pipeline import Pipeline
-
-        size, microbatches = training.microbatches(self.layout.data.size, self.parallelism.stages)
-        length = training.seq_len // self.sequence.ranks
-        return Pipeline(
-            self.parts,
-            self.parallelism,
-            self.layout.group("pp"),
-            self.device,
-            microbatches,
-            tokens=(size, length),
-            hidden=(size, length // self.tp, self.whole.width),
-            dtype=getattr(torch, training.dtype),
-        )
-
-    def _weights(self) -> dict[str, nn.Parameter]:
-        weights: dict[str, nn.Parameter] = {}
-        for part in self.parts.values():
-            for name, parameter in part.model.named_parameters():
-                if part.first or name != "tok_embed.weight":  # else it is the copy of a tied table
-                    weights[name] = parameter
-        return weights
+    def _part(self, blocks: range, first: bool, last: bool, training: TrainingConfig) -> ModelPart:
+        model = deepcopy(self.whole)
+        cut_model(model, blocks, first, last)
+        chunk = chunk_tokens(self.layout.device.type, self.whole.vocab_rows // self.tp)
+        of_loss = chunk, training.z_loss, bool(training.compile)
+        return ModelPart(model, first, last, self.sequence, self.tp, *of_loss)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -251,10 +237,10 @@ class ParallelModel:
         return whole
 
     def _forward(self, tokens: Tensor, **options: Any) -> Tensor | None:
-        if self.pipeline is None:
-            result: Tensor = self.parts[0](tokens, **options)
-            return result
-        return self.pipeline.forward(tokens, tokens.shape[1] // self.tp, **options)
+        if self.pipeline is not None:
+            return self.pipeline.forward(tokens, **options)
+        result: Tensor = self.parts[0](tokens, **options)
+        return result
 
 
 def put_buffers(part: nn.Module, device: torch.device) -> None:

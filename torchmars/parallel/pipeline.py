@@ -12,10 +12,10 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from torchmars.config import ParallelismConfig
+from torchmars.config import ParallelismConfig, TrainingConfig
 from torchmars.parallel.cuts import stage_ranks
 from torchmars.parallel.fsdp import set_reduction
-from torchmars.parallel.groups import RankGroup
+from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import ModelPart
 
 
@@ -43,26 +43,31 @@ class WholeBackwardStage(PipelineStage):
 class Pipeline:
     """The stages of this rank, and how all ranks of a pipeline run theirs together.
 
-    `parts` are this rank's, by the number of their stage. A rank's microbatch of token ids is
-    of shape `tokens` [microbatch size, length], and hidden states between stages are of shape
-    `hidden` [microbatch size, length / tp, width] and `dtype`.
+    `parts` are this rank's, by the number of their stage. Hidden states between stages have `width`
+    numbers for each token.
     """
 
     def __init__(
         self,
         parts: dict[int, ModelPart],
         config: ParallelismConfig,
-        ranks: RankGroup,
+        training: TrainingConfig,
+        layout: Layout,
         device: torch.device,
-        microbatches: int,
-        tokens: tuple[int, int],
-        hidden: tuple[int, int, int],
-        dtype: torch.dtype,
+        width: int,
     ) -> None:
-        self.parts, self.config, self.ranks, self.device = parts, config, ranks, device
-        self.microbatches, self.tokens = microbatches, tokens
-        self.rank_of = stage_ranks(config)
-        self.hidden = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
+        self.parts, self.config, self.device = parts, config, device
+        self.ranks, self.rank_of = layout.group("pp"), stage_ranks(config)
+        size, self.microbatches = training.microbatches(layout.data.size, config.stages)
+        length, self.tp = training.seq_len // layout.group("cp").size, layout.group("tp").size
+        # Of a microbatch. Shapes are given: torch would find them by passes of its own.
+        self.tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
+        self.hidden = torch.empty(
+            (size, length // self.tp, width),
+            dtype=getattr(torch, training.dtype),
+            device="meta",
+            requires_grad=True,
+        )
         """The tensors that pass from stage to stage, without memory."""
         kind = get_schedule_class(config.pp_schedule)
         self.torch_stages = {
@@ -71,14 +76,12 @@ class Pipeline:
         own = list(self.torch_stages.values())
         self.schedule = kind(
             own if issubclass(kind, PipelineScheduleMulti) else own[0],
-            n_microbatches=microbatches,
+            n_microbatches=self.microbatches,
             loss_fn=self._loss,
             scale_grads=False,
         )
 
     def _torch_stage(self, number: int, part: ModelPart) -> PipelineStage:
-        # Shapes are given: torch would find them by a forward and a backward pass of its own.
-        tokens = torch.empty(self.tokens, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         kind = (
             PipelineStage
@@ -90,7 +93,7 @@ class Pipeline:
             number,
             len(self.rank_of),
             self.device,
-            input_args=(tokens if part.first else self.hidden,),
+            input_args=(self.tokens if part.first else self.hidden,),
             output_args=(loss if part.last else self.hidden,),
             group=self.ranks.process_group,
         )
@@ -115,14 +118,13 @@ class Pipeline:
         )
         return torch.stack([torch.zeros((), device=self.device), *losses]).detach().sum()
 
-    def forward(self, tokens: Tensor, hidden_length: int, **options: Any) -> Tensor | None:
+    def forward(self, tokens: Tensor, **options: Any) -> Tensor | None:
         """Pass one microbatch through all stages; on the last one's rank, return its result.
 
-        `tokens` is [batch, length], and hidden states between stages are [batch, hidden_length,
-        width]. `options` are passed to `ModelPart.forward`.
+        `tokens` is [batch, length]. `options` are passed to `ModelPart.forward`.
         """
         x: Tensor | None = tokens
-        shape = tokens.shape[0], hidden_length, self.hidden.shape[-1]
+        shape = tokens.shape[0], tokens.shape[1] // self.tp, self.hidden.shape[-1]
         for number, rank in enumerate(self.rank_of):
             if rank != self.ranks.rank:
                 continue

@@ -34,7 +34,7 @@ def parallelize(
     if layout.expert_mesh is not None:
         deal_out_experts(model, layout)
     if layout.group("tp").size > 1:
-        cut_layers(model, layout.tensor_mesh)
+        cut_layers(model, layout.weight_mesh["tp"])
     if layout.group("cp").size > 1:
         share_sequences(model, layout.group("cp").process_group, parallelism.cp_method)
     # A rank alone gathers nothing.

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import (  # private, torch 2.11 t
     all_to_all_single_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -28,6 +28,7 @@ from torchmars.models import Model
 from torchmars.models.model import TensorParallelCut
 from torchmars.models.moe import Experts, Router
 from torchmars.parallel.cuts import cut_of
+from torchmars.parallel.experts import place
 
 SEQUENCE = 1  # the dim of hidden states [batch, length, width] that is cut between layers
 
@@ -39,7 +40,7 @@ def cut_layers(model: Model, mesh: DeviceMesh) -> None:
     returns whole sequences, and `head` logits whose vocabulary is cut: both are DTensors.
     """
     for name, module in model.named_modules():
-        for style in styles_of(name, module, model.cuts):
+        if style := style_of(name, module, model.cuts):
             parallelize_module(module, mesh, style)
     routed = model.routed()
     for mixture in routed.values():
@@ -65,26 +66,22 @@ def cut_layers(model: Model, mesh: DeviceMesh) -> None:
         parallelize_module(model.norm, mesh, whole)
 
 
-def styles_of(
+def style_of(
     name: str, module: nn.Module, cuts: dict[str, TensorParallelCut]
-) -> list[ParallelStyle]:
-    """Return how the module called `name` is cut: torch's styles, none for one without weights."""
+) -> ParallelStyle | None:
+    """Return how the module called `name` is cut, a style of torch's; None: it has no weights."""
     cut = cut_of(name, cuts)
-    if cut == "rows" and name == "output":
-        return [HeadParallel()]
-    if cut == "rows":
-        return [ColwiseParallel()]
-    if cut == "fused rows":
-        return [FusedColwiseParallel()]
-    if cut == "columns":
-        return [RowwiseParallel(output_layouts=Shard(SEQUENCE))]
-    if cut == "tokens":
-        return [RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))]
-    if cut == "positions":
-        return [PositionParallel()]
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return [SequenceParallel(use_local_output=True)]
-    return []
+    if cut is None:
+        is_norm = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+        return SequenceParallel(use_local_output=True) if is_norm else None
+    styles: dict[TensorParallelCut, ParallelStyle] = {
+        "rows": HeadParallel() if name == "output" else ColwiseParallel(),
+        "fused rows": FusedColwiseParallel(),
+        "columns": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE)),
+        "positions": PositionParallel(),
+    }
+    return styles[cut]
 
 
 def gathered(x: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -97,8 +94,7 @@ class HeadParallel(ParallelStyle):
     """Cuts a head by rows. Its hidden states, whole, and its logits are DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Linear)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
+        place(module, device_mesh, Shard(0))
         return module
 
 
@@ -144,9 +140,7 @@ class PositionParallel(ParallelStyle):
             positions = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
             return positions.redistribute(placements=[Shard(positions.ndim - 1)])
 
-        assert isinstance(module, nn.Embedding)
-        whole = distribute_tensor(module.weight, device_mesh, [Replicate()])
-        module.weight = nn.Parameter(whole)
+        place(module, device_mesh, Replicate())
         module.register_forward_pre_hook(cut)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
@@ -154,9 +148,7 @@ class PositionParallel(ParallelStyle):
 
 def keep_whole(module: Router | Experts, mesh: DeviceMesh) -> None:
     """Keep a router or experts whole, in place, for this rank's part of the sequences."""
-    for name, weight in list(module.named_parameters()):
-        whole = distribute_tensor(weight, mesh, [Replicate()])
-        module.register_parameter(name, nn.Parameter(whole))
+    place(module, mesh, Replicate())
     module.local = part_of_sum
 
 

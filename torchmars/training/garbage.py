@@ -1,7 +1,6 @@
 """Python's collection of garbage, at moments when all ranks wait for each other anyway."""
 
 import gc
-from types import TracebackType
 
 MOST_STEPS = 100  # between two collections
 
@@ -21,12 +20,7 @@ class GarbageCollection:
         gc.disable()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         gc.unfreeze()
         gc.enable()
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.core.console import labelled, next_commands
-from torchmars.core.errors import UserError
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
 from torchmars.metrics.events import EventLog
@@ -142,10 +141,6 @@ class RunReporter:
             if plugins := ",".join(self.config.run.plugins):
                 commands = [[*commands[0], "--plugins", plugins], commands[1]]
             self.layout.say("\n".join(next_commands(*(["torchmars", *each] for each in commands))))
-
-    def report_failure(self, step: int, error: UserError) -> None:
-        """Report the error that ends the run after `step`. The command prints it."""
-        self.events.add("failed", step, message=str(error))
 
     def _say(self, label: str, text: str) -> None:
         self.layout.say("\n".join(labelled(label, text)))

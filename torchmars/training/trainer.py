@@ -111,7 +111,7 @@ class Trainer:
             if complete:
                 self.reporter.report_complete(self.state.step)
         except UserError as error:
-            self.reporter.report_failure(self.state.step, error)
+            self.reporter.events.add("failed", self.state.step, message=str(error))
             raise
         finally:
             self.loader.close()
@@ -136,7 +136,7 @@ class Trainer:
             state = self.state
             state.step, state.validation_loss = step, None
             if reported:
-                self.report(*made)
+                self.loss_guard.check_skipped(self.reporter.report(state, *made), step)
             if reported or state.step % MOST_STEPS == 0:
                 self.garbage.collect()
             self.reporter.report_epochs()
@@ -274,11 +274,6 @@ class Trainer:
         step, last = self.state.step if step is None else step, self.config.training.steps
         ends = interval > 0 if at_end is None else at_end
         return (ends and step == last) or (interval > 0 and step % interval == 0)
-
-    def report(self, loss: Tensor, lr: float) -> None:
-        """Report the step just made. Waits for the device once."""
-        telemetry = self.reporter.report(self.state, loss, lr)
-        self.loss_guard.check_skipped(telemetry, self.state.step)
 
     def validate(self) -> None:
         """Measure and report the validation loss."""
