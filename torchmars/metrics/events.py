@@ -15,12 +15,8 @@ from torchmars.metrics.lines import Lines, Row, check_types, read_lines
 
 EVENTS_FILE = "events.jsonl"
 
-# The events of a run, and the facts that each has besides its step: started ranks, machines, origin
-# (None for a new run), changes of the config saved checkpoint, seconds, mib spike loss, action
-# (skip or rollback) rollback from_step, checkpoint sample text stopped signal complete failed
-# message, whose last line says what; of a crash also rank, machine, code deleted what: a file or
-# folder of the run that was deleted while the run went on A run whose processes were all killed has
-# no event of its end, and starts again.
+# The events of a run; docs/watching.md has the facts of each. A run whose processes were all killed
+# has no event of its end, and starts again.
 Kind = Literal[
     "started", "saved", "spike", "rollback", "sample", "stopped", "complete", "failed", "deleted"
 ]

@@ -78,12 +78,8 @@ class Metrics:
         eta = timedelta(seconds=round((self.steps - step) * seconds))
         parts += [f"mem {memory:.2f} GiB", f"eta {eta}"]
         self._say(step, " | ".join(parts))
-        self._write(step, "train", values)
+        self.write(step, "train", values)
         self.throughput.restart(step)
-
-    def data(self, step: int, values: dict[str, float]) -> None:
-        """Report how much of each part of a mixture was read by step number `step`."""
-        self._write(step, "data", values)
 
     def validation(self, step: int, loss: float, bits: float, of_parts: dict[str, float]) -> None:
         """Report the validation loss after step number `step`, and those of a mixture's parts.
@@ -92,16 +88,20 @@ class Metrics:
         """
         self._say(step, f"validation loss {loss_text(loss, bits)}")
         named = {f"{name}/loss": value for name, value in of_parts.items()}
-        self._write(step, "validation", losses(loss, bits) | named)
+        self.write(step, "validation", losses(loss, bits) | named)
 
     def evaluation(self, step: int, task: str, values: dict[str, float], line: str) -> None:
         """Report how the model answered a task after step number `step`, in words a `line`."""
         self._say(step, line)
-        self._write(step, f"evaluation/{task}", values)
+        self.write(step, f"evaluation/{task}", values)
 
-    def stall(self, step: int, seconds: float) -> None:
-        """Report how long training waited for the checkpoint of step number `step`."""
-        self._write(step, "checkpoint", {"stall_ms": 1e3 * seconds})
+    def write(self, step: int, kind: str, values: dict[str, float]) -> None:
+        """Report measurements of a kind after step number `step`, without a progress line."""
+        named = {f"{kind}/{name}": value for name, value in values.items()}
+        if self.journal is not None:
+            self.journal.write(step, named)
+        for tracker in self.trackers:
+            tracker.write(step, named)
 
     def sync(self) -> None:
         """Make metrics.jsonl durable, as the checkpoint that comes will be."""
@@ -118,13 +118,6 @@ class Metrics:
     def _say(self, step: int, text: str) -> None:
         if self.journal is not None:
             say(f"step {step:>{len(str(self.steps))}}/{self.steps} | {text}")
-
-    def _write(self, step: int, kind: str, values: dict[str, float]) -> None:
-        named = {f"{kind}/{name}": value for name, value in values.items()}
-        if self.journal is not None:
-            self.journal.write(step, named)
-        for tracker in self.trackers:
-            tracker.write(step, named)
 
 
 def losses(loss: float, bits: float) -> dict[str, float]:

@@ -37,7 +37,6 @@ EXPERT_MESH_AXES = ("pp", "dp_replicate", "expert_fsdp", "ep")
 class RankGroup:
     """Ranks that differ along certain axes only, as this rank sees them."""
 
-    name: str
     rank: int
     """The number of this rank in the group."""
     size: int
@@ -83,7 +82,7 @@ def make_groups(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> dict[str, R
     for name, each in rows.items():
         row = next(row for row in each if rank in row)
         group = of_meshes.get(name) or _group_over(row, mesh)
-        groups[name] = RankGroup(name, row.index(rank), len(row), group)
+        groups[name] = RankGroup(row.index(rank), len(row), group)
     return groups
 
 

@@ -42,8 +42,6 @@ class Layout:
     """The place of this rank: its device, and its groups along the axes of the mesh."""
 
     device: torch.device
-    mesh: DeviceMesh
-    """All ranks, with the axes `AXES`."""
     weight_mesh: DeviceMesh
     """All ranks, with the axes `WEIGHT_AXES`."""
     expert_mesh: DeviceMesh | None
@@ -58,7 +56,7 @@ class Layout:
         """Lay out the ranks of the default process group. Collective."""
         mesh, weights, experts = make_meshes(device.type, degrees)
         groups = make_groups(mesh, experts)
-        return cls(device, mesh, weights, experts, groups, make_control_group())
+        return cls(device, weights, experts, groups, make_control_group())
 
     @classmethod
     def simulate(
@@ -75,7 +73,7 @@ class Layout:
         mesh, weights, experts = make_meshes("cpu", degrees)
         groups = make_groups(mesh, experts)
         assert dist.group.WORLD is not None
-        return cls(device, mesh, weights, experts, groups, dist.group.WORLD)
+        return cls(device, weights, experts, groups, dist.group.WORLD)
 
     def group(self, name: str) -> RankGroup:
         """Return the group of this rank along an axis, a set of axes in `JOINT_AXES`, or "ep"."""

@@ -83,7 +83,7 @@ class RunReporter:
         figures = self.model.balance.figures()
         self.metrics.train(state.step, loss, bits, lr, telemetry | read | figures)
         if self.data.names:
-            self.metrics.data(state.step, self._read(state))
+            self.metrics.write(state.step, "data", self._read(state))
         return telemetry
 
     def _read(self, state: RunState) -> dict[str, float]:

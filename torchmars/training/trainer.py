@@ -285,16 +285,14 @@ class Trainer:
     def evaluate(self) -> None:
         """Ask the model the tasks, and report how it answered."""
         step = self.state.step
-
-        def beat(_: int) -> None:
-            self.watchdog.beat(f"the evaluation after step {step}")
-
-        beat(0)
-        for result in self.evaluation.results(beat):
+        work = f"the evaluation after step {step}"
+        self.watchdog.beat(work)
+        for result in self.evaluation.results(lambda _: self.watchdog.beat(work)):
             self.metrics.evaluation(step, result.task, result.measures(), result.describe())
 
     def save(self) -> None:
         """Save the step just made, or begin to."""
         self.watchdog.beat(f"saving step {self.state.step}")
         self.metrics.sync()
-        self.metrics.stall(self.state.step, self.checkpointer.save(self.state))
+        stall = {"stall_ms": 1e3 * self.checkpointer.save(self.state)}
+        self.metrics.write(self.state.step, "checkpoint", stall)

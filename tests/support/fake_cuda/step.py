@@ -274,7 +274,7 @@ def fake_model(
     mesh, weight_mesh, expert_mesh = make_meshes("cuda", degrees)
     assert dist.group.WORLD is not None
     groups = make_groups(mesh, expert_mesh)
-    layout = Layout(DEVICE, mesh, weight_mesh, expert_mesh, groups, dist.group.WORLD)
+    layout = Layout(DEVICE, weight_mesh, expert_mesh, groups, dist.group.WORLD)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with OnFakeGpu(fake):
         model = ParallelModel(
