@@ -1,6 +1,7 @@
 """A run small enough for tests: its config, its text, and training it on any number of ranks."""
 
 import contextlib
+import gc
 import io
 import json
 from collections.abc import Callable
@@ -80,6 +81,7 @@ def train_here(*runs: dict[str, dict], change: Change = lambda trainer: None) ->
     `change` changes each trainer before it runs, its storage or its clock for example.
     """
     for tables in runs:
+        gc.freeze()  # as tests.support.warm does: the end of the run before has undone it
         config = config_from_tables(tables, "in a test")
         trainer = build_trainer(config, connection.start(config.parallelism))
         change(trainer)
