@@ -8,11 +8,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.optim.test_sharded_rules import SHAPES, starts, steps, whole
 from tests.support.ranks import run_ranks
+from tests.support.steps import SHARDED, sharded, take_steps, whole
 from tests.support.tiny import set_bfloat16
 from torchmars.optim import MARS
 from torchmars.optim.matrices import owners
+
+
+def spied(patch):
+    """Return a list of the bytes that each all-to-all from now on sends to others."""
+    sent, original = [], dist.all_to_all_single
+
+    def spy(output, input, output_sizes, input_sizes, group=None, **options):
+        mine = dist.get_rank(group)
+        others = sum(size for rank, size in enumerate(input_sizes) if rank != mine)
+        sent.append(others * input.element_size())
+        return original(output, input, output_sizes, input_sizes, group=group, **options)
+
+    patch.setattr(dist, "all_to_all_single", spy)
+    return sent
 
 
 def counted(shape, placements, rule, matrix_dtype):
@@ -21,29 +35,11 @@ def counted(shape, placements, rule, matrix_dtype):
     That is its collectives by name, the bytes sent to others in each all-to-all, the calls of
     full_tensor, and the number of buckets that are at home, and of those that are not.
     """
-    mesh = init_device_mesh("cpu", shape)
-    parameters = [nn.Parameter(distribute_tensor(start, mesh, placements)) for start in starts()]
-    optimizer = steps(
-        parameters,
-        rule,
-        lambda gradient: distribute_tensor(gradient, mesh, placements),
-        1,
-        max_grad_norm=1.0,
-        matrix_dtype=matrix_dtype,
-    )
-    sent, original = [], dist.all_to_all_single
-
-    def spy(output, input, output_sizes, input_sizes, group=None, **options):
-        mine = dist.get_rank(group)
-        sent.append(
-            sum(size for rank, size in enumerate(input_sizes) if rank != mine)
-            * input.element_size()
-        )
-        return original(output, input, output_sizes, input_sizes, group=group, **options)
-
+    parameters = sharded(init_device_mesh("cpu", shape), placements)
+    optimizer = take_steps(parameters, rule, 1, max_grad_norm=1.0, matrix_dtype=matrix_dtype)
     calls = []
     with pytest.MonkeyPatch.context() as patch, CommDebugMode() as mode:
-        patch.setattr(dist, "all_to_all_single", spy)
+        sent = spied(patch)
         patch.setattr(DTensor, "full_tensor", lambda self: calls.append(self))
         optimizer.step()
     names = {
@@ -79,7 +75,7 @@ def check_counted(results, shape, rule, width):
     shards, replicas = shape[-1], torch.Size(shape[:-1]).numel()
     # On two shards each has whole matrices of the one stack, on four one would have none.
     stays = shards == 2
-    elements = sum(torch.Size(each).numel() for each in SHAPES if not (stays and len(each) == 3))
+    elements = sum(torch.Size(each).numel() for each in SHARDED if not (stays and len(each) == 3))
     for names, _, full_tensors, (home, away) in results:
         assert full_tensors == 0
         expected = {"allreduce": 2 if replicas > 1 else 1}
@@ -105,19 +101,12 @@ def even_bytes():
     parameters = [
         nn.Parameter(distribute_tensor(torch.randn(16, 8), mesh, [Shard(0)])) for _ in range(8)
     ]
-    optimizer = MARS(parameters, rule="mars-m")
-    sent, original = [], dist.all_to_all_single
-
-    def spy(output, input, output_sizes, input_sizes, group=None, **options):
-        sent.append(
-            2 * sum(size for rank, size in enumerate(input_sizes) if rank != dist.get_rank())
-        )
-        return original(output, input, output_sizes, input_sizes, group=group, **options)
-
-    dist.all_to_all_single = spy
+    optimizer = MARS(parameters, rule="mars-m", matrix_dtype="bfloat16")
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        sent = spied(patch)
+        optimizer.step()
     return sum(sent)
 
 
@@ -128,14 +117,8 @@ def test_bytes_are_the_formula_where_shards_are_even():
 
 def overlapped(overlap):
     owners.BUCKET_ELEMENTS = 100  # several buckets
-    mesh = init_device_mesh("cpu", (2,))
-    parameters = [nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])) for start in starts()]
-    optimizer = steps(
-        parameters,
-        "mars-m",
-        lambda gradient: distribute_tensor(gradient, mesh, [Shard(0)]),
-        overlap=overlap,
-    )
+    parameters = sharded(init_device_mesh("cpu", (2,)), [Shard(0)])
+    optimizer = take_steps(parameters, "mars-m", overlap=overlap)
     assert len(optimizer.plans.traffic[0].buckets) > 2
     return whole(parameters)
 
@@ -187,8 +170,7 @@ def test_ranks_that_plan_differently_say_so():
 
 def agreed(asked):
     """Return what two ranks make of a dtype each; the second one's CPU has no bfloat16."""
-    mesh = init_device_mesh("cpu", (2,))
-    parameters = [nn.Parameter(distribute_tensor(start, mesh, [Shard(0)])) for start in starts()]
+    parameters = sharded(init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.MonkeyPatch.context() as patch:
         set_bfloat16(dist.get_rank() == 0, patch)
         answers = []

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.optim.reference import gradients
-from tests.optim.test_mars import relative, run
-from tests.optim.test_state import LR, Net, train, whole
+from tests.optim.test_state import LR, Net, train
+from tests.support.steps import relative, run, whole
 from torchmars.optim import MARS
 
 
@@ -95,7 +95,10 @@ def test_a_state_that_does_not_fit_changes_nothing(spoil, message):
     assert_same(everything(optimizer), before)
     expected_model, expected = trained(steps=2)
     train(model, optimizer, range(2, 4)), train(expected_model, expected, range(2, 4))
-    assert all(torch.equal(one, other) for one, other in zip(whole(model), whole(expected_model)))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(whole(model.parameters()), whole(expected_model.parameters()))
+    )
 
 
 def test_hooks_of_others_may_change_what_is_loaded():
@@ -119,7 +122,7 @@ def test_adamw_goes_on_as_rule_adamw():
         "rule": "adamw",
     }
     train(model, optimizer, range(4, 8)), train(theirs_model, theirs, range(4, 8))
-    for one, other in zip(whole(model), whole(theirs_model)):
+    for one, other in zip(whole(model.parameters()), whole(theirs_model.parameters())):
         assert relative(one, other) < 1e-6
     fresh = torch.optim.AdamW(model.parameters())  # without state: no step was made
     optimizer.load_state_dict(fresh.state_dict())

@@ -1,8 +1,4 @@
-"""MARS on DTensor shards of every placement: the same as on whole tensors.
-
-A step makes one all-reduce, one more where there are copies, and one more where last gradients are
-read.
-"""
+"""Models that torch wraps, and its own checkpoints of them: MARS trains them as plain ones."""
 
 import pytest
 import torch
@@ -15,107 +11,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.optim.reference import gradients
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES, MatrixRule
 
 SETTINGS = dict(lr=6e-3, weight_decay=0.1, gamma=0.025)
-SHAPES = [
-    (10, 6),
-    (7, 3),
-    (2, 5),
-    (1, 4),
-    (9,),
-    (3,),
-]  # over 4 ranks: uneven shards, and empty ones
-STEPS = 20
-
-
-def starts():
-    return [
-        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        for seed, shape in enumerate(SHAPES)
-    ]
-
-
-def optimize(
-    parameters, distribute=lambda gradient, parameter: gradient, steps=range(STEPS), optimizer=None
-):
-    """Take the steps with the gradients of each parameter; returns the optimizer."""
-    optimizer = optimizer or MARS(parameters, **SETTINGS)
-    sequences = [gradients(shape, STEPS, seed) for seed, shape in enumerate(SHAPES)]
-    for step in steps:
-        for parameter, sequence in zip(parameters, sequences):
-            parameter.grad = distribute(sequence[step], parameter)
-        optimizer.step()
-    return optimizer
-
-
-def unsharded():
-    parameters = [nn.Parameter(start) for start in starts()]
-    optimize(parameters)
-    return [parameter.detach() for parameter in parameters]
-
-
-def like(gradient, parameter):
-    return distribute_tensor(
-        gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
-
-
-def on_mesh(shape, placements):
-    """Return the whole parameters after all steps on a mesh, and the collectives of a step."""
-    mesh = init_device_mesh("cpu", shape)
-    parameters = [
-        nn.Parameter(
-            distribute_tensor(
-                start,
-                mesh,
-                [p if not p.is_shard() or p.dim < start.ndim else Shard(0) for p in placements],
-            )
-        )
-        for start in starts()
-    ]
-    optimizer = optimize(parameters, like, range(STEPS - 1))
-    with CommDebugMode() as counted:
-        optimize(
-            parameters,
-            lambda gradient, parameter: like(gradient, parameter),
-            range(STEPS - 1, STEPS),
-            optimizer,
-        )
-    return [
-        parameter.full_tensor().detach() for parameter in parameters
-    ], counted.get_total_counts()
-
-
-# Meshes, placements, and the all-reduces of a step.
-LAYOUTS = [
-    ((2,), [Shard(0)], 1),
-    ((4,), [Shard(0)], 1),
-    ((4,), [Shard(1)], 1),
-    ((4,), [Replicate()], 1),
-    ((2, 2), [Replicate(), Shard(0)], 2),
-    ((2, 2), [Shard(0), Shard(0)], 1),
-    ((2, 2), [Shard(1), Shard(0)], 1),
-]
-QUICK = [LAYOUTS[0], LAYOUTS[4], LAYOUTS[6]]
-
-
-@pytest.mark.parametrize("shape,placements,all_reduces", full_but(QUICK, LAYOUTS))
-def test_every_placement_equals_whole_tensors(shape, placements, all_reduces):
-    expected = unsharded()
-    size = torch.Size(shape).numel()
-    for parameters, collectives in run_ranks(on_mesh, size, shape, placements):
-        assert collectives == all_reduces
-        for actual, whole in zip(parameters, expected):
-            torch.testing.assert_close(actual, whole, rtol=1e-6, atol=1e-7)
 
 
 class TwoLayers(nn.Module):

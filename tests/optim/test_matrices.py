@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from tests.optim.reference import gradients, orthogonalized
-from tests.optim.test_mars import run
-from tests.optim.test_rules import BASE
+from tests.support.steps import BASE, run
 from torchmars.optim import MARS
 from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.optim.reference import gradients
 from tests.support.ranks import run_ranks
+from tests.support.steps import starts, whole
 from torchmars.optim import MARS, reduction
 from torchmars.optim.kernels import inner_products
 
@@ -21,13 +22,6 @@ SHAPES = [(8, 6), (6, 8), (4, 4), (8, 8)]
 RULES = ("mars-adamw", "mars-m", "adamw", "muon")
 STEPS = 6
 ZERO = dict(rule="mars-adamw", max_grad_norm=0.5, lr=0.1)
-
-
-def starts():
-    return [
-        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        for seed, shape in enumerate(SHAPES)
-    ]
 
 
 def lay_out(whole, layout):
@@ -50,7 +44,9 @@ def verdicts(layouts, broken, rule):
     Return the skipped steps, whether the first changed weights, both norms, the last weights, and
     how many all-reduces a step made.
     """
-    parameters = [nn.Parameter(lay_out(start, layout)) for start, layout in zip(starts(), layouts)]
+    parameters = [
+        nn.Parameter(lay_out(start, layout)) for start, layout in zip(starts(SHAPES), layouts)
+    ]
     optimizer = MARS(parameters, rule=rule, max_grad_norm=1.0)
     give(parameters, layouts, 0)
     if dist.get_rank() == 3:
@@ -61,12 +57,12 @@ def verdicts(layouts, broken, rule):
     skipped = optimizer.telemetry()["skipped_steps"]
     changed = any(
         not torch.equal(local(p), local(lay_out(start, layout)))
-        for p, start, layout in zip(parameters, starts(), layouts)
+        for p, start, layout in zip(parameters, starts(SHAPES), layouts)
     )
     give(parameters, layouts, 1)
     optimizer.step()
-    last = [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
-    return skipped, changed, norm, optimizer.grad_norm.item(), last, counts(counted)["allreduce"]
+    last, all_reduces = whole(parameters), counts(counted)["allreduce"]
+    return skipped, changed, norm, optimizer.grad_norm.item(), last, all_reduces
 
 
 def counts(mode):
@@ -109,7 +105,9 @@ def drifting():
     """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layouts = [(grid, [Replicate(), Shard(0)])] * len(SHAPES)
-    parameters = [nn.Parameter(lay_out(start, layout)) for start, layout in zip(starts(), layouts)]
+    parameters = [
+        nn.Parameter(lay_out(start, layout)) for start, layout in zip(starts(SHAPES), layouts)
+    ]
     optimizer = MARS(parameters, lr=0.1, clip=0.01)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() >= 2:
@@ -166,7 +164,7 @@ def stages():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage, layout = mesh.get_local_rank("pp"), (mesh["dp"], [Shard(0)])
     numbers = [2 * stage, 2 * stage + 1]
-    parameters = [nn.Parameter(lay_out(starts()[number], layout)) for number in numbers]
+    parameters = [nn.Parameter(lay_out(starts(SHAPES)[number], layout)) for number in numbers]
     group = groups_of_stages(parameters * 2)[stage]
     reported, counted = train_stages(
         parameters,
@@ -205,7 +203,7 @@ def test_replicas_that_add_up_otherwise_stay_the_same(four_ranks):
     *_, first = four_ranks[0]
     for (*_, mine), (*_, copy) in zip(four_ranks[:2], four_ranks[2:]):
         assert all(map(torch.equal, mine, copy))
-    assert not any(torch.equal(local(a), b[: len(a)]) for a, b in zip(first, starts()))
+    assert not any(torch.equal(local(a), b[: len(a)]) for a, b in zip(first, starts(SHAPES)))
 
 
 def test_plain_tensors_alone_communicate_nothing(four_ranks):
@@ -214,7 +212,7 @@ def test_plain_tensors_alone_communicate_nothing(four_ranks):
 
 def test_a_norm_group_makes_parts_one_model(four_ranks):
     """Stages of different rules: norm, telemetry and verdict are those of one process with all."""
-    parameters = [nn.Parameter(start) for start in starts()]
+    parameters = [nn.Parameter(start) for start in starts(SHAPES)]
     wanted, _ = train_stages(parameters, groups_of_stages(parameters), None, range(4), True)
     assert wanted[-1]["skipped_steps"] == 1 and max(each["norm"] for each in wanted[3:]) > 0.5
     for _, _, (numbers, halves, reported, counted), _ in four_ranks:
@@ -242,7 +240,7 @@ def on_two_ranks():
             errors.append(str(error))
     result = []
     for group in (dist.group.WORLD, None):
-        parameters = [nn.Parameter(start) for start in starts()]
+        parameters = [nn.Parameter(start) for start in starts(SHAPES)]
         zero = ZeroRedundancyOptimizer(parameters, MARS, **ZERO, norm_group=group)
         reported = train_plain(parameters, zero, zero.optim)
         result.append(([parameter.detach() for parameter in parameters], reported))
@@ -260,7 +258,7 @@ def train_plain(parameters, optimizer, mars):
 
 
 def test_fsdp1_is_refused_and_zero_is_right_with_a_norm_group():
-    parameters = [nn.Parameter(start) for start in starts()]
+    parameters = [nn.Parameter(start) for start in starts(SHAPES)]
     optimizer = MARS(parameters, **ZERO)
     norms, reported = train_plain(parameters, optimizer, optimizer)
     assert min(norms) > 0.5

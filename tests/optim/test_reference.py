@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from tests.optim.reference import gradients, lion, mars, muon
-from tests.optim.test_mars import relative
-from tests.optim.test_rules import BASE, MARS_RULES, SHAPES, starts, train
+from tests.support.steps import BASE, MARS_RULES, MATRICES, relative, starts, train
 from torchmars.optim import MARS
 from torchmars.optim.reference import REFERENCES, global_clip
 from torchmars.optim.rules import RULES, MatrixRule
@@ -42,7 +41,7 @@ OPTIONS = [
 def shipped(rule, dtype, settings, lasts=None):
     """Return the parameters after all steps of the reference that ships."""
     result = []
-    for seed, x in enumerate(starts(dtype)):
+    for seed, x in enumerate(starts(MATRICES, dtype)):
         state = {}
         for step, g in enumerate(gradients(x.shape, STEPS, seed, dtype)):
             last = {"last": lasts[seed][step].to(dtype)} if lasts else {}
@@ -54,7 +53,7 @@ def shipped(rule, dtype, settings, lasts=None):
 def independent(rule, dtype, clip, lasts=None, **options):
     """Return the parameters after all steps of the independent float64 reference."""
     result = []
-    for seed, start in enumerate(starts(dtype)):
+    for seed, start in enumerate(starts(MATRICES, dtype)):
         sequence = gradients(start.shape, STEPS, seed, dtype)
         if rule == "lion":
             result.append(lion(start, sequence, betas=BETAS, **BASE, **options))
@@ -134,7 +133,7 @@ def test_they_agree_with_every_option_of_matrices(rule, dtype, options):
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_they_agree_in_exact_mode(rule, clip):
     dtype = torch.float64
-    lasts = [gradients(shape, STEPS + 1, seed + 50, dtype) for seed, shape in enumerate(SHAPES)]
+    lasts = [gradients(shape, STEPS + 1, seed + 50, dtype) for seed, shape in enumerate(MATRICES)]
 
     def look_ahead(optimizer, step):
         for parameter, last in zip(optimizer.param_groups[0]["params"], lasts):
@@ -142,18 +141,22 @@ def test_they_agree_in_exact_mode(rule, clip):
         optimizer.look_ahead()
 
     settings = settings_of(rule, clip)
-    parameters, _ = train(rule, dtype, STEPS, before=look_ahead, exact=True, **settings)
+    parameters, optimizer = train(rule, dtype, STEPS, before=look_ahead, exact=True, **settings)
     theirs = shipped(rule, dtype, settings, lasts), independent(rule, dtype, clip, lasts)
     for ours, reference, other in zip(parameters, *theirs):
         assert relative(ours, reference) < 1e-11 and relative(reference, other) < 1e-11
+    with pytest.raises(RuntimeError, match="look_ahead"):
+        optimizer.step()
 
 
 def test_the_global_clip_of_the_reference_is_that_of_mars():
-    parameters = [nn.Parameter(start) for start in starts(torch.float64)]
+    parameters = [nn.Parameter(start) for start in starts(MATRICES, torch.float64)]
     optimizer = MARS(parameters, clip=None, max_grad_norm=0.7, **BASE, **MARS_SETTINGS)
-    wholes, states = starts(torch.float64), [{} for _ in SHAPES]
+    wholes, states = starts(MATRICES, torch.float64), [{} for _ in MATRICES]
     settings = settings_of("mars-adamw", None)
-    sequences = [gradients(shape, STEPS, seed, torch.float64) for seed, shape in enumerate(SHAPES)]
+    sequences = [
+        gradients(shape, STEPS, seed, torch.float64) for seed, shape in enumerate(MATRICES)
+    ]
     for given in zip(*sequences):
         for parameter, gradient in zip(parameters, given):
             parameter.grad = gradient.clone()

@@ -6,46 +6,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.optim.reference import direction, gradients, lion, mars, muon
-from tests.optim.test_mars import relative, run
-from tests.optim.test_overflow import report
 from tests.support.full import full_but
+from tests.support.steps import BASE, MARS_RULES, MATRICES, OTHERS, relative, run, starts, train
 from torchmars.optim import MARS
-
-SHAPES = [(12, 20), (20, 12), (7, 7), (1, 5)]
-BASE = dict(lr=6e-3, weight_decay=0.1)
-MARS_RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
-
-
-def starts(dtype=torch.float32):
-    return [
-        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
-            dtype
-        )
-        for seed, shape in enumerate(SHAPES)
-    ]
-
-
-def train(rule, dtype=torch.float32, steps=20, before=None, **settings):
-    """Return the parameters after `steps` steps, and the optimizer.
-
-    Matrices are orthogonalised in the parameters' dtype.
-    """
-    parameters = [nn.Parameter(start) for start in starts(dtype)]
-    optimizer = MARS(parameters, rule=rule, matrix_dtype=dtype, **BASE | settings)
-    sequences = [gradients(shape, steps, seed, dtype) for seed, shape in enumerate(SHAPES)]
-    for step in range(steps):
-        if before:
-            before(optimizer, step)
-        for parameter, sequence in zip(parameters, sequences):
-            parameter.grad = sequence[step].clone()
-        optimizer.step()
-    return parameters, optimizer
+from torchmars.optim.rules import RULES, MatrixRule
 
 
 def compare(parameters, reference, dtype, tolerance, **settings):
     """Compare with `reference`, and return on how many steps its clip was active."""
-    clipped = 0
-    for seed, (parameter, start) in enumerate(zip(parameters, starts(dtype))):
+    clipped, sizes = 0, [parameter.shape for parameter in parameters]
+    for seed, (parameter, start) in enumerate(zip(parameters, starts(sizes, dtype))):
         expected = reference(start, gradients(start.shape, 20, seed, dtype), **settings)
         if isinstance(expected, tuple):
             expected, active = expected
@@ -63,12 +33,14 @@ def compare(parameters, reference, dtype, tolerance, **settings):
         {"clip": None},
         {"gamma": 0.2, "betas": (0.9, 0.95)},
         {"clip": None, "gamma": 0.1},
+        {"clip": 0.4},
         {"gamma": 0.0},
     ],
 )
 def test_mars_rules_in_approximate_form(rule, dtype, settings):
-    parameters, optimizer = train(rule, dtype, **settings)
-    matrix = rule in ("mars-shampoo", "mars-m")
+    matrix = isinstance(RULES[rule], MatrixRule)
+    sizes = MATRICES if matrix else MATRICES + OTHERS
+    parameters, optimizer = train(rule, dtype, sizes=sizes, **settings)
     tolerance = {torch.float64: 1e-11, torch.float32: 1e-5 if matrix else 1e-6}[dtype]
     clipped = compare(parameters, mars, dtype, tolerance, rule=rule, **settings)
     assert (clipped > 0) == (settings.get("clip", 1.0) is not None)
@@ -127,44 +99,13 @@ def test_betas_may_follow_a_schedule(rule, settings, schedule):
         compare(parameters, mars, torch.float64, 1e-11, rule=rule, betas=betas, **settings)
 
 
-@pytest.mark.parametrize("rule", MARS_RULES)
-@pytest.mark.parametrize("clip", [1.0, None])
-def test_exact_mode(rule, clip):
-    lasts = [gradients(shape, 21, seed + 50, torch.float64) for seed, shape in enumerate(SHAPES)]
-
-    def look_ahead(optimizer, step):
-        for parameter, last in zip(optimizer.param_groups[0]["params"], lasts):
-            parameter.grad = last[step + 1].clone() if step < 20 else None
-        optimizer.look_ahead()
-
-    parameters, optimizer = train(rule, torch.float64, before=look_ahead, clip=clip, exact=True)
-    for seed, (parameter, start) in enumerate(zip(parameters, starts(torch.float64))):
-        expected, _ = mars(
-            start,
-            gradients(start.shape, 20, seed, torch.float64),
-            rule=rule,
-            clip=clip,
-            last=lasts[seed],
-        )
-        assert relative(parameter, expected) < 1e-11
-    with pytest.raises(RuntimeError, match="look_ahead"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("settings", [{}, {"betas": (0.95, 0.98)}])
-def test_lion(settings):
-    settings = {"betas": (0.9, 0.99)} | settings
-    parameters, _ = train("lion", torch.float64, **settings)
-    compare(parameters, lion, torch.float64, 1e-9, **BASE, **settings)
-
-
 def test_lion_is_mars_lion_with_another_gamma():
     """Lion(b1, b2) is mars-lion with beta b2, gamma 1 - b1 / b2, from h_1 = 0.
 
     There m_1 = (1 - b1) g_1, here m_1 = (1 - b2) g_1.
     """
     parameters, _ = train("lion", torch.float64, steps=20, betas=(0.9, 0.99))
-    others = [nn.Parameter(start) for start in starts(torch.float64)]
+    others = [nn.Parameter(start) for start in starts(MATRICES, torch.float64)]
     optimizer = MARS(
         others, rule="mars-lion", clip=None, betas=(0.99, 0.0), gamma=1 - 0.9 / 0.99, **BASE
     )
@@ -173,36 +114,31 @@ def test_lion_is_mars_lion_with_another_gamma():
     run(
         optimizer,
         others,
-        [gradients(shape, 20, seed, torch.float64) for seed, shape in enumerate(SHAPES)],
+        [gradients(shape, 20, seed, torch.float64) for seed, shape in enumerate(MATRICES)],
     )
     for one, other in zip(parameters, others):
         assert relative(one, other) < 1e-9
 
 
-def test_muon():
-    parameters, _ = train("muon", torch.float64)
-    compare(parameters, muon, torch.float64, 1e-7, momentum=0.95, **BASE)
-
-
 def test_muon_equals_torch():
     """In bfloat16 a last bit may differ: torch divides by the norm in place, and without eps."""
-    ours = [nn.Parameter(start) for start in starts()]
-    theirs = [nn.Parameter(start) for start in starts()]
-    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
+    ours = [nn.Parameter(start) for start in starts(MATRICES)]
+    theirs = [nn.Parameter(start) for start in starts(MATRICES)]
+    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(MATRICES)]
     run(MARS(ours, rule="muon", **BASE), ours, sequences)
     run(
         torch.optim.Muon(theirs, momentum=0.95, adjust_lr_fn="match_rms_adamw", **BASE),
         theirs,
         sequences,
     )
-    for one, other, start in zip(ours, theirs, starts()):
+    for one, other, start in zip(ours, theirs, starts(MATRICES)):
         assert relative(one - start, other - start) < 2e-2
 
 
 @pytest.mark.parametrize("rule", ["mars-shampoo", "mars-m"])
 def test_without_reduction_it_is_muon_with_plain_momentum(rule):
     parameters, _ = train(rule, torch.float64, gamma=0.0, clip=None)
-    for seed, (parameter, start) in enumerate(zip(parameters, starts(torch.float64))):
+    for seed, (parameter, start) in enumerate(zip(parameters, starts(MATRICES, torch.float64))):
         x, m = start.clone(), torch.zeros_like(start)
         for g in gradients(start.shape, 20, seed, torch.float64):
             m = 0.95 * m + 0.05 * g
@@ -258,8 +194,8 @@ def test_last_grad_in_bfloat16(rule):
 
 
 def test_global_clip_inside_equals_clip_grad_norm():
-    inside, outside = ([nn.Parameter(start) for start in starts()] for _ in range(2))
-    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
+    inside, outside = ([nn.Parameter(start) for start in starts(MATRICES)] for _ in range(2))
+    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(MATRICES)]
     first = MARS(
         [{"params": inside[:2]}, {"params": inside[2:], "rule": "adamw"}], max_grad_norm=0.7, **BASE
     )
@@ -281,11 +217,11 @@ def test_global_clip_inside_equals_clip_grad_norm():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_with_a_non_finite_gradient_changes_nothing(rule, clip, bad):
     clean, _ = train(rule, clip=clip, max_grad_norm=1.0)
-    parameters = [nn.Parameter(start) for start in starts()]
+    parameters = [nn.Parameter(start) for start in starts(MATRICES)]
     optimizer = MARS(
         parameters, rule=rule, clip=clip, max_grad_norm=1.0, matrix_dtype=torch.float32, **BASE
     )
-    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(SHAPES)]
+    sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(MATRICES)]
     for step in range(20):
         for broken in (True, False) if step in (0, 7, 8) else (False,):
             for parameter, sequence in zip(parameters, sequences):
@@ -293,7 +229,8 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(rule, clip, bad):
             if broken:
                 parameters[1].grad[0, 0] = bad
             optimizer.step()
-            assert report(optimizer)["skipped_in_a_row"] == broken
+            assert optimizer.telemetry()["skipped_in_a_row"] == broken
+            optimizer.start_interval()
     assert optimizer.telemetry()["skipped_steps"] == 3
     for parameter, other in zip(parameters, clean):
         assert torch.equal(parameter, other)

@@ -9,10 +9,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.optim.numbers import numbers_apart
 from tests.optim.reference import gradients, mars
-from tests.optim.test_mars import relative
-from tests.optim.test_sharded_rules import laid_out, whole
 from tests.support.full import full_but
 from tests.support.ranks import run_ranks
+from tests.support.steps import MARS_RULES, laid_out, relative, whole
 from torchmars.optim import MARS
 from torchmars.optim.reference import REFERENCES
 from torchmars.optim.rules import RULES
@@ -23,7 +22,6 @@ EXPERTS, STEPS = 8, 5
 # gradient is kept all the same.
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 CORRECTION = {"clip": 1e6, "gamma": 0.1}
-MARS_RULES = ["mars-m", "mars-shampoo", "mars-adamw", "mars-lion"]
 
 
 class Layers(nn.Module):

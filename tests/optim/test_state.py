@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.optim.reference import gradients
-from tests.optim.test_mars import relative, run
 from tests.support.ranks import run_ranks
+from tests.support.steps import relative, run, whole
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES, MatrixRule
 
@@ -42,10 +42,6 @@ def train(model, optimizer, steps, backward=torch.Tensor.backward):
         optimizer.step()
 
 
-def whole(model):
-    return [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in model.parameters()]
-
-
 def optimizer_of(model, rule, **settings):
     """Return an optimizer of bare parameters, or of named groups where the rule needs them.
 
@@ -62,7 +58,7 @@ def optimizer_of(model, rule, **settings):
 def plain(rule, steps=5):
     model = Net()
     train(model, optimizer_of(model, rule), range(steps))
-    return whole(model)
+    return whole(model.parameters())
 
 
 def accelerated():
@@ -104,7 +100,7 @@ def accelerated():
             if value.ndim
         )
         train(model, prepared, range(4, 5), accelerator.backward)
-        result[rule, efficient] = whole(model)
+        result[rule, efficient] = whole(model.parameters())
         prepared.load_state_dict(full)  # a state of whole tensors
         result[rule, efficient, "loaded"] = all(
             torch.equal(getattr(value, "full_tensor", lambda value=value: value)(), saved[key])
@@ -208,7 +204,7 @@ def test_a_model_that_changes_its_dtype(rule, overwrite):
         assert overwrite == (next(iter(old)) is not next(iter(old.values())))
         train(model, optimizer, range(before, 4))
         train(expected, reference, range(4))
-        for one, other in zip(whole(model), whole(expected)):
+        for one, other in zip(whole(model.parameters()), whole(expected.parameters())):
             assert one.dtype == torch.float64 and relative(one, other) < (1e-3 if before else 1e-7)
         assert len(optimizer.state) == len(old)
         assert all(
@@ -229,7 +225,10 @@ def test_a_model_that_gets_its_memory_later():
     train(model, optimizer, range(3))
     expected = Net()
     train(expected, optimizer_of(expected, "mars-adamw", max_grad_norm=1.0), range(3))
-    assert all(torch.equal(one, other) for one, other in zip(whole(model), whole(expected)))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(whole(model.parameters()), whole(expected.parameters()))
+    )
 
 
 def test_a_model_that_changes_its_memory_format():
