@@ -28,11 +28,9 @@ from torchmars.parallel.fsdp import ONE_UNIT_BYTES, stack_placement
 from torchmars.planning.traffic import TrafficCounter
 
 # A layout, further settings of it, activation checkpointing, and whether blocks are compiled.
-QUICK = [
-    ("EP 2", {}, "full", False),
-    ("TP 2, EP 2", {}, "selective", True),
-]
+QUICK = [("EP 2", {}, "full", False)]
 MORE = [
+    ("TP 2, EP 2", {}, "selective", True),
     ("EP 2", {"accumulate": "whole"}, "selective", False),
     ("EP 2", {"cpu_offload": True}, "none", False),
     ("EP 2", {"reshard_after_forward": "always"}, "full", True),
@@ -69,7 +67,7 @@ def gradients_of_cases(cases, apart):
         (2, QUICK, False),
         pytest.param(2, MORE, False, marks=FULL),
         pytest.param(4, ON_FOUR, False, marks=FULL),
-        pytest.param(2, [*QUICK, ("CP 2, EP 2", {}, "none", False)], True, marks=FULL),
+        pytest.param(2, [*QUICK, MORE[0], ("CP 2, EP 2", {}, "none", False)], True, marks=FULL),
     ],
     ids=["quick", "more", "on four", "documents apart"],
 )

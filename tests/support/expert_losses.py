@@ -35,7 +35,6 @@ VARIANTS: dict[str, dict] = {
     "microbatches of 2": {"training": {"microbatch_size": 2}},
     "microbatches of 1": {"training": {"microbatch_size": 1}},
 }
-STEPS = 20
 Case = tuple[str, str]  # the names of a layout and of a variant
 ONE: Case = ("1 rank", "")
 # At the begin and after each step, by layer: how many tokens of the last step chose each expert.
@@ -43,13 +42,19 @@ Counts = list[dict[str, list[int]]]
 
 
 def run_tables(
-    folder: Path, model: str, rule: str, case: Case, layers: int = 4, **overrides: dict
+    folder: Path,
+    model: str,
+    rule: str,
+    case: Case,
+    layers: int = 4,
+    steps: int = 20,
+    **overrides: dict,
 ) -> dict:
     """Return the tables of a run in float32."""
     layout, variant = case
     name = f"{model} {rule} {layout} {variant}".strip().replace(" ", "-").replace(",", "")
     settings = {key: dict(value) for key, value in VARIANTS[variant].items()}
-    training = {"dtype": "float32", "steps": STEPS} | LOSSES[model] | settings.pop("training", {})
+    training = {"dtype": "float32", "steps": steps} | LOSSES[model] | settings.pop("training", {})
     return tiny_tables(
         folder,
         run={"name": name},
@@ -102,17 +107,17 @@ class Apart:
 
 
 def runs_apart(
-    folder: Path, model: str, rule: str, cases: list[Case], layers: int
+    folder: Path, model: str, rule: str, cases: list[Case], layers: int, steps: int
 ) -> dict[Case, Apart]:
     """Train on 1 rank and on each of `cases`, and compare. The text is in `folder`."""
     sizes = {case: LAYOUTS_WITH_EXPERTS[case[0]][0] for case in (ONE, *cases)}
     counts: dict[Case, Counts] = {}
     for size in sorted(set(sizes.values())):
         alike = [case for case in sizes if sizes[case] == size]
-        runs = [run_tables(folder, model, rule, case, layers) for case in alike]
+        runs = [run_tables(folder, model, rule, case, layers, steps) for case in alike]
         for case, ranks in zip(alike, zip(*run_ranks(train_counted, size, *runs))):
             counts[case] = merged(ranks)
-    tables = {case: run_tables(folder, model, rule, case, layers) for case in (ONE, *cases)}
+    tables = {case: run_tables(folder, model, rule, case, layers, steps) for case in (ONE, *cases)}
     used = MODELS[model]["n_expert_used"]
     return {
         case: apart(tables[case], tables[ONE], counts[case], counts[ONE], used) for case in cases
@@ -133,25 +138,25 @@ def merged(ranks: tuple[Counts, ...]) -> Counts:
 
 def apart(tables: dict, one: dict, counts: Counts, of_one: Counts, used: int) -> Apart:
     """Compare a run with the `one` on 1 rank. `used` experts get each token."""
-    tokens, moved = 16 * 32, []
+    tokens, moved, steps = 16 * 32, [], len(counts) - 1
     for ours, theirs in zip(counts[1:], of_one[1:], strict=True):
         assert ours.keys() == theirs.keys()
         layers = [name for name in ours if name.endswith(".counts")]  # not of the step before
         assert all(sum(ours[name]) == used * tokens for name in layers), tables
         pairs = [(torch.tensor(ours[name]), torch.tensor(theirs[name])) for name in layers]
         moved.append(sum(int((a - b).abs().sum()) for a, b in pairs) // 2)
-    first = next((step for step, number in enumerate(moved, 1) if number), STEPS + 1)
+    first = next((step for step, number in enumerate(moved, 1) if number), steps + 1)
     differences = {
         (name, step): abs(value / metrics(one, name)[step] - 1)
         for name in ("train/loss", "validation/loss", "train/grad_norm")
         for step, value in metrics(tables, name).items()
     }
-    assert len(differences) == 2 * STEPS + 2
+    assert len(differences) == 2 * steps + steps // 10
     norms, before, after = [0.0], [0.0], [0.0]
     for (name, step), each in differences.items():
         if name == "train/grad_norm":
             norms.append(each if step < first else 0.0)
         else:
             (before if step < first else after).append(each)
-    choices = STEPS * used * tokens * len(layers)
+    choices = steps * used * tokens * len(layers)
     return Apart(max(before), max(norms), max(after), sum(moved), choices)
